@@ -1,0 +1,1 @@
+"""Tunesmith trains language models after pretraining."""

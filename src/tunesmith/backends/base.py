@@ -1,0 +1,49 @@
+"""The port that every trainer of weights fulfils."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from tunesmith.data.forest import Forest
+
+LossFn = Callable[[Forest, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
+"""``loss(forest, logprobs [N], entropy [N] | None) -> (scalar to minimise, metrics)``.
+
+The scalar is a sum over this forest's tokens of terms already divided by their global denominator, so
+the losses of a step's forests add up. Metrics are sums too.
+"""
+
+
+class TrainBackend(Protocol):
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken."""
+        ...
+
+    def score(self, forest: Forest, *, reference: bool = False) -> Tensor:
+        """Log-probabilities ``[N]`` of the forest's predictions, without gradient."""
+        ...
+
+    def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:
+        """Add the gradient of ``loss`` on one forest; return its metrics and ``loss``.
+
+        Raises:
+            DeviceMemoryError: it did not fit; gradients since ``zero_grad`` are then undefined.
+        """
+        ...
+
+    def zero_grad(self) -> None: ...
+
+    def step(self, lr: float) -> Mapping[str, float]:
+        """Clip, take one optimizer step, clear gradients; return ``grad_norm``."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write model (Hugging Face format), optimizer and random state below ``directory``."""
+        ...
+
+    def load(self, directory: Path) -> None: ...

@@ -1,0 +1,90 @@
+"""Errors for people: what is wrong, where, what is valid, what to do.
+
+One root, ``TunesmithError``; each error also inherits the standard-library error it is, so that
+``except ValueError`` keeps working. ``boundary`` turns a foreign exception into a typed one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+
+
+class TunesmithError(Exception):
+    """Root of everything raised on purpose. ``exit_code`` is the process's when it reaches the shell."""
+
+    exit_code = 1
+
+
+class UserError(TunesmithError, ValueError):
+    """Something the user wrote is wrong; refused before it costs anything."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A setting is unknown, of the wrong type or at odds with another."""
+
+
+class DataError(UserError):
+    """A data file or line cannot be used."""
+
+
+class RewardError(TunesmithError, RuntimeError):
+    """A reward raised, hung or returned nonsense on too large a share of the rollouts."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer cannot be loaded, or belongs to a family that cannot work here."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged or belongs to another run or model."""
+
+
+class StorageError(TunesmithError, OSError):
+    """Writing to disk failed. The last complete checkpoint is still whole."""
+
+    exit_code = 2
+
+
+class DeviceMemoryError(TunesmithError, MemoryError):
+    """A micro-batch did not fit in memory."""
+
+
+class EngineError(TunesmithError, RuntimeError):
+    """An engine could not generate."""
+
+
+class DeadlineExceeded(TunesmithError, TimeoutError):
+    """A wait passed its deadline."""
+
+
+@contextmanager
+def boundary(
+    error: type[TunesmithError], message: str, catch: type[BaseException] | tuple[type[BaseException], ...]
+) -> Generator[None]:
+    """Re-raise a foreign exception of type ``catch`` as ``error``, with ``message`` before its own words.
+
+    Example:
+        >>> with boundary(DataError, "cannot read train.jsonl", OSError):
+        ...     open("train.jsonl")
+        Traceback (most recent call last):
+        tunesmith.errors.DataError: cannot read train.jsonl: [Errno 2] No such file ...
+    """
+    try:
+        yield
+    except TunesmithError:
+        raise
+    except catch as cause:
+        raise error(f"{message}: {cause}") from cause
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """A clause that offers the nearest valid spelling, or lists what is valid: `` Did you mean 'x'?``."""
+    choices = sorted(valid)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    if close:
+        return f" Did you mean '{close[0]}'?"
+    return f" Valid: {', '.join(choices)}." if choices else ""

@@ -1,0 +1,75 @@
+"""How attention reaches a Hugging Face model: one registered function, which asks a context.
+
+Every decoder layer calls ``tunesmith`` attention with flat queries, keys and values. What they may see is
+the business of an ``AttentionContext``: a token forest when training, scoring or prefilling; a KV cache
+when decoding. The context travels as the keyword argument ``attention_context`` of ``model(...)``.
+
+Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+ATTENTION_NAME = "tunesmith"
+
+
+class AttentionContext(Protocol):
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attend in decoder layer ``layer``.
+
+        Args:
+            query: ``[T, H, D]``, rotated.
+            key: ``[T, K, D]``, rotated.
+            value: ``[T, K, D]``.
+            scale: factor on the scores.
+            window: a token sees at most this many positions back, itself included; None for all.
+            softcap: scores become ``softcap * tanh(scores / softcap)``.
+
+        Returns:
+            ``[T, H, D]``.
+        """
+        ...
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attention_context: AttentionContext | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The Hugging Face signature: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
+    assert attention_context is not None, "the model was called without an attention_context"
+    assert attention_mask is None, "the forest needs no mask"
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = attention_context.attend(module.layer_idx, q, k, v, scaling, sliding_window, softcap)
+    return out.unsqueeze(0), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

@@ -1,0 +1,71 @@
+"""A causal language model as the rest of the house sees it: tokens to hidden states to log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.models.attention import ATTENTION_NAME, AttentionContext
+
+
+@dataclass(slots=True)
+class CausalLM:
+    """A Hugging Face decoder whose attention asks an ``AttentionContext``, and its tokenizer.
+
+    ``module`` is the untouched Hugging Face model: save it, inspect it, adapt it. Trainer and local engine
+    share one ``CausalLM``, so the sampler always has the trainer's weights.
+    """
+
+    module: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+    ) -> CausalLM:
+        """Load from a directory or a hub name."""
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        module = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=ATTENTION_NAME, **options
+        )
+        return cls(module.to(device).eval(), tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    @property
+    def head(self) -> nn.Linear:
+        head = self.module.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head
+
+    def hidden(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+        """Last hidden states after the final norm.
+
+        Args:
+            token_ids: ``[T]``.
+            position_ids: ``[T]``, each token's place in its own sequence.
+            attention: what each token may see.
+
+        Returns:
+            ``[T, d]``.
+        """
+        out = self.module.base_model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            attention_context=attention,
+        )
+        return out.last_hidden_state[0]
