@@ -107,6 +107,8 @@ class Rollout:
     status: Status = Status.OK
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What reward functions logged about it that is not a number (TRL's ``log_extra``)."""
 
     def observe(self, token_ids: list[int] | tuple[int, ...]) -> None:
         """Append tokens the policy did not write: a prompt, a tool's answer."""

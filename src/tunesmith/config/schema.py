@@ -10,14 +10,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+from tunesmith.config.sizes import checked_size
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Size = Annotated[str, AfterValidator(checked_size), Field(description="a size such as '512MB' or '4GB'")]
+
+
+def _zero_is_off(value: object) -> object:
+    return None if value == 0 and not isinstance(value, bool) else value
+
+
+def _off_is_zero(value: float | None) -> float:
+    return value or 0.0
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -35,7 +47,8 @@ class Source(Section):
 
     path: str
     """A .jsonl, .json, .parquet or .csv file, a directory, or a Hugging Face dataset name."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of the draws, against the other sources' weights; None for all: by their sizes."""
     split: str = "train"
     subset: str | None = None
 
@@ -44,7 +57,7 @@ class DataSection(Section):
     train: str | Source | tuple[str | Source, ...]
     eval: str | Source | tuple[str | Source, ...] | None = None
     prompt: str | None = None
-    """Name of the prompt column; None finds it (``prompt``, ``question``, ``instruction``, ``messages`` ...)."""
+    """Name of the prompt column; None finds it (``prompt``, ``question``, ``instruction``, ``messages``)."""
     completion: str | None = None
     """Name of the completion column (supervised training); None finds it."""
     system_prompt: str | None = None
@@ -89,7 +102,47 @@ class AlgorithmSection(Section):
     kl_coef: Annotated[float, Field(ge=0)] | None = None
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] | None = None
     kl_in: Literal["loss", "reward"] | None = None
+    kl_target: Annotated[float, Field(gt=0)] | None = None
+    """Adapt ``kl_coef`` so that the KL to the reference stays near this; None: a fixed coefficient."""
+    kl_horizon: PositiveInt | None = None
+    """Rollouts over which the adaptive coefficient reacts."""
     entropy_coef: float | None = None
+    tau_positive: Annotated[float, Field(gt=0)] | None = None
+    """Gate temperature of ``sapo`` where the advantage is positive."""
+    tau_negative: Annotated[float, Field(gt=0)] | None = None
+    ratio_cap: Annotated[float, Field(gt=0)] | None = None
+    """Largest ratio that weighs a token in ``dppo_tv``."""
+    cov_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of tokens that ``clip_cov`` and ``kl_cov`` hold back."""
+    cov_low: float | None = None
+    cov_high: float | None = None
+    cov_kl_coef: Annotated[float, Field(ge=0)] | None = None
+    gamma: Share | None = None
+    """Discount per token of ``gae``, ``vapo`` and ``reinforce``."""
+    gae_lambda: Share | None = None
+    critic_lambda: Share | None = None
+    """λ of the returns the critic learns; None: ``gae_lambda``."""
+    lambda_alpha: Annotated[float, Field(gt=0)] | None = None
+    """``vapo``: λ = 1 − 1/(α·length + 1)."""
+    value_clip: Annotated[float, Field(ge=0)] | None = None
+    """How far a value may move from the one before the update; 0 is off."""
+    decoupled: bool | None = None
+    """Let the trainer recompute the log-probabilities before the update; None: if there is a correction."""
+    correction: (
+        Literal[
+            "none",
+            "token_truncate",
+            "token_clamp",
+            "icepop",
+            "sequence_truncate",
+            "sequence_mask",
+            "geometric",
+        ]
+        | None
+    ) = None
+    """Weight of each token for the difference between trainer and sampler (needs ``decoupled``)."""
+    correction_low: Annotated[float, Field(ge=0)] | None = None
+    correction_high: Annotated[float, Field(gt=0)] | None = None
     overlong_buffer: Annotated[int, Field(ge=0)] | None = None
     """Tokens before the limit over which the reward ramps down (DAPO); 0 is off."""
     overlong_factor: float | None = None
@@ -112,6 +165,8 @@ class RolloutSection(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    timeout: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds that one rollout may take before it counts as failed."""
     seed: int | None = None
 
 
@@ -130,11 +185,15 @@ class TrainSection(Section):
     """Optimizer steps; give this or ``warmup_ratio``."""
     warmup_ratio: Share | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """Noise on the embeddings in supervised training (arXiv:2310.05914)."""
+    max_grad_norm: Annotated[
+        Annotated[float, Field(gt=0)] | None,
+        BeforeValidator(_zero_is_off),
+        PlainSerializer(_off_is_zero),
+        Field(description="a number above 0, or 0 for no clipping"),
+    ] = 1.0
+    """Gradients of a larger norm are scaled down to it; 0 in a run file (None here) is no clipping."""
     seed: int = 0
 
 
@@ -160,7 +219,7 @@ class SystemSection(Section):
     gradient_checkpointing: bool = False
     logprob_chunk: PositiveInt | None = None
     """Rows of the head that are computed at a time."""
-    kv_memory: str | None = None
+    kv_memory: Size | None = None
     """KV memory of the local engine, such as ``512MB`` or ``4GB``."""
     max_running: PositiveInt = 256
     """Requests decoded together at most."""
@@ -174,6 +233,7 @@ class MonitorSection(Section):
     progress: bool | None = None
     """Live display; None: when standard output is a terminal."""
     every: PositiveInt = 1
+    """Steps between plain progress lines and between points in the sinks; metrics.jsonl has every step."""
     samples: Annotated[int, Field(ge=0)] = 2
     """Rollouts per step that are kept in rollouts.jsonl."""
 

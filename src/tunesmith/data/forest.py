@@ -13,11 +13,19 @@ Shape legend: ``T`` tokens, ``N`` predictions (loss tokens), ``S`` samples.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from tunesmith.data.trie import Node, build_nodes, num_forest_tokens, prefix_order
+from tunesmith.types import Sample
+
+__all__ = ["Forest", "Segment", "num_forest_tokens", "plant"]
 
 
 class Segment(NamedTuple):
@@ -68,3 +76,82 @@ class Forest:
             self.sample_ids,
             {name: move(column) for name, column in self.columns.items()},
         )
+
+
+def plant(samples: Sequence[Sample], indices: Sequence[int] | None = None, *, share: bool = True) -> Forest:
+    """Lay out ``samples[i] for i in indices`` (all of them by default) as one forest.
+
+    Leading tokens that carry no loss in any of the samples that have them are placed once. Predictions come
+    in the order of ``indices``. Columns become float32, or float64 where that is torch's default dtype.
+
+    Example:
+        Prompt ``[5, 6]`` with completions ``[7, 2]`` and ``[8]`` gives tokens ``5 6 7 2 8``, segments
+        ``(0, 2, -1) (2, 2, 0) (4, 1, 0)``, source ``1 2 1`` and targets ``7 2 8``.
+    """
+    chosen = tuple(range(len(samples)) if indices is None else indices)
+    picked = [samples[i] for i in chosen]
+    for sample in picked:
+        _check(sample, picked[0])
+    lengths = [len(sample.token_ids) for sample in picked]
+    nodes, last = build_nodes(lengths, prefix_order(picked, share=share))
+    starts = _starts(nodes)
+    token_ids = [t for n in nodes for t in picked[n.sample].token_ids[n.start : n.stop]]
+    positions = [np.arange(n.start, n.stop, dtype=np.int64) for n in nodes]
+
+    rows = [_rows(length, end, nodes, starts) for length, end in zip(lengths, last, strict=True)]
+    predicted = [np.flatnonzero(np.asarray(sample.loss_mask, dtype=np.bool_)) for sample in picked]
+    source = [path[at - 1] for path, at in zip(rows, predicted, strict=True)]
+    targets = [_at(s.token_ids, at, np.int64) for s, at in zip(picked, predicted, strict=True)]
+    numbers = [np.full(len(at), s, dtype=np.int64) for s, at in enumerate(predicted)]
+    width = np.float64 if torch.get_default_dtype() == torch.float64 else np.float32
+    names = picked[0].columns if picked else ()
+    return Forest(
+        torch.tensor(token_ids, dtype=torch.int64),
+        _flat(positions, np.int64),
+        tuple(Segment(a, n.stop - n.start, n.parent) for a, n in zip(starts, nodes, strict=True)),
+        _flat(source, np.int64),
+        _flat(targets, np.int64),
+        _flat(numbers, np.int64),
+        chosen,
+        {
+            name: _flat([_at(s.columns[name], at, width) for s, at in zip(picked, predicted, strict=True)], width)
+            for name in names
+        },
+    )
+
+
+def _check(sample: Sample, first: Sample) -> None:
+    length = len(sample.token_ids)
+    assert length > 0, "a sample needs at least one token"
+    assert len(sample.loss_mask) == length, "loss_mask is not as long as token_ids"
+    assert not sample.loss_mask[0], "nothing predicts the first token: it cannot carry loss"
+    assert sample.columns.keys() == first.columns.keys(), "samples of one forest have the same columns"
+    assert all(len(column) == length for column in sample.columns.values()), "a column is not as long as token_ids"
+
+
+def _starts(nodes: Sequence[Node]) -> list[int]:
+    starts: list[int] = []
+    row = 0
+    for node in nodes:
+        starts.append(row)
+        row += node.stop - node.start
+    return starts
+
+
+def _rows(length: int, end: int, nodes: Sequence[Node], starts: Sequence[int]) -> NDArray[np.int64]:
+    """Row of each token of a sample that ends in node ``end``: its path from there up to the root."""
+    rows = np.empty(length, dtype=np.int64)
+    stop = length
+    while end >= 0:
+        node = nodes[end]
+        rows[node.start : stop] = np.arange(starts[end], starts[end] + stop - node.start)
+        stop, end = node.start, node.parent
+    return rows
+
+
+def _at(values: Sequence[float], at: NDArray[np.intp], dtype: type[np.generic]) -> NDArray[np.generic]:
+    return np.asarray(values, dtype=dtype)[at]
+
+
+def _flat(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=dtype))  # pyright: ignore[reportUnknownMemberType]

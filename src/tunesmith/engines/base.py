@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tunesmith.errors import UserError
 from tunesmith.types import Completion, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareLimits:
+    """What the hardware can do at best."""
+
+    bytes_per_second: float
+    flops_per_second: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +33,8 @@ class EngineStats:
     peak_kv_bytes: int = 0
     kv_budget_bytes: int = 0
     attainable_seconds: float = 0.0
-    """Least time the same steps could have taken (FORMULAS: max of bytes / bandwidth, flops / rate)."""
+    """Least time the same steps could have taken (FORMULAS: max of bytes / bandwidth, flops / rate);
+    0 where the hardware's limits are not known."""
 
 
 class RolloutEngine(Protocol):
@@ -41,13 +51,17 @@ class RolloutEngine(Protocol):
         Cancelling the awaiting task aborts the request and frees its memory.
 
         Raises:
-            UserError: the prompt alone does not fit the KV budget or the model's context.
+            UserError: prompt and completion can never fit the KV budget, or the prompt alone fills the
+                model's context; or a sampling setting is out of its range.
             EngineError: generation failed.
         """
         ...
 
     async def load_weights(self, version: int) -> None:
-        """Take the trainer's current weights as ``version``; every cached prefix dies with the old one."""
+        """Take the trainer's current weights as ``version``; every cached prefix dies with the old one.
+
+        Requests in flight continue: their later tokens carry the new version.
+        """
         ...
 
     async def sleep(self) -> None:
@@ -63,3 +77,22 @@ class RolloutEngine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse settings that mean nothing.
+
+    Raises:
+        UserError: a setting is out of its range.
+    """
+    ranges = {
+        "max_new_tokens": (sampling.max_new_tokens >= 1, "at least 1"),
+        "temperature": (0 <= sampling.temperature < float("inf"), "0 (greedy) or a positive number"),
+        "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (sampling.top_k >= 0, "0 (off) or a positive number"),
+        "min_p": (0 <= sampling.min_p < 1, "at least 0 and below 1"),
+        "stop": (all(sampling.stop), "strings of at least one character"),
+    }
+    for name, (valid, expected) in ranges.items():
+        if not valid:
+            raise UserError(f"sampling.{name} = {getattr(sampling, name)!r} is out of range: use {expected}")

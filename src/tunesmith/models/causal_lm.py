@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.data.forest import Forest
 from tunesmith.models.attention import ATTENTION_NAME, AttentionContext
+from tunesmith.models.forest_attention import ForestAttention
+from tunesmith.models.head import fused_logprobs
 
 
 @dataclass(slots=True)
@@ -46,6 +49,10 @@ class CausalLM:
         return self.module.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.module.dtype
+
+    @property
     def head(self) -> nn.Linear:
         head = self.module.get_output_embeddings()
         assert isinstance(head, nn.Linear)
@@ -69,3 +76,36 @@ class CausalLM:
             attention_context=attention,
         )
         return out.last_hidden_state[0]
+
+    def logprobs(
+        self, forest: Forest, *, temperature: float = 1.0, entropy: bool = False, chunk: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities ``[N]`` of the forest's targets, and on request the entropies ``[N]`` there.
+
+        Args:
+            temperature: divides the logits, as in sampling.
+            chunk: rows of logits at a time; None derives it from the vocabulary.
+        """
+        hidden = self.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))
+        head = self.head
+        return fused_logprobs(
+            hidden.index_select(0, forest.source),
+            head.weight,
+            forest.targets,
+            bias=head.bias,
+            temperature=temperature,
+            softcap=getattr(self.module.config, "final_logit_softcapping", None),
+            logit_scale=logit_scale(self.module.config),
+            chunk=chunk,
+            entropy=entropy,
+        )
+
+    def save(self, directory: str | Path) -> None:
+        """Write model and tokenizer in Hugging Face format."""
+        self.module.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+
+def logit_scale(config: Any) -> float:
+    """The family's own factor on the logits: Cohere multiplies by one, Granite divides by one."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)

@@ -1,0 +1,85 @@
+"""How per-token losses become one number: a weight per token, known before the first micro-batch runs.
+
+Every aggregation of an optimizer batch is a weighted sum of its per-token losses, so the scalar of a
+micro-batch is ``sum(weight * loss)`` and the micro-batches of a step add up to the batch's loss however it
+was cut. With ``B`` sequences, ``N`` loss tokens in all, ``|y|`` loss tokens in a sequence and a constant
+length ``L`` (``max_new_tokens``), a token weighs
+
+    token_mean               1 / N
+    seq_mean_token_mean      1 / (B |y|)
+    seq_mean_token_sum       1 / B
+    seq_mean_token_sum_norm  1 / (B L)         Dr. GRPO, arXiv:2503.20783
+
+A token with a non-finite input leaves both the numerator and the denominators; so does a sequence without
+loss tokens (verl and OpenRLHF count sequences the same way; TRL counts fully masked ones too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tunesmith.types import Sample
+
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+
+WEIGHT = "weight"
+"""Column of a token's weight in the loss."""
+SHARE = "share"
+"""Column of a token's weight in a mean over the optimizer batch's tokens: what metrics are summed with."""
+
+
+def finite_mask(sample: Sample) -> NDArray[np.bool_]:
+    """The loss tokens of a sample whose every column is finite, ``[L]``."""
+    mask = np.array(sample.loss_mask, dtype=np.bool_)
+    for column in sample.columns.values():
+        mask &= np.isfinite(np.array(column, dtype=np.float64))
+    return mask
+
+
+def sequence_weights(
+    counts: Sequence[int], aggregation: str, max_new_tokens: int | None = None
+) -> list[float]:
+    """Weight of each token of sequences with ``counts`` loss tokens, one number per sequence.
+
+    Example:
+        >>> sequence_weights([1, 3], "seq_mean_token_mean")
+        [0.5, 0.16666666666666666]
+    """
+    tokens, sequences = sum(counts), sum(c > 0 for c in counts)
+    match aggregation:
+        case "token_mean":
+            divisors = [tokens for _ in counts]
+        case "seq_mean_token_mean":
+            divisors = [sequences * c for c in counts]
+        case "seq_mean_token_sum":
+            divisors = [sequences for _ in counts]
+        case "seq_mean_token_sum_norm":
+            assert max_new_tokens is not None, "seq_mean_token_sum_norm divides by max_new_tokens"
+            divisors = [sequences * max_new_tokens for _ in counts]
+        case _:
+            raise AssertionError(f"no aggregation '{aggregation}'")
+    return [1.0 / d if c else 0.0 for c, d in zip(counts, divisors, strict=True)]
+
+
+def token_weights(
+    samples: Sequence[Sample], aggregation: str, max_new_tokens: int | None = None
+) -> list[list[float]]:
+    """Weight of every token of an optimizer batch, ``[L]`` per sample; 0 where there is no loss."""
+    masks = [finite_mask(s) for s in samples]
+    weights = sequence_weights([int(m.sum()) for m in masks], aggregation, max_new_tokens)
+    return [(m * w).tolist() for m, w in zip(masks, weights, strict=True)]
+
+
+def weigh(samples: Sequence[Sample], aggregation: str, max_new_tokens: int | None = None) -> list[Sample]:
+    """The samples of one optimizer batch with the columns ``weight`` and ``share``."""
+    weights = token_weights(samples, aggregation, max_new_tokens)
+    shares = token_weights(samples, "token_mean")
+    return [
+        replace(s, columns={**s.columns, WEIGHT: w, SHARE: m})
+        for s, w, m in zip(samples, weights, shares, strict=True)
+    ]

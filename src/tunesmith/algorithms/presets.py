@@ -1,0 +1,369 @@
+"""Published combinations as data, and what a run file's ``[algorithm]`` resolves to. No torch.
+
+A preset fills in the keys that were left out. Whoever changes the loss or the estimator of a preset gets
+the bounds that belong to the new one, not the preset's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from tunesmith.algorithms.advantages import ESTIMATORS, Estimator
+from tunesmith.algorithms.corrections import CORRECTIONS
+from tunesmith.algorithms.kl import KL_IN_LOSS, KL_IN_REWARD
+from tunesmith.algorithms.losses import POLICY_LOSSES, PolicyLoss
+from tunesmith.config.schema import AlgorithmSection
+from tunesmith.errors import ConfigError, nearest
+
+Setting = float | int | bool | str | None
+Reasons = list[tuple[str, object, str]]
+
+SUPPORTED = frozenset({"group", "group_logprobs", "selection"})
+"""Needs of losses and estimators that the training loop can meet."""
+
+NEEDS: Mapping[str, str] = {
+    "group": "several rollouts per prompt",
+    "critic": "a value model",
+    "greedy_rollout": "a greedy rollout per prompt",
+    "group_logprobs": "the sampling probabilities of the whole group",
+    "selection": "a choice of tokens by covariance over the batch",
+    "adaptive_kl": "a KL coefficient that adapts to a target",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """``settings`` are keys of ``[algorithm]``, always with ``advantage``, ``loss`` and ``aggregation``."""
+
+    source: str
+    description: str
+    settings: Mapping[str, Setting]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the loop has to provide (keys of ``NEEDS``)."""
+        return _needs(str(self.settings["advantage"]), str(self.settings["loss"]))
+
+
+def _needs(advantage: str, loss: str) -> frozenset[str]:
+    return ESTIMATORS[advantage].needs | POLICY_LOSSES[loss].needs
+
+
+def _preset(
+    source: str, description: str, advantage: str, loss: str, aggregation: str, **settings: Setting
+) -> Preset:
+    base: dict[str, Setting] = {"advantage": advantage, "loss": loss, "aggregation": aggregation}
+    return Preset(source, description, {**base, **settings})
+
+
+PRESETS: dict[str, Preset] = {
+    "grpo": _preset(
+        "DeepSeekMath, arXiv:2402.03300",
+        "Advantages standardised within the group and PPO's clip, averaged per sequence as in the paper; "
+        "without the paper's KL of 0.04, as in TRL.",
+        "grpo", "ppo", "seq_mean_token_mean",
+    ),
+    "dr_grpo": _preset(
+        "Dr. GRPO, arXiv:2503.20783",
+        "GRPO without its two biases: no deviation to divide by, and a constant length instead of each own.",
+        "dr_grpo", "ppo", "seq_mean_token_sum_norm",
+    ),
+    "dapo": _preset(
+        "DAPO, arXiv:2503.14476",
+        "GRPO with a wider upper clip, a mean over tokens, no KL, a ramp down for overlong answers, and "
+        "groups that teach nothing replaced.",
+        "grpo", "ppo", "token_mean",
+        clip_high=0.28, dynamic_filter=True, overlong_factor=1.0,
+    ),
+    "gspo": _preset(
+        "GSPO, arXiv:2507.18071",
+        "One ratio per sequence, clipped tightly; steadier for mixtures of experts.",
+        "grpo", "gspo", "seq_mean_token_mean",
+    ),
+    "gspo_token": _preset(
+        "GSPO-token, arXiv:2507.18071",
+        "GSPO's ratio where advantages differ from token to token.",
+        "grpo", "gspo_token", "seq_mean_token_mean",
+    ),
+    "rloo": _preset(
+        "RLOO, arXiv:2402.14740",
+        "Each rollout against the mean of its siblings, with a KL penalty in the reward.",
+        "rloo", "ppo", "token_mean",
+        kl_coef=0.05, kl_in="reward", kl_estimator="k1",
+    ),
+    "reinforce": _preset(
+        "Williams 1992; whitening as in REINFORCE++, arXiv:2501.03262",
+        "The plain policy gradient on whitened returns: no clip, no groups, no KL.",
+        "reinforce", "reinforce", "token_mean",
+    ),
+    "reinforce_pp": _preset(
+        "REINFORCE++, arXiv:2501.03262",
+        "Whitened returns with a per-token KL in the reward and PPO's clip; needs one rollout per prompt.",
+        "reinforce", "ppo", "token_mean",
+        kl_coef=0.01, kl_in="reward", kl_estimator="k1",
+    ),
+    "reinforce_pp_baseline": _preset(
+        "REINFORCE++-baseline, arXiv:2501.03262",
+        "The group's mean as baseline, whitened over the batch, with a k2 KL in the loss.",
+        "reinforce_baseline", "ppo", "token_mean",
+        kl_coef=0.001, kl_in="loss", kl_estimator="k2",
+    ),
+    "ppo": _preset(
+        "PPO, arXiv:1707.06347; for language models arXiv:2203.02155",
+        "A critic, generalised advantages, clipped ratios and a KL penalty in the reward.",
+        "gae", "ppo", "token_mean",
+        kl_coef=0.01, kl_in="reward", kl_estimator="k1",
+    ),
+    "vapo": _preset(
+        "VAPO, arXiv:2504.05118",
+        "PPO for long reasoning: λ grows with length, the critic learns undiscounted returns, wider upper "
+        "clip; without the paper's extra likelihood of right answers.",
+        "vapo", "ppo", "token_mean",
+        clip_high=0.28,
+    ),
+    "cispo": _preset(
+        "CISPO, MiniMax-M1, arXiv:2506.13585",
+        "Clips the weight of a token and keeps its gradient, so rare tokens go on learning.",
+        "grpo", "cispo", "token_mean",
+    ),
+    "gepo": _preset(
+        "GEPO, arXiv:2508.17850",
+        "Ratios against the group's expected sampling probability: steady with very stale samples.",
+        "grpo", "gepo", "seq_mean_token_mean",
+    ),
+    "gmpo": _preset(
+        "GMPO, arXiv:2507.20673",
+        "The geometric mean of token ratios in place of the arithmetic one, with a wide clip.",
+        "grpo", "gmpo", "seq_mean_token_mean",
+    ),
+    "sapo": _preset(
+        "SAPO, arXiv:2511.20347",
+        "A smooth gate on the ratio instead of a clip, tighter for negative advantages.",
+        "grpo", "sapo", "seq_mean_token_mean",
+    ),
+    "gpg": _preset(
+        "GPG, arXiv:2504.02546",
+        "The plain policy gradient with a group baseline, scaled up for groups without spread.",
+        "gpg", "gpg", "token_mean",
+    ),
+    "opo": _preset(
+        "OPO, arXiv:2505.23585",
+        "Exact on-policy steps against the baseline of least variance, weighted by length.",
+        "opo", "reinforce", "token_mean",
+    ),
+    "remax": _preset(
+        "ReMax, arXiv:2310.10505",
+        "Each rollout against a greedy one of the same prompt.",
+        "remax", "reinforce", "token_mean",
+    ),
+    "gdpo": _preset(
+        "GDPO, arXiv:2601.05242",
+        "For several rewards: each is standardised by itself before they are added.",
+        "gdpo", "ppo", "seq_mean_token_mean",
+    ),
+    "clip_cov": _preset(
+        "Clip-Cov, arXiv:2505.22617",
+        "GRPO that leaves out the few tokens that cost most entropy.",
+        "grpo", "clip_cov", "token_mean",
+    ),
+    "kl_cov": _preset(
+        "KL-Cov, arXiv:2505.22617",
+        "GRPO that holds back the few tokens that cost most entropy with a KL to the old policy.",
+        "grpo", "kl_cov", "token_mean",
+    ),
+    "dppo": _preset(
+        "DPPO, arXiv:2602.04879",
+        "A trust region in probability instead of in the ratio: rare tokens may move far.",
+        "grpo", "dppo_tv", "token_mean",
+    ),
+}  # fmt: skip
+
+_COMMON: Mapping[str, tuple[Setting, str]] = {
+    "kl_coef": (0.0, "no KL to a reference"),
+    "entropy_coef": (0.0, "no entropy bonus"),
+    "overlong_buffer": (0, "no overlong ramp"),
+    "mask_truncated": (False, "truncated rollouts are learned from"),
+    "dynamic_filter": (False, "every group is trained on"),
+    "correction": ("none", "sampler and trainer agree"),
+}
+"""What holds where a preset says nothing."""
+
+
+def resolve_algorithm(
+    section: AlgorithmSection, *, max_new_tokens: int, supported: Iterable[str] = SUPPORTED
+) -> tuple[AlgorithmSection, Reasons]:
+    """Fill in every key that was left out; return the section and ``(key, value, reason)`` for each.
+
+    ``max_new_tokens`` sizes DAPO's overlong buffer, a fifth of it as in the paper.
+
+    Raises:
+        ConfigError: an unknown name, a combination that cannot learn, a key that nothing would read, or
+            a need that ``supported`` does not hold.
+    """
+    preset = PRESETS[_known("name", section.name, PRESETS)]
+    filling = _Filling(section, preset)
+    for key, registry in (("advantage", ESTIMATORS), ("loss", POLICY_LOSSES)):
+        _known(key, filling.fill(key, preset.settings[key]), registry)
+    filling.fill("aggregation", preset.settings["aggregation"])
+    _check_needs(filling, frozenset(supported))
+    _fill_keys(filling, "loss", POLICY_LOSSES)
+    _fill_keys(filling, "advantage", ESTIMATORS)
+    for key, (value, why) in _COMMON.items():
+        if not (key == "overlong_buffer" and _fill_overlong_buffer(filling, max_new_tokens)):
+            filling.fill(key, value, why)
+    _fill_kl(filling)
+    _fill_correction(filling)
+    if filling["overlong_buffer"]:
+        filling.fill("overlong_factor", 1.0, "the ramp goes down by a full reward")
+    _refuse_unread(filling)
+    return section.model_copy(update=filling.found), filling.reasons
+
+
+class _Filling:
+    """The section as it fills up."""
+
+    def __init__(self, section: AlgorithmSection, preset: Preset) -> None:
+        self.section, self.preset = section, preset
+        self.found: dict[str, object] = {}
+        self.reasons: Reasons = []
+        self.read: set[str] = {"name"}
+        """Keys that something reads."""
+
+    def __getitem__(self, key: str) -> object:
+        return self.found.get(key, getattr(self.section, key))
+
+    def fill(self, key: str, default: Setting, why: str = "", *, use_preset: bool = True) -> object:
+        """The key's value: as said, else the preset's, else ``default`` because ``why``."""
+        self.read.add(key)
+        if (said := getattr(self.section, key)) is not None:
+            return said
+        if use_preset and key in self.preset.settings:
+            default, why = self.preset.settings[key], f"preset {self.section.name} ({self.preset.source})"
+        if default is not None:
+            self.found[key] = default
+            self.reasons.append((f"algorithm.{key}", default, why))
+        return default
+
+
+def _known(key: str, name: object, names: Iterable[str]) -> str:
+    choices = list(names)
+    if name not in choices:
+        raise ConfigError(f"algorithm.{key}: there is no '{name}'.{nearest(str(name), choices)}")
+    return str(name)
+
+
+def algorithm_needs(section: AlgorithmSection) -> frozenset[str]:
+    """What a resolved section asks of the loop (keys of ``NEEDS``); ``group`` refuses groups of one."""
+    return _needs(str(section.advantage), str(section.loss))
+
+
+def _check_needs(filling: _Filling, supported: frozenset[str]) -> None:
+    advantage, loss = str(filling["advantage"]), str(filling["loss"])
+    if filling.section.kl_target is not None and "adaptive_kl" not in supported:
+        raise ConfigError(
+            f"algorithm.kl_target needs {NEEDS['adaptive_kl']}, which training does not provide yet. "
+            "Set algorithm.kl_coef instead."
+        )
+    if missing := sorted(_needs(advantage, loss) - supported):
+        wanting = [n for n, p in PRESETS.items() if p.needs <= supported]
+        raise ConfigError(
+            f"algorithm: '{filling.section.name}' (advantage '{advantage}', loss '{loss}') needs "
+            f"{' and '.join(NEEDS[m] for m in missing)}, which training does not provide yet. "
+            f"Presets that work: {', '.join(sorted(wanting))}."
+        )
+
+
+def _fill_keys(
+    filling: _Filling, kind: str, registry: Mapping[str, Estimator] | Mapping[str, PolicyLoss]
+) -> None:
+    """The constants of the chosen loss or estimator; the preset's only where the choice is the preset's."""
+    name = str(filling[kind])
+    own = filling.preset.settings[kind] == name
+    for key, default in registry[name].keys.items():
+        filling.fill(key, default, f"default of the {kind} {name}", use_preset=own)
+
+
+def _fill_overlong_buffer(filling: _Filling, max_new_tokens: int) -> bool:
+    """DAPO's ramp covers the last fifth of the answer (4096 of 20480 tokens in the paper)."""
+    ramps = "overlong_factor" in filling.preset.settings
+    if filling.section.overlong_buffer is not None or not ramps:
+        return False
+    reason = f"preset {filling.section.name}: a fifth of rollout.max_new_tokens"
+    filling.fill("overlong_buffer", max_new_tokens // 5, reason)
+    return True
+
+
+def _fill_kl(filling: _Filling) -> None:
+    if not filling["kl_coef"]:
+        return
+    place = filling.fill("kl_in", "loss", "a KL with a gradient of its own")
+    valid = KL_IN_LOSS if place == "loss" else KL_IN_REWARD
+    preset_place = filling.preset.settings.get("kl_in", place)
+    default = "k3" if place == "loss" else "k1"
+    why = "low variance, never negative" if place == "loss" else "unbiased"
+    kl = filling.fill("kl_estimator", default, why, use_preset=preset_place == place)
+    if kl not in valid:
+        problem = {
+            "loss": "has an expected gradient of zero in the loss; k1+ has its value and the right gradient",
+            "reward": "differs from the plain one only in its gradient, and a reward has none",
+        }[str(place)]
+        raise ConfigError(
+            f"algorithm.kl_estimator: '{kl}' {problem}. Valid with kl_in=\"{place}\": {', '.join(valid)}."
+        )
+    if filling.fill("kl_target", None) is not None:
+        filling.fill("kl_horizon", 10_000, "as in Ziegler et al., arXiv:1909.08593")
+
+
+def _fill_correction(filling: _Filling) -> None:
+    name = filling["correction"]
+    if name == "none":
+        filling.fill("decoupled", False, "the sampler's log-probabilities are the old ones")
+        return
+    if filling.fill("decoupled", True, f"the correction {name} compares them with the sampler's") is False:
+        raise ConfigError(
+            f"algorithm.correction: '{name}' weighs the trainer's log-probabilities against the sampler's, "
+            'which are the same with decoupled=false. Leave decoupled out, or set correction="none".'
+        )
+    for key, default in CORRECTIONS[str(name)].keys.items():
+        filling.fill(key, default, f"default of the correction {name}")
+    low, high = filling["correction_low"], filling["correction_high"]
+    if isinstance(low, float) and isinstance(high, float) and low >= high:
+        raise ConfigError(f"algorithm.correction_low={low:g} must be below correction_high={high:g}.")
+
+
+_OVERLONG, _HORIZON = frozenset({"overlong_factor"}), frozenset({"kl_horizon"})
+_FILTER = frozenset({"filter_low", "filter_high"})
+_KL = frozenset({"kl_in", "kl_estimator", "kl_target", "kl_horizon"})
+_CONDITIONS: list[tuple[frozenset[str], str, Callable[[_Filling], bool]]] = [
+    (_OVERLONG, "overlong_buffer is 0", lambda f: not f["overlong_buffer"]),
+    (_FILTER, "dynamic_filter is off", lambda f: not f["dynamic_filter"]),
+    (_KL, "kl_coef is 0", lambda f: not f["kl_coef"]),
+    (_HORIZON, "there is no kl_target", lambda f: f["kl_target"] is None),
+]
+
+
+def _refuse_unread(filling: _Filling) -> None:
+    """A key that was said and that nothing reads is an error."""
+    for key in _said(filling.section):
+        for keys, why, holds in _CONDITIONS:
+            if key in keys and holds(filling):
+                raise ConfigError(f"algorithm.{key} would have no effect: {why}.")
+        if key in _READ_BY_CHOICE and key not in filling.read:
+            kind = _READ_BY_CHOICE[key]
+            raise ConfigError(
+                f"algorithm.{key} would have no effect: the {kind} '{filling[kind]}' does not read it."
+            )
+
+
+def _said(section: AlgorithmSection) -> list[str]:
+    fields = AlgorithmSection.model_fields
+    return [k for k in fields if k in section.model_fields_set and getattr(section, k) != fields[k].default]
+
+
+_READ_BY_CHOICE: dict[str, str] = {
+    **{key: "correction" for entry in CORRECTIONS.values() for key in entry.keys},
+    **{key: "advantage" for entry in ESTIMATORS.values() for key in entry.keys},
+    **{key: "loss" for entry in POLICY_LOSSES.values() for key in entry.keys},
+}
+"""Keys that only some losses, estimators or corrections read, and which of the three it is."""

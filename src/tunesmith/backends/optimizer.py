@@ -1,0 +1,130 @@
+"""AdamW over float32 weights, whatever the model computes in, and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWSettings:
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0
+
+
+class MasterAdamW:
+    """AdamW on master weights.
+
+    A parameter of float32 or wider is its own master. A narrower one (bfloat16) gets a float32 master:
+    each micro-batch's gradient is added to the master's in float32, the step is taken there, and the
+    result is rounded into the parameter. Matrices decay, vectors (norms, biases) do not.
+    """
+
+    def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
+        self.settings = settings
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.masters = {name: self._master_of(p) for name, p in self.parameters.items()}
+        decay = [m for m in self.masters.values() if m.ndim >= 2]
+        others = [m for m in self.masters.values() if m.ndim < 2]
+        groups = [
+            {"params": decay, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=0.0, betas=settings.betas, eps=settings.eps, fused=True
+        )
+
+    @staticmethod
+    def _master_of(parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        master = nn.Parameter(parameter.detach().float())
+
+        def accumulate(narrow: Tensor) -> None:
+            assert narrow.grad is not None
+            if master.grad is None:
+                master.grad = narrow.grad.float()
+            else:
+                master.grad += narrow.grad
+            narrow.grad = None
+
+        parameter.register_post_accumulate_grad_hook(accumulate)
+        return master
+
+    def zero_grad(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            self.masters[name].grad = None
+
+    @torch.no_grad()
+    def step(self, lr: float) -> dict[str, float]:
+        """Clip, step, round into the parameters, clear gradients.
+
+        A gradient that is not finite is dropped whole: ``skipped_steps`` is then 1 and nothing moves.
+        """
+        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            if self.settings.max_grad_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(
+                    list(self.masters.values()), self.settings.max_grad_norm, norm
+                )
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+            for name, parameter in self.parameters.items():
+                if self.masters[name] is not parameter:
+                    parameter.copy_(self.masters[name])
+        self.zero_grad()
+        return {"grad_norm": float(norm), "skipped_steps": float(not finite)}
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor needed to continue exactly, by name."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            for key, value in self.adamw.state.get(master, {}).items():
+                tensors[f"{key}:{name}"] = value
+            if master is not self.parameters[name]:
+                tensors[f"master:{name}"] = master.detach()
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        for key, value in tensors.items():
+            kind, name = key.split(":", 1)
+            master = self.masters[name]
+            if kind == "master":
+                master.copy_(value)
+            else:
+                slot: dict[str, Any] = self.adamw.state[master]
+                slot[kind] = value.clone().to(device=master.device if kind != "step" else value.device)
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    total: int,
+    warmup: int,
+    schedule: Literal["constant", "linear", "cosine"],
+    min_ratio: float = 0.0,
+) -> float:
+    """Learning rate of optimizer step ``step`` (the first is 0) out of ``total``.
+
+    It climbs linearly over ``warmup`` steps (the first one is ``peak / warmup``, the last reaches
+    ``peak``), then stays or falls to ``min_ratio * peak`` at the last step.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+    falling = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (min_ratio + (1 - min_ratio) * falling)

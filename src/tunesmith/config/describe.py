@@ -1,0 +1,133 @@
+"""What a setting may be, in people's words, read from the schema's own types."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from tunesmith.config.places import KeyPath
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text in quotes",
+    Path: "a path in quotes",
+}
+
+
+def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+    """``Annotated[int, Field(gt=0)] | None`` → ``"a whole number above 0"``."""
+    if get_origin(annotation) is Annotated:
+        inner, *notes = get_args(annotation)
+        return describe(inner, (*_flat(notes), *metadata))
+    if said := next((m.description for m in metadata if isinstance(m, FieldInfo) and m.description), None):
+        return said
+    if get_origin(annotation) in (Union, types.UnionType):
+        parts = [describe(a, metadata) for a in get_args(annotation) if a is not type(None)]
+        return " or ".join(dict.fromkeys(parts))
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(repr(a) for a in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        items = get_args(annotation)
+        if items[-1] is Ellipsis:
+            return f"a list, each item {describe(items[0])}"
+        return f"a list of {len(items)}, each {describe(items[0])}"
+    if is_section(annotation):
+        return f"a table with the keys {', '.join(annotation.model_fields)}"
+    return _WORDS.get(annotation, "something else") + _bounds(metadata)
+
+
+def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
+    """The field that a path of keys leads to; None where it leads nowhere."""
+    field: FieldInfo | None = None
+    for part in path:
+        if isinstance(part, int):
+            continue
+        sections = [model] if field is None else list(sections_of(field.annotation))
+        field = next((s.model_fields[part] for s in sections if part in s.model_fields), None)
+        if field is None:
+            return None
+    return field
+
+
+def describe_at(model: type[BaseModel], path: KeyPath) -> str:
+    """What the value at a path may be."""
+    field = field_at(model, path)
+    if field is None or field.annotation is None:
+        return "something else"
+    annotation = field.annotation
+    if path and isinstance(path[-1], int):
+        items = [a for a in _alternatives(annotation) if get_origin(a) is tuple]
+        annotation = get_args(items[0])[0] if items else annotation
+    if field.description and not (path and isinstance(path[-1], int)):
+        return field.description
+    return describe(annotation, tuple(field.metadata))
+
+
+def choices_at(model: type[BaseModel], path: KeyPath) -> list[str]:
+    """The valid spellings where a value is one of a few."""
+    field = field_at(model, path)
+    alternatives = _alternatives(field.annotation) if field else iter(())
+    return [str(c) for a in alternatives if get_origin(a) is Literal for c in get_args(a)]
+
+
+def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections inside an annotation: of a union, of a tuple's items."""
+    for alternative in _alternatives(annotation):
+        if is_section(alternative):
+            yield alternative
+        elif get_origin(alternative) is tuple:
+            yield from sections_of(get_args(alternative)[0])
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def show(value: Any) -> str:
+    """A value as it could stand in the file, cut when long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        yield from _alternatives(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from _alternatives(part)
+    else:
+        yield annotation
+
+
+def _flat(notes: list[Any]) -> list[Any]:
+    """Constraints inside ``Field(...)`` beside those that stand alone."""
+    flat: list[Any] = []
+    for note in notes:
+        flat += [note, *note.metadata] if isinstance(note, FieldInfo) else [note]
+    return flat
+
+
+def _bounds(metadata: tuple[Any, ...]) -> str:
+    low = high = ""
+    for bound in metadata:
+        match bound:
+            case Gt(gt=x):
+                low = f"above {x}"
+            case Ge(ge=x):
+                low = f"of at least {x}"
+            case Lt(lt=x):
+                high = f"below {x}"
+            case Le(le=x):
+                high = f"of at most {x}"
+            case _:
+                pass
+    return "".join(f" {part}" for part in (" and ".join(filter(None, (low, high))),) if part)

@@ -1,0 +1,173 @@
+"""Finding the files that a configuration names, before anything is loaded."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from tunesmith.config.places import KeyPath, dotted
+from tunesmith.config.problems import Problem
+from tunesmith.errors import nearest
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+Tree = dict[str, Any]
+
+
+class _NotFound(Exception):
+    """Carries the words of a problem."""
+
+
+def locate_files(data: Tree, beside: Path | None, is_override: Callable[[KeyPath], bool]) -> list[Problem]:
+    """Make the paths in ``data`` absolute, in place; a problem for each file that is not there.
+
+    Args:
+        beside: directory of the run file.
+        is_override: whether a key was said on the command line, where the working directory comes first.
+    """
+    problems: list[Problem] = []
+    for holder, key, path, find in list(_named_files(data)):
+        here = [Path.cwd()] if beside is None else [beside.absolute(), Path.cwd()]
+        bases = list(dict.fromkeys(reversed(here) if is_override(path) else here))
+        try:
+            holder[key] = find(holder[key], bases)
+        except _NotFound as problem:
+            problems.append(Problem(path, f"{dotted(path)}: {problem}"))
+    return problems
+
+
+Finder = Callable[[str, list[Path]], str]
+
+
+def _named_files(data: Tree) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
+    """Everything that may be a path: its holder and key, where it was said, how to find it."""
+    yield from _text(data, "run_dir", (), _output)
+    for section, key, find in (
+        ("model", "path", _model),
+        ("model", "chat_template", _existing),
+        ("checkpoint", "resume", _existing),
+    ):
+        yield from _text(data.get(section), key, (section,), find)
+    for key in ("train", "eval"):
+        yield from _sources(data.get("data"), key, ("data",))
+    reward = data.get("reward")
+    functions: Any = cast(Tree, reward).get("functions") if isinstance(reward, dict) else None
+    if isinstance(functions, list):
+        for index in range(len(cast(list[Any], functions))):
+            yield from _text(functions, index, ("reward", "functions"), _reward)
+
+
+def _text(holder: Any, key: Any, above: KeyPath, find: Finder) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
+    if isinstance(_item(holder, key), str):
+        yield holder, key, (*above, key), find
+
+
+def _item(holder: Any, key: Any) -> Any:
+    if isinstance(holder, dict):
+        return cast(Tree, holder).get(key)
+    return cast(list[Any], holder)[key] if isinstance(holder, list) else None
+
+
+def _sources(holder: Any, key: Any, above: KeyPath) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
+    """A data source is text, a table with a path, or a list of these."""
+    yield from _text(holder, key, above, _data)
+    value = _item(holder, key)
+    if isinstance(value, dict):
+        yield from _text(value, "path", (*above, key), _data)
+    elif isinstance(value, list):
+        for index in range(len(cast(list[Any], value))):
+            yield from _sources(value, index, (*above, key))
+
+
+def _output(text: str, bases: list[Path]) -> str:
+    del bases
+    return str(Path(text).expanduser().absolute())
+
+
+def _search(text: str, bases: list[Path]) -> Path | None:
+    return next((p for base in bases if (p := base / Path(text).expanduser()).exists()), None)
+
+
+def _missing(text: str, bases: list[Path]) -> _NotFound:
+    folders = list(dict.fromkeys(str((base / Path(text).expanduser()).parent) for base in bases))
+    siblings = {p.name for folder in folders if Path(folder).is_dir() for p in Path(folder).iterdir()}
+    close = nearest(Path(text).name, siblings)
+    hint = close if close.startswith(" Did") else ""
+    return _NotFound(f"{text} does not exist (looked in {' and '.join(folders)}).{hint}")
+
+
+def _existing(text: str, bases: list[Path]) -> str:
+    if found := _search(text, bases):
+        return str(found)
+    raise _missing(text, bases)
+
+
+def _model(text: str, bases: list[Path]) -> str:
+    """A directory, or the name of a model on the hub."""
+    found = _search(text, bases)
+    if found and not found.is_dir():
+        raise _NotFound(f"{text} is a file; name the model's directory")
+    if found and not (found / "config.json").is_file():
+        raise _NotFound(f"{found} holds no model: there is no config.json in it")
+    if found:
+        return str(found)
+    if _looks_local(text) or text.count("/") > 1 or not text:
+        raise _missing(text, bases)
+    return text
+
+
+def _data(text: str, bases: list[Path]) -> str:
+    """A file, a directory, or the name of a data set on the hub."""
+    if found := _search(text, bases):
+        if found.is_file() and found.stat().st_size == 0:
+            raise _NotFound(f"{found} is empty")
+        return str(found)
+    if "://" not in text and (_looks_local(text) or text.endswith(DATA_SUFFIXES) or not text):
+        raise _missing(text, bases)
+    return text
+
+
+def _looks_local(text: str) -> bool:
+    return text.startswith(("/", "./", "../", "~"))
+
+
+def _reward(text: str, bases: list[Path]) -> str:
+    """``file.py:function``, or the name of a built-in reward, which is left as it is."""
+    file, colon, function = text.rpartition(":")
+    if not colon:
+        if text.endswith(".py"):
+            raise _NotFound(f"{text} names no function; write {text}:name")
+        return text
+    found = _search(file, bases)
+    if not found or not found.is_file():
+        raise _missing(file, bases)
+    _check_function(found, function)
+    return f"{found}:{function}"
+
+
+def _check_function(file: Path, function: str) -> None:
+    """Read, without running it, whether a file defines a name."""
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise _NotFound(f"{file}{line} is not valid Python: {error}") from error
+    names = {name for node in ast.walk(tree) for name in _names(node)}
+    if "*" not in names and function not in names:
+        defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        raise _NotFound(f"{file} has no function '{function}'.{nearest(function, defined)}")
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """Names that a statement binds; ``*`` where that cannot be known."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Name(id=name, ctx=ast.Store()):
+            yield name
+        case ast.alias(name=name, asname=asname):
+            yield asname or name
+        case _:
+            pass

@@ -1,0 +1,218 @@
+"""From a run file and command-line overrides to a checked configuration.
+
+Every problem of a file is reported at once, each with its line or override, in people's words.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from tunesmith.config.describe import choices_at, describe_at, show
+from tunesmith.config.files import locate_files
+from tunesmith.config.places import KeyPath, dotted, key_lines
+from tunesmith.config.problems import Problem, Source, raise_problems
+from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.config.unknown import unknown_keys
+from tunesmith.errors import ConfigError, boundary, nearest
+
+C = TypeVar("C", bound=RunConfig)
+Tree = dict[str, Any]
+
+
+def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ()) -> C:
+    """Read, override and check a run file; refuse it with every problem listed.
+
+    Relative paths of existing things (model, data, reward files, chat template, checkpoint) are looked for
+    beside the run file first and then in the working directory; for paths in overrides it is the other way
+    round, because they are typed where one stands. A relative ``run_dir`` is below the working directory.
+    What is found becomes an absolute path. A model or data set that is no local path is left as it is:
+    a hub name.
+
+    Args:
+        kind: ``RLConfig`` or ``SFTConfig``.
+        path: the TOML file; None for a configuration of overrides only.
+        overrides: ``section.key=value``, the value in TOML; what is not valid TOML is taken as text.
+
+    Raises:
+        ConfigError: naming file, line and key of each problem, and what is valid.
+    """
+    data, source = _read(path, overrides)
+    problems = [*source.problems, *unknown_keys(kind, data), *_checked_kind(kind, data)]
+    problems += locate_files(data, path.parent if path else None, source.is_override)
+    config: C | None = None
+    try:
+        # JSON mode, because it is strict about types and still takes lists for tuples and text for paths.
+        config = kind.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        problems += _problems_of(kind, data, error.errors(include_url=False))
+    if problems or config is None:
+        raise_problems(_deepest(problems), source)
+    return config
+
+
+def find_kind(path: Path, overrides: Sequence[str] = ()) -> type[RLConfig] | type[SFTConfig]:
+    """``RLConfig`` for a run with a reward, ``SFTConfig`` for one without."""
+    data, _ = _read(path, overrides)
+    return RLConfig if {"reward", "rollout", "algorithm"} & data.keys() else SFTConfig
+
+
+def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """``"train.lr=1e-6"`` → ``(("train", "lr"), 1e-06)``; a value that is not TOML is text.
+
+    Raises:
+        ConfigError: it has no ``=`` or no key.
+    """
+    key, equals, value = text.partition("=")
+    parts = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(parts):
+        raise ConfigError(f"'{text}' is no override; write section.key=value, such as train.lr=1e-6")
+    return parts, _parse_value(value.strip())
+
+
+def _parse_value(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = parsed["value"]
+    is_date = isinstance(value, datetime.date | datetime.time)
+    return text if is_date or parsed.keys() != {"value"} else value
+
+
+def _read(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Source]:
+    """The merged tree, and where each of its keys was said."""
+    text = _read_text(path) if path else ""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(path, error) from None
+    problems: list[Problem] = []
+    said: dict[KeyPath, str] = {}
+    for override in overrides:
+        keys, value = parse_override(override)
+        said[keys] = override
+        if blocked := _put(data, keys, value):
+            found = show(_at(data, blocked))
+            problems.append(
+                Problem(keys, f"{dotted(blocked)} is {found}, so it has no key {keys[len(blocked)]}")
+            )
+    return data, Source(path, key_lines(text), said, problems)
+
+
+def _read_text(path: Path) -> str:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory; name a TOML run file")
+    if not path.exists():
+        siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise ConfigError(
+            f"run file {path} does not exist.{nearest(str(path), siblings) if siblings else ''}"
+        )
+    with boundary(ConfigError, f"cannot read {path}", (OSError, UnicodeDecodeError)):
+        return path.read_text(encoding="utf-8")
+
+
+def _syntax_error(path: Path | None, error: tomllib.TOMLDecodeError) -> ConfigError:
+    message = str(error)
+    spot = re.search(r" \(at (.*)\)$", message)
+    reason = message[: spot.start()] if spot else message
+    where = re.sub(r"(line \d+), (column \d+)", r"\1, \2", spot[1]) if spot else "somewhere"
+    hint = '. Text stands in quotes: name = "value"' if reason.startswith("Invalid value") else ""
+    return ConfigError(f"{path}, {where}: not valid TOML: {reason}{hint}")
+
+
+def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | None:
+    """Set a key, making tables on the way; the path of what is in the way, if something is."""
+    node = data
+    for depth, key in enumerate(keys[:-1], start=1):
+        inner: Any = node.setdefault(key, {})
+        if not isinstance(inner, dict):
+            return keys[:depth]
+        node = cast(Tree, inner)
+    node[keys[-1]] = value
+    return None
+
+
+def _checked_kind(kind: type[RunConfig], data: Mapping[str, Any]) -> list[Problem]:
+    if kind is RLConfig and "reward" not in data:
+        text = (
+            '[reward] is missing: say functions = ["rewards.py:name"] or a built-in reward there, '
+            "or train without one: tunesmith sft"
+        )
+        return [Problem(("reward",), text)]
+    return []
+
+
+def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetails]) -> list[Problem]:
+    problems: list[Problem] = []
+    for error in errors:
+        path = _path_in(data, error["loc"])
+        if error["type"] == "extra_forbidden":
+            continue
+        if error["type"] == "missing":
+            path = (*path, error["loc"][-1])
+            text = f"{dotted(path)} is missing: {describe_at(kind, path)}"
+        elif error["type"] == "value_error":
+            text = f"{dotted(path)}: {error.get('ctx', {}).get('error', error['msg'])}"
+        else:
+            text = _wrong_value(kind, path, _at(data, path))
+        problems.append(Problem(path, text))
+    return problems
+
+
+def _wrong_value(kind: type[RunConfig], path: KeyPath, value: Any) -> str:
+    hint = ""
+    if isinstance(value, str):
+        choices = choices_at(kind, path)
+        hint = nearest(value, choices) if choices else _unquoted(value)
+        hint = "" if hint.startswith(" Valid") else hint
+    return f"{dotted(path)} is {show(value)}; it must be {describe_at(kind, path)}.{hint}"
+
+
+def _unquoted(text: str) -> str:
+    if text in ("true", "false"):
+        return f" Write {text} without quotes."
+    try:
+        number = float(text)
+    except ValueError:
+        return ""
+    return f" Write {number:g} without quotes."
+
+
+def _path_in(data: Tree, location: tuple[int | str, ...]) -> KeyPath:
+    """pydantic's location without the names of union branches it puts between the keys."""
+    node: Any = data
+    path: list[int | str] = []
+    for part in location:
+        if isinstance(node, dict) and part in node:
+            node = cast(Tree, node)[cast(str, part)]
+        elif isinstance(node, list) and isinstance(part, int) and part < len(cast(list[Any], node)):
+            node = cast(list[Any], node)[part]
+        else:
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _at(data: Any, path: KeyPath) -> Any:
+    for part in path:
+        data = data[part]
+    return data
+
+
+def _deepest(problems: Sequence[Problem]) -> list[Problem]:
+    """One problem per place: of a union's many complaints, that of the branch that went furthest."""
+    paths = {p.path for p in problems}
+    inner = {path[:n] for path in paths for n in range(len(path))}
+    unique = {p.path: p for p in reversed(problems) if p.path not in inner}
+    return list(unique.values())

@@ -1,0 +1,132 @@
+"""A configuration with every key filled in, and where each value comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from pydantic import BaseModel
+
+from tunesmith.config.schema import RunConfig
+from tunesmith.config.toml import toml_key, toml_value
+from tunesmith.errors import StorageError, boundary
+
+C = TypeVar("C", bound=RunConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A key that was left out (or had to change), the value it got, and why."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved(Generic[C]):
+    """``said`` is what file and overrides set, by dotted key; ``notes`` are worth knowing but no errors."""
+
+    config: C
+    said: Mapping[str, Any]
+    derived: tuple[Derived, ...]
+    notes: tuple[str, ...] = ()
+
+
+def settings(config: RunConfig, *, said_only: bool = False) -> dict[str, Any]:
+    """Settings by dotted key, as plain JSON values; with ``said_only`` those that were set explicitly."""
+    found: dict[str, Any] = {}
+    values = config.model_dump(mode="json")
+    for name in type(config).model_fields:
+        section = getattr(config, name)
+        if isinstance(section, BaseModel):
+            fields = section.model_fields_set if said_only else type(section).model_fields
+            inner = cast(dict[str, Any], values[name])
+            found.update({f"{name}.{key}": inner[key] for key in type(section).model_fields if key in fields})
+        elif not said_only or name in config.model_fields_set:
+            found[name] = values[name]
+    return found
+
+
+def print_resolved(resolved: Resolved[Any]) -> None:
+    """Two lists: what was said, and what was derived with the reason; defaults are in ``resolved.json``."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for wraps in (False, False, True):
+        table.add_column(no_wrap=not wraps)
+    changed = {d.key for d in resolved.derived}
+    for key, value in resolved.said.items():
+        if key not in changed:
+            table.add_row(Text(key), Text(_shown(value), style="bold"), Text("as you said", style="dim"))
+    for entry in resolved.derived:
+        table.add_row(
+            Text(entry.key), Text(_shown(entry.value), style="bold cyan"), Text(entry.reason, "dim")
+        )
+    console = Console()
+    console.print(table)
+    for note in resolved.notes:
+        console.print(Text(f"note: {note}", style="yellow"))
+
+
+def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
+    """Write ``config.toml`` (runs again as it is) and ``resolved.json`` (every value and its source).
+
+    A ``config.toml`` that says something else, of a run that is being resumed, stays as ``config-1.toml``.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
+    config, text = directory / "config.toml", config_text(resolved)
+    with boundary(StorageError, f"cannot write {config}", OSError):
+        if config.exists() and config.read_text(encoding="utf-8") != text:
+            number = 1
+            while (old := directory / f"config-{number}.toml").exists():
+                number += 1
+            config.rename(old)
+        config.write_text(text, encoding="utf-8")
+        (directory / "resolved.json").write_text(_json(resolved), encoding="utf-8")
+
+
+def config_text(resolved: Resolved[Any]) -> str:
+    """A run file that says what was said, with the derived values as comments."""
+    said = _by_section({k: toml_value(v) for k, v in resolved.said.items() if v is not None})
+    derived = _by_section({d.key: f"{_shown(d.value)}  # {d.reason}" for d in resolved.derived})
+    lines: list[str] = []
+    for section in dict.fromkeys(["", *said, *derived]):
+        if section:
+            lines += ["", f"[{toml_key(section)}]"]
+        lines += [f"{toml_key(key)} = {value}" for key, value in said.get(section, {}).items()]
+        lines += [f"# {key} = {value}" for key, value in derived.get(section, {}).items()]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _by_section(values: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        found.setdefault(section, {})[name] = value
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "none" if value is None else toml_value(value)
+
+
+def _json(resolved: Resolved[Any]) -> str:
+    reasons = {d.key: d.reason for d in resolved.derived}
+    entries: dict[str, dict[str, Any]] = {}
+    for key, value in settings(resolved.config).items():
+        source = "derived" if key in reasons else "said" if key in resolved.said else "default"
+        entry = {"value": value, "source": source}
+        entries[key] = {**entry, "reason": reasons[key]} if key in reasons else entry
+    return (
+        json.dumps({"settings": entries, "notes": list(resolved.notes)}, indent=2, ensure_ascii=False) + "\n"
+    )

@@ -1,0 +1,47 @@
+"""Amounts of memory as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str) -> int:
+    """``"512MB"`` → 512,000,000; ``"1.5GiB"`` → 1,610,612,736; a bare number is bytes.
+
+    Raises:
+        ValueError: it is no positive size.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size <= 0:
+        raise ValueError(f"'{text}' is no size; write a number and a unit, such as '512MB' or '4GB'")
+    return size
+
+
+def format_size(size: float) -> str:
+    """About three digits and a decimal unit, in the form that ``parse_size`` reads: ``"1.61GB"``."""
+    for unit in ("TB", "GB", "MB", "KB"):
+        if size >= _UNITS[unit]:
+            amount = size / _UNITS[unit]
+            return f"{amount:.0f}{unit}" if amount >= 100 else f"{amount:.3g}{unit}"
+    return f"{int(size)}B"
+
+
+def checked_size(text: str) -> str:
+    parse_size(text)
+    return text

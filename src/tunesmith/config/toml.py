@@ -1,0 +1,36 @@
+"""Writing TOML: the few forms that a run file needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML; lists and tables on one line.
+
+    Raises:
+        TypeError: TOML has no such value (None among them).
+    """
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            # JSON's escapes are TOML's too, but TOML also wants DEL escaped.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return f"[{', '.join(map(toml_value, cast(Sequence[Any], value)))}]"
+        case dict():
+            pairs = cast(Mapping[str, Any], value).items()
+            return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in pairs) + "}"
+        case _:
+            raise TypeError(f"TOML has no {type(value).__name__}")
+
+
+def toml_key(key: str) -> str:
+    """Bare where that is allowed, quoted elsewhere."""
+    bare = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
+    return key if bare else toml_value(key)

@@ -1,0 +1,254 @@
+"""Conversations to text through the tokenizer's chat template, and which characters the assistant wrote.
+
+A turn is learned exactly as it would be sampled: in the context that the template renders before it, from the
+end of the generation prompt to the end-of-turn token. Where a template renders an earlier turn differently
+once the conversation goes on (Qwen3 strips its thinking, Mistral moves the system prompt), one text cannot
+hold both turns as they were sampled, so the conversation becomes several texts, each turn learned once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tunesmith.data.tokens import Span, Tokenizer
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.types import Message
+
+_PROBE = "Zq7Probe"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text, and the spans of it that are learned, in order."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A tokenizer's chat template and what was found out about it by rendering probes."""
+
+    tokenizer: Tokenizer
+    marks_assistant: bool
+    """The template says itself what the assistant writes, by ``{% generation %}``."""
+    has_generation_prompt: bool
+    special: tuple[str, ...]
+    """Every special token's text, longest first."""
+    turn_end: str | None
+    """What stands after an assistant's content when the turn is the last; None if it was not found."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
+        """Probe the template of ``tokenizer``.
+
+        Raises:
+            ConfigError: there is no chat template.
+        """
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "this tokenizer has no chat template. Name a template file with model.chat_template, or "
+                "train on text prompts with data.chat = false."
+            )
+        source = tokenizer.get_chat_template()
+        special = {token for token in tokenizer.all_special_tokens if token}
+        added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+        special |= {token.content for token in added.values() if token.special}
+        plain = cls(
+            tokenizer,
+            marks_assistant=_GENERATION.search(source) is not None,
+            has_generation_prompt="add_generation_prompt" in source,
+            special=tuple(sorted(special, key=lambda token: (-len(token), token))),
+            turn_end=None,
+        )
+        return cls(
+            tokenizer,
+            plain.marks_assistant,
+            plain.has_generation_prompt,
+            plain.special,
+            plain.probe_turn_end(),
+        )
+
+    def render(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
+    ) -> str:
+        """The conversation as text; with ``prompt``, up to where the assistant begins to write.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tools, add_generation_prompt=prompt, tokenize=False
+            )
+        except Exception as error:  # a template may raise anything, on purpose or by accident
+            roles = ", ".join(str(message.get("role")) for message in messages[:6])
+            raise DataError(f"the chat template refuses this conversation ({roles}): {error}") from error
+        return cast("str", text)
+
+    def probe_turn_end(self) -> str | None:
+        """What the template writes after the content of a last assistant turn."""
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
+        try:
+            text = self.render(messages)
+        except DataError:
+            return None
+        return text.rsplit(_PROBE, 1)[1] if _PROBE in text else None
+
+    @property
+    def stop_marker(self) -> str:
+        """What of ``turn_end`` is learned: blanks and the first special token, or all if it has none."""
+        tail = self.turn_end or ""
+        body = tail.lstrip()
+        for token in self.special:
+            if body.startswith(token):
+                return tail[: len(tail) - len(body) + len(token)]
+        return tail
+
+    @property
+    def ends_turns(self) -> bool:
+        """Whether a special token ends the assistant's turn, so that a policy can learn to stop."""
+        return self.stop_marker.lstrip() in self.special
+
+    def check_system(self) -> None:
+        """Refuse a template that leaves a system message out without a word.
+
+        Raises:
+            ConfigError: it does.
+        """
+        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "x"}]
+        try:
+            text = self.render(messages, prompt=True)
+        except DataError as error:
+            raise ConfigError(
+                f"{error}. Leave the system message (data.system_prompt) out for this model."
+            ) from error
+        if _PROBE not in text:
+            raise ConfigError(
+                "the chat template leaves system messages out. Put the instruction into the user's "
+                "message, or name another template with model.chat_template."
+            )
+
+    def learned(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0
+    ) -> list[Rendered]:
+        """Texts in which each assistant turn from message ``first`` on is learned exactly once.
+
+        One text, where the template renders earlier turns as they were; more, where it does not.
+
+        Raises:
+            DataError: the template renders a turn so that it cannot be told what the assistant wrote.
+        """
+        turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+        own = {i: self._turn(messages[: i + 1], tools) for i in turns}
+        made: list[Rendered] = []
+        while turns:
+            text = own[turns[-1]].text
+            held = [i for i in turns if text.startswith(own[i].text[: own[i].spans[-1][1]])]
+            made.append(Rendered(text, tuple(span for i in held for span in own[i].spans)))
+            turns = [i for i in turns if i not in held]
+        return made[::-1]
+
+    def _turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
+        """A conversation that ends with an assistant turn, with the spans of that turn alone."""
+        rendered = self._marked(messages, tools) if self.marks_assistant else self._found(messages, tools)
+        written = "".join(rendered.text[a:b] for a, b in rendered.spans)
+        content = messages[-1]["content"]
+        if _squash(content) not in _squash(written):
+            raise DataError(
+                f"the chat template changes or drops part of the assistant's turn in message "
+                f"{len(messages)}: {_short(content)} became {_short(written)}. Name a template that keeps "
+                "it with model.chat_template, or give prompt and completion as text with data.chat = false"
+            )
+        return rendered
+
+    def _found(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
+        """The turn's span from rendering: after the generation prompt, up to the end-of-turn token."""
+        if len(messages) == 1:
+            raise DataError("the conversation begins with the assistant, so nothing asks for that turn")
+        before = self.render(messages[:-1], tools, prompt=True)
+        text = self.render(messages, tools)
+        number = len(messages)
+        if not text.startswith(before):
+            same = _common(before, text)
+            raise DataError(
+                f"the chat template renders the assistant's turn in message {number} as "
+                f"{_short(text[same:])}, but asks the model to continue after {_short(before[same:])}: what "
+                "would be learned is not what is sampled. Name a template with {% generation %} tags with "
+                "model.chat_template, or give prompt and completion as text with data.chat = false"
+            )
+        written = text[len(before) :].lstrip()
+        content = messages[-1]["content"].strip()
+        if not self.has_generation_prompt and not written.startswith(content[:20]):
+            raise DataError(
+                "the chat template has no generation prompt, yet writes a header before the assistant's turn "
+                f"in message {number} ({_short(written)}). Name a template that uses add_generation_prompt "
+                "with model.chat_template"
+            )
+        return Rendered(text, ((len(before), self._end_of_turn(text, number)),))
+
+    def _end_of_turn(self, text: str, number: int) -> int:
+        """Where the turn that ends ``text`` stops being the assistant's writing."""
+        if self.turn_end is not None and text.endswith(self.turn_end):
+            return len(text) - len(self.turn_end) + len(self.stop_marker)
+        body = text.rstrip()
+        if body.endswith(self.special):
+            return len(body)
+        raise DataError(
+            f"the chat template ends the assistant's turn in message {number} in a way of its own "
+            f"({_short(text[-40:])}), so it cannot be told where the turn ends. Name a template with "
+            "{% generation %} tags with model.chat_template"
+        )
+
+    def _marked(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
+        """The turn's spans as the template's ``{% generation %}`` tags mark them."""
+        from transformers.utils import chat_template_utils
+
+        before = self.render(messages[:-1], tools) if len(messages) > 1 else ""
+        texts, marks = cast("Any", chat_template_utils).render_jinja_template(
+            conversations=[list(messages)],
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        text = cast("str", texts[0])
+        same = _common(before, text)
+        spans = tuple((a, b) for a, b in cast("list[Span]", marks[0]) if a >= same and b > a)
+        if not spans:
+            raise DataError(
+                f"the chat template's {{% generation %}} tags do not mark the assistant's turn in message "
+                f"{len(messages)}"
+            )
+        return Rendered(text, spans)
+
+
+def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
+    """The token that ends an assistant's turn in this tokenizer's chat template, if it writes one.
+
+    An engine has to stop there, whatever the tokenizer calls its EOS.
+    """
+    if not tokenizer.chat_template:
+        return None
+    template = ChatTemplate.of(tokenizer)
+    if not template.ends_turns:
+        return None
+    ids: list[int] = tokenizer(template.stop_marker.strip(), add_special_tokens=False)["input_ids"]
+    return ids[-1] if ids else None
+
+
+def _common(a: str, b: str) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _squash(text: str) -> str:
+    return "".join(text.split())
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 60 else repr(text[:57]) + "..."

@@ -1,0 +1,301 @@
+"""What a line of data holds, found from its columns, and converted to one shape.
+
+Known formats: plain text; a prompt; a prompt with a completion; a conversation (``messages``, or ShareGPT's
+``conversations`` with ``from`` and ``value``). A prompt or completion may itself be a list of messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from tunesmith.data.sources import BadLine, Columns, Row
+from tunesmith.errors import nearest
+from tunesmith.types import Message, Prompt
+
+Goal = Literal["rl", "sft"]
+
+PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input")
+COMPLETIONS = ("completion", "response", "output", "answer", "solution", "target")
+CONVERSATIONS = ("messages", "conversations", "conversation")
+TEXT = "text"
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Which columns hold what. ``context`` is Alpaca's optional ``input`` beside ``instruction``."""
+
+    kind: Literal["text", "prompt", "prompt_completion", "messages"]
+    prompt: str | None = None
+    completion: str | None = None
+    context: str | None = None
+    text: str | None = None
+    messages: str | None = None
+
+    def describe(self, goal: Goal) -> str:
+        """A short sentence for the resolved configuration."""
+        prompt = f"'{self.prompt}'" + (f" (and '{self.context}' where given)" if self.context else "")
+        match self.kind:
+            case "text":
+                return f"plain text in '{self.text}'"
+            case "prompt":
+                return f"prompts in {prompt}"
+            case "prompt_completion":
+                return f"prompts in {prompt}, completions in '{self.completion}'"
+            case "messages":
+                tail = "; a final assistant turn is not part of the prompt" if goal == "rl" else ""
+                return f"conversations in '{self.messages}'{tail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A line in one shape. Exactly one of ``text`` and ``prompt`` is set; RL has no ``completion``.
+
+    For a conversation in supervised training, ``prompt`` is empty and ``completion`` is all of it.
+    """
+
+    where: str
+    id: str
+    text: str | None = None
+    prompt: Prompt | None = None
+    completion: Prompt | None = None
+    tools: list[Any] | None = None
+    columns: Columns = field(default_factory=dict[str, Any])
+
+
+def detect(row: Row, goal: Goal, prompt: str | None = None, completion: str | None = None) -> Format:
+    """The format of a line, from its column names and what the configuration says.
+
+    Raises:
+        BadLine: with the columns found and those needed.
+    """
+    for name, key in ((prompt, "data.prompt"), (completion, "data.completion")):
+        if name is not None and name not in row.columns:
+            close = nearest(name, row.columns)
+            raise BadLine(row.where, f"no column '{name}' ({key}), found: {_found(row)}.{close}".rstrip("."))
+    return _detect_rl(row, prompt) if goal == "rl" else _detect_sft(row, prompt, completion)
+
+
+def _detect_rl(row: Row, named: str | None) -> Format:
+    conversation = next((name for name in CONVERSATIONS if name in row.columns), None)
+    if named is None and conversation and "prompt" not in row.columns:
+        return Format("messages", messages=conversation)
+    prompt = named or _only(row, PROMPTS, "data.prompt")
+    if prompt is None:
+        needed = f"{', '.join(PROMPTS)} or {CONVERSATIONS[0]}"
+        raise BadLine(
+            row.where, f"no prompt; found columns: {_found(row)}; needs one of {needed}, or set data.prompt"
+        )
+    if named in CONVERSATIONS:
+        return Format("messages", messages=named)
+    return Format("prompt", prompt=prompt, context=_context(prompt))
+
+
+def _detect_sft(row: Row, named_prompt: str | None, named_completion: str | None) -> Format:
+    columns = row.columns
+    conversation = next((name for name in CONVERSATIONS if name in columns), None)
+    if named_prompt is None and named_completion is None:
+        if conversation and not ("prompt" in columns and "completion" in columns):
+            return Format("messages", messages=conversation)
+        if TEXT in columns and not (_has(row, PROMPTS) and _has(row, COMPLETIONS)):
+            return Format("text", text=TEXT)
+    if named_prompt in CONVERSATIONS and named_completion is None:
+        return Format("messages", messages=named_prompt)
+    prompt = named_prompt or _only(row, PROMPTS, "data.prompt")
+    completion = named_completion or _only(row, COMPLETIONS, "data.completion")
+    if prompt is None or completion is None:
+        missing = "prompt" if prompt is None else "completion"
+        raise BadLine(
+            row.where,
+            f"no {missing}; found columns: {_found(row)}; supervised training needs 'messages', 'text', or a "
+            f"prompt ({', '.join(PROMPTS)}) with a completion ({', '.join(COMPLETIONS)}), or set "
+            f"data.{missing}",
+        )
+    return Format("prompt_completion", prompt=prompt, completion=completion, context=_context(prompt))
+
+
+def _context(prompt: str) -> str | None:
+    return "input" if prompt == "instruction" else None
+
+
+def _found(row: Row) -> str:
+    return ", ".join(row.columns) or "none"
+
+
+def _has(row: Row, names: tuple[str, ...]) -> bool:
+    return any(name in row.columns for name in names)
+
+
+def _only(row: Row, names: tuple[str, ...], key: str) -> str | None:
+    """The one of ``names`` that the line has. The first name is canonical; two others are ambiguous."""
+    present = [name for name in names if name in row.columns]
+    if "instruction" in present and "input" in present:
+        present.remove("input")
+    if len(present) > 1 and present[0] != names[0]:
+        raise BadLine(
+            row.where, f"the columns {', '.join(present)} could each be meant; say which with {key}"
+        )
+    return present[0] if present else None
+
+
+def convert(row: Row, form: Format, goal: Goal) -> Example:
+    """The line in one shape; every column but ``prompt`` is passed on untouched.
+
+    Raises:
+        BadLine: a column is missing, empty or of the wrong type.
+    """
+    columns = {name: value for name, value in row.columns.items() if name != "prompt"}
+    identity = row.columns.get("id")
+    made_id = str(identity) if isinstance(identity, str | int) and str(identity) else row.where
+    tools = _tools(row)
+    if form.kind == "text":
+        text = _text(row, cast("str", form.text))
+        return Example(row.where, made_id, text=text, columns=columns)
+    if form.kind == "messages":
+        messages = _messages(row, cast("str", form.messages))
+        if goal == "sft":
+            return Example(row.where, made_id, prompt=[], completion=messages, tools=tools, columns=columns)
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise BadLine(row.where, f"'{form.messages}' holds nothing before the assistant's turn")
+        return Example(row.where, made_id, prompt=messages, tools=tools, columns=columns)
+    prompt = _prompt(row, form)
+    if goal == "rl":
+        return Example(row.where, made_id, prompt=prompt, tools=tools, columns=columns)
+    completion = _text_or_messages(row, cast("str", form.completion))
+    if isinstance(completion, list) and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return Example(row.where, made_id, prompt=prompt, completion=completion, tools=tools, columns=columns)
+
+
+def _prompt(row: Row, form: Format) -> Prompt:
+    name = cast("str", form.prompt)
+    prompt = _text_or_messages(row, name)
+    if isinstance(prompt, list):
+        if prompt[-1]["role"] == "assistant":
+            raise BadLine(row.where, f"'{name}' ends with an assistant turn, so nothing is left to answer")
+        return prompt
+    context = row.columns.get(form.context) if form.context else None
+    if not context:
+        return prompt
+    return f"{prompt}\n\n{_text(row, cast('str', form.context))}"
+
+
+def _value(row: Row, name: str) -> Any:
+    if name not in row.columns:
+        raise BadLine(row.where, f"no column '{name}', found: {_found(row)}")
+    value = row.columns[name]
+    if value is None:
+        raise BadLine(row.where, f"'{name}' is null")
+    return value
+
+
+def _text(row: Row, name: str) -> str:
+    value = _value(row, name)
+    if not isinstance(value, str):
+        raise BadLine(row.where, f"'{name}' is {type(value).__name__} ({_short(value)}), needs text")
+    if not value:
+        raise BadLine(row.where, f"'{name}' is empty")
+    _check_unicode(row, name, value)
+    return value
+
+
+def _text_or_messages(row: Row, name: str) -> Prompt:
+    value = _value(row, name)
+    return _messages(row, name) if isinstance(value, list) else _text(row, name)
+
+
+def _check_unicode(row: Row, name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"'{name}' has half of a surrogate pair at character {error.start}; no tokenizer reads that"
+        raise BadLine(row.where, reason) from error
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _tools(row: Row) -> list[Any] | None:
+    """The tools a conversation may call: a list of JSON schemas, or the same as JSON text."""
+    value = row.columns.get("tools")
+    if not value:
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadLine(row.where, f"'tools' is text, but not JSON ({error})") from error
+    if not isinstance(value, list):
+        raise BadLine(row.where, f"'tools' is {type(value).__name__}, needs a list of JSON schemas")
+    return cast("list[Any]", value)
+
+
+def _messages(row: Row, name: str) -> list[Message]:
+    value = _value(row, name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            reason = f"'{name}' is text, needs a list of messages (or that list as JSON)"
+            raise BadLine(row.where, reason) from error
+    if not isinstance(value, list):
+        raise BadLine(row.where, f"'{name}' is {type(value).__name__}, needs a list of messages")
+    if not value:
+        raise BadLine(row.where, f"'{name}' is empty")
+    return [_message(row, f"{name}[{i}]", item) for i, item in enumerate(cast("list[Any]", value))]
+
+
+def _message(row: Row, place: str, item: Any) -> Message:
+    """One message with a known role and text content. Keys that are null (absent, in a table) are dropped."""
+    if not isinstance(item, Mapping):
+        raise BadLine(row.where, f"{place} is {type(item).__name__}, needs an object with role and content")
+    message = {str(k): v for k, v in cast("Mapping[Any, Any]", item).items() if v is not None}
+    if "from" in message and "role" not in message:
+        sender = message.pop("from")
+        message = {
+            "role": SHAREGPT_ROLES.get(sender, sender),
+            "content": message.pop("value", None),
+            **message,
+        }
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise BadLine(row.where, f"{place} has no role, found: {', '.join(message) or 'nothing'}")
+    if role not in ROLES:
+        raise BadLine(row.where, f"{place} has the unknown role '{role}'.{nearest(role, ROLES)}".rstrip("."))
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(row, place, part) for part in cast("list[Any]", content))
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise BadLine(row.where, f"{place} has no text in 'content', found: {', '.join(message)}")
+    _check_unicode(row, f"{place}.content", content)
+    return {**message, "content": content}
+
+
+def _part(row: Row, place: str, part: Any) -> str:
+    known: Mapping[str, Any] = cast("Mapping[str, Any]", part) if isinstance(part, Mapping) else {}
+    text = known.get("text")
+    if known.get("type", "text") != "text" or not isinstance(text, str):
+        raise BadLine(
+            row.where,
+            f"{place} has a part that is not text ({_short(cast('object', part))}); only text can be trained",
+        )
+    return text

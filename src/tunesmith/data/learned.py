@@ -1,0 +1,94 @@
+"""Which text an example becomes in supervised training, and which characters of it are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from tunesmith.config.schema import DataSection
+from tunesmith.data.chat import ChatTemplate, Rendered
+from tunesmith.data.formats import Example
+from tunesmith.data.report import Report
+from tunesmith.data.tokens import Tokenizer
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.types import Message, Prompt
+
+
+def choose_template(
+    section: DataSection, tokenizer: Tokenizer, examples: list[Example]
+) -> ChatTemplate | None:
+    """The chat template to use, or None where prompts are plain text.
+
+    Raises:
+        ConfigError: the settings, the data and the tokenizer do not go together.
+    """
+    talks = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
+    if talks is not None and section.chat is False:
+        raise ConfigError(
+            f"data.chat = false, but {talks.where} is a conversation, which needs the chat template."
+        )
+    prompts = any(e.prompt is not None for e in examples)
+    wanted = talks is not None or (
+        prompts and (section.chat or (section.chat is None and tokenizer.chat_template))
+    )
+    if not wanted:
+        if section.system_prompt is not None:
+            raise ConfigError(
+                "data.system_prompt needs a chat template, but these prompts are plain text. Leave it out, or "
+                "set data.chat = true with a tokenizer or model.chat_template that has one."
+            )
+        return None
+    template = ChatTemplate.of(tokenizer)
+    sides = [side for e in examples for side in (e.prompt, e.completion) if isinstance(side, list)]
+    if section.system_prompt is not None or any(m["role"] == "system" for side in sides for m in side):
+        template.check_system()
+    return template
+
+
+def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
+    """A prompt as messages. A conversation that has a system message keeps its own."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if section.system_prompt is None or any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": section.system_prompt}, *messages]
+
+
+def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Report) -> None:
+    """Say so when what is learned never ends with a token to stop at."""
+    marker = template.stop_marker
+    if not template.ends_turns:
+        report.note(
+            "The chat template ends assistant turns with no special token: the model does not learn to stop."
+        )
+    elif template.marks_assistant and any(
+        text.text.startswith(marker, stop) for text in texts for _, stop in text.spans
+    ):
+        report.note(
+            f"The chat template's {{% generation %}} tags leave {marker.strip()} out: the model does not "
+            "learn to stop."
+        )
+
+
+def learned_texts(section: DataSection, example: Example, template: ChatTemplate | None) -> list[Rendered]:
+    """The texts of an example with the spans that are learned."""
+    if example.text is not None:
+        return [Rendered(example.text, ((0, len(example.text)),))]
+    assert example.prompt is not None and example.completion is not None
+    if template is None:
+        text = cast("str", example.prompt) + cast("str", example.completion)
+        start = 0 if section.loss_on == "all" else len(example.prompt)
+        return [Rendered(text, ((start, len(text)),))]
+    completion = example.completion
+    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    talk_only = not example.prompt
+    messages = with_system(section, answer) if talk_only else [*with_system(section, example.prompt), *answer]
+    if section.loss_on == "all":
+        text = template.render(messages, example.tools)
+        return [Rendered(text, ((0, len(text)),))]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    first = 0 if talk_only or section.loss_on == "assistant" else len(messages) - len(answer)
+    if talk_only and section.loss_on == "completion":
+        first = turns[-1] if turns else 0
+    if not turns or turns[-1] < first:
+        raise DataError("no assistant turn to learn")
+    return template.learned(messages, example.tools, first)

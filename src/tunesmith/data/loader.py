@@ -1,0 +1,156 @@
+"""Items in a seeded order whose place can be saved, from one source or a weighted mixture."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, Generic, TypeVar
+
+from tunesmith.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Items ``[start, stop)`` of the list belong to one source of a mixture."""
+
+    name: str
+    start: int
+    stop: int
+    weight: float = 1.0
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Loader(Generic[T]):
+    """Draws items for ever, epoch after epoch.
+
+    Each part goes through its own items in its own order, shuffled anew in each epoch by
+    ``(seed, part, epoch)`` alone. With several parts, draw ``k`` comes from a part chosen by ``(seed, k)``
+    with probability ``weight / sum of weights``. No global random state is read or changed, so the order
+    is a function of the seed and the position, and the position is all that has to be saved.
+
+    Example:
+        >>> loader = Loader(["a", "b", "c"], batch_size=2, shuffle=False)
+        >>> loader.next_batch(), loader.next_batch(), loader.epoch
+        (['a', 'b'], ['c', 'a'], 1)
+    """
+
+    def __init__(
+        self,
+        items: Sequence[T],
+        batch_size: int = 1,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        parts: Sequence[Part] | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        """``fingerprint`` identifies the data; None computes it from the items."""
+        self.items = items
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.parts = tuple(parts) if parts else (Part("data", 0, len(items)),)
+        self.fingerprint = fingerprint_of(items) if fingerprint is None else fingerprint
+        self._taken = [0] * len(self.parts)
+        self._orders: list[tuple[int, list[int]]] = [(-1, [])] * len(self.parts)
+        assert batch_size > 0, "batch_size must be positive"
+        assert all(len(part) > 0 and part.weight > 0 for part in self.parts), (
+            "a part has no item or no weight"
+        )
+
+    def __len__(self) -> int:
+        """Items in all parts."""
+        return sum(len(part) for part in self.parts)
+
+    @property
+    def drawn(self) -> int:
+        """Items drawn so far."""
+        return sum(self._taken)
+
+    @property
+    def epoch(self) -> int:
+        """Whole passes so far: over the slowest part of a mixture."""
+        return min(taken // len(part) for taken, part in zip(self._taken, self.parts, strict=True))
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """Items drawn so far from each part."""
+        return {part.name: taken for part, taken in zip(self.parts, self._taken, strict=True)}
+
+    def next_batch(self, n: int | None = None) -> list[T]:
+        """The next ``n`` items (``batch_size`` by default). A batch may reach into the next epoch."""
+        return [self._draw() for _ in range(self.batch_size if n is None else n)]
+
+    def _draw(self) -> T:
+        part = self._choose()
+        epoch, place = divmod(self._taken[part], len(self.parts[part]))
+        self._taken[part] += 1
+        if not self.shuffle:
+            return self.items[self.parts[part].start + place]
+        if self._orders[part][0] != epoch:
+            self._orders[part] = (epoch, self._shuffled(part, epoch))
+        return self.items[self._orders[part][1][place]]
+
+    def _choose(self) -> int:
+        if len(self.parts) == 1:
+            return 0
+        weights = [part.weight for part in self.parts]
+        return random.Random(f"{self.seed}/draw/{self.drawn}").choices(range(len(weights)), weights)[0]
+
+    def _shuffled(self, part: int, epoch: int) -> list[int]:
+        order = list(range(self.parts[part].start, self.parts[part].stop))
+        random.Random(f"{self.seed}/part/{part}/epoch/{epoch}").shuffle(order)
+        return order
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in. Goes into JSON as it is."""
+        return {
+            "taken": list(self._taken),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "parts": [[part.name, len(part), part.weight] for part in self.parts],
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken.
+
+        Raises:
+            CheckpointError: the data, the mixture, the seed or shuffling is another one than then.
+        """
+        mine = self.state_dict()
+        missing = [key for key in mine if key not in state]
+        if missing:
+            raise CheckpointError(f"the saved data position has no '{missing[0]}'.")
+        for key, what in (
+            ("fingerprint", "the data set has changed"),
+            ("parts", "the mixture of data sources has changed"),
+            ("seed", "data.seed has changed"),
+            ("shuffle", "data.shuffle has changed"),
+        ):
+            if state[key] != mine[key]:
+                raise CheckpointError(
+                    f"cannot continue: {what} since the checkpoint (then {state[key]}, now {mine[key]}). "
+                    "Restore it, or start a new run from the checkpoint's model."
+                )
+        taken = state["taken"]
+        if len(taken) != len(self.parts) or not all(isinstance(n, int) and n >= 0 for n in taken):
+            raise CheckpointError(f"the saved data position is damaged: {taken}.")
+        self._taken = list(taken)
+
+
+def fingerprint_of(items: Sequence[Any]) -> str:
+    """A short digest of items and their order: dataclasses and JSON values by content, others by ``str``."""
+    digest = hashlib.blake2b(digest_size=16)
+    for item in items:
+        value: Any = asdict(item) if is_dataclass(item) and not isinstance(item, type) else item
+        digest.update(json.dumps(value, sort_keys=True, default=str).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,312 @@
+"""Which samples go together into a micro-batch, and which micro-batches to which rank. No torch.
+
+The token cap is hard. Below it: as few micro-batches as can be found, siblings together so that their prompt
+is computed once, then costs as equal as can be. Everything is deterministic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from tunesmith.data.trie import PrefixOrder, num_forest_tokens, prefix_order
+from tunesmith.errors import DataError
+from tunesmith.types import Sample
+
+__all__ = ["CostModel", "SampleTooLong", "balance", "num_forest_tokens", "pack"]
+
+EXCHANGES = 200
+"""Most moves and swaps made to equalise costs; each one lowers the highest."""
+REPEATED = 1.001
+"""How much dearer the whole may become, by prefixes repeated, for the sake of equal costs."""
+RELATIVES = 4
+"""Neighbours in the trie, to either side, whose bins a sample tries first."""
+
+
+class SampleTooLong(DataError):
+    """One sample alone is over the cap. ``index`` is its place in the list that was packed."""
+
+    def __init__(self, index: int, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"sample {index} has {tokens} tokens, more than a micro-batch may hold ({limit}): "
+            "raise system.max_tokens_per_microbatch or shorten the sample"
+        )
+        self.index, self.tokens, self.limit = index, tokens, limit
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Cost of a micro-batch: ``linear`` per token, ``quadratic`` per pair a token attends to, ``head`` per loss token."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+    head: float = 0.0
+
+    @classmethod
+    def of_decoder(cls, *, parameters: int, layers: int, heads: int, head_dim: int, vocabulary: int, hidden: int) -> CostModel:
+        """Floating-point operations of forward and backward; ``parameters`` without embeddings."""
+        return cls(6.0 * parameters, 12.0 * layers * heads * head_dim, 6.0 * vocabulary * hidden)
+
+    def prefix(self, tokens: int) -> float:
+        """Cost of the first ``tokens`` tokens of a sequence, without the head."""
+        return self.linear * tokens + self.quadratic * tokens * (tokens + 1) / 2
+
+
+def pack(
+    samples: Sequence[Sample], max_tokens: int, *, share: bool = True, cost: CostModel | None = None
+) -> list[list[int]]:
+    """Partition ``samples`` into micro-batches whose forests have at most ``max_tokens`` tokens.
+
+    A tree that is over the cap is split with its prefix repeated.
+
+    Returns:
+        Indices into ``samples``, ascending in each micro-batch; the costliest micro-batch first, so that one
+        that does not fit in memory shows at once.
+
+    Raises:
+        SampleTooLong: one sample alone is over ``max_tokens``.
+    """
+    for index, sample in enumerate(samples):
+        if len(sample.token_ids) > max_tokens:
+            raise SampleTooLong(index, len(sample.token_ids), max_tokens)
+    weights = _Weights(samples, prefix_order(samples, share=share), cost or CostModel())
+    bins = _fewest(weights, _items(weights, max_tokens), max_tokens)
+    _equalise(weights, bins, max_tokens)
+    bins.sort(key=lambda b: (-b.cost, b.items[0].low))
+    return [sorted(weights.order[r] for item in b.items for r in range(item.low, item.high)) for b in bins]
+
+
+class _Item(NamedTuple):
+    """Ranks ``[low, high)`` (see ``PrefixOrder``), kept together, and the weight of their forest.
+
+    ``split`` is the trie node that was over the cap: ``(tokens repeated if its children part, first rank)``.
+    """
+
+    low: int
+    high: int
+    tokens: int
+    cost: float
+    split: tuple[int, int] = (0, 0)
+
+
+@dataclass(slots=True)
+class _Bin:
+    """Items that travel together, by rank; ``tokens`` and ``cost`` are those of their common forest."""
+
+    items: list[_Item] = field(default_factory=list[_Item])
+    tokens: int = 0
+    cost: float = 0.0
+
+
+class _Weights:
+    """What sets of samples, sorted by rank, weigh together."""
+
+    def __init__(self, samples: Sequence[Sample], prefixes: PrefixOrder, model: CostModel) -> None:
+        self.order, self.shared, self.model = prefixes.order, prefixes.shared, model
+        self.lengths = [len(samples[i].token_ids) for i in self.order]
+        self.heads = [model.head * samples[i].num_loss_tokens for i in self.order]
+        self.shared_by_all = min(self.shared[1:], default=0)
+        self._minima = [self.shared]  # [k][r]: least of shared[r : r + 2**k]
+        while (reach := 1 << len(self._minima)) <= len(self.order):
+            last = self._minima[-1]
+            self._minima.append([min(p) for p in zip(last, last[reach // 2 :], strict=False)])
+
+    def common(self, a: int, b: int) -> int:
+        """Tokens that ranks ``a < b`` share."""
+        level = (b - a).bit_length() - 1
+        row = self._minima[level]
+        return min(row[a + 1], row[b + 1 - (1 << level)])
+
+    def item(self, low: int, high: int, split: tuple[int, int]) -> _Item:
+        prefix = self.model.prefix
+        tokens, cost = 0, 0.0
+        for rank in range(low, high):
+            shared = self.shared[rank] if rank > low else 0
+            tokens += self.lengths[rank] - shared
+            cost += prefix(self.lengths[rank]) - prefix(shared) + self.heads[rank]
+        return _Item(low, high, tokens, cost, split)
+
+    def join(self, items: Iterable[_Item]) -> _Bin:
+        joined = _Bin(sorted(items))
+        for item in joined.items:
+            joined.tokens += item.tokens
+            joined.cost += item.cost
+        for before, after in pairwise(joined.items):
+            shared = self.common(before.high - 1, after.low)
+            joined.tokens -= shared
+            joined.cost -= self.model.prefix(shared)
+        return joined
+
+
+def _items(weights: _Weights, cap: int) -> list[_Item]:
+    """The largest subtrees that fit under the cap."""
+    items: list[_Item] = []
+    stack = [((0, 0), run) for run in _cut(weights.shared, 0, len(weights.order), 0)]
+    while stack:
+        split, (low, high) = stack.pop()
+        item = weights.item(low, high, split)
+        if item.tokens <= cap:
+            items.append(item)
+        else:
+            at = min(weights.shared[low + 1 : high])
+            stack.extend(((at, low), run) for run in _cut(weights.shared, low, high, at))
+    return items
+
+
+def _cut(shared: Sequence[int], low: int, high: int, at: int) -> list[tuple[int, int]]:
+    """Cut ranks wherever neighbours share no more than ``at`` tokens."""
+    return list(pairwise([low, *(r for r in range(low + 1, high) if shared[r] <= at), high])) if high > low else []
+
+
+def _fewest(weights: _Weights, items: list[_Item], cap: int) -> list[_Bin]:
+    """Fewest bins found; spread evenly over as many where that repeats no more of the prefixes."""
+    filled = _best_fit(weights, items, cap)
+    spread = _spread(weights, items, cap, len(filled))
+    if spread and max(b.cost for b in spread) < max(b.cost for b in filled):
+        before, after = sum(b.cost for b in filled), sum(b.cost for b in spread)
+        return spread if after <= before * REPEATED else filled
+    return filled
+
+
+def _best_fit(weights: _Weights, items: list[_Item], cap: int) -> list[_Bin]:
+    """Each into the bin of a near relative where it adds least, else into the fullest that takes it.
+
+    Largest first, but children of one split node after each other, before bins fill up with strangers.
+    """
+    bins: list[_Bin] = []
+    fill: list[tuple[int, int]] = []  # (tokens, bin), ascending
+    placed: list[tuple[int, int]] = []  # (rank, bin), ascending
+    for item in sorted(items, key=lambda i: (-i.split[0], i.split[1], -i.tokens, i.low)):
+        near = bisect_left(placed, (item.low, -1))
+        homes = {home for _, home in placed[max(0, near - RELATIVES) : near + RELATIVES]}
+        joins = [(weights.join([*bins[home].items, item]), home) for home in sorted(homes)]
+        relatives = [
+            (joined.tokens - bins[home].tokens, home, joined)
+            for joined, home in joins
+            if joined.tokens <= cap and joined.tokens < bins[home].tokens + item.tokens - weights.shared_by_all
+        ]
+        if relatives:
+            _, chosen, joined = min(relatives, key=lambda r: r[:2])
+        elif place := bisect_left(fill, (cap - item.tokens + weights.shared_by_all + 1, -1)):
+            chosen = fill[place - 1][1]
+            joined = weights.join([*bins[chosen].items, item])
+        else:
+            chosen, joined = len(bins), weights.join([item])
+            bins.append(_Bin())
+            insort(fill, (0, chosen))
+        del fill[bisect_left(fill, (bins[chosen].tokens, chosen))]
+        bins[chosen] = joined
+        insort(fill, (joined.tokens, chosen))
+        insort(placed, (item.low, chosen))
+    return bins
+
+
+def _spread(weights: _Weights, items: list[_Item], cap: int, count: int) -> list[_Bin] | None:
+    """Costliest first, each into the cheapest bin with room; None where an item finds none soon."""
+    bins = [_Bin() for _ in range(count)]
+    heap = [(0.0, i) for i in range(count)]
+    for item in sorted(items, key=lambda item: (-item.cost, item.low)):
+        full: list[tuple[float, int]] = []
+        while heap and len(full) < 32:
+            cheapest = heap[0][1]
+            joined = weights.join([*bins[cheapest].items, item])
+            if joined.tokens <= cap:
+                bins[cheapest] = joined
+                heapq.heapreplace(heap, (joined.cost, cheapest))
+                break
+            full.append(heapq.heappop(heap))
+        else:
+            return None
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins
+
+
+def _equalise(weights: _Weights, bins: list[_Bin], cap: int) -> None:
+    """Move or swap items between the costliest bin and the cheapest while that brings them closer."""
+    for _ in range(EXCHANGES if len(bins) > 1 else 0):
+        by_cost = sorted(range(len(bins)), key=lambda i: (bins[i].cost, i))
+        heavy = by_cost.pop()
+        if not any(_exchange(weights, bins, heavy, light, cap) for light in by_cost[:4]):
+            return
+
+
+def _exchange(weights: _Weights, bins: list[_Bin], heavy: int, light: int, cap: int) -> bool:
+    """Take the best single move or swap between two bins, if there is one."""
+    above, below = bins[heavy], bins[light]
+    total, best = above.cost + below.cost, above.cost
+    found: tuple[_Bin, _Bin] | None = None
+    returns = sorted(below.items, key=lambda i: (i.cost, i.low))
+    for item in sorted(above.items, key=lambda i: (-i.cost, i.low))[:32]:
+        wanted = bisect_left(returns, item.cost - (above.cost - below.cost) / 2, key=lambda i: i.cost)
+        swaps = [[back] for back in returns[max(0, wanted - 1) : wanted + 1]]
+        for back in ([], *swaps) if len(above.items) > 1 else swaps:
+            left = weights.join([*(i for i in above.items if i is not item), *back])
+            right = weights.join([*(i for i in below.items if i not in back), item])
+            higher = max(left.cost, right.cost)
+            fits = left.tokens <= cap and right.tokens <= cap
+            if fits and higher < best * (1 - 1e-9) and left.cost + right.cost <= total * REPEATED:
+                best, found = higher, (left, right)
+    if found is None:
+        return False
+    bins[heavy], bins[light] = found
+    return True
+
+
+def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Distribute ``costs`` over ``parts`` ranks: counts differ by at most one, sums as little as can be found.
+
+    Karmarkar and Karp's differencing on tuples (Michiels et al. 2003): tuples of one item per rank are joined,
+    those of the widest spread first, the largest of one with the smallest of the other.
+
+    Example:
+        >>> balance([8, 7, 6, 5], 2)
+        [[0, 3], [1, 2]]
+    """
+    assert parts > 0
+    ranked = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for number, start in enumerate(range(0, len(ranked), parts)):
+        tuples = [(float(costs[i]), [i]) for i in ranked[start : start + parts]]
+        tuples += [(0.0, list[int]()) for _ in range(parts - len(tuples))]
+        heap.append((tuples[-1][0] - tuples[0][0], number, tuples))
+    if not heap:
+        return [[] for _ in range(parts)]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = [(x + y, xs + ys) for (x, xs), (y, ys) in zip(a, reversed(b), strict=True)]
+        joined.sort(key=lambda part: (-part[0], part[1]))
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
+        number += 1
+    parts_found = [part for _, part in heap[0][2]]
+    _swap(costs, parts_found)
+    return sorted((sorted(part) for part in parts_found), key=lambda part: (not part, part))
+
+
+def _swap(costs: Sequence[float], parts: list[list[int]]) -> None:
+    """Even out what tuples cannot, such as one item that outweighs the rest: swap between widest apart ranks."""
+    sums = [sum(costs[i] for i in part) for part in parts]
+    for _ in range(4 * len(parts)):
+        high, low = sums.index(max(sums)), sums.index(min(sums))
+        gap = sums[high] - sums[low]
+        light = sorted(parts[low], key=lambda i: (costs[i], i))
+        values = [costs[i] for i in light]
+        best: tuple[float, int, int] | None = None
+        for i in parts[high]:
+            place = bisect_left(values, costs[i] - gap / 2)
+            for j in light[max(0, place - 1) : place + 1]:
+                left = abs(gap - 2 * (costs[i] - costs[j]))
+                if best is None or left < best[0]:
+                    best = left, i, j
+        if best is None or best[0] >= gap * (1 - 1e-9):
+            return
+        _, i, j = best
+        parts[high][parts[high].index(i)], parts[low][parts[low].index(j)] = j, i
+        moved = costs[i] - costs[j]
+        sums[high], sums[low] = sums[high] - moved, sums[low] + moved

@@ -1,0 +1,84 @@
+"""What became of every line of a data source. Nothing is lost silently."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tunesmith.data.sources import BadLine
+from tunesmith.errors import DataError
+
+SkipKind = Literal["bad", "too_long"]
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A line that was left out, where it stands and why."""
+
+    where: str
+    kind: SkipKind
+    reason: str
+
+
+@dataclass(slots=True)
+class Report:
+    """Counts and reasons of one loading.
+
+    ``formats`` has one sentence per file: what was found and how it is used. ``notes`` are facts about the
+    data or the template that a person should know.
+    """
+
+    skip_bad: bool = False
+    read: int = 0
+    kept: int = 0
+    truncated: int = 0
+    skipped: list[Skipped] = field(default_factory=list[Skipped])
+    formats: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+
+    def bad(self, line: BadLine) -> None:
+        """Count and list a bad line; raise it unless bad lines are to be skipped."""
+        if not self.skip_bad:
+            raise DataError(f"{line}. (data.skip_bad = true skips such lines and lists them.)") from line
+        self.skipped.append(Skipped(line.where, "bad", line.reason))
+
+    def too_long(self, where: str, reason: str) -> None:
+        self.skipped.append(Skipped(where, "too_long", reason))
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """``read``, ``kept``, ``truncated``, and skipped lines by kind."""
+        kinds = Counter(skip.kind for skip in self.skipped)
+        return {
+            "read": self.read,
+            "kept": self.kept,
+            "truncated": self.truncated,
+            "bad": kinds["bad"],
+            "too_long": kinds["too_long"],
+        }
+
+    def summary(self, reasons: int = 3) -> str:
+        """A few lines for a person: formats, counts, the first reasons for skipping, notes."""
+        counts = self.counts
+        head = f"{counts['kept']} of {counts['read']} lines used"
+        parts = {"bad": "bad and skipped", "too_long": "too long and skipped", "truncated": "truncated"}
+        head += "".join(f", {counts[key]} {text}" for key, text in parts.items() if counts[key])
+        lines = [*self.formats, head]
+        lines += [f"  {skip.where}: {skip.reason}" for skip in self.skipped[:reasons]]
+        if len(self.skipped) > reasons:
+            lines.append(f"  and {len(self.skipped) - reasons} more")
+        return "\n".join([*lines, *self.notes])
+
+    def write_skipped(self, path: Path) -> None:
+        """Every skipped line as JSON Lines: ``where``, ``kind``, ``reason``. No file if there is none."""
+        if self.skipped:
+            path.write_text(
+                "".join(json.dumps(asdict(skip)) + "\n" for skip in self.skipped), encoding="utf-8"
+            )

@@ -1,0 +1,197 @@
+"""Text to token ids, with an exact account of which tokens belong to which stretch of the text.
+
+``L`` is the number of tokens of one text. A span is a half-open range of characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol, cast
+
+from tunesmith.errors import DataError, ModelError
+
+Span = tuple[int, int]
+
+CHUNK = 1024
+"""Texts that are tokenized in one call."""
+
+
+class Tokenizer(Protocol):
+    """What the data room asks of a Hugging Face tokenizer."""
+
+    chat_template: Any
+
+    @property
+    def bos_token_id(self) -> Any: ...
+    @property
+    def eos_token_id(self) -> Any: ...
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+    @property
+    def special_tokens_map(self) -> dict[str, Any]: ...
+    def __call__(
+        self, text: Any, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False
+    ) -> Any: ...
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any: ...
+    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str: ...
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        tools: Any = None,
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **kwargs: Any,
+    ) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A text's tokens. ``offsets[t]`` is the span of characters that token ``t`` stands for."""
+
+    token_ids: list[int]  # [L]
+    offsets: list[Span]  # [L]
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text, nothing added."""
+    made: list[list[int]] = []
+    for start in range(0, len(texts), CHUNK):
+        out = tokenizer(list(texts[start : start + CHUNK]), add_special_tokens=False)
+        made.extend(cast("list[list[int]]", out["input_ids"]))
+    return made
+
+
+def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoded]:
+    """Tokens of each text, nothing added, with their places in it.
+
+    Raises:
+        ModelError: the tokenizer cannot tell where in the text a token stands.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelError(
+            f"{type(tokenizer).__name__} cannot tell which characters a token stands for, so losses cannot "
+            "be masked exactly. Use a model with a fast tokenizer (a tokenizer.json)."
+        )
+    for start in range(0, len(texts), CHUNK):
+        out = tokenizer(
+            list(texts[start : start + CHUNK]), add_special_tokens=False, return_offsets_mapping=True
+        )
+        for ids, offsets in zip(out["input_ids"], out["offset_mapping"], strict=True):
+            yield Encoded(ids, offsets)
+
+
+def leading_ids(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer puts before a text of its own accord: usually BOS or nothing.
+
+    What it would put *after* one (some add EOS) is left out: a prompt must not end with it.
+    """
+    bare: list[int] = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    full: list[int] = list(tokenizer("a")["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start]
+    return full[:1] if full and full[0] == tokenizer.bos_token_id else []
+
+
+def with_leading(leading: list[int], token_ids: list[int]) -> list[int]:
+    """``token_ids`` with ``leading`` in front, unless the text already began with it: never a double BOS."""
+    return token_ids if token_ids[: len(leading)] == leading else [*leading, *token_ids]
+
+
+def mask_spans(
+    tokenizer: Tokenizer, text: str, encoded: Encoded, spans: Sequence[Span]
+) -> tuple[list[int], list[bool]]:
+    """Token ids of ``text`` and, for each, whether it lies in one of ``spans``.
+
+    Every border of a span becomes a border between tokens. Where the tokenizer put one token across it
+    (two line breaks, of which the prompt ends with the first), the text is tokenized in pieces there. That
+    is also how it stands at inference, when the policy continues after a prompt tokenized by itself.
+
+    Args:
+        spans: in order, not overlapping.
+
+    Returns:
+        ``token_ids [L]``, ``mask [L]``.
+
+    Raises:
+        DataError: a border cannot be made exact with this tokenizer.
+    """
+    cuts = sorted({place for span in spans for place in span} - {0, len(text)})
+    if all(_index_of_cut(encoded.offsets, cut) is not None for cut in cuts):
+        mask = [False] * len(encoded.token_ids)
+        for start, stop in spans:
+            first, last = _index(encoded.offsets, start, text), _index(encoded.offsets, stop, text)
+            mask[first:last] = [True] * (last - first)
+        return encoded.token_ids, mask
+    borders = [0, *cuts, len(text)]
+    inside = [any(a <= left and right <= b for a, b in spans) for left, right in pairwise(borders)]
+    pieces = _encode_pieces(tokenizer, text, encoded.token_ids, borders)
+    token_ids = [token for piece in pieces for token in piece]
+    mask = [learn for piece, learn in zip(pieces, inside, strict=True) for _ in piece]
+    return token_ids, mask
+
+
+def _index(offsets: list[Span], place: int, text: str) -> int:
+    """The first token at or after ``place``, where that is a clean cut or an end of the text."""
+    if place == 0:
+        return 0
+    if place == len(text):
+        return len(offsets)
+    index = _index_of_cut(offsets, place)
+    assert index is not None
+    return index
+
+
+def _index_of_cut(offsets: list[Span], cut: int) -> int | None:
+    """How many tokens lie before character ``cut``; None if a token reaches across, or the place is unsure.
+
+    Unsure means a gap between neighbours' offsets: some tokenizers trim blanks from them, and then the blank
+    at the cut may belong to either token.
+    """
+    low, high = 0, len(offsets)
+    while low < high:
+        middle = (low + high) // 2
+        if offsets[middle][1] <= cut:
+            low = middle + 1
+        else:
+            high = middle
+    if low == len(offsets) or offsets[low][0] != cut:
+        return None
+    return low if low > 0 and offsets[low - 1][1] == cut else None
+
+
+def _encode_pieces(tokenizer: Tokenizer, text: str, joint: list[int], borders: list[int]) -> list[list[int]]:
+    """Tokens of each piece of ``text`` between ``borders``, together decoding to the same text."""
+    pieces = [text[a:b] for a, b in pairwise(borders)]
+    wanted = _decode(tokenizer, joint)
+    for guard in ("", "\n", ".", "a"):
+        made = [list(tokenizer(pieces[0], add_special_tokens=False)["input_ids"])]
+        for piece in pieces[1:]:
+            tokens = _continuation(tokenizer, guard, piece)
+            if tokens is None:
+                break
+            made.append(tokens)
+        else:
+            if _decode(tokenizer, [token for piece in made for token in piece]) == wanted:
+                return made
+    before, after = text[max(0, borders[1] - 12) : borders[1]], text[borders[1] : borders[1] + 12]
+    raise DataError(
+        f"a token reaches across the border of what is learned ({before!r} | {after!r}) and this tokenizer "
+        "cannot be made to split there; move blanks from the end of the prompt to the start of the completion"
+    )
+
+
+def _continuation(tokenizer: Tokenizer, guard: str, piece: str) -> list[int] | None:
+    """Tokens of ``piece`` as it follows other text: without the blank some tokenizers put before a text."""
+    out = tokenizer(guard + piece, add_special_tokens=False, return_offsets_mapping=True)
+    if not guard:
+        return list(out["input_ids"])
+    index = _index_of_cut(out["offset_mapping"], len(guard))
+    return None if index is None else list(out["input_ids"][index:])
+
+
+def _decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    return tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

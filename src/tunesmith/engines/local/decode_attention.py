@@ -1,0 +1,145 @@
+"""Attention of one new token per running request to its prompt and to what it wrote.
+
+Siblings attend to their prompt together, so its keys and values are read once per group. All work is
+batched products on views of the two banks; index tensors are made once per step, or only when the rows
+change, never per layer.
+
+Shape legend: ``B`` rows, ``A`` prompts in use, ``M`` most members of a prompt, ``K`` key/value heads,
+``G`` query heads per key/value head, ``D`` head size, ``P`` longest prompt, ``L`` longest completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tunesmith.engines.local.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Which rows share a prompt. Made when the rows change."""
+
+    rows: int
+    prompts: int
+    members: int
+    prompt_lengths: list[int]  # B
+    gather: Tensor | None  # [A * K * M] into [B * K]; None where row i has prompt i to itself
+    scatter: Tensor | None  # [B * K] into [A * K * M]
+
+    @classmethod
+    def of(
+        cls, prompt_rows: Sequence[int], prompt_lengths: list[int], kv_heads: int, device: torch.device
+    ) -> Grouping:
+        """``prompt_rows[i]`` is the prompt of row ``i``; prompts in use are numbered without gaps."""
+        count = max(prompt_rows) + 1
+        rows = len(prompt_rows)
+        groups: list[list[int]] = [[] for _ in range(count)]
+        for row, prompt in enumerate(prompt_rows):
+            groups[prompt].append(row)
+        members = max(map(len, groups))
+        if groups == [[i] for i in range(rows)]:
+            return cls(rows, count, 1, prompt_lengths, None, None)
+        gather: list[int] = []
+        scatter = [0] * (rows * kv_heads)
+        for group in groups:
+            for head in range(kv_heads):
+                for row in group:
+                    scatter[row * kv_heads + head] = len(gather)
+                    gather.append(row * kv_heads + head)
+                gather.extend([group[0] * kv_heads] * (members - len(group)))
+        as_tensor = lambda values: torch.tensor(values, device=device)  # noqa: E731
+        return cls(rows, count, members, prompt_lengths, as_tensor(gather), as_tensor(scatter))
+
+
+class DecodeAttention:
+    """The ``AttentionContext`` of one decode step."""
+
+    def __init__(self, cache: KVCache, grouping: Grouping, lengths: Sequence[int]) -> None:
+        """``lengths[i]`` own tokens of row ``i`` are cached; the new token becomes the next."""
+        self._grouping = grouping
+        self._lengths = lengths
+        self._heads = cache.layout.kv_heads
+        self._device = cache.layout.device
+        bank, heads = cache.completions, self._heads
+        self._slots = bank.slots
+        self._new = torch.tensor(
+            [(row * heads + k) * bank.capacity + n for row, n in enumerate(lengths) for k in range(heads)],
+            device=self._device,
+        )
+        self._longest = max(lengths) + 1
+        self._longest_prompt = max(grouping.prompt_lengths)
+        self._own = [p[: grouping.rows * heads, : self._longest] for p in bank.planes]
+        self._prompt = [p[: grouping.prompts * heads, : self._longest_prompt] for p in cache.prompts.planes]
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """``[B, H, D]`` queries and ``[B, K, D]`` keys and values of the new tokens; see AttentionContext."""
+        rows, heads, dim = query.shape
+        grouping = self._grouping
+        plane = 2 * layer
+        self._slots[plane].index_copy_(0, self._new, key.reshape(-1, dim))
+        self._slots[plane + 1].index_copy_(0, self._new, value.reshape(-1, dim))
+        batch, share = rows * self._heads, heads // self._heads
+        own = (query * scale).reshape(batch, share, dim)
+        to_prompt = torch.bmm(self._together(own, share, dim), self._prompt[plane].transpose(1, 2))
+        to_prompt = self._apart(to_prompt, share, self._longest_prompt)
+        scores = torch.cat((to_prompt, torch.bmm(own, self._own[plane].transpose(1, 2))), -1)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        mask = self._mask(window, scores.dtype)
+        if mask is not None:
+            scores.view(rows, -1, scores.shape[-1]).add_(mask)
+        weights = torch.softmax(scores, -1)
+        from_prompt, from_own = weights.split([self._longest_prompt, self._longest], -1)
+        out = torch.bmm(self._together(from_prompt, share, self._longest_prompt), self._prompt[plane + 1])
+        out = torch.baddbmm(self._apart(out, share, dim), from_own, self._own[plane + 1])
+        return out.view(rows, heads, dim)
+
+    def _together(self, rows: Tensor, share: int, width: int) -> Tensor:
+        """``[B * K, G, width]`` to ``[A * K, M * G, width]``."""
+        if self._grouping.gather is None:
+            return rows
+        together = rows.reshape(-1, share * width).index_select(0, self._grouping.gather)
+        return together.view(self._grouping.prompts * self._heads, -1, width)
+
+    def _apart(self, groups: Tensor, share: int, width: int) -> Tensor:
+        """The inverse."""
+        if self._grouping.scatter is None:
+            return groups
+        return groups.view(-1, share * width).index_select(0, self._grouping.scatter).view(-1, share, width)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """``[B, 1, P + L]``, 0 or -inf: slots past a row's end, or out of the window; None if all are seen."""
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window, dtype)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        lengths, prompts = self._lengths, self._grouping.prompt_lengths
+        even = min(lengths) == max(lengths) and min(prompts) == max(prompts)
+        if even and (window is None or prompts[0] + lengths[0] < window):
+            return None
+        column = lambda values: torch.tensor(values, device=self._device).unsqueeze(1)  # noqa: E731
+        prompt, own = column(prompts), column(lengths)
+        slot = torch.arange(self._longest_prompt, device=self._device)
+        written = torch.arange(self._longest, device=self._device)
+        hidden_prompt, hidden_own = slot >= prompt, written > own
+        if window is not None:
+            hidden_prompt = hidden_prompt | (prompt + own - slot >= window)
+            hidden_own = hidden_own | (own - written >= window)
+        hidden = torch.cat((hidden_prompt, hidden_own), 1)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
+        return mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)

@@ -1,0 +1,175 @@
+"""Running the model for the engine: prefill, decode, and the logits of the next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunesmith.engines.local.decode_attention import DecodeAttention, Grouping
+from tunesmith.engines.local.kv_cache import KVCache, KVLayout
+from tunesmith.engines.local.metering import ModelCost
+from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention
+from tunesmith.engines.local.requests import Prompt, Request
+from tunesmith.engines.local.sampler import SamplingPlan, sample
+from tunesmith.errors import ModelError
+from tunesmith.models.causal_lm import CausalLM
+
+
+def text_config(model: CausalLM) -> Any:
+    return model.module.config.get_text_config()
+
+
+class _Probe:
+    """An ``AttentionContext`` that notes what each layer's attention hands it."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int, int]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        self.shapes[layer] = (query.shape[1], key.shape[1], key.shape[2])
+        return torch.zeros_like(query)
+
+
+@torch.inference_mode()
+def probe(model: CausalLM) -> tuple[KVLayout, ModelCost]:
+    """What the model's attention needs of the cache, and what a pass costs: seen in one pass over one token.
+
+    Raises:
+        ModelError: the layers' keys and values differ in shape, or some layers have none.
+    """
+    context, zero = _Probe(), torch.zeros(1, dtype=torch.int64, device=model.device)
+    model.hidden(zero, zero, context)
+    shapes, layers = set(context.shapes.values()), len(context.shapes)
+    if len(shapes) != 1 or set(context.shapes) != set(range(layers)):
+        raise ModelError(
+            f"the embedded engine needs a model whose layers all keep keys and values of one shape; this "
+            f"{type(model.module).__name__} has layers of (heads, key/value heads, head size) {sorted(shapes)}"
+        )
+    heads, kv_heads, head_dim = shapes.pop()
+    head, embedding = model.head.weight, model.module.get_input_embeddings().weight
+    weights = sum(p.numel() for p in model.module.parameters())
+    weights -= 0 if head is embedding else embedding.numel()
+    layout = KVLayout(layers, kv_heads, head_dim, head.dtype, model.device)
+    cost = ModelCost(
+        weight_bytes=weights * head.element_size(),
+        weights=weights,
+        kv_bytes=layout.token_bytes,
+        attention_flops=4 * layers * heads * head_dim,
+    )
+    return layout, cost
+
+
+def split_pieces(pieces: Sequence[Piece], max_tokens: int) -> Iterator[list[Piece]]:
+    """Forward passes of at most ``max_tokens``; a piece longer than that is cut into chunks."""
+    batch: list[Piece] = []
+    room = max_tokens
+    for piece in pieces:
+        for start in range(piece.start, piece.stop, max_tokens):
+            stop = min(start + max_tokens, piece.stop)
+            if stop - start > room:
+                yield batch
+                batch, room = [], max_tokens
+            chunk = Piece(piece.owner, piece.row, start, stop, piece.prompt_row, piece.prompt_length)
+            batch.append(chunk)
+            room -= len(chunk)
+    if batch:
+        yield batch
+
+
+class Runner:
+    """The model on the rows of the cache, and what can be kept while the running rows stay the same."""
+
+    def __init__(self, model: CausalLM, cache: KVCache, max_prefill_tokens: int) -> None:
+        self.model = model
+        self.cache = cache
+        self.max_prefill_tokens = max_prefill_tokens
+        self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
+        self._grouping: tuple[list[tuple[int, int]], Grouping] | None = None
+        self._plan: tuple[list[Request], SamplingPlan] | None = None
+
+    def prefill(
+        self, prompts: Sequence[Prompt], admitted: Sequence[Request], running: Sequence[Request]
+    ) -> tuple[Tensor, list[Piece]]:
+        """Compute ``prompts``, and again what preempted requests wrote before.
+
+        Args:
+            prompts: new in the prompt bank.
+            admitted: requests that start, or start again.
+            running: all requests, by row.
+
+        Returns:
+            The hidden states ``[B, d]`` that ``admitted`` draw their next tokens from, and what was computed.
+        """
+        pieces = [Piece(p, p.row, 0, len(p)) for p in prompts]
+        for request in admitted:
+            assert request.prompt is not None
+            request.cached = len(request.token_ids)
+            if request.cached:
+                row, prompt = running.index(request), request.prompt
+                pieces.append(Piece(request, row, 0, request.cached, prompt.row, len(prompt)))
+        resumed: dict[Request, Tensor] = {}
+        for batch in split_pieces(pieces, self.max_prefill_tokens):
+            for piece, end in zip(batch, self._forward_pieces(batch), strict=True):
+                if isinstance(piece.owner, Prompt):
+                    piece.owner.last_hidden = end
+                else:
+                    resumed[piece.owner] = end
+        states = [resumed.get(r, r.prompt.last_hidden if r.prompt else None) for r in admitted]
+        return torch.stack([s for s in states if s is not None]), pieces
+
+    def decode(self, running: Sequence[Request]) -> Tensor:
+        """One token further for every row; hidden states ``[B, d]``."""
+        lengths = [r.cached for r in running]
+        attention = DecodeAttention(self.cache, self._group(running), lengths)
+        tokens = torch.tensor([r.token_ids[-1] for r in running], device=self.model.device)
+        places = [len(r.prompt_ids) + n for r, n in zip(running, lengths, strict=True)]
+        positions = torch.tensor(places, device=self.model.device)
+        hidden = self.model.hidden(tokens, positions, attention)
+        for request in running:
+            request.cached += 1
+        return hidden
+
+    def draw(self, hidden: Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
+        """Sample the next token of each request and its log-probability."""
+        logits = self.model.head(hidden).float()
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        numbers = [r.uniforms[len(r.token_ids)] for r in requests]
+        uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+        tokens, logprobs = sample(logits, self._sampling_plan(requests, logits), uniforms)
+        return tokens.tolist(), logprobs.tolist()
+
+    def _forward_pieces(self, pieces: Sequence[Piece]) -> Tensor:
+        """``[pieces, d]``: the hidden state at the end of each."""
+        device = self.model.device
+        tokens = torch.tensor([t for p in pieces for t in p.token_ids], device=device)
+        positions = torch.tensor([i for p in pieces for i in p.positions], device=device)
+        hidden = self.model.hidden(tokens, positions, PrefillAttention(self.cache, pieces))
+        ends = torch.tensor([len(p) for p in pieces], device=device).cumsum(0) - 1
+        return hidden.index_select(0, ends)
+
+    def _group(self, running: Sequence[Request]) -> Grouping:
+        key = [(r.prompt.row, len(r.prompt)) for r in running if r.prompt is not None]
+        if self._grouping is None or self._grouping[0] != key:
+            rows, lengths = [row for row, _ in key], [length for _, length in key]
+            layout = self.cache.layout
+            self._grouping = (key, Grouping.of(rows, lengths, layout.kv_heads, layout.device))
+        return self._grouping[1]
+
+    def _sampling_plan(self, requests: Sequence[Request], logits: Tensor) -> SamplingPlan:
+        if self._plan is None or self._plan[0] != requests:
+            samplings = [r.sampling for r in requests]
+            self._plan = (list(requests), SamplingPlan.of(samplings, logits.shape[1], logits.device))
+        return self._plan[1]

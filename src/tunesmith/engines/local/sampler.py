@@ -1,0 +1,129 @@
+"""Drawing tokens: one uniform number per row, by the inverse of the cumulative distribution.
+
+Shape legend: ``B`` rows, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tunesmith.types import Sampling
+
+_BLOCK = 64
+_ONE_LEVEL = 65536  # below this many numbers one pass is faster than blocks
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """The settings of all rows as tensors; None where no row needs them. Made when the rows change."""
+
+    temperature: Tensor | None  # [B, 1], 1 for greedy rows
+    greedy: Tensor | None  # [B] bool
+    all_greedy: bool
+    cut_rows: Tensor | None  # [C] int64
+    top_k: Tensor  # [C, 1]
+    top_p: Tensor  # [C, 1]
+    min_p: Tensor  # [C, 1]
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], vocab_size: int, device: torch.device) -> SamplingPlan:
+        temperatures = [s.temperature if s.temperature > 0 else 1.0 for s in samplings]
+        greedy = [s.temperature == 0 for s in samplings]
+        cut = [i for i, s in enumerate(samplings) if s.cuts]
+        column = lambda values, dtype: torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)  # noqa: E731
+        return cls(
+            column(temperatures, torch.float32) if any(t != 1 for t in temperatures) else None,
+            torch.tensor(greedy, device=device) if any(greedy) else None,
+            all(greedy),
+            torch.tensor(cut, device=device) if cut else None,
+            column([samplings[i].top_k or vocab_size for i in cut], torch.int64),
+            column([samplings[i].top_p for i in cut], torch.float32),
+            column([samplings[i].min_p for i in cut], torch.float32),
+        )
+
+
+def sample(logits: Tensor, plan: SamplingPlan, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per row.
+
+    Args:
+        logits: ``[B, V]`` fp32.
+        plan: settings per row.
+        uniforms: ``[B]`` fp64 in [0, 1).
+
+    Returns:
+        Tokens ``[B]`` int64, and their log-probabilities ``[B]`` fp32 in the distribution they were drawn
+        from (greedy rows: the distribution at temperature 1). NaN where logits are not finite.
+    """
+    if plan.all_greedy:
+        tokens = logits.argmax(-1)
+        return tokens, _logprob(torch.softmax(logits, -1), tokens)
+    probs = torch.softmax(logits if plan.temperature is None else logits / plan.temperature, -1)
+    if plan.cut_rows is not None:
+        kept = cut(probs.index_select(0, plan.cut_rows), plan.top_k, plan.top_p, plan.min_p)
+        probs = probs.index_copy(0, plan.cut_rows, kept)
+    tokens = inverse_cdf(probs, uniforms)
+    if plan.greedy is not None:
+        tokens = torch.where(plan.greedy, logits.argmax(-1), tokens)
+    return tokens, _logprob(probs, tokens)
+
+
+def _logprob(probs: Tensor, tokens: Tensor) -> Tensor:
+    return probs.gather(1, tokens.unsqueeze(1)).squeeze(1).log()
+
+
+def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Zero what ``top_k``, then ``top_p`` of the rest, then ``min_p`` cut away, and normalise.
+
+    ``top_p`` keeps the fewest tokens whose probabilities reach it; ``min_p`` keeps tokens at least that
+    fraction as likely as the likeliest. The likeliest token always stays. Ties go to the lower token id.
+
+    Args:
+        probs: ``[C, V]``.
+        top_k, top_p, min_p: ``[C, 1]``.
+    """
+    ranked, order = probs.sort(-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[1], device=probs.device)
+    ranked = ranked.masked_fill(rank >= top_k, 0)
+    before = ranked.cumsum(-1, dtype=torch.float64) - ranked
+    ranked = ranked.masked_fill((before >= top_p * ranked.sum(-1, keepdim=True)) & (rank > 0), 0)
+    ranked = ranked.masked_fill(ranked < min_p * ranked[:, :1], 0)
+    ranked = ranked / ranked.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter_(1, order, ranked)
+
+
+def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token at which the cumulative probability exceeds ``uniform * total``.
+
+    Sums are fp64, and the target stays below the total, so the token found always raised the sum: a token
+    of probability 0 is never drawn. Large tables are searched in two levels, blocks first.
+
+    Args:
+        probs: ``[B, V]``, at least one entry of each row positive; rows need not add up to 1.
+        uniforms: ``[B]`` fp64 in [0, 1).
+
+    Returns:
+        ``[B]`` int64.
+    """
+    if probs.numel() <= _ONE_LEVEL:
+        totals = probs.cumsum(-1, dtype=torch.float64)
+        return _search(totals, uniforms.unsqueeze(1) * totals[:, -1:])[0].squeeze(1)
+    blocks = F.pad(probs, (0, -probs.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    totals = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    block, rest = _search(totals, uniforms.unsqueeze(1) * totals[:, -1:])
+    chosen = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, _BLOCK)).squeeze(1)
+    within = _search(chosen.cumsum(-1, dtype=torch.float64), rest)[0]
+    return (block * _BLOCK + within).squeeze(1)
+
+
+def _search(totals: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """First index ``[B, 1]`` whose running total exceeds ``target``, and target less the total before it."""
+    last = totals[:, -1:]
+    target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
+    index = torch.searchsorted(totals, target, right=True).clamp_max(totals.shape[1] - 1)
+    before = totals.gather(1, (index - 1).clamp_min(0))
+    return index, torch.where(index > 0, target - before, target)

@@ -1,0 +1,190 @@
+"""What a reward function is, what it is called with, and what it may answer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, SupportsFloat, SupportsIndex, cast
+
+from tunesmith.errors import ConfigError
+from tunesmith.types import Prompt, Rollout, Status
+
+RESERVED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+"""What every call can be given besides the data's columns: TRL 1.16's keywords."""
+NOT_COLUMNS = frozenset({"prompt", "completion"}) | RESERVED
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """Where the run stands, under the names of transformers' TrainerState."""
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ItemFailure:
+    """A reward that could not be computed for one rollout, in the place of its value."""
+
+    status: Status
+    reason: str
+
+
+Score = float | None | ItemFailure
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """One entry of ``reward.functions``.
+
+    ``columns`` are the data's columns it cannot do without. ``builtin`` functions are coroutines that keep
+    their own deadlines and may answer with an ``ItemFailure``.
+    """
+
+    name: str
+    reference: str
+    function: Callable[..., Any]
+    columns: frozenset[str]
+    accepts: frozenset[str] | None
+    """Keywords it takes; None: all."""
+    builtin: bool = False
+    close: Callable[[], None] = lambda: None
+    check_gold: Callable[[Any], str | None] | None = None
+    """Why a value of the answer column cannot be used, if it cannot."""
+
+
+def signature_of(
+    function: Callable[..., Any], reference: str
+) -> tuple[frozenset[str], frozenset[str] | None]:
+    """Data columns the function requires, and the keywords it accepts (None: all).
+
+    Raises:
+        ConfigError: it cannot be called with keywords, as reward functions are.
+    """
+    expected = "expected def f(prompts, completions, **columns) -> list[float | None]"
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"'{reference}' has no signature to go by; {expected}.") from error
+    for p in parameters:
+        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
+            raise ConfigError(f"'{reference}' takes '{p.name}' by position only; {expected}.")
+        if p.name == "environments" and p.default is p.empty:
+            raise ConfigError(f"'{reference}' requires 'environments', which reward functions are not given.")
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = frozenset(p.name for p in named if p.default is p.empty) - RESERVED
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return required, None if takes_all else frozenset(p.name for p in named)
+
+
+@dataclass(slots=True)
+class Notes:
+    """What one call said through ``log_extra`` and ``log_metric``. One value per completion of the call."""
+
+    size: int
+    extras: dict[str, list[Any]] = field(default_factory=dict[str, "list[Any]"])
+    metrics: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        if len(values) != self.size:
+            raise ValueError(f"log_extra('{column}') got {len(values)} values for {self.size} completions")
+        self.extras[column] = list(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.append((name, float(value)))
+
+
+def arguments_for(
+    function: RewardFunction,
+    rollouts: Sequence[Rollout],
+    texts: Sequence[str],
+    state: TrainerState,
+    notes: Notes,
+) -> dict[str, Any]:
+    """Keywords of a call: lists with one entry per rollout, a column that a task lacks as None.
+
+    Conversational prompts give completions as ``[{"role": "assistant", "content": text}]``, text prompts as
+    the text.
+    """
+    pairs = list(zip(rollouts, texts, strict=True))
+    given: dict[str, Any] = {
+        "prompts": [_copy_prompt(r.task.prompt) for r in rollouts],
+        "completions": [
+            text if isinstance(r.task.prompt, str) else [{"role": "assistant", "content": text}]
+            for r, text in pairs
+        ],
+        "completion_ids": [r.completion_ids for r in rollouts],
+        "trainer_state": state,
+        "log_extra": notes.log_extra,
+        "log_metric": notes.log_metric,
+    }
+    names = dict.fromkeys(name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS)
+    for name in (*names, *(function.columns - names.keys())):
+        given[name] = [r.task.columns.get(name) for r in rollouts]
+    if function.accepts is None:
+        return given
+    return {name: value for name, value in given.items() if name in function.accepts}
+
+
+def _copy_prompt(prompt: Prompt) -> Prompt:
+    # A function that appends the completion to the prompt must not change the task.
+    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+
+
+def scores_from(output: object, size: int) -> list[Score]:
+    """The output of a reward function as one score per completion.
+
+    A list, or what turns into one (NumPy arrays and tensors, as in TRL). An item that is no finite number
+    and not None fails its rollout only.
+
+    Raises:
+        ValueError: the output as a whole is unusable.
+    """
+    if inspect.isawaitable(output):
+        raise ValueError("returned an awaitable; define the function with `async def`")
+    to_list = getattr(output, "tolist", None)
+    items = to_list() if callable(to_list) else output
+    if not isinstance(items, list | tuple):
+        raise ValueError(f"returned {_shown(output)}; expected a list of {size} floats (or None)")
+    values = cast("Sequence[object]", items)
+    if len(values) != size:
+        raise ValueError(f"returned {len(values)} rewards for {size} completions")
+    return [_score(value, index) for index, value in enumerate(values)]
+
+
+def _score(value: object, index: int) -> Score:
+    if value is None or isinstance(value, ItemFailure):
+        return value
+    place = f"returned {_shown(value)} at index {index}"
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat | SupportsIndex):
+        return ItemFailure(Status.REWARD_FAILED, f"{place}; expected a float or None")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        return ItemFailure(Status.REWARD_FAILED, f"{place}: {error}")
+    if not math.isfinite(number):
+        return ItemFailure(
+            Status.REWARD_FAILED,
+            f"{place}; expected a finite number, or None where the reward does not apply",
+        )
+    return number
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = "something without a repr"
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return f"{text} (of type {type(value).__name__})"
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion in either of its forms."""
+    if isinstance(completion, str):
+        return completion
+    messages = cast("Sequence[Mapping[str, Any]]", completion)
+    return "".join(str(message["content"]) for message in messages)

@@ -1,0 +1,297 @@
+"""Rewards of a run: loading the functions, scoring rollouts with them, and stopping when too many fail.
+
+A reward function has TRL's signature::
+
+    def correct(prompts, completions, answer, **columns) -> list[float | None]:
+        return [float(completion.strip() == gold) for completion, gold in zip(completions, answer)]
+
+It may be ``async``, is called with keywords only, and gets every data column as a list with one entry per
+completion. None says that the reward does not apply to that completion. It runs outside the main thread.
+A call that raises, overruns ``reward.timeout`` or returns nonsense fails all rollouts of that call; an
+unusable item of a good list fails its rollout only. A failed rollout has no reward, never a zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from tunesmith.config.schema import RewardSection
+from tunesmith.environments import user_calls, user_code
+from tunesmith.environments.builtin_rewards import BUILTINS, check_builtins, make_builtin
+from tunesmith.environments.reward_types import (
+    ItemFailure,
+    Notes,
+    RewardFunction,
+    Score,
+    TrainerState,
+    arguments_for,
+    scores_from,
+    signature_of,
+)
+from tunesmith.errors import ConfigError, DataError, DeadlineExceeded, RewardError, nearest
+from tunesmith.types import Rollout, Status, Task
+
+
+def check_rewards(section: RewardSection, base_dir: Path) -> None:
+    """Refuse a section that cannot work, without running any of the user's code.
+
+    ``base_dir`` is the run file's directory, which paths are relative to (else the working directory).
+
+    Raises:
+        ConfigError: an unknown file, function or built-in, wrong weights, a pattern that does not parse.
+    """
+    if not section.functions:
+        raise ConfigError(
+            "reward.functions is empty; give a function of yours, as in functions = ['rewards.py:correct'], "
+            f"or a built-in: {', '.join(BUILTINS)}."
+        )
+    repeated = [name for name, count in Counter(section.functions).items() if count > 1]
+    if repeated:
+        raise ConfigError(f"reward.functions names '{repeated[0]}' more than once; use reward.weights.")
+    _check_weights(section)
+    for entry in section.functions:
+        if ":" in entry or entry.endswith(".py"):
+            user_code.check_function(user_code.locate(entry, base_dir))
+        elif entry not in BUILTINS:
+            raise ConfigError(
+                f"reward.functions: '{entry}' is not a built-in.{nearest(entry, BUILTINS)}"
+                " A function of yours is written file.py:function."
+            )
+    check_builtins(section)
+
+
+def load_rewards(section: RewardSection, base_dir: Path) -> RewardSet:
+    """Check the section, import the user's files and make the built-ins ready (their processes start later).
+
+    Raises:
+        ConfigError: as ``check_rewards``; or a file does not import, or a function cannot be called.
+    """
+    check_rewards(section, base_dir)
+    functions: list[RewardFunction] = []
+    for entry in section.functions:
+        if entry in BUILTINS:
+            functions.append(make_builtin(entry, section))
+            continue
+        function = user_code.load_function(user_code.locate(entry, base_dir))
+        columns, accepts = signature_of(function, entry)
+        functions.append(RewardFunction(entry.rpartition(":")[2], entry, function, columns, accepts))
+    names = Counter(f.name for f in functions)
+    # Functions of one name, in two files: told apart by the whole reference.
+    unique = tuple(replace(f, name=f.reference) if names[f.name] > 1 else f for f in functions)
+    return RewardSet(unique, section.weights or (1.0,) * len(unique), section.timeout)
+
+
+def _check_weights(section: RewardSection) -> None:
+    weights, functions = section.weights, section.functions
+    if weights is None:
+        return
+    if len(weights) != len(functions):
+        raise ConfigError(
+            f"reward.weights has {len(weights)} entries for {len(functions)} functions; give one for each."
+        )
+    if not all(isfinite(w) for w in weights):
+        raise ConfigError(f"reward.weights must be finite numbers, not {list(weights)}.")
+    if not any(weights):
+        raise ConfigError("reward.weights are all 0, so that no rollout would have a reward.")
+
+
+class RewardSet:
+    """The reward functions of a run, with the threads and processes they run in."""
+
+    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float], timeout: float) -> None:
+        self.functions = tuple(functions)
+        self.weights = {f.name: w for f, w in zip(functions, weights, strict=True)}
+        self.state = TrainerState()
+        """What functions see as ``trainer_state``; the loop replaces it each step."""
+        self._timeout = timeout
+        self._calls = user_calls.UserCalls()
+        self._logged: dict[str, list[float]] = {}
+
+    def check_tasks(self, tasks: Iterable[Task]) -> None:
+        """Refuse data the functions cannot work with: call it before training.
+
+        Raises:
+            ConfigError: a function requires a column that no task has.
+            DataError: a built-in cannot use a task's answer, and no other reward can stand in for it.
+        """
+        tasks = list(tasks)
+        available = {name for task in tasks for name in task.columns}
+        for f in self.functions:
+            for name in sorted(f.columns - available):
+                raise ConfigError(
+                    f"the reward '{f.reference}' needs the column '{name}', which the data does not have."
+                    f"{nearest(name, available)}"
+                )
+        for f in self.functions:
+            if f.check_gold is None:
+                continue
+            (column,) = f.columns
+            for task in tasks:
+                gold = task.columns.get(column)
+                problem = f.check_gold(gold)
+                # In a mixture, a task without an answer may be another reward's.
+                if problem is not None and (gold is not None or len(self.functions) == 1):
+                    raise DataError(
+                        f"task {task.id}: the column '{column}' {problem}; '{f.name}' compares with it."
+                    )
+
+    async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
+        """Fill in ``rewards``, ``reward`` and ``metrics``, or mark the rollout failed.
+
+        ``texts`` are the completions without special tokens. Rollouts that have failed already are left
+        alone. The functions run side by side; each sees all rollouts of this call as one batch. ``reward``
+        is the weighted sum of the rewards that apply, on top of what an environment may have set.
+        """
+        pairs = [(r, t) for r, t in zip(rollouts, texts, strict=True) if r.status is Status.OK]
+        if not pairs:
+            return
+        played, said = [r for r, _ in pairs], [t for _, t in pairs]
+        answers = await asyncio.gather(*(self._call(f, played, said) for f in self.functions))
+        for function, (scores, notes) in zip(self.functions, answers, strict=True):
+            for i, (rollout, score) in enumerate(zip(played, scores, strict=True)):
+                _record(rollout, function, score)
+                _note(rollout, function, {column: values[i] for column, values in notes.extras.items()})
+            for name, value in notes.metrics:
+                self._logged.setdefault(name, []).append(value)
+        for rollout in played:
+            self._total(rollout)
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """``reward_metrics``, means of what ``log_metric`` got since the last call, abandoned threads."""
+        logged, self._logged = self._logged, {}
+        metrics = reward_metrics(rollouts) | {
+            f"logged/{name}": fmean(values) for name, values in logged.items()
+        }
+        if self._calls.abandoned:
+            metrics["reward/abandoned_threads"] = float(self._calls.abandoned)
+        return metrics
+
+    def close(self) -> None:
+        """End threads and worker processes."""
+        self._calls.close()
+        for function in self.functions:
+            function.close()
+
+    async def _call(
+        self, f: RewardFunction, rollouts: Sequence[Rollout], texts: Sequence[str]
+    ) -> tuple[list[Score], Notes]:
+        size = len(rollouts)
+        notes = Notes(size)
+        arguments = arguments_for(f, rollouts, texts, self.state, notes)
+        try:
+            if f.builtin:
+                return await f.function(**arguments), notes
+            output = await self._calls.run(f.function, arguments, self._timeout)
+            return scores_from(output, size), notes
+        except user_calls.RaisedInCall as raised:
+            trace = user_code.describe_exception(raised.error, skip=_is_ours)
+            failure = ItemFailure(Status.REWARD_FAILED, f"raised on a call of {size} completions:\n{trace}")
+        except DeadlineExceeded as error:
+            failure = ItemFailure(Status.TIMED_OUT, f"{error} (reward.timeout, a call of {size} completions)")
+        except ValueError as error:
+            failure = ItemFailure(Status.REWARD_FAILED, str(error))
+        return [failure] * size, Notes(size)
+
+    def _total(self, rollout: Rollout) -> None:
+        if rollout.status is not Status.OK:
+            return
+        # A reward of weight 0 is only watched; it cannot stand in for one that does not apply.
+        applied = [
+            self.weights[name] * value
+            for name, value in rollout.rewards.items()
+            if value is not None and self.weights[name] != 0
+        ]
+        if not applied and rollout.reward is None:
+            reason = "no reward function applies (all gave None)"
+            rollout.fail(Status.REWARD_FAILED, f"task {rollout.task.id}: {reason}")
+            return
+        rollout.reward = sum(applied, rollout.reward or 0.0)
+
+
+class FailureGate:
+    """Stops the run when more than a share of a step's rollouts failed."""
+
+    def __init__(self, max_failed_share: float) -> None:
+        self.max_failed_share = max_failed_share
+
+    def check(self, rollouts: Sequence[Rollout]) -> None:
+        """Look at the rollouts of one step; those that were aborted on purpose do not count.
+
+        Raises:
+            RewardError: with counts by status, and the first failure's traceback.
+        """
+        counted = [r for r in rollouts if r.status is not Status.ABORTED]
+        failed = [r for r in counted if r.status is not Status.OK]
+        if not failed or len(failed) <= self.max_failed_share * len(counted):
+            return
+        kinds = Counter(r.status.value for r in failed)
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        raise RewardError(
+            f"{len(failed)} of {len(counted)} rollouts failed ({counts}): "
+            f"{len(failed) / len(counted):.0%}, above reward.max_failed_share = {self.max_failed_share:.0%}. "
+            f"The first, of task {failed[0].task.id}:\n{failed[0].error}"
+        )
+
+
+def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean, deviation and applied share of each reward, the total's, failed shares and logged numbers.
+
+    ``answered`` and ``correct`` are shares of the rollouts they were logged for; ``correct_of_answered`` is
+    accuracy among those that answered.
+    """
+    counted = [r for r in rollouts if r.status is not Status.ABORTED]
+    if not counted:
+        return {}
+    failed = Counter(r.status for r in counted if r.status is not Status.OK)
+    metrics = {"rollouts/failed": failed.total() / len(counted)}
+    metrics |= {f"rollouts/{status.value}": count / len(counted) for status, count in failed.items()}
+    usable = [r for r in counted if r.status is Status.OK]
+    totals = [r.reward for r in usable if r.reward is not None]
+    if totals:
+        metrics |= {"reward/mean": fmean(totals), "reward/std": pstdev(totals)}
+    for name in dict.fromkeys(name for r in usable for name in r.rewards):
+        values = [v for r in usable if (v := r.rewards.get(name)) is not None]
+        metrics[f"reward/{name}/applied"] = len(values) / len(usable)
+        if values:
+            metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": pstdev(values)}
+    for name in dict.fromkeys(name for r in usable for name in r.metrics):
+        key = f"reward/{name}" if name in ("answered", "correct") else f"logged/{name}"
+        metrics[key] = fmean(r.metrics[name] for r in usable if name in r.metrics)
+    if metrics.get("reward/answered"):
+        metrics["reward/correct_of_answered"] = (
+            metrics.get("reward/correct", 0.0) / metrics["reward/answered"]
+        )
+    return metrics
+
+
+def _is_ours(filename: str) -> bool:
+    return filename in (user_calls.__file__, __file__) or "/asyncio/" in filename
+
+
+def _record(rollout: Rollout, function: RewardFunction, score: Score) -> None:
+    if not isinstance(score, ItemFailure):
+        rollout.rewards[function.name] = score
+    elif rollout.status is Status.OK:
+        rollout.fail(
+            score.status, f"task {rollout.task.id}: the reward '{function.reference}' {score.reason}"
+        )
+
+
+def _note(rollout: Rollout, function: RewardFunction, noted: dict[str, Any]) -> None:
+    """Numbers become metrics of the rollout, all else notes; a taken name gets the function's before it."""
+    for column, value in noted.items():
+        if value is None:
+            continue
+        taken = column in rollout.metrics or column in rollout.notes
+        name = f"{function.name}/{column}" if taken else column
+        if isinstance(value, int | float):
+            rollout.metrics[name] = float(value)
+        else:
+            rollout.notes[name] = value

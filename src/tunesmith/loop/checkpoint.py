@@ -1,0 +1,136 @@
+"""Checkpoints that are there whole or not at all.
+
+A checkpoint is a directory ``checkpoints/step-000120`` holding what the backend writes (``model/`` in Hugging
+Face format, optimizer and random state) and ``state.json`` (step, data position and all else the loop needs
+to continue). It is written under another name, flushed to disk and renamed, so that a crash at any moment
+leaves the one before it untouched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import CheckpointError, StorageError, boundary
+
+STATE_FILE = "state.json"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The checkpoints of one run; the newest ``keep`` stay, and the best one."""
+
+    directory: Path
+    keep: int
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        names = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir())
+        steps = (int(match[1]) for match in names if match)
+        return sorted(s for s in steps if (self.path(s) / STATE_FILE).is_file())
+
+    def newest(self) -> Path | None:
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None], best: int | None) -> Path:
+        """Write a checkpoint and drop the oldest ones.
+
+        Args:
+            step: names the checkpoint.
+            state: JSON-able state of the loop.
+            write: writes everything else below the directory it is given.
+            best: step of the best checkpoint so far, which is kept whatever its age.
+
+        Raises:
+            StorageError: it could not be written; the checkpoints before it are untouched.
+        """
+        target, unfinished = self.path(step), self.directory / f".step-{step:06d}.unfinished"
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            write(unfinished)
+            (unfinished / STATE_FILE).write_text(json.dumps(state))
+            _flush(unfinished)
+            if target.exists():
+                shutil.rmtree(target)
+            unfinished.rename(target)
+            _flush_entry(self.directory)
+        except Exception as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if not _is_storage_failure(error):
+                raise
+            kept = self.newest()
+            safe = f"the last good checkpoint is {kept}" if kept else "no checkpoint was written yet"
+            raise StorageError(f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume.") from error
+        self._rotate(best)
+        return target
+
+    def _rotate(self, best: int | None) -> None:
+        for step in self.steps()[: -self.keep]:
+            if step != best:
+                shutil.rmtree(self.path(step))
+        for leftover in self.directory.glob(".step-*.unfinished"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The loop's state in a checkpoint.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint at this path.
+    """
+    if not (checkpoint / STATE_FILE).is_file():
+        raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {STATE_FILE}")
+    with boundary(CheckpointError, f"{checkpoint / STATE_FILE} is damaged", ValueError):
+        return json.loads((checkpoint / STATE_FILE).read_text())
+
+
+def check_same_model(checkpoint: Path, model_path: str) -> None:
+    """Refuse a checkpoint whose architecture is not that of ``model_path``, before either is loaded.
+
+    A model that is only known by its hub name is compared later, tensor by tensor.
+    """
+    theirs, ours = checkpoint / "model" / "config.json", Path(model_path) / "config.json"
+    if not (theirs.is_file() and ours.is_file()):
+        return
+    saved, current = json.loads(theirs.read_text()), json.loads(ours.read_text())
+    shape = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    for key in shape:
+        if saved.get(key) != current.get(key):
+            raise CheckpointError(
+                f"{checkpoint} is a checkpoint of another model: its {key} is {saved.get(key)!r}, "
+                f"that of {model_path} is {current.get(key)!r}. Resume with the model the run was started with."
+            )
+
+
+def _is_storage_failure(error: Exception) -> bool:
+    # safetensors reports a full disk as its own error, with the system's words inside.
+    words = str(error).lower()
+    return isinstance(error, OSError) or "no space left" in words or "file too large" in words or "i/o" in words
+
+
+def _flush(directory: Path) -> None:
+    for entry in sorted(directory.rglob("*"), reverse=True):
+        _flush_entry(entry)
+    _flush_entry(directory)
+
+
+def _flush_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

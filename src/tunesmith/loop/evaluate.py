@@ -1,0 +1,74 @@
+"""Measuring the policy on held-out tasks: greedy reward, and pass@k when several samples are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import comb
+
+import numpy as np
+
+from tunesmith.loop.collect import Collector
+from tunesmith.types import RolloutGroup, Sampling, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What to measure. ``samples=1`` is greedy only; more also gives pass@k for each ``k`` of ``pass_at``.
+
+    A rollout passes when its reward reaches ``threshold``.
+    """
+
+    tasks: Sequence[Task]
+    sampling: Sampling
+    samples: int
+    temperature: float
+    pass_at: tuple[int, ...]
+    threshold: float
+    seed: int
+
+
+async def evaluate(collector: Collector, plan: Evaluation) -> tuple[dict[str, float], list[RolloutGroup]]:
+    """Metrics named ``eval/...``, and the greedy groups they come from, in the order of the tasks."""
+    greedy = await collector.collect(plan.tasks, replace(plan.sampling, temperature=0.0), 1, plan.seed)
+    metrics = _greedy_metrics(greedy, plan.threshold)
+    if plan.samples > 1:
+        drawing = replace(plan.sampling, temperature=plan.temperature)
+        groups = await collector.collect(plan.tasks, drawing, plan.samples, plan.seed)
+        for k in plan.pass_at:
+            metrics[f"eval/pass@{k}"] = float(np.mean([_group_pass(g, k, plan.threshold) for g in groups]))
+    return metrics, greedy
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of ``k`` samples passes, from ``correct`` of ``n``.
+
+    Chen et al. 2021 (arXiv:2107.03374), equation 1.
+    """
+    return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def _group_pass(group: RolloutGroup, k: int, threshold: float) -> float:
+    # A failed rollout counts as drawn and not passed: leaving it out would flatter the policy.
+    passed = sum(r.reward is not None and r.reward >= threshold for r in group.usable)
+    return pass_at_k(len(group.rollouts), passed, k)
+
+
+def _greedy_metrics(groups: Sequence[RolloutGroup], threshold: float) -> dict[str, float]:
+    rollouts = [r for g in groups for r in g.rollouts]
+    usable = [r for g in groups for r in g.usable]
+    metrics = {
+        "eval/accuracy": sum((r.reward or 0.0) >= threshold for r in usable) / len(rollouts),
+        "eval/length": float(np.mean([r.num_sampled for r in rollouts])),
+        "eval/failed": 1 - len(usable) / len(rollouts),
+    }
+    if usable:
+        metrics["eval/reward"] = float(np.mean([r.reward for r in usable if r.reward is not None]))
+    for name in usable[0].rewards if usable else ():
+        values = [v for r in usable if (v := r.rewards.get(name)) is not None]
+        if values:
+            metrics[f"eval/reward/{name}"] = float(np.mean(values))
+    answered = [r.metrics["answered"] for r in usable if "answered" in r.metrics]
+    if answered:
+        metrics["eval/answered"] = float(np.mean(answered))
+    return metrics

@@ -1,0 +1,136 @@
+"""From samples to optimizer steps: weights, micro-batches, gradients, and what to do when one does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from tunesmith.algorithms.aggregation import weigh
+from tunesmith.backends.base import LossFn, TrainBackend
+from tunesmith.data.forest import Forest, plant
+from tunesmith.data.packing import CostModel, pack
+from tunesmith.errors import DeviceMemoryError
+from tunesmith.types import Sample
+
+Metrics = dict[str, float]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Learner:
+    """Takes optimizer steps on samples. ``max_tokens`` shrinks when memory runs out and stays shrunk."""
+
+    backend: TrainBackend
+    objective: LossFn
+    aggregation: str
+    max_new_tokens: int | None
+    learning_rate: Callable[[int], float]
+    max_tokens: int
+    cost: CostModel
+    share_prompts: bool = True
+    flops_per_second: float | None = None
+    """What the device attains, for ``attainable_seconds``; None leaves that out."""
+    report: Callable[[str], None] = print
+
+    def update(self, samples: Sequence[Sample], batch_size: int, passes: int, seed: int) -> Metrics:
+        """``passes`` times over the samples, ``batch_size`` to an optimizer step; the steps' mean metrics."""
+        steps = [
+            self.step(batch)
+            for sweep in range(passes)
+            for batch in _batches(samples, batch_size, np.random.default_rng([seed, sweep]))
+        ]
+        metrics = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}
+        for name in ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps"):
+            if name in metrics:
+                metrics[name] *= len(steps)
+        return {**metrics, "optimizer_steps": float(len(steps))}
+
+    def step(self, samples: Sequence[Sample]) -> Metrics:
+        """One optimizer step; its gradient does not depend on how the samples are packed."""
+        metrics = self._accumulate(weigh(samples, self.aggregation, self.max_new_tokens))
+        lr = self.learning_rate(self.backend.version)
+        return {**metrics, **self.backend.step(lr), "lr": lr}
+
+    def score(self, samples: Sequence[Sample], column: str, *, reference: bool) -> list[Sample]:
+        """The samples with their log-probabilities in ``column``, zero where there is no loss."""
+
+        def scored() -> dict[int, list[float]]:
+            found: dict[int, list[float]] = {}
+            for forest in self._forests(samples):
+                logprobs = iter(self.backend.score(forest, reference=reference).tolist())
+                for index in forest.sample_ids:
+                    found[index] = [next(logprobs) if m else 0.0 for m in samples[index].loss_mask]
+            return found
+
+        found = self._fitting(samples, scored)
+        return [replace(s, columns={**s.columns, column: found[i]}) for i, s in enumerate(samples)]
+
+    def _accumulate(self, samples: Sequence[Sample]) -> Metrics:
+        """Gradients of all micro-batches, and their metrics, which are sums like the loss itself."""
+
+        def accumulated() -> Metrics:
+            # A failed backward leaves some gradients added and some not, so every attempt starts from none.
+            self.backend.zero_grad()
+            total: Metrics = {"microbatches": 0.0, "trained_tokens": 0.0}
+            for forest in self._forests(samples):
+                metrics = self.backend.forward_backward(forest, self.objective)
+                counts = {"microbatches": 1.0, "trained_tokens": float(forest.num_tokens)}
+                if self.flops_per_second is not None:
+                    counts["attainable_seconds"] = forest_cost(forest, self.cost) / self.flops_per_second
+                for name, value in {**metrics, **counts}.items():
+                    total[name] = total.get(name, 0.0) + value
+            return total
+
+        return self._fitting(samples, accumulated)
+
+    def _fitting(self, samples: Sequence[Sample], attempt: Callable[[], T]) -> T:
+        """Run ``attempt``; when a micro-batch does not fit, halve the cap, keep it so, and start again."""
+        longest = max(len(s.token_ids) for s in samples)
+        while True:
+            try:
+                return attempt()
+            except DeviceMemoryError as error:
+                failure = str(error)
+            self._halve(failure, longest)
+
+    def _halve(self, failure: str, longest: int) -> None:
+        before, self.max_tokens = self.max_tokens, max(longest, self.max_tokens // 2)
+        if self.max_tokens >= before:
+            raise DeviceMemoryError(
+                f"{failure}: a micro-batch of the longest sequence ({longest} tokens) is the smallest there is. "
+                "Set system.gradient_checkpointing=true or system.logprob_chunk lower, or shorten the sequences."
+            )
+        self.report(f"{failure}; max_tokens_per_microbatch lowered from {before} to {self.max_tokens} and kept")
+
+    def _forests(self, samples: Sequence[Sample]) -> Iterator[Forest]:
+        for indices in pack(samples, self.max_tokens, share=self.share_prompts, cost=self.cost):
+            yield plant(samples, indices, share=self.share_prompts)
+
+
+def forest_cost(forest: Forest, cost: CostModel) -> float:
+    """The work in a forest: tokens, causal pairs (with all ancestors), predictions. Recompute is not work."""
+    depth = [0] * len(forest.segments)
+    pairs = 0
+    for index, (_, length, parent) in enumerate(forest.segments):
+        before = depth[parent] if parent >= 0 else 0
+        depth[index] = before + length
+        pairs += length * before + length * (length + 1) // 2
+    return cost.linear * forest.num_tokens + cost.quadratic * pairs + cost.head * forest.targets.numel()
+
+
+def _batches(samples: Sequence[Sample], size: int, rng: np.random.Generator) -> Iterator[list[Sample]]:
+    """Cut into optimizer batches, whole groups in a random order; all at once where they fit one batch."""
+    if size >= len(samples):
+        yield list(samples)
+        return
+    groups: dict[int, list[Sample]] = {}
+    for place, sample in enumerate(samples):
+        groups.setdefault(sample.group if sample.group >= 0 else -1 - place, []).append(sample)
+    keys = list(groups)
+    ordered = [s for k in rng.permutation(len(keys)) for s in groups[keys[k]]]
+    for start in range(0, len(ordered), size):
+        yield ordered[start : start + size]
+

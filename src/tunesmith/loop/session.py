@@ -1,0 +1,120 @@
+"""What every training loop shares: the step counter, the clock, metrics, progress and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunesmith.loop.checkpoint import Checkpoints, read_state
+from tunesmith.monitor.clock import Clock
+from tunesmith.monitor.metrics import JsonLines, Metrics
+from tunesmith.monitor.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """When things happen, in steps; None is only at the end."""
+
+    total_steps: int
+    evaluate_every: int | None
+    checkpoint_every: int | None
+
+    def due(self, every: int | None, step: int) -> bool:
+        return step >= self.total_steps or (every is not None and step % every == 0)
+
+
+@dataclass(slots=True)
+class Best:
+    """The best evaluation so far."""
+
+    metric: str
+    higher_is_better: bool
+    value: float | None = None
+    step: int | None = None
+
+    def improved(self, value: float, step: int) -> bool:
+        """Take in an evaluation; True if it beats all before it."""
+        sign = 1 if self.higher_is_better else -1
+        if self.value is not None and sign * value <= sign * self.value:
+            return False
+        self.value, self.step = value, step
+        return True
+
+
+@dataclass(slots=True)
+class Session:
+    """A run in progress. Loops ask it what is due and tell it what happened."""
+
+    cadence: Cadence
+    metrics: Metrics
+    progress: Progress
+    checkpoints: Checkpoints
+    best: Best
+    samples: JsonLines
+    resume_from: Path | None = None
+    clock: Clock = field(default_factory=Clock)
+    step: int = 0
+
+    @property
+    def total_steps(self) -> int:
+        return self.cadence.total_steps
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Time spent inside counts as ``name``."""
+        self.progress.phase(name)
+        with self.clock.phase(name):
+            yield
+
+    def note(self, text: str) -> None:
+        self.progress.note(text)
+
+    def finish_step(self, metrics: Mapping[str, float]) -> None:
+        """Count a step and record its metrics and where its time went."""
+        self.step += 1
+        seconds = self.clock.lap()
+        times = {f"seconds/{name}": value for name, value in seconds.items()}
+        wall = sum(seconds.values())
+        record = {**metrics, **times, "seconds": wall}
+        if "tokens" in metrics:
+            record["tokens_per_second"] = metrics["tokens"] / wall
+        if "attainable_seconds" in metrics:
+            record["limit_share"] = metrics["attainable_seconds"] / wall
+        self.metrics.write(self.step, record, always=self.step == self.total_steps)
+        self.progress.step(self.step, record, wall)
+
+    def finish_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Record an evaluation; the best one's checkpoint is kept."""
+        self.metrics.write(self.step, metrics, always=True)
+        value = metrics.get(self.best.metric)
+        best = value is not None and self.best.improved(value, self.step)
+        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
+        self.note(f"evaluation at step {self.step}: {shown}{'  (best so far)' if best else ''}")
+
+    def evaluation_due(self) -> bool:
+        return self.cadence.due(self.cadence.evaluate_every, self.step)
+
+    def checkpoint_due(self) -> bool:
+        """By the cadence, or because the evaluation just made is the best one."""
+        is_best = self.best.step == self.step and self.step > 0
+        return is_best or self.cadence.due(self.cadence.checkpoint_every, self.step)
+
+    def save(self, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint of this step: what ``write`` puts into the directory, and the loop's state."""
+        own = {"step": self.step, "best": [self.best.value, self.best.step]}
+        with self.phase("checkpoint"):
+            return self.checkpoints.save(self.step, {**own, **state}, write, self.best.step)
+
+    def restore(self, load: Callable[[Path], None]) -> dict[str, Any] | None:
+        """Load the checkpoint to resume from and return the loop's state; None when starting afresh."""
+        if self.resume_from is None:
+            return None
+        state = read_state(self.resume_from)
+        load(self.resume_from)
+        self.step = state["step"]
+        self.best.value, self.best.step = state["best"]
+        self.note(f"continuing at step {self.step} from {self.resume_from}")
+        return state

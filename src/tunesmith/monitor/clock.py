@@ -1,0 +1,71 @@
+"""Where the time of a step goes: seconds by phase, which add up to the wall time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+PHASES = ("rollout", "reward", "advantage", "score", "train", "sync", "checkpoint", "eval", "other")
+"""The usual phases, in the order in which they are shown. ``other`` is all time outside any phase."""
+
+
+class Clock:
+    """Divides wall time among phases. A phase inside another takes its time out of the outer one.
+
+    Phases belong to the one thread that runs the loop: work that overlaps another phase, such as rewards
+    computed while others still generate, costs no wall time of its own and is not a phase.
+
+    Example:
+        >>> clock = Clock()
+        >>> with clock.phase("train"):
+        ...     with clock.phase("checkpoint"):
+        ...         save()
+        >>> clock.lap()
+        {'train': 1.2, 'checkpoint': 0.4, 'other': 0.01}
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._since = now()
+        self._open: list[str] = []
+        self._lap: dict[str, float] = {}
+        self._total: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Time spent inside goes to ``name``."""
+        self._charge()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            ended = self._open.pop()
+            assert ended == name, f"phase {name} ended inside phase {ended}"
+
+    @property
+    def current(self) -> str:
+        """The innermost open phase."""
+        return self._open[-1] if self._open else "other"
+
+    def lap(self) -> dict[str, float]:
+        """Seconds by phase since the last lap; their sum is the wall time since then."""
+        self._charge()
+        lap, self._lap = self._lap, {}
+        for name, seconds in lap.items():
+            self._total[name] = self._total.get(name, 0.0) + seconds
+        return {name: lap[name] for name in sorted(lap, key=_order)}
+
+    def totals(self) -> dict[str, float]:
+        """Seconds by phase over all finished laps."""
+        return {name: self._total[name] for name in sorted(self._total, key=_order)}
+
+    def _charge(self) -> None:
+        now = self._now()
+        self._lap[self.current] = self._lap.get(self.current, 0.0) + now - self._since
+        self._since = now
+
+
+def _order(name: str) -> tuple[int, str]:
+    return (PHASES.index(name) if name in PHASES else len(PHASES) - 1, name)

@@ -1,0 +1,187 @@
+"""Metrics on disk: one JSON object per line in ``metrics.jsonl`` always, TensorBoard when asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from itertools import takewhile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+from tunesmith.errors import ConfigError, StorageError, boundary
+
+
+class Sink(Protocol):
+    """Takes the metrics of a step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """Appends JSON objects to a file, each flushed when written.
+
+    Raises:
+        StorageError: the disk is full or the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with boundary(StorageError, f"cannot write {path}", OSError):
+            self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+        with boundary(StorageError, f"cannot write {self.path}; free space and resume", OSError):
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        with boundary(StorageError, f"cannot write {self.path}", OSError):
+            self._file.close()
+
+
+class Metrics:
+    """Where the numbers of a run go. Use as a context manager.
+
+    Args:
+        path: the ``metrics.jsonl`` to append to.
+        sinks: further sinks, written every ``every`` steps.
+        resume_step: keep the lines up to this step and drop those after it, so that no step appears
+            twice; None starts a new file.
+    """
+
+    def __init__(
+        self, path: Path, sinks: Sequence[Sink] = (), every: int = 1, resume_step: int | None = None
+    ) -> None:
+        drop_after(path, -1 if resume_step is None else resume_step)
+        self._lines = JsonLines(path)
+        self._sinks = tuple(sinks)
+        self._every = every
+
+    def write(self, step: int, metrics: Mapping[str, float], *, always: bool = False) -> None:
+        """Record a step. Values that are not finite become ``null`` in the file.
+
+        Args:
+            always: give them to the sinks whatever ``every`` says; for evaluations and the last step.
+        """
+        self._lines.write({"step": step, "time": round(time.time(), 3), **metrics})
+        if always or step % self._every == 0:
+            for sink in self._sinks:
+                sink.write(step, metrics)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for closing in (self._lines, *self._sinks):
+                stack.callback(closing.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Cut a file of JSON lines before the first line whose ``step`` is later, or which is torn.
+
+    Lines are in the order of their steps, and a killed process leaves at most its last line incomplete.
+    """
+    with boundary(StorageError, f"cannot write {path}", OSError):
+        if not path.exists():
+            return
+        with path.open("r+b") as file:
+            kept = sum(len(line) for line in takewhile(lambda line: _is_kept(line, step), file))
+            file.truncate(kept)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a metrics file."""
+    if not path.exists():
+        return []
+    with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
+        return [
+            json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")
+        ]
+
+
+def open_sinks(names: Sequence[str], directory: Path, resume_step: int | None = None) -> list[Sink]:
+    """The sinks of ``monitor.sinks``, writing below ``directory``."""
+    return [TensorBoard(directory / name, resume_step) for name in names if name == "tensorboard"]
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuse sinks that are not installed, before anything is loaded."""
+    if "tensorboard" in names:
+        _tensorboard()
+
+
+class TensorBoard:
+    """TensorBoard event files, written without torch."""
+
+    def __init__(self, directory: Path, resume_step: int | None = None) -> None:
+        self._events, self._summaries, writer = _tensorboard()
+        with boundary(StorageError, f"cannot write {directory}", OSError):
+            self._writer = writer(str(directory))
+        if resume_step is not None:
+            # TensorBoard drops what an interrupted run wrote from this step on.
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._add(resume_step + 1, session_log=start)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summaries.Summary.Value(tag=k, simple_value=v) for k, v in metrics.items()]
+        self._add(step, summary=self._summaries.Summary(value=values))
+
+    def close(self) -> None:
+        with boundary(StorageError, "cannot write TensorBoard events", OSError):
+            self._writer.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), step=step, **content)
+        with boundary(StorageError, "cannot write TensorBoard events", OSError):
+            self._writer.add_event(event)
+            self._writer.flush()
+
+
+def _tensorboard() -> tuple[Any, Any, Any]:
+    try:
+        events = import_module("tensorboard.compat.proto.event_pb2")
+        summaries = import_module("tensorboard.compat.proto.summary_pb2")
+        writer = import_module("tensorboard.summary.writer.event_file_writer")
+    except ImportError as error:
+        raise ConfigError(
+            "monitor.sinks asks for tensorboard, which is not installed: "
+            "pip install 'tunesmith[tensorboard]', or leave it out"
+        ) from error
+    return events, summaries, writer.EventFileWriter
+
+
+def _is_kept(line: bytes, step: int) -> bool:
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        record: Any = json.loads(line)
+        return record["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinities and no NaN: they become null."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {k: _finite(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        case list() | tuple():
+            return [_finite(v) for v in value]  # pyright: ignore[reportUnknownVariableType]
+        case _:
+            return value

@@ -1,0 +1,271 @@
+"""What a person sees while a run goes on: a live panel in a terminal, one line per step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+_BARS = "▁▂▃▄▅▆▇█"
+_HISTORY = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A number to show under ``label``, written by ``show``: the first of ``metrics`` that there is."""
+
+    metrics: tuple[str, ...]
+    label: str
+    show: Callable[[float], str]
+
+
+def number(value: float) -> str:
+    """Three significant digits: ``0.412``, ``1.2e-05``."""
+    return f"{value:.3g}"
+
+
+def count(value: float) -> str:
+    """``12,345``; with one decimal below a hundred: ``83.1``."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
+def share(value: float) -> str:
+    """``0.234`` → ``23%``; small shares keep a decimal."""
+    return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
+
+
+def duration(seconds: float) -> str:
+    """``4.1s``, ``2m05s``, ``3h07m``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+COLUMNS = (
+    Column(("reward", "reward/mean"), "reward", number),
+    Column(("kl",), "KL", number),
+    Column(("completion_tokens",), "length", count),
+    Column(("tokens_per_second",), "tok/s", count),
+    Column(("limit_share",), "of limit", share),
+    Column(("loss",), "loss", number),
+    Column(("grad_norm",), "grad norm", number),
+    Column(("lr",), "lr", number),
+)
+"""Shown where a step reports them. ``completion_tokens`` is a mean, ``limit_share`` a fraction of 1."""
+
+
+def _value(column: Column, metrics: Mapping[str, float]) -> float | None:
+    return next((metrics[name] for name in column.metrics if name in metrics), None)
+
+
+def _shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, number as text) of every column that has a value."""
+    values = ((c, _value(c, metrics)) for c in COLUMNS)
+    return [(c.label, c.show(value)) for c, value in values if value is not None]
+
+
+def _watched(metrics: Mapping[str, float]) -> tuple[str, float] | None:
+    """What the sparkline follows: the reward, or else the loss."""
+    for column in COLUMNS:
+        if column.label in ("reward", "loss") and (value := _value(column, metrics)) is not None:
+            return column.label, value
+    return None
+
+
+def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
+    """``step 20: eval reward 0.61  eval pass@4 0.83``."""
+    parts = [f"{name.replace('/', ' ')} {number(value)}" for name, value in metrics.items()]
+    return f"step {step}: " + "  ".join(parts)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One bar per value, from the least to the greatest: ``▁▃▅█``. Values that are not finite are blank."""
+    finite = [v for v in values if abs(v) < float("inf")]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((v - low) * scale)] if abs(v) < float("inf") else " " for v in values)
+
+
+class Progress(Protocol):
+    """Shows the steps of a run. Use as a context manager."""
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done, ``seconds`` among its metrics; metrics without ``seconds`` are an evaluation's."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something worth a line of its own: an evaluation, a checkpoint, a smaller micro-batch."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_progress(
+    total: int,
+    *,
+    start: int = 0,
+    live: bool | None = None,
+    every: int = 1,
+    busy: Callable[[], str] = lambda: "",
+    console: Console | None = None,
+) -> Progress:
+    """A display for steps ``start + 1 ... total``.
+
+    Args:
+        busy: says what the run is doing now; ``Clock.current`` does.
+        live: a panel that is redrawn; False for lines; None: a panel when standard output is a terminal.
+        every: steps between lines; the first and last are always shown.
+    """
+    if live if live is not None else sys.stdout.isatty():
+        return LivePanel(total, start, busy, console)
+    return PlainLines(total, start, every)
+
+
+class Eta:
+    """Time left, from the median of the latest steps, so that one slow step does not spoil it."""
+
+    def __init__(self, total: int, start: int) -> None:
+        self.total, self.done = total, start
+        self._seconds: deque[float] = deque(maxlen=20)
+
+    def update(self, step: int, seconds: float) -> None:
+        self.done = step
+        self._seconds.append(seconds)
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds; None before the first step."""
+        return median(self._seconds) * max(0, self.total - self.done) if self._seconds else None
+
+
+class PlainLines:
+    """One line per step on standard output, for logs and pipes."""
+
+    def __init__(self, total: int, start: int = 0, every: int = 1) -> None:
+        self._eta = Eta(total, start)
+        self._first, self._every = start + 1, every
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "seconds" not in metrics:
+            self.note(evaluation_line(step, metrics))
+            return
+        self._eta.update(step, metrics["seconds"])
+        total = self._eta.total
+        if step % self._every and step not in (self._first, total):
+            return
+        parts = [f"{label} {shown}" for label, shown in _shown(metrics)]
+        times = [duration(metrics["seconds"]), f"ETA {duration(self._eta.remaining or 0)}"]
+        print("  ".join([f"step {step}/{total}", *parts, *times]), flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class LivePanel:
+    """A bar, the latest numbers and the reward's course, redrawn in place; notes scroll above."""
+
+    def __init__(
+        self,
+        total: int,
+        start: int = 0,
+        busy: Callable[[], str] = lambda: "",
+        console: Console | None = None,
+    ) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._eta = Eta(total, start)
+        self._metrics: Mapping[str, float] = {}
+        self._busy, self._since = busy, time.monotonic()
+        self._course: deque[float] = deque(maxlen=_HISTORY)
+        self._console = console or Console()
+        self._live = Live(
+            console=self._console,
+            refresh_per_second=4,
+            get_renderable=self.render,
+            vertical_overflow="visible",
+        )
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "seconds" not in metrics:
+            self.note(evaluation_line(step, metrics))
+            return
+        self._eta.update(step, metrics["seconds"])
+        self._metrics, self._since = metrics, time.monotonic()
+        if (watched := _watched(metrics)) is not None:
+            self._course.append(watched[1])
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def render(self) -> Table:
+        """The panel as it stands now."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        eta, total = self._eta, self._eta.total
+        left = "" if eta.remaining is None else f"  {duration(eta.remaining)} left"
+        busy = f"{self._busy()} {duration(time.monotonic() - self._since)}"
+        top = Table.grid(padding=(0, 1))
+        top.add_row(
+            Text(f"step {eta.done}/{total}", style="bold"),
+            ProgressBar(total=total, completed=eta.done, width=30),
+            Text(left + "  "),
+            Text(busy, style="dim"),
+        )
+        numbers = Text()
+        for label, shown in _shown(self._metrics):
+            numbers.append(f"{label} ", style="dim").append(f"{shown}   ", style="bold")
+        panel = Table.grid()
+        panel.add_row(top)
+        panel.add_row(numbers)
+        panel.add_row(self._course_line())
+        return panel
+
+    def _course_line(self) -> Text:
+        from rich.text import Text
+
+        watched = _watched(self._metrics)
+        if watched is None or len(self._course) < 2:
+            return Text()
+        line = Text().append(f"{watched[0]} ", style="dim").append(f"{number(self._course[0])} ")
+        return line.append(sparkline(list(self._course)), style="green").append(
+            f" {number(self._course[-1])}"
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()

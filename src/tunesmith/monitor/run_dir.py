@@ -1,0 +1,160 @@
+"""The directory of a run: what lies where, who may write to it.
+
+::
+
+    runs/arithmetic-1/
+        config.toml       what was said, and as comments what was derived
+        resolved.json     every setting with its source and reason
+        metrics.jsonl     one object per step
+        rollouts.jsonl    some rollouts of each step
+        checkpoints/      step-000010, ...
+        tensorboard/      where asked
+        run.lock          held by the process that writes here
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tunesmith.errors import CheckpointError, ConfigError, StorageError, boundary
+
+LOCK = "run.lock"
+
+_locked_here: set[Path] = set()
+"""Directories this process holds; record locks do not keep a process out of its own files."""
+
+
+@dataclass(slots=True)
+class RunDir:
+    """An existing, locked run directory. Use as a context manager; leaving it releases the lock."""
+
+    path: Path
+    _lock: int | None = field(default=None, repr=False)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def resolved(self) -> Path:
+        return self.path / "resolved.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+            _locked_here.discard(self.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+        if error is not None and has_checkpoint(self.path):
+            error.add_note(f"Continue with: run_dir={self.path} checkpoint.resume=true")
+
+
+def open_run_dir(run_dir: Path | None, name: str, resume: bool | Path) -> RunDir:
+    """Create or enter a run's directory, and lock it against other processes.
+
+    Args:
+        run_dir: where; None makes ``runs/<name>-<number>`` below the working directory.
+        name: of the run, for directories that are named here.
+        resume: ``checkpoint.resume``: True continues ``run_dir``; a checkpoint's path continues the run it
+            lies in when that is ``run_dir``, and otherwise starts a new run from it.
+
+    Raises:
+        ConfigError: the directory holds another run, or another process is writing to it.
+        CheckpointError: there is no run to resume.
+        StorageError: it cannot be created or written.
+    """
+    if resume is True and run_dir is None:
+        raise ConfigError("checkpoint.resume = true needs the run to continue: say run_dir")
+    if resume is True and run_dir is not None and not run_dir.is_dir():
+        raise CheckpointError(f"there is no run to resume in {run_dir}: it is no directory")
+    with boundary(StorageError, f"cannot create the run directory {run_dir or 'runs'}", OSError):
+        path = _numbered(Path("runs").absolute(), name) if run_dir is None else run_dir.absolute()
+        path.mkdir(parents=True, exist_ok=True)
+    run = _locked(path)
+    continued = resume is True or (isinstance(resume, Path) and resume.absolute().is_relative_to(path))
+    if not continued and holds_run(path):
+        run.release()
+        raise ConfigError(
+            f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, "
+            "or delete it"
+        )
+    return run
+
+
+def has_checkpoint(path: Path) -> bool:
+    folder = path / "checkpoints"
+    return folder.is_dir() and any(not p.name.startswith(".") for p in folder.iterdir())
+
+
+def holds_run(path: Path) -> bool:
+    """Whether something would be lost; a run that wrote neither metrics nor a checkpoint loses nothing."""
+    metrics = path / "metrics.jsonl"
+    return has_checkpoint(path) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _numbered(parent: Path, name: str) -> Path:
+    """A new directory ``name-<number>``, safe against another process doing the same."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = parent / f"{name}-{number}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def _locked(path: Path) -> RunDir:
+    """Take the lock. The kernel drops it when its process ends, however it ends, so none is ever stale.
+
+    A record lock (not ``flock``), because children of a killed process must not inherit it.
+    """
+    if path in _locked_here:
+        raise ConfigError(f"this process already writes to {path}")
+    lock = path / LOCK
+    with boundary(StorageError, f"cannot write to the run directory {path}", OSError):
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(handle, 200, 0).decode(errors="replace").strip()
+        os.close(handle)
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise ConfigError(
+                f"{path} is in use by {owner or 'another process'}: wait for it to end, stop it, "
+                "or choose another run_dir"
+            ) from None
+        raise StorageError(f"cannot lock {lock}: {error}. Choose a run_dir on a local disk.") from error
+    with boundary(StorageError, f"cannot write {lock}", OSError):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    _locked_here.add(path)
+    return RunDir(path, handle)

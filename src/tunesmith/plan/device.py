@@ -1,0 +1,139 @@
+"""What a device allows: number format, memory for micro-batches, memory for the sampler's keys and values.
+
+Estimates, on the safe side. None of it changes what is learned; a micro-batch that does not fit after all is
+split while the run goes on.
+"""
+
+from __future__ import annotations
+
+import re
+from math import ceil
+from typing import Any
+
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.sizes import format_size
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import Filling
+from tunesmith.plan.hardware import Gpu
+
+STATE_BYTES = 16
+"""Per trained parameter: weight, gradient, master weight and AdamW's two moments, in either number format."""
+
+MOST_TOKENS = {"cpu": 4096, "cuda": 32768}
+"""Larger micro-batches are no faster: every matrix product is long enough by then."""
+
+UNKNOWN_MODEL_TOKENS = 4096
+_DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
+
+
+def device_problem(device: str, gpus: tuple[Gpu, ...]) -> str | None:
+    """Why a device cannot be used, as far as can be told without torch."""
+    match = _DEVICE.fullmatch(device)
+    if not match:
+        return f"system.device = '{device}' is no device; say 'cpu', 'cuda' or 'cuda:0'"
+    index = int(match[1] or 0)
+    if gpus and device != "cpu" and index >= len(gpus):
+        return (
+            f"system.device = '{device}', but there are {len(gpus)} GPUs; the last is 'cuda:{len(gpus) - 1}'"
+        )
+    return None
+
+
+def derive_system(filling: Filling[Any], facts: Facts) -> None:
+    """Device, threads, number format, micro-batch and sampler memory."""
+    machine = facts.hardware
+    if machine.gpus:
+        filling.fill("system.device", "cuda", f"there is a {machine.gpus[0].name}")
+    filling.fill("system.device", "cpu", "no GPU was found")
+    filling.fill("system.threads", machine.cores, "the physical cores this process may use")
+    gpu = _gpu(filling.config, facts)
+    _derive_dtype(filling, facts, gpu)
+    free = gpu.memory_free if gpu else machine.memory_available
+    budget = max(0, free - state_bytes(filling.config, facts))
+    _derive_microbatch(filling, facts, budget, "cuda" if _on_gpu(filling.config) else "cpu")
+    if isinstance(filling.config, RLConfig):
+        _derive_kv_memory(filling, facts, budget)
+
+
+def state_bytes(config: RunConfig, facts: Facts) -> int:
+    """Weights, gradients and optimizer, and the weights of a reference; 0 for an unknown model."""
+    parameters = facts.model.parameters if facts.model else None
+    if parameters is None:
+        return 0
+    has_reference = isinstance(config, RLConfig) and bool(config.algorithm.kl_coef)
+    return parameters * (STATE_BYTES + (bytes_per_number(config) if has_reference else 0))
+
+
+def bytes_per_number(config: RunConfig) -> int:
+    return 2 if config.model.dtype == "bfloat16" else 4
+
+
+def longest_sample(config: RunConfig, facts: Facts) -> int | None:
+    """Tokens of the longest sample that may come; None where neither data nor settings say it."""
+    if isinstance(config, RLConfig):
+        prompt = facts.longest or config.data.max_prompt_tokens
+        return None if prompt is None else prompt + config.rollout.max_new_tokens
+    return facts.longest or config.data.max_tokens
+
+
+def _on_gpu(config: RunConfig) -> bool:
+    return (config.system.device or "cpu").startswith("cuda")
+
+
+def _gpu(config: RunConfig, facts: Facts) -> Gpu | None:
+    index = int((config.system.device or "").partition(":")[2] or 0)
+    gpus = facts.hardware.gpus
+    return gpus[index] if _on_gpu(config) and index < len(gpus) else None
+
+
+def _derive_dtype(filling: Filling[Any], facts: Facts, gpu: Gpu | None) -> None:
+    name = gpu.name if gpu else "the GPU" if _on_gpu(filling.config) else "this CPU"
+    # A GPU that nvidia-smi does not show is taken for one of today's.
+    native = (gpu.bf16 if gpu else True) if _on_gpu(filling.config) else facts.hardware.bf16
+    if native:
+        filling.fill("model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32")
+    filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
+
+
+def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: str) -> None:
+    key, config, model = "system.max_tokens_per_microbatch", filling.config, facts.model
+    longest = longest_sample(config, facts) or 0
+    if model is None:
+        reason = "the model's size is not known"
+        filling.fill(key, max(UNKNOWN_MODEL_TOKENS, longest), reason)
+        return
+    per_token = model.activation_bytes_per_token(
+        bytes_per_number(config), config.system.gradient_checkpointing
+    )
+    fitting = budget // 2 // per_token
+    most = MOST_TOKENS[kind]
+    if longest >= min(fitting, most):
+        tokens, reason = longest, "the longest sample has to fit"
+    elif fitting >= most:
+        tokens, reason = most, "memory allows more, but more would be no faster"
+    else:
+        tokens = fitting // 256 * 256 or fitting
+        tokens, reason = max(1, tokens, longest), "half of the free memory"
+    filling.fill(key, tokens, f"{reason} ({format_size(per_token)} of activations per token)")
+
+
+def _derive_kv_memory(filling: Filling[Any], facts: Facts, budget: int) -> None:
+    key, config, model = "system.kv_memory", filling.config, facts.model
+    share = max(budget // 4, 16 * 10**6)
+    longest = longest_sample(config, facts)
+    if model is None or longest is None:
+        filling.fill(key, _megabytes(min(share, 4 * 10**9)), "a quarter of the free memory, at most 4GB")
+        return
+    together = config.rollout.prompts_per_step * config.rollout.group_size
+    together = min(config.system.max_running, max(together, (facts.eval_size or 0) * config.eval.samples))
+    # A tenth more, because memory is given out in blocks.
+    wanted = ceil(1.1 * together * longest * model.kv_bytes_per_token(bytes_per_number(config)))
+    if wanted <= share:
+        reason = f"enough for {together} requests of {longest} tokens at once"
+    else:
+        reason = f"a quarter of the free memory; {together} requests at once would take {format_size(wanted)}"
+    filling.fill(key, _megabytes(min(wanted, share)), reason)
+
+
+def _megabytes(size: int) -> str:
+    return f"{max(1, ceil(size / 10**6))}MB"

@@ -1,0 +1,110 @@
+"""What is known about machine, model and data before a run: the input of every derivation."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import ModelError, boundary
+from tunesmith.plan.hardware import Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes of a decoder, from its ``config.json`` and the headers of its weight files.
+
+    ``parameters`` is None where there are no safetensors files to count in.
+    """
+
+    parameters: int | None
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context: int | None
+
+    def kv_bytes_per_token(self, bytes_per_number: int) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
+
+    def activation_bytes_per_token(self, bytes_per_number: int, checkpointing: bool) -> int:
+        """What backward keeps of one token, without the head.
+
+        Per layer about 8 vectors of the hidden size (inputs and outputs of norms and blocks), 4 of all
+        attention heads (queries, keys, values, outputs) and 4 of the feed-forward size. With checkpointing
+        only each layer's input, and one layer in full while it is computed again.
+        """
+        layer = 8 * self.hidden_size + 4 * self.heads * self.head_dim + 4 * self.intermediate_size
+        kept = self.layers * self.hidden_size + layer if checkpointing else self.layers * layer
+        return kept * bytes_per_number
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """None where not known yet: what depends on it is then left underived.
+
+    ``train_size`` counts tasks or examples; ``longest`` is the longest prompt (reinforcement learning) or
+    sequence (supervised) of the data, in tokens.
+    """
+
+    hardware: Hardware
+    model: ModelFacts | None = None
+    train_size: int | None = None
+    eval_size: int | None = None
+    longest: int | None = None
+
+
+def read_model_facts(directory: Path) -> ModelFacts | None:
+    """Facts of a local model; None where its configuration names its sizes in an unknown way.
+
+    Raises:
+        ModelError: ``config.json`` is missing or no JSON.
+    """
+    path = directory / "config.json"
+    with boundary(ModelError, f"cannot read {path}", (OSError, ValueError)):
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config = config.get("text_config") or config
+    hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
+    layers, vocabulary = _first(config, "num_hidden_layers", "n_layer"), _first(config, "vocab_size")
+    if not (hidden and heads and layers and vocabulary):
+        return None
+    return ModelFacts(
+        parameters=count_parameters(directory),
+        layers=layers,
+        hidden_size=hidden,
+        intermediate_size=_first(config, "intermediate_size", "n_inner") or 4 * hidden,
+        heads=heads,
+        kv_heads=_first(config, "num_key_value_heads") or heads,
+        head_dim=_first(config, "head_dim") or hidden // heads,
+        vocab_size=vocabulary,
+        context=_first(config, "max_position_embeddings", "n_positions"),
+    )
+
+
+def count_parameters(directory: Path) -> int | None:
+    """Numbers in a directory's safetensors files, from their headers alone; None without such files."""
+    files = sorted(directory.glob("*.safetensors"))
+    return sum(map(_count_in_file, files)) if files else None
+
+
+def _count_in_file(path: Path) -> int:
+    """The format starts with the header's length (8 bytes, little-endian) and the header (JSON)."""
+    with (
+        boundary(ModelError, f"cannot read {path}", (OSError, ValueError, struct.error)),
+        path.open("rb") as file,
+    ):
+        (length,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
+    return next((v for name in names if isinstance(v := config.get(name), int)), None)

@@ -1,0 +1,231 @@
+"""What the machine has, read without torch, and what it can attain, measured with it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+DType = Literal["float32", "bfloat16"]
+
+_NATIVE_BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"})
+_NO_LIMIT = 2**60
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Memory in bytes; ``capability`` as (major, minor)."""
+
+    name: str
+    memory_total: int
+    memory_free: int
+    capability: tuple[int, int]
+
+    @property
+    def bf16(self) -> bool:
+        """Ampere and later compute bfloat16 natively."""
+        return self.capability >= (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Memory in bytes, within the limits that container and process have.
+
+    ``cores`` are physical ones that this process may use; ``bf16``: the CPU computes bfloat16 natively.
+    """
+
+    cpu: str
+    cores: int
+    memory_total: int
+    memory_available: int
+    bf16: bool
+    gpus: tuple[Gpu, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a device attains: ``flops`` of a matrix product and ``bandwidth`` in bytes, both per second."""
+
+    flops: float
+    bandwidth: float
+
+
+def read_hardware() -> Hardware:
+    """Facts of this machine. Takes some milliseconds, and a tenth of a second where ``nvidia-smi`` exists."""
+    cpu = _cpu_info()
+    total, available = _memory()
+    flags = set((cpu.get("flags") or cpu.get("Features") or "").split())
+    return Hardware(
+        cpu=cpu.get("model name", "CPU"),
+        cores=_cores(),
+        memory_total=total,
+        memory_available=available,
+        bf16=bool(flags & _NATIVE_BF16_FLAGS),
+        gpus=read_gpus(),
+    )
+
+
+def read_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that ``nvidia-smi`` lists and ``CUDA_VISIBLE_DEVICES`` lets through; none where it fails."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return ()
+    query = "index,uuid,name,memory.total,memory.free,compute_cap"
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_gpus(answer.stdout, visible)
+
+
+def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
+    """GPUs of a listing ``index, uuid, name, MiB total, MiB free, capability``, in CUDA's order.
+
+    Args:
+        visible: ``CUDA_VISIBLE_DEVICES``: indices or (beginnings of) UUIDs; None lets all through.
+    """
+    found: dict[str, Gpu] = {}
+    uuids: dict[str, str] = {}
+    for line in listing.splitlines():
+        fields = [part.strip() for part in line.split(",")]
+        if len(fields) != 6:
+            continue
+        index, uuid, name, total, free, capability = fields
+        major, _, minor = capability.partition(".")
+        try:
+            version = (int(major), int(minor or 0))
+            found[index] = Gpu(name, int(total) * 2**20, int(free) * 2**20, version)
+        except ValueError:  # "[N/A]" on devices that do not say
+            continue
+        uuids[index] = uuid
+    if visible is None:
+        return tuple(found.values())
+    chosen: list[Gpu] = []
+    for word in (part.strip() for part in visible.split(",")):
+        index = word if word in found else next((i for i, u in uuids.items() if u.startswith(word)), None)
+        if index is None:
+            break  # CUDA ignores everything from the first name it does not know
+        chosen.append(found[index])
+    return tuple(chosen)
+
+
+@cache
+def measure_limits(device: str, dtype: DType) -> Limits:
+    """Measure matrix products and a copy on ``device``, once per process, in a few tenths of a second.
+
+    The best of several tries counts: a limit is what nothing gets above.
+    """
+    import torch
+
+    kind = getattr(torch, dtype)
+    on_gpu = torch.device(device).type == "cuda"
+    wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+    size = 8192 if on_gpu else 1024
+    with torch.no_grad():
+        a = torch.ones(size, size, dtype=kind, device=device)
+        product = torch.empty_like(a)
+        flops = 2 * size**3 / _best_seconds(lambda: torch.mm(a, a, out=product), wait)
+        # Far larger than any cache, so that the copy is memory's speed and not the cache's.
+        source = torch.ones((512 if on_gpu else 128) * 2**20, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        bandwidth = 2 * source.numel() / _best_seconds(lambda: target.copy_(source), wait)
+    return Limits(flops, bandwidth)
+
+
+def _best_seconds(run: Callable[[], object], wait: Callable[[], None], budget: float = 0.15) -> float:
+    """The least of at least three runs, after one to warm up, within about ``budget`` seconds."""
+    run()
+    wait()
+    best, started, tries = float("inf"), time.perf_counter(), 0
+    while tries < 3 or time.perf_counter() - started < budget:
+        before = time.perf_counter()
+        run()
+        wait()
+        best = min(best, time.perf_counter() - before)
+        tries += 1
+    return best
+
+
+def _cpu_info() -> dict[str, str]:
+    """The first processor of ``/proc/cpuinfo``; empty where there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _cores() -> int:
+    """Physical cores, at most those the scheduler and the container's quota leave to this process."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or allowed
+    quota = _cgroup_cpus()
+    return max(1, min(allowed, physical, quota or allowed))
+
+
+def _memory() -> tuple[int, int]:
+    """(total, available) bytes: the least of machine, container and ``ulimit -v``."""
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    for limit, used in (_cgroup_memory(), _address_space()):
+        if limit < _NO_LIMIT:
+            total, available = min(total, limit), min(available, max(0, limit - used))
+    return total, available
+
+
+def _address_space() -> tuple[int, int]:
+    """(limit, used) of this process's address space."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _NO_LIMIT if soft in (resource.RLIM_INFINITY, -1) else soft
+    return limit, psutil.Process().memory_info().vms
+
+
+def _cgroup_memory() -> tuple[int, int]:
+    """(limit, used) of the container; page cache that can be dropped does not count as used."""
+    v2, v1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+    for folder, limit, used, cache_key in (
+        (v2, "memory.max", "memory.current", "inactive_file"),
+        (v1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        text = _read(folder / limit)
+        if text and text.isdigit():
+            stat = dict(
+                line.split()[:2] for line in _read(folder / "memory.stat").splitlines() if " " in line
+            )
+            current = int(_read(folder / used) or 0) - int(stat.get(cache_key, 0))
+            return int(text), max(0, current)
+    return _NO_LIMIT, 0
+
+
+def _cgroup_cpus() -> int | None:
+    """Whole cores of the container's CPU quota; None without one."""
+    v2 = _read(Path("/sys/fs/cgroup/cpu.max")).split()
+    quota, period = v2 if len(v2) == 2 else ("max", "1")
+    if not v2:
+        quota = _read(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")) or "max"
+        period = _read(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")) or "1"
+    if not quota.isdigit() or not period.isdigit() or int(period) == 0:
+        return None
+    return max(1, int(quota) // int(period))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,194 @@
+"""Filling in what was left out, with the reason for each value. Pure: facts come in as an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import Any, TypeVar
+
+from tunesmith.algorithms.presets import resolve_algorithm
+from tunesmith.config.resolved import Derived, Resolved, settings
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.sizes import format_size
+from tunesmith.plan.checks import check, check_warmup, optimizer_steps, raise_all, rollout_samples
+from tunesmith.plan.device import derive_system, device_problem, state_bytes
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import Filling
+
+C = TypeVar("C", bound=RunConfig)
+
+SFT_LR, SFT_SIZE, SFT_LARGEST_LR = 2e-5, 1e8, 1e-3
+RL_LR, RL_SIZE, RL_LARGEST_LR = 1e-6, 5e8, 3e-4
+SFT_BATCH = 32
+
+
+def resolve(config: C, facts: Facts) -> Resolved[C]:
+    """Check a configuration and fill every key that can be derived from ``facts``.
+
+    What depends on a fact that is not known yet stays None. Resolving the result again changes nothing.
+
+    Raises:
+        ConfigError: settings contradict each other or the facts; all of them are listed.
+    """
+    check(config)
+    filling = Filling(config)
+    _derive_algorithm(filling)
+    _derive_length(filling, facts)
+    _derive_lr(filling, facts)
+    _derive_intervals(filling)
+    _derive_limits(filling, facts)
+    derive_system(filling, facts)
+    raise_all([*_problems(filling.config, facts)])
+    said = settings(config, said_only=True)
+    return Resolved(filling.config, said, tuple(filling.derived), tuple(_notes(filling.config, facts)))
+
+
+def _derive_algorithm(filling: Filling[Any]) -> None:
+    config = filling.config
+    if not isinstance(config, RLConfig):
+        return
+    section, reasons = resolve_algorithm(config.algorithm, max_new_tokens=config.rollout.max_new_tokens)
+    filling.config = config.model_copy(update={"algorithm": section})
+    filling.derived += [Derived(key, value, reason) for key, value, reason in reasons]
+
+
+def _derive_length(filling: Filling[Any], facts: Facts) -> None:
+    """Batch size, steps and warm-up, and the seeds."""
+    config, size = filling.config, facts.train_size
+    for key in ("data.seed", *(("rollout.seed",) if isinstance(config, RLConfig) else ())):
+        filling.fill(key, config.train.seed, "train.seed")
+    if isinstance(config, RLConfig):
+        reason = "the whole rollout batch: one optimizer step per pass"
+        filling.fill("train.batch_size", rollout_samples(config), reason)
+        lines, unit = config.rollout.prompts_per_step, "prompts"
+    else:
+        reason = "the usual size" if size is None or size >= SFT_BATCH else "all of the data"
+        filling.fill("train.batch_size", min(SFT_BATCH, size or SFT_BATCH), reason)
+        lines, unit = filling.get("train.batch_size"), "samples"
+    if size is not None and config.train.steps is None:
+        epochs = config.train.epochs or 1.0
+        steps = max(1, ceil(epochs * size / lines))
+        passes = "one pass" if epochs == 1 else f"{epochs:g} passes"
+        filling.set("train.steps", steps, f"{passes} over {size} {unit}, {lines} to a step")
+        filling.clear("train.epochs")
+    if (steps := filling.get("train.steps")) is not None:
+        _derive_warmup(filling, optimizer_steps(filling.config, steps))
+
+
+def _derive_warmup(filling: Filling[Any], total: int) -> None:
+    ratio = filling.get("train.warmup_ratio")
+    if ratio is None:
+        filling.fill("train.warmup_steps", 0, "no warm-up unless asked for")
+    else:
+        filling.set("train.warmup_steps", round(ratio * total), f"{ratio:g} of {total} optimizer steps")
+        filling.clear("train.warmup_ratio")
+
+
+def _derive_lr(filling: Filling[Any], facts: Facts) -> None:
+    """Inversely proportional to the size of the model, as small ones bear and need larger steps.
+
+    Anchors: 1e-6 for reinforcement learning of half a billion parameters and more (TRL's and verl's default),
+    2e-5 for supervised training of a hundred million and more (transformers' scripts, OpenRLHF's examples).
+    """
+    is_rl = isinstance(filling.config, RLConfig)
+    anchor, size, largest = (RL_LR, RL_SIZE, RL_LARGEST_LR) if is_rl else (SFT_LR, SFT_SIZE, SFT_LARGEST_LR)
+    parameters = facts.model.parameters if facts.model else None
+    if parameters is None:
+        filling.fill("train.lr", anchor, "the usual one for large models; this model's size is not known")
+        return
+    lr = float(f"{min(largest, anchor * max(1.0, size / max(1, parameters))):.2g}")
+    millions = f"{parameters / 1e6:,.3g}M parameters"
+    if parameters >= size:
+        reason = f"the usual one for models as large as this ({millions})"
+    else:
+        reason = (
+            f"{anchor:g} × {size / 1e6:g}M / {millions}, at most {largest:g}: small models need larger steps"
+        )
+    filling.fill("train.lr", lr, reason)
+
+
+def _derive_intervals(filling: Filling[Any]) -> None:
+    steps = filling.get("train.steps")
+    if steps is None:
+        return
+    keys = ["checkpoint.every", "monitor.every"]
+    if filling.config.data.eval is not None:
+        keys.append("eval.every")
+    for key in keys:
+        every = filling.get(key)
+        if every is None:
+            filling.set(key, steps, "only at the end")
+        elif every > steps:
+            filling.set(key, steps, f"shortened from {every}: the run has {steps} steps")
+
+
+def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
+    config = filling.config
+    if config.data.eval is not None and config.eval.samples > 1:
+        powers = tuple(2**n for n in range(config.eval.samples.bit_length()))
+        filling.fill("eval.pass_at", powers, "powers of two up to eval.samples")
+    context = facts.model.context if facts.model else None
+    if context is None:
+        return
+    if not isinstance(config, RLConfig):
+        filling.fill("data.max_tokens", context, "the model's context")
+    elif context > config.rollout.max_new_tokens:
+        room = context - config.rollout.max_new_tokens
+        reason = f"the model's context of {context} less rollout.max_new_tokens"
+        filling.fill("data.max_prompt_tokens", room, reason)
+
+
+def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
+    """Contradictions with what is known about machine, model and data."""
+    if config.train.steps is not None:
+        yield from check_warmup(config, config.train.steps)
+    if problem := device_problem(config.system.device or "cpu", facts.hardware.gpus):
+        yield problem
+    context = facts.model.context if facts.model else None
+    if isinstance(config, RLConfig):
+        new, prompt, limit = config.rollout.max_new_tokens, facts.longest, config.data.max_prompt_tokens
+        if context is not None and new >= context:
+            yield f"rollout.max_new_tokens = {new} leaves no room in the model's context of {context}"
+        elif prompt is not None and limit is not None and prompt > limit:
+            yield (
+                f"the longest prompt has {prompt} tokens, and {limit} are allowed (data.max_prompt_tokens); "
+                "shorten it, lower rollout.max_new_tokens, or say what happens with data.too_long"
+            )
+        sample = None if prompt is None else prompt + new
+    else:
+        sample = facts.longest
+        if sample is not None and config.data.max_tokens is not None and sample > config.data.max_tokens:
+            yield (
+                f"the longest sample has {sample} tokens, and {config.data.max_tokens} are allowed "
+                "(data.max_tokens); say what happens with data.too_long"
+            )
+    cap = config.system.max_tokens_per_microbatch
+    if cap is not None and sample is not None and sample > cap:
+        yield (
+            f"system.max_tokens_per_microbatch = {cap} is a hard cap, and one sample may take {sample} "
+            f"tokens; raise it to at least {sample}"
+        )
+
+
+def _notes(config: RunConfig, facts: Facts) -> Iterator[str]:
+    """What is allowed but worth knowing."""
+    if isinstance(config, RLConfig):
+        rollout = config.rollout
+        if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
+            yield (
+                "top_p, top_k or min_p cut the distribution that is sampled from; "
+                "training scores the whole one, so the two differ"
+            )
+        if facts.train_size is not None and rollout.prompts_per_step > facts.train_size:
+            yield (
+                f"a step takes {rollout.prompts_per_step} prompts, and the data has {facts.train_size}: "
+                "some come several times in a step"
+            )
+    on_cpu = config.system.device == "cpu"
+    if on_cpu and config.model.dtype == "bfloat16" and not facts.hardware.bf16:
+        yield "this CPU does not compute bfloat16 natively; float32 would be faster"
+    if on_cpu and (state := state_bytes(config, facts)) > facts.hardware.memory_available:
+        yield (
+            f"weights, gradients and optimizer take about {format_size(state)}, and "
+            f"{format_size(facts.hardware.memory_available)} are free"
+        )

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from micro import random_samples
+from tunesmith.algorithms.columns import prepare_columns
+from tunesmith.algorithms.corrections import CORRECTIONS, correction_weights
+from tunesmith.algorithms.presets import resolve_algorithm
+from tunesmith.config.schema import AlgorithmSection
+
+WEIGHTS = [0.25, 1.0, 4.0, 1.5]  # product 1.5, geometric mean 1.5^(1/4) = 1.107
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("token_truncate", [0.25, 1.0, 2.0, 1.5]),
+        ("token_clamp", [0.5, 1.0, 2.0, 1.5]),
+        ("icepop", [0.0, 1.0, 0.0, 1.5]),
+        ("sequence_truncate", [1.5] * 4),
+        ("sequence_mask", [0.5, 1.0, 2.0, 1.5]),
+        ("geometric", [1.0] * 4),
+    ],
+)
+def test_by_hand(name: str, expected: list[float]) -> None:
+    sampler = np.full(4, -1.0)
+    found = correction_weights(name, sampler + np.log(WEIGHTS), sampler, 0.5, 2.0)
+    assert found.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["geometric", "sequence_mask"])
+def test_a_sequence_whose_mean_is_outside_is_rejected_whole(name: str) -> None:
+    for low, high in ((1.2, 4.0), (0.1, 1.1)):
+        found = correction_weights(name, np.log(WEIGHTS), np.zeros(4), low, high)
+        assert found.tolist() == [0.0] * 4
+
+
+def test_sequence_truncation_bounds_the_product() -> None:
+    found = correction_weights("sequence_truncate", np.full(3, 0.5), np.zeros(3), 0.0, 2.0)
+    assert found.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+def test_equal_policies_weigh_one(name: str) -> None:
+    keys = CORRECTIONS[name].keys
+    found = correction_weights(
+        name, np.full(3, -1.0), np.full(3, -1.0), keys.get("correction_low", 0.0), keys["correction_high"]
+    )
+    assert found.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_token_that_is_not_finite_has_no_part_in_its_sequence(name: str, bad: float) -> None:
+    old, sampler = np.array([-1.0, bad, -0.9]), np.array([-1.0, -1.0, -1.0])
+    found = correction_weights(name, old, sampler, 0.5, 2.0)
+    clean = correction_weights(name, old[[0, 2]], sampler[[0, 2]], 0.5, 2.0)
+    assert math.isnan(found[1])
+    assert found[[0, 2]].tolist() == clean.tolist()
+    assert np.isnan(correction_weights(name, np.array([bad]), np.zeros(1), 0.5, 2.0)).all()
+    assert correction_weights(name, np.zeros(0), np.zeros(0), 0.5, 2.0).size == 0
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+def test_huge_differences_stay_finite(name: str) -> None:
+    found = correction_weights(name, np.array([0.0, -2000.0]), np.array([-2000.0, 0.0]), 0.5, 2.0)
+    assert np.isfinite(found).all()
+
+
+def test_the_column_is_made_where_a_correction_is_set() -> None:
+    section, _ = resolve_algorithm(AlgorithmSection(correction="token_clamp"), max_new_tokens=8)
+    samples = random_samples(0)
+    for sample, prepared in zip(samples, prepare_columns(samples, section, seed=0), strict=True):
+        column = np.array(prepared.columns["correction"])
+        mask = np.array(sample.loss_mask)
+        old, sampler = (np.array(sample.columns[n])[mask] for n in ("old_logprobs", "behaviour_logprobs"))
+        assert column[mask] == pytest.approx(np.exp(old - sampler).clip(0.5, 2.0))
+        assert not column[~mask].any()
+    plain, _ = resolve_algorithm(AlgorithmSection(), max_new_tokens=8)
+    assert prepare_columns(samples, plain, seed=0) == samples

@@ -1,0 +1,250 @@
+"""Assistant masks are token-exact on the public chat formats, or the template is refused by name."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data_tokenizers as kit
+from tunesmith.data.chat import ChatTemplate, Rendered, end_of_turn_id
+from tunesmith.data.tokens import encode_with_offsets, mask_spans
+from tunesmith.errors import ConfigError, DataError
+
+THINK = "<think>\n\n</think>\n\n"
+
+# What each format has the assistant write for a turn, given its content.
+FAMILIES: dict[str, Callable[[str], str]] = {
+    "chatml": lambda c: c + "<|im_end|>",
+    "smollm2": lambda c: c + "<|im_end|>",
+    "smollm3_marked": lambda c: c + "<|im_end|>",
+    "qwen2": lambda c: c + "<|im_end|>",
+    "qwen3": lambda c: THINK + c.lstrip("\n") + "<|im_end|>",
+    "qwen3_thinking": lambda c: "\n</think>\n\n" + c.lstrip("\n") + "<|im_end|>",
+    "llama3": lambda c: c.strip() + "<|eot_id|>",
+    "llama2": lambda c: " " + c.strip() + " </s>",
+    "gemma": lambda c: c.strip() + "<end_of_turn>",
+    "mistral_v1": lambda c: " " + c + "</s>",
+    "mistral_v3": lambda c: c.strip() + "</s>",
+    "phi3": lambda c: c + "<|end|>",
+    "phi4": lambda c: c + "<|im_end|>",
+}
+KEEPS_EARLIER_TURNS = sorted(set(FAMILIES) - {"qwen3", "qwen3_thinking"})
+
+# Letters, blanks, line breaks, several-byte and several-token characters, and look-alikes of markup.
+WORD = st.text(st.sampled_from("ab C.1\n\té中🙂<|{%"), min_size=1, max_size=12)
+CONTENT = WORD.filter(lambda text: text.strip() != "").map(lambda text: unicodedata.normalize("NFC", text))
+TALK = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3)
+
+
+@cache
+def tokenizer(family: str, kind: str) -> Any:
+    return kit.KINDS[kind](kit.template(family))
+
+
+@cache
+def template(family: str, kind: str = "byte_level") -> ChatTemplate:
+    return ChatTemplate.of(tokenizer(family, kind))
+
+
+def conversation(talk: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    return [
+        message
+        for asked, answered in talk
+        for message in ({"role": "user", "content": asked}, {"role": "assistant", "content": answered})
+    ]
+
+
+def runs(tok: Any, text: Rendered) -> tuple[list[str], str]:
+    """The decoded runs of learned tokens, and all tokens decoded."""
+    ids, mask = mask_spans(tok, text.text, next(encode_with_offsets(tok, [text.text])), text.spans)
+    assert len(ids) == len(mask)
+    found: list[list[int]] = []
+    for i, (token, learn) in enumerate(zip(ids, mask, strict=True)):
+        if learn and (i == 0 or not mask[i - 1]):
+            found.append([])
+        if learn:
+            found[-1].append(token)
+    # The decoder of a metaspace tokenizer strips the first blank of a text, so decode after another token.
+    start = tok.convert_tokens_to_ids("<s>")
+    return [tok.decode([start, *run])[3:] for run in found], tok.decode(ids)
+
+
+@pytest.mark.parametrize("kind", kit.KINDS)
+@pytest.mark.parametrize("family", KEEPS_EARLIER_TURNS)
+@settings(max_examples=15, deadline=None)
+@given(talk=TALK)
+def test_learned_tokens_are_exactly_the_assistants(
+    family: str, kind: str, talk: list[tuple[str, str]]
+) -> None:
+    tok = tokenizer(family, kind)
+    texts = template(family, kind).learned(conversation(talk))
+    assert len(texts) == 1
+    learned, whole = runs(tok, texts[0])
+    assert learned == [FAMILIES[family](answer) for _, answer in talk]
+    assert whole == tok.decode(tok(texts[0].text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("kind", kit.KINDS)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_thinking"])
+@settings(max_examples=15, deadline=None)
+@given(talk=TALK)
+def test_a_template_that_strips_thinking_is_learned_turn_by_turn(
+    family: str, kind: str, talk: list[tuple[str, str]]
+) -> None:
+    """Each turn is learned once, in the very context and form in which it would be sampled."""
+    tok = tokenizer(family, kind)
+    messages = conversation(talk)
+    texts = template(family, kind).learned(messages)
+    assert len(texts) == len(talk)
+    for i, (text, (_, answer)) in enumerate(zip(texts, talk, strict=True)):
+        assert runs(tok, text)[0] == [FAMILIES[family](answer)]
+        prompt = tok.apply_chat_template(messages[: 2 * i + 1], tokenize=False, add_generation_prompt=True)
+        assert text.text[: text.spans[0][0]] == prompt
+
+
+def test_qwen3_thinking_is_learned_and_earlier_thinking_is_not_shown() -> None:
+    messages = conversation(
+        [("1+1?", "<think>\nadd\n</think>\n\n2"), ("2+2?", "<think>\nmore\n</think>\n\n4")]
+    )
+    first, second = template("qwen3").learned(messages)
+    assert first.text[slice(*first.spans[0])] == "<think>\nadd\n</think>\n\n2<|im_end|>"
+    assert second.text[slice(*second.spans[0])] == "<think>\nmore\n</think>\n\n4<|im_end|>"
+    assert "add" not in second.text and "<|im_start|>assistant\n2<|im_end|>" in second.text
+
+
+def test_qwen3_tool_steps_after_one_question_stay_one_text() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "reasoning_content": "use it", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2", "reasoning_content": "done"},
+    ]
+    (text,) = template("qwen3").learned(messages)
+    assert [text.text[a:b] for a, b in text.spans] == [
+        "<think>\nuse it\n</think>\n\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+        "<think>\ndone\n</think>\n\n2<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama3"])
+def test_tool_calls_are_learned_and_answers_of_tools_are_not(family: str) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "SECRET"},
+        {"role": "assistant", "content": "2"},
+    ]
+    (text,) = template(family).learned(messages)
+    called, answered = (text.text[a:b] for a, b in text.spans)
+    assert '{"name": "add"' in called and called.endswith(("<|im_end|>", "<|eot_id|>"))
+    assert answered in ("2<|im_end|>", "2<|eot_id|>")
+    assert "SECRET" in text.text
+
+
+def test_mistral_moves_the_system_prompt_so_each_turn_has_its_own_text() -> None:
+    messages = [{"role": "system", "content": "be brief"}, *conversation([("a", "b"), ("c", "d")])]
+    first, second = template("mistral_v3").learned(messages)
+    assert first.text == "<s>[INST]be brief\n\na[/INST]b</s>"
+    assert second.text == "<s>[INST]a[/INST]b</s>[INST]be brief\n\nc[/INST]d</s>"
+    assert [first.text[a:b] for a, b in first.spans] == ["b</s>"]
+    assert [second.text[a:b] for a, b in second.spans] == ["d</s>"]
+
+
+def test_only_turns_from_first_on_are_learned() -> None:
+    (text,) = template("chatml").learned(conversation([("a", "b"), ("c", "d")]), first=2)
+    assert [text.text[a:b] for a, b in text.spans] == ["d<|im_end|>"]
+
+
+def test_text_after_the_last_assistant_turn_is_left_out() -> None:
+    (text,) = template("chatml").learned([*conversation([("a", "b")]), {"role": "user", "content": "bye"}])
+    assert "bye" not in text.text
+
+
+def test_a_template_without_special_tokens_is_learned_to_the_end_of_the_line() -> None:
+    found = template("plain_roles")
+    (text,) = found.learned(conversation([("a", "b"), ("c", "d")]))
+    assert [text.text[a:b] for a, b in text.spans] == ["b\n", "d\n"]
+    assert not found.ends_turns
+
+
+@pytest.mark.parametrize(
+    ("family", "messages", "reason"),
+    [
+        ("deepseek_r1", conversation([("a", "b")]), "asks the model to continue after '<think>\\n'"),
+        ("no_generation_prompt", conversation([("a", "b")]), "no generation prompt"),
+        ("gemma", [{"role": "user", "content": "a"}] * 2, "must alternate"),
+        ("chatml", [{"role": "assistant", "content": "hi"}], "begins with the assistant"),
+    ],
+)
+def test_what_cannot_be_masked_exactly_is_refused(family: str, messages: list[Any], reason: str) -> None:
+    with pytest.raises(DataError) as caught:
+        template(family).learned([*messages, *conversation([("x", "y")])] if family == "gemma" else messages)
+    assert reason in str(caught.value)
+
+
+def test_a_template_that_drops_part_of_the_turn_is_refused() -> None:
+    source = kit.template("chatml").replace("message.content +", "message.content.split('</think>')[-1] +")
+    found = ChatTemplate.of(kit.byte_level(source))
+    with pytest.raises(DataError, match="changes or drops part"):
+        found.learned(conversation([("a", "<think>hm</think>b")]))
+
+
+def test_marks_that_miss_a_turn_are_refused() -> None:
+    source = kit.template("smollm3_marked").replace(
+        "'assistant' -%}", "'assistant' and loop.index0 > 1 -%}", 1
+    )
+    found = ChatTemplate.of(kit.byte_level(source))
+    with pytest.raises(DataError, match="do not mark"):
+        found.learned(conversation([("a", "b")]))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("gemma", "not supported"), ("drops_system", "leaves system")]
+)
+def test_a_system_message_that_the_template_cannot_hold_is_refused(family: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        template(family).check_system()
+
+
+def test_no_template_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"model\.chat_template"):
+        ChatTemplate.of(kit.byte_level())
+
+
+@pytest.mark.parametrize(
+    ("family", "token"),
+    [
+        ("chatml", "<|im_end|>"),
+        ("llama3", "<|eot_id|>"),
+        ("gemma", "<end_of_turn>"),
+        ("phi3", "<|end|>"),
+        ("mistral_v1", "</s>"),
+        ("plain_roles", None),
+    ],
+)
+def test_end_of_turn_id(family: str, token: str | None) -> None:
+    tok = tokenizer(family, "byte_level")
+    assert end_of_turn_id(tok) == (None if token is None else tok.convert_tokens_to_ids(token))
+
+
+@pytest.mark.parametrize("kind", kit.KINDS)
+@settings(max_examples=60, deadline=None)
+@given(left=WORD, middle=WORD, right=WORD)
+def test_any_span_of_any_text_is_cut_exactly(kind: str, left: str, middle: str, right: str) -> None:
+    tok = kit.KINDS[kind]()
+    text = unicodedata.normalize("NFC", left + middle + right)
+    if len(text) != len(left + middle + right):
+        return
+    spans = [(len(left), len(left) + len(middle))]
+    learned, whole = runs(tok, Rendered(text, tuple(spans)))
+    assert learned == [middle]
+    assert whole == tok.decode(tok(text, add_special_tokens=False)["input_ids"])

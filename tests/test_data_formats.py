@@ -1,0 +1,156 @@
+"""Formats are found from the columns; what cannot be used names what was found and what is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tunesmith.data.formats import Example, Goal, convert, detect
+from tunesmith.data.sources import BadLine, Row
+
+USER = {"role": "user", "content": "1+1?"}
+ASSISTANT = {"role": "assistant", "content": "2"}
+
+
+def made(columns: dict[str, Any], goal: Goal, **names: str) -> Example:
+    row = Row("a.jsonl", 7, columns)
+    return convert(row, detect(row, goal, **names), goal)
+
+
+@pytest.mark.parametrize("name", ["prompt", "question", "instruction", "query", "problem", "input"])
+def test_prompts_for_rl(name: str) -> None:
+    example = made({name: "1+1?", "answer": "2", "level": 3}, "rl")
+    assert example.prompt == "1+1?" and example.completion is None and example.id == "a.jsonl:7"
+    passed_on = {"answer": "2", "level": 3} | ({} if name == "prompt" else {name: "1+1?"})
+    assert example.columns == passed_on
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [("prompt", "completion"), ("question", "answer"), ("instruction", "output"), ("input", "target")],
+)
+def test_prompt_completion_for_sft(prompt: str, completion: str) -> None:
+    example = made({prompt: "1+1?", completion: "2"}, "sft")
+    assert (example.prompt, example.completion) == ("1+1?", "2")
+
+
+def test_alpaca() -> None:
+    full = {"instruction": "Add.", "input": "1+1", "output": "2", "text": "all of it"}
+    assert made(full, "sft").prompt == "Add.\n\n1+1"
+    assert made({**full, "input": ""}, "sft").prompt == "Add."
+    assert made({"instruction": "Add."}, "rl").prompt == "Add."
+
+
+def test_text() -> None:
+    assert made({"text": "once upon"}, "sft").text == "once upon"
+
+
+def test_messages() -> None:
+    talk = {"messages": [USER, ASSISTANT], "id": 12}
+    example = made(talk, "sft")
+    assert example.prompt == [] and example.completion == [USER, ASSISTANT] and example.id == "12"
+    example = made(talk, "rl")
+    assert example.prompt == [USER] and example.columns["messages"] == [USER, ASSISTANT]
+    assert made({"messages": [USER]}, "rl").prompt == [USER]
+
+
+def test_sharegpt() -> None:
+    talk = [
+        {"from": "system", "value": "brief"},
+        {"from": "human", "value": "1+1?"},
+        {"from": "gpt", "value": "2"},
+    ]
+    assert made({"conversations": talk}, "sft").completion == [
+        {"role": "system", "content": "brief"},
+        USER,
+        ASSISTANT,
+    ]
+
+
+def test_prompts_and_completions_that_are_messages() -> None:
+    example = made({"prompt": [USER], "completion": [ASSISTANT]}, "sft")
+    assert example.prompt == [USER] and example.completion == [ASSISTANT]
+    example = made({"prompt": "1+1?", "completion": [ASSISTANT]}, "sft")
+    assert example.prompt == [USER] and example.completion == [ASSISTANT]
+    assert made({"prompt": [USER], "answer": "2"}, "rl").prompt == [USER]
+
+
+def test_messages_as_json_text_and_with_absent_keys_of_a_table() -> None:
+    row = {"messages": '[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]'}
+    assert made(row, "sft").completion == [USER, ASSISTANT]
+    assert made({"messages": [{**USER, "tool_calls": None}]}, "rl").prompt == [USER]
+
+
+def test_content_in_text_parts_is_joined() -> None:
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
+    assert made({"messages": [{"role": "user", "content": parts}]}, "rl").prompt == [USER]
+
+
+def test_a_ultrachat_line_is_a_conversation_for_sft_and_a_prompt_for_rl() -> None:
+    row = {"prompt": "1+1?", "prompt_id": "x", "messages": [USER, ASSISTANT]}
+    assert made(row, "sft").completion == [USER, ASSISTANT]
+    assert made(row, "rl").prompt == "1+1?"
+
+
+def test_named_columns() -> None:
+    row = {"prompt": "no", "ask": "1+1?", "say": "2"}
+    assert made(row, "rl", prompt="ask").prompt == "1+1?"
+    assert made(row, "sft", prompt="ask", completion="say").completion == "2"
+    assert made({"text": "1+1?"}, "rl", prompt="text").prompt == "1+1?"
+    assert made({"messages": [USER, ASSISTANT]}, "sft", prompt="messages").completion == [USER, ASSISTANT]
+
+
+def test_tools_are_read_and_passed_on() -> None:
+    row = {"messages": [USER], "tools": '[{"type": "function"}]'}
+    example = made(row, "rl")
+    assert example.tools == [{"type": "function"}] and example.columns["tools"] == row["tools"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "goal", "names", "reason"),
+    [
+        ({"a": 1, "b": 2}, "rl", {}, "no prompt; found columns: a, b; needs one of prompt, question"),
+        ({"text": "x"}, "rl", {}, "or set data.prompt"),
+        ({"question": "x"}, "sft", {}, "no completion; found columns: question"),
+        ({"answer": "x"}, "sft", {}, "no prompt; found columns: answer"),
+        ({"qestion": "x"}, "rl", {"prompt": "question"}, "no column 'question'.*Did you mean 'qestion'"),
+        ({"question": "x", "problem": "y"}, "rl", {}, "question, problem could each be meant.*data.prompt"),
+        (
+            {"problem": "x", "solution": "y", "answer": "z"},
+            "sft",
+            {},
+            "answer, solution could.*data.completion",
+        ),
+        ({"prompt": None}, "rl", {}, "'prompt' is null"),
+        ({"prompt": 5}, "rl", {}, r"'prompt' is int \(5\), needs text"),
+        ({"prompt": ""}, "rl", {}, "'prompt' is empty"),
+        ({"prompt": "x\ud800"}, "rl", {}, "surrogate pair at character 1"),
+        ({"prompt": []}, "rl", {}, "'prompt' is empty"),
+        ({"prompt": [USER, ASSISTANT]}, "rl", {}, "ends with an assistant turn"),
+        ({"messages": [ASSISTANT]}, "rl", {}, "nothing before the assistant's turn"),
+        ({"messages": "hello"}, "sft", {}, "is text, needs a list of messages"),
+        ({"messages": [USER, 3]}, "sft", {}, r"messages\[1\] is int"),
+        ({"messages": [{"content": "x"}]}, "sft", {}, r"messages\[0\] has no role, found: content"),
+        ({"messages": [{"role": "asistant", "content": "x"}]}, "sft", {}, "Did you mean 'assistant'"),
+        ({"messages": [{"role": "user"}]}, "sft", {}, "no text in 'content'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "sft", {}, "not text"),
+        ({"prompt": "x", "tools": "{"}, "rl", {}, "'tools' is text, but not JSON"),
+    ],
+)
+def test_bad_lines_name_place_and_reason(
+    columns: dict[str, Any], goal: Goal, names: dict[str, str], reason: str
+) -> None:
+    with pytest.raises(BadLine, match=f"(?s)^a.jsonl:7: .*{reason}"):
+        made(columns, goal, **names)
+
+
+def test_formats_describe_themselves() -> None:
+    row = Row("a", 1, {"instruction": "x", "output": "y"})
+    assert detect(row, "sft").describe("sft") == (
+        "prompts in 'instruction' (and 'input' where given), completions in 'output'"
+    )
+    talk = detect(Row("a", 1, {"messages": []}), "rl")
+    assert (
+        talk.describe("rl") == "conversations in 'messages'; a final assistant turn is not part of the prompt"
+    )

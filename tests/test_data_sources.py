@@ -1,0 +1,203 @@
+"""Every kind of source is read; every bad line is refused by file, line and reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunesmith.config.schema import Source
+from tunesmith.data.sources import BadLine, Row, read
+from tunesmith.errors import ConfigError, DataError
+
+ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "né?\n", "answer": "中"}]
+
+
+def lines(path: Path, content: str | bytes, **source: Any) -> list[Row | BadLine]:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return list(read(Source(path=str(path), **source)))
+
+
+def columns(found: list[Row | BadLine]) -> list[dict[str, Any]]:
+    assert all(isinstance(row, Row) for row in found), found
+    return [row.columns for row in found if isinstance(row, Row)]
+
+
+def jsonl(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    found = lines(tmp_path / "a.jsonl", jsonl(ROWS))
+    assert columns(found) == ROWS
+    assert [row.where for row in found] == [f"{tmp_path}/a.jsonl:1", f"{tmp_path}/a.jsonl:2"]
+
+
+def test_jsonl_with_byte_order_mark_crlf_and_no_final_newline(tmp_path: Path) -> None:
+    assert columns(lines(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}')) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"\n", "blank line"),
+        (b"[1, 2]\n", "holds a list"),
+        (b"3\n", "holds a number"),
+        (b"null\n", "holds null"),
+        (b'{"a": NaN}\n', "NaN is not a JSON value"),
+        (b'{"a": -Infinity}\n', "-Infinity is not a JSON value"),
+        (b'{"a": 1, "a": 2}\n', "the key 'a' stands twice"),
+        (b'{"a": 1,}\n', "not JSON"),
+        (b'{"a": "\xff"}\n', "not UTF-8 at byte 7"),
+        (b'{"a": "cut o', "the last line is cut off"),
+        (b'{"a": ' + b"[" * 100_000 + b"\n", "not JSON"),
+    ],
+)
+def test_a_bad_jsonl_line_is_named_and_the_others_are_kept(tmp_path: Path, line: bytes, reason: str) -> None:
+    after = b"" if reason.startswith("the last") else b'{"a": 3}\n'
+    first, bad, *rest = lines(tmp_path / "a.jsonl", b'{"a": 1}\n' + line + after)
+    assert isinstance(first, Row) and isinstance(bad, BadLine)
+    assert bad.where == f"{tmp_path}/a.jsonl:2"
+    assert reason in bad.reason
+    assert len(rest) == (1 if after else 0)
+
+
+def test_json_list_and_data_object_keep_line_numbers(tmp_path: Path) -> None:
+    text = '[\n {"a": 1},\n\n {"a":\n  2}, 7]\n'
+    found = lines(tmp_path / "a.json", text)
+    assert [row.where.rsplit(":", 1)[1] for row in found] == ["2", "4", "5"]
+    assert isinstance(found[2], BadLine)
+    inside = '{"version": {"data": [0]},\n"data": ' + text + ', "more": 1}'
+    found = lines(tmp_path / "b.json", inside)
+    assert [row.where.rsplit(":", 1)[1] for row in found] == ["3", "5", "6"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[{"a": 1},\n {"a": ', "a.json:2: not JSON.*cut off"),
+        ('[{"a": 1}\n {"a": 2}]', "a.json:2: expected ','"),
+        ('{"a": 1}\n{"a": 2}\n', "one JSON object per line; name the file .jsonl"),
+        ('{"rows": [1]}', r"without a list under 'data' \(found: rows\)"),
+        ('"text"', "neither a list"),
+        ("[]]", "follows the end"),
+        ('[{"a": NaN}]', "NaN is not"),
+        (b"[\n\xff]", "a.json:2: not UTF-8"),
+    ],
+)
+def test_a_damaged_json_file_is_refused_with_its_line(tmp_path: Path, text: str | bytes, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        lines(tmp_path / "a.json", text)
+
+
+def test_csv_with_quoted_line_breaks_keeps_line_numbers(tmp_path: Path) -> None:
+    found = lines(tmp_path / "a.csv", 'question,answer\n"a\nb",1\nc,2\nd\n\n"e",3\n"f"x,4\ng,5\n')
+    assert [row.where.rsplit(":", 1)[1] for row in found] == ["2", "4", "5", "6", "7", "8", "9"]
+    bad = [row for row in found if isinstance(row, BadLine)]
+    assert [row.reason.split(":")[0] for row in bad] == [
+        "1 fields where the header has 2",
+        "blank line",
+        "not CSV",
+    ]
+    assert columns([row for row in found if isinstance(row, Row)]) == [
+        {"question": "a\nb", "answer": "1"},
+        {"question": "c", "answer": "2"},
+        {"question": "e", "answer": "3"},
+        {"question": "g", "answer": "5"},
+    ]
+
+
+def test_csv_cut_off_inside_quotes(tmp_path: Path) -> None:
+    found = lines(tmp_path / "a.csv", 'a,b\n1,2\n3,"4\n5\n')
+    assert isinstance(found[1], BadLine) and found[1].where.endswith(":3")
+
+
+def test_csv_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'a' stands twice"):
+        lines(tmp_path / "a.csv", "a,b,a\n1,2,3\n")
+
+
+def test_parquet_rows_and_a_damaged_file(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "a.parquet"))
+    found = list(read(Source(path=str(tmp_path / "a.parquet"))))
+    assert columns(found) == ROWS and found[1].where.endswith("a.parquet:2")
+    with pytest.raises(DataError, match="cannot read .*b.parquet as Parquet"):
+        lines(tmp_path / "b.parquet", b"PAR1 nonsense")
+
+
+def test_saved_data_sets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_list(ROWS)
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(str(tmp_path / "both"))
+    assert columns(list(read(Source(path=str(tmp_path / "one"))))) == ROWS
+    assert columns(list(read(Source(path=str(tmp_path / "both"), split="test")))) == ROWS[1:]
+    with pytest.raises(DataError, match=r"no split 'tests'\. Did you mean 'test'"):
+        list(read(Source(path=str(tmp_path / "both"), split="tests")))
+    with pytest.raises(ConfigError, match="has no split 'test'"):
+        list(read(Source(path=str(tmp_path / "one"), split="test")))
+
+
+def test_a_directory_reads_all_its_files_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text(jsonl(ROWS[1:]))
+    (tmp_path / "a.json").write_text(json.dumps(ROWS[:1]))
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "x.jsonl").write_text(jsonl(ROWS))
+    assert columns(list(read(Source(path=str(tmp_path))))) == ROWS
+    with pytest.raises(DataError, match="no file here is named after a split"):
+        list(read(Source(path=str(tmp_path), split="test")))
+
+
+def test_a_test_set_beside_the_training_set_is_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train-00000-of-00001.jsonl").write_text(jsonl(ROWS[:1]))
+    (tmp_path / "data" / "test-00000-of-00001.jsonl").write_text(jsonl(ROWS[1:]))
+    assert columns(list(read(Source(path=str(tmp_path))))) == ROWS[:1]
+    assert columns(list(read(Source(path=str(tmp_path), split="test")))) == ROWS[1:]
+    with pytest.raises(DataError, match="no file of the split 'validation'. Found: test, train"):
+        list(read(Source(path=str(tmp_path), split="validation")))
+
+
+def test_what_is_not_there_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(jsonl(ROWS))
+    with pytest.raises(DataError, match=r"not found: .*trian\.jsonl\. Did you mean 'train\.jsonl'"):
+        list(read(Source(path=str(tmp_path / "trian.jsonl"))))
+    with pytest.raises(DataError, match="does not exist either"):
+        list(read(Source(path=str(tmp_path / "no" / "train.jsonl"))))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no data file in this directory"):
+        list(read(Source(path=str(tmp_path / "empty"))))
+    with pytest.raises(DataError, match="unknown kind of file '.txt'"):
+        lines(tmp_path / "a.txt", "x")
+
+
+def test_settings_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
+    for extra, word in (({"subset": "main"}, "subset"), ({"split": "test"}, "split")):
+        with pytest.raises(ConfigError, match=word):
+            lines(tmp_path / "a.jsonl", jsonl(ROWS), **extra)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.dictionaries(st.text(), JSON, max_size=4), max_size=5), indent=st.sampled_from([None, 1])
+)
+def test_json_and_jsonl_give_back_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], indent: int | None
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    assert columns(lines(folder / "a.jsonl", jsonl(rows))) == rows
+    assert columns(lines(folder / "a.json", json.dumps(rows, indent=indent))) == rows
+    assert columns(lines(folder / "b.json", json.dumps({"n": 1, "data": rows}, indent=indent))) == rows

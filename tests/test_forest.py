@@ -1,0 +1,168 @@
+"""The forest holds every sample exactly, shares what may be shared, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunesmith.data.forest import Forest, Segment, num_forest_tokens, plant
+from tunesmith.types import Sample
+
+
+def sample(text: list[int], loss: str, **columns: list[float]) -> Sample:
+    return Sample(text, [c == "x" for c in loss], dict(columns))
+
+
+def path(forest: Forest, segment: int) -> list[int]:
+    """Rows of a segment and all of its ancestors, from the root on."""
+    rows: list[int] = []
+    while segment >= 0:
+        start, length, segment = forest.segments[segment]
+        rows = [*range(start, start + length), *rows]
+    return rows
+
+
+def segment_of(forest: Forest, row: int) -> int:
+    return next(i for i, s in enumerate(forest.segments) if s.start <= row < s.start + s.length)
+
+
+def check_invariants(forest: Forest, samples: list[Sample], share: bool) -> None:
+    chosen = [samples[i] for i in forest.sample_ids]
+    row = 0
+    for i, segment in enumerate(forest.segments):
+        assert segment.length > 0 and segment.start == row and segment.parent < i
+        assert segment.parent < 0 or i == segment.parent + 1 or segment_of(forest, row - 1) >= segment.parent
+        row += segment.length
+        assert forest.position_ids[path(forest, i)].tolist() == list(range(len(path(forest, i))))
+    assert row == forest.num_tokens == num_forest_tokens(chosen, share)
+    children = [s.parent for s in forest.segments if s.parent >= 0]
+    assert all(children.count(p) > 1 for p in children), "an only child should continue its parent"
+    for s, one in enumerate(chosen):
+        mine = (forest.sample == s).nonzero()[:, 0]
+        predicted = [t for t, loss in enumerate(one.loss_mask) if loss]
+        assert forest.targets[mine].tolist() == [one.token_ids[t] for t in predicted]
+        for source, t in zip(forest.source[mine].tolist(), predicted, strict=True):
+            rows = path(forest, segment_of(forest, source))
+            seen = rows[: rows.index(source) + 1]
+            assert forest.token_ids[seen].tolist() == one.token_ids[:t]
+        for name, column in one.columns.items():
+            assert forest.columns[name][mine].tolist() == [column[t] for t in predicted]
+    assert forest.sample.tolist() == sorted(forest.sample.tolist())
+
+
+def test_prompt_with_two_completions() -> None:
+    group = [
+        sample([5, 6, 7, 2], "..xx", advantages=[0, 0, 0.5, 0.25]),
+        sample([5, 6, 8], "..x", advantages=[0, 0, -1]),
+    ]
+    forest = plant(group)
+    assert forest.token_ids.tolist() == [5, 6, 7, 2, 8]
+    assert forest.position_ids.tolist() == [0, 1, 2, 3, 2]
+    assert forest.segments == (Segment(0, 2, -1), Segment(2, 2, 0), Segment(4, 1, 0))
+    assert forest.source.tolist() == [1, 2, 1]
+    assert forest.targets.tolist() == [7, 2, 8]
+    assert forest.sample.tolist() == [0, 0, 1]
+    assert forest.columns["advantages"].tolist() == [0.5, 0.25, -1]
+    assert forest.columns["advantages"].dtype == torch.float32
+
+
+def test_without_sharing_every_sample_is_a_root() -> None:
+    group = [sample([5, 6, 7], "..x"), sample([5, 6, 8], "..x")]
+    forest = plant(group, share=False)
+    assert forest.token_ids.tolist() == [5, 6, 7, 5, 6, 8]
+    assert [s.parent for s in forest.segments] == [-1, -1]
+
+
+def test_loss_tokens_are_never_shared() -> None:
+    twins = [sample([5, 6, 7, 8], ".xx."), sample([5, 6, 7, 8], "..xx")]
+    forest = plant(twins)
+    assert forest.segments == (Segment(0, 1, -1), Segment(1, 3, 0), Segment(4, 3, 0))
+
+
+def test_forked_conversation_has_parents_two_deep() -> None:
+    samples = [
+        sample([1, 2, 3, 4, 9], "....x"),
+        sample([1, 2, 3, 4, 8], "....x"),
+        sample([1, 2, 5, 9], "...x"),
+    ]
+    forest = plant(samples)
+    assert forest.segments == (
+        Segment(0, 2, -1),
+        Segment(2, 2, 0),
+        Segment(4, 1, 1),
+        Segment(5, 1, 1),
+        Segment(6, 2, 0),
+    )
+    assert forest.position_ids.tolist() == [0, 1, 2, 3, 4, 4, 2, 3]
+    check_invariants(forest, samples, True)
+
+
+def test_a_sample_that_continues_another_is_one_segment() -> None:
+    samples = [sample([1, 2], ".."), sample([1, 2, 3, 4], "...x"), sample([1, 2], "..")]
+    forest = plant(samples)
+    assert forest.segments == (Segment(0, 4, -1),)
+    assert forest.sample_ids == (0, 1, 2) and forest.sample.tolist() == [1]
+
+
+def test_one_token_and_no_loss() -> None:
+    forest = plant([sample([4], "."), sample([4], "."), sample([7], ".")])
+    assert forest.num_tokens == 2 and forest.targets.numel() == 0 and forest.source.dtype == torch.int64
+
+
+def test_empty_forest() -> None:
+    forest = plant([])
+    assert forest.num_tokens == 0 and forest.segments == () and forest.token_ids.dtype == torch.int64
+
+
+def test_indices_choose_and_order() -> None:
+    samples = [sample([5, 6, 7], "..x"), sample([1, 2], ".x"), sample([5, 6, 8], "..x")]
+    forest = plant(samples, [2, 0])
+    assert forest.sample_ids == (2, 0) and forest.targets.tolist() == [8, 7]
+
+
+def test_columns_follow_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        forest = plant([sample([1, 2], ".x", a=[0, 0.1])])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert forest.columns["a"].dtype == torch.float64 and forest.columns["a"].item() == 0.1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Sample([], []),
+        Sample([1, 2], [False]),
+        Sample([1, 2], [True, False]),
+        Sample([1, 2], [False, True], {"a": [0.0]}),
+    ],
+)
+def test_malformed_samples_are_refused(bad: Sample) -> None:
+    with pytest.raises(AssertionError):
+        plant([bad])
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Sample]:
+    def one() -> Sample:
+        tokens = draw(st.lists(st.integers(0, 2), min_size=1, max_size=7))
+        first = draw(st.integers(1, 8))
+        mask = [t >= first and draw(st.booleans()) for t in range(len(tokens))]
+        return Sample(tokens, mask, {"a": [float(draw(st.integers(0, 99))) for _ in tokens]})
+
+    return [one() for _ in range(draw(st.integers(1, 9)))]
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches(), st.booleans())
+def test_every_forest_holds_its_samples(samples: list[Sample], share: bool) -> None:
+    check_invariants(plant(samples, share=share), samples, share)
+
+
+def test_a_deep_trie_does_not_exhaust_the_stack() -> None:
+    samples = [sample([*range(n), -1], "." * n + "x") for n in range(1, 2000)]
+    assert num_forest_tokens(samples) == 1999 + 1999
+    assert plant(samples).num_tokens == 3998

@@ -1,0 +1,480 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from micro import forest_of, gather, random_logprobs, random_samples
+from tunesmith.algorithms.aggregation import weigh
+from tunesmith.algorithms.columns import (
+    choose_clip_cov,
+    choose_kl_cov,
+    covariances,
+    group_logprob,
+    prepare_columns,
+)
+from tunesmith.algorithms.losses import POLICY_LOSSES, LossParams, PolicyBatch, value_loss
+from tunesmith.algorithms.objective import policy_objective, sft_objective, value_objective
+from tunesmith.algorithms.presets import NEEDS, resolve_algorithm
+from tunesmith.config.schema import AlgorithmSection
+from tunesmith.types import Sample
+
+LOSSES = sorted(POLICY_LOSSES)
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+
+
+def double(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def batch(
+    log_ratio: Sequence[float],
+    advantages: Sequence[float],
+    old: Sequence[float] | None = None,
+    sample: Sequence[int] | None = None,
+    selected: Sequence[float] | None = None,
+    group: float = 0.0,
+) -> PolicyBatch:
+    n = len(log_ratio)
+    before = double(old or [-1.0] * n)
+    numbers = torch.tensor(sample or [0] * n)
+    return PolicyBatch(
+        logprobs=(before + double(log_ratio)).requires_grad_(),
+        old_logprobs=before,
+        advantages=double(advantages),
+        keep=torch.ones(n, dtype=torch.bool),
+        sample=numbers,
+        num_samples=int(numbers.max()) + 1,
+        selected=double(selected or [0.0] * n),
+        group_logprob=double([group] * n),
+    )
+
+
+def values(name: str, micro: PolicyBatch, params: LossParams | None = None) -> list[float]:
+    return POLICY_LOSSES[name].fn(micro, params or LossParams()).loss.tolist()
+
+
+def log(*ratios: float) -> list[float]:
+    return [math.log(r) for r in ratios]
+
+
+def test_ppo_by_hand() -> None:
+    # Inside; above for A>0 (clipped); above for A<0 (not); below for A<0 (clipped); below for A>0 (not).
+    micro = batch(log(1.1, 1.5, 1.5, 0.5, 0.5), [2.0, 2.0, -2.0, -2.0, 2.0])
+    token = POLICY_LOSSES["ppo"].fn(micro, LossParams(clip_low=0.2, clip_high=0.28))
+    assert token.loss.tolist() == pytest.approx([-2.2, -2.56, 3.0, 1.6, -1.0])
+    assert token.clipped_low is not None and token.clipped_high is not None
+    assert token.clipped_high.tolist() == [False, True, False, False, False]
+    assert token.clipped_low.tolist() == [False, False, False, True, False]
+    token.loss.sum().backward()
+    assert micro.logprobs.grad is not None
+    assert micro.logprobs.grad.tolist() == pytest.approx([-2.2, 0.0, 3.0, 0.0, -1.0])
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
+    micro = batch(log(10.0, 10.0, 0.5), [-1.0, 1.0, -1.0])
+    assert values("ppo", micro, LossParams(dual_clip=3.0)) == pytest.approx([3.0, -1.2, 0.8])
+    token = POLICY_LOSSES["ppo"].fn(micro, LossParams(dual_clip=3.0))
+    (gradient,) = torch.autograd.grad(token.loss.sum(), micro.logprobs)
+    assert gradient.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["reinforce", "gpg"])
+def test_policy_gradient_by_hand(name: str) -> None:
+    assert values(name, batch([0.5, 0.0], [2.0, -1.0], old=[-1.0, -3.0])) == pytest.approx([1.0, -3.0])
+
+
+def test_gspo_by_hand() -> None:
+    # First sequence: mean log-ratio 0.1, A = 1, clipped above. Second: −0.1, A = −1, clipped below.
+    micro = batch([0.2, 0.0, -0.1], [1.0, 1.0, -1.0], sample=[0, 0, 1])
+    params = LossParams(clip_low=0.05, clip_high=0.06)
+    assert values("gspo", micro, params) == pytest.approx([-1.06, -1.06, 0.95])
+    wide = LossParams(clip_low=0.5, clip_high=0.5)
+    assert values("gspo", micro, wide) == pytest.approx([-math.exp(0.1)] * 2 + [math.exp(-0.1)])
+
+
+def test_gspo_token_has_the_value_and_gradient_of_gspo() -> None:
+    for params in (LossParams(clip_low=0.5, clip_high=0.5), LossParams(clip_low=0.05, clip_high=0.06)):
+        gradients: list[Tensor] = []
+        losses: list[list[float]] = []
+        for name in ("gspo", "gspo_token"):
+            micro = batch([0.2, 0.0, -0.1, -0.3], [1.0, 1.0, -1.0, -1.0], sample=[0, 0, 1, 1])
+            loss = POLICY_LOSSES[name].fn(micro, params).loss
+            loss.sum().backward()
+            assert micro.logprobs.grad is not None
+            gradients.append(micro.logprobs.grad)
+            losses.append(loss.tolist())
+        assert losses[0] == pytest.approx(losses[1])
+        assert gradients[0].tolist() == pytest.approx(gradients[1].tolist())
+
+
+def test_cispo_by_hand() -> None:
+    micro = batch(log(0.5, 3.0, 7.0), [1.0, -2.0, 1.0], old=[-1.0, -2.0, -3.0])
+    params = LossParams(clip_low=1.0, clip_high=4.0)
+    expected = [-0.5 * (-1 + math.log(0.5)), 6.0 * (-2 + math.log(3.0)), -5.0 * (-3 + math.log(7.0))]
+    token = POLICY_LOSSES["cispo"].fn(micro, params)
+    assert token.loss.tolist() == pytest.approx(expected)
+    token.loss.sum().backward()
+    assert micro.logprobs.grad is not None
+    assert micro.logprobs.grad.tolist() == pytest.approx([-0.5, 6.0, -5.0])  # a clipped token still learns
+
+
+def test_sapo_by_hand() -> None:
+    micro = batch(log(1.0, 2.0, 1.0), [3.0, 1.0, -1.0])
+    sigmoid = 1 / (1 + math.exp(-1.0))
+    assert values("sapo", micro) == pytest.approx([-6.0, -4 * sigmoid, 4 / 1.05 / 2])
+    POLICY_LOSSES["sapo"].fn(micro, LossParams()).loss.sum().backward()
+    assert micro.logprobs.grad is not None
+    assert micro.logprobs.grad[0].item() == pytest.approx(-3.0)  # slope A at ratio 1, as ppo
+    assert micro.logprobs.grad[2].item() == pytest.approx(1.0)
+
+
+def test_gmpo_by_hand() -> None:
+    # A > 0: only what is above +0.4 is cut; A < 0: only what is below −0.4.
+    params = LossParams(clip_low=0.4, clip_high=0.4)
+    up = batch([1.0, -1.0, 0.1], [2.0] * 3)
+    assert values("gmpo", up, params) == pytest.approx([-2 * math.exp((0.4 - 1.0 + 0.1) / 3)] * 3)
+    down = batch([1.0, -1.0, 0.1], [-2.0] * 3)
+    assert values("gmpo", down, params) == pytest.approx([2 * math.exp((1.0 - 0.4 + 0.1) / 3)] * 3)
+
+
+def test_gepo_by_hand() -> None:
+    # p = exp(−0.9); q̂ = 0.5 → ratio e^{−0.9}/0.5.
+    micro = batch([0.2, 0.0], [1.0, 1.0], group=math.log(0.5))
+    ratio = math.exp(-0.9) / 0.5
+    assert values("gepo", micro) == pytest.approx([-ratio] * 2)
+    assert values("gepo", micro, LossParams(clip_low=0.1, clip_high=0.1)) == pytest.approx([-ratio] * 2)
+    assert values("gepo", batch([0.0], [1.0], group=-2.0)) == pytest.approx([-1.2])
+
+
+def test_group_logprob_by_hand_and_when_probabilities_vanish() -> None:
+    q = np.array([0.2, 0.5])
+    assert group_logprob(np.log(q)) == pytest.approx(math.log((0.04 + 0.25) / 0.7))
+    assert group_logprob(np.array([-2000.0, -2000.0])) == pytest.approx(-2000.0)
+    assert group_logprob(np.array([-1.5])) == pytest.approx(-1.5)  # a group of one: the plain ratio
+
+
+def test_dppo_tv_by_hand() -> None:
+    # π moves by +0.3, +0.01, −0.3, −0.3 from 0.5, 0.001 (ratio 11), 0.5, 0.5.
+    old = [math.log(0.5), math.log(0.001), math.log(0.5), math.log(0.5)]
+    new = [math.log(0.8), math.log(0.011), math.log(0.2), math.log(0.2)]
+    log_ratio = [n - o for n, o in zip(new, old, strict=True)]
+    micro = batch(log_ratio, [1.0, 1.0, -1.0, 1.0], old=old)
+    params = LossParams(clip_low=0.15, clip_high=0.15, ratio_cap=10.0)
+    token = POLICY_LOSSES["dppo_tv"].fn(micro, params)
+    assert token.loss.tolist() == pytest.approx([0.0, -10 * new[1], 0.0, -0.4 * new[3]])
+    token.loss.sum().backward()
+    assert micro.logprobs.grad is not None
+    assert micro.logprobs.grad.tolist() == pytest.approx([0.0, -10.0, 0.0, -0.4])
+
+
+def test_covariance_losses_by_hand() -> None:
+    micro = batch(log(1.1, 1.1, 1.5), [1.0, 1.0, 1.0], selected=[1.0, 0.0, 0.0])
+    assert values("clip_cov", micro) == pytest.approx([0.0, -1.1, -1.2])
+    kl = values("kl_cov", micro, LossParams(cov_kl_coef=2.0))
+    assert kl == pytest.approx([-1.1 + 2 * math.log(1.1), -1.1, -1.5])
+
+
+def test_tokens_chosen_by_covariance() -> None:
+    logprobs, advantages = np.array([0.0, -1.0, -2.0, -5.0]), np.array([3.0, 0.0, 0.0, -3.0])
+    cov = covariances(logprobs, advantages)
+    assert cov.tolist() == pytest.approx([6.0, 0.0, 0.0, 9.0])
+    assert choose_kl_cov(cov, 2e-4).tolist() == [3]
+    assert choose_kl_cov(cov, 0.5).tolist() == [3, 0]
+    rng = np.random.default_rng(0)
+    assert choose_clip_cov(cov, 0.5, 1.0, 8.0, rng).tolist() == [0]
+    assert choose_clip_cov(cov, 0.5, 20.0, 30.0, rng).size == 0
+    assert set(choose_clip_cov(cov, 1.0, 1.0, 10.0, rng).tolist()) == {0, 3}
+
+
+def test_value_loss_by_hand_and_gradient() -> None:
+    predicted = double([1.0, 2.0, -1.0]).requires_grad_()
+    returns, old = double([0.0, 2.5, 0.0]), double([0.9, 1.0, 1.0])
+    token = value_loss(predicted, returns, old, 0.5)
+    assert token.loss.tolist() == pytest.approx([0.5, 0.5, 0.5])
+    token.loss.sum().backward()
+    assert predicted.grad is not None
+    assert predicted.grad.tolist() == pytest.approx([1.0, 0.0, -1.0])
+    assert value_loss(predicted, returns, old, None).loss.tolist() == pytest.approx([0.5, 0.125, 0.5])
+    shift = double([0.01, 0.02, 0.03])
+    assert torch.autograd.gradcheck(
+        lambda v: value_loss(v, returns, old, 0.5).loss, (predicted.detach() + shift).requires_grad_()
+    )
+
+
+# What a loss holds fixed while it is differentiated: everything behind a stop-gradient.
+SURROGATES = {
+    "cispo": lambda x, b, p: -(b.log_ratio.exp().clamp(1 - p.clip_low, 1 + p.clip_high)) * b.advantages * x,
+    "gspo_token": lambda x, b, p: (
+        POLICY_LOSSES["ppo"]
+        .fn(
+            PolicyBatch(
+                b.sequence_mean(b.log_ratio) + x - b.logprobs,
+                torch.zeros_like(x),
+                b.advantages,
+                b.keep,
+                b.sample,
+                b.num_samples,
+            ),
+            LossParams(p.clip_low, p.clip_high),
+        )
+        .loss
+    ),
+    "dppo_tv": lambda x, b, p: x * (POLICY_LOSSES["dppo_tv"].fn(b, p).loss / b.logprobs),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradient_by_finite_differences(name: str) -> None:
+    rng = np.random.default_rng(7)
+    n, sample = 12, [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3]
+    advantages = rng.normal(size=4)[sample]
+    micro = batch(
+        rng.normal(0, 0.3, n).tolist(),
+        advantages.tolist(),
+        old=rng.uniform(-3, -0.5, n).tolist(),
+        sample=sample,
+        selected=(rng.random(n) < 0.3).astype(float).tolist(),
+        group=-1.7,
+    )
+    params = LossParams(clip_low=0.21, clip_high=0.17, dual_clip=3.0, ratio_cap=5.0)
+    coefficients = double(rng.normal(size=n).tolist())
+    frozen = PolicyBatch(
+        micro.logprobs.detach(), micro.old_logprobs, micro.advantages, micro.keep, micro.sample, 4,
+        micro.selected, micro.group_logprob,
+    )  # fmt: skip
+
+    def value(x: Tensor) -> float:
+        if name in SURROGATES:
+            return float((coefficients * SURROGATES[name](x, frozen, params)).sum())
+        moved = PolicyBatch(
+            x, micro.old_logprobs, micro.advantages, micro.keep, micro.sample, 4, micro.selected,
+            micro.group_logprob,
+        )  # fmt: skip
+        return float((coefficients * POLICY_LOSSES[name].fn(moved, params).loss).sum())
+
+    (gradient,) = torch.autograd.grad(
+        (coefficients * POLICY_LOSSES[name].fn(micro, params).loss).sum(), micro.logprobs
+    )
+    start, h = micro.logprobs.detach(), 1e-6
+    for k in range(n):
+        step = torch.zeros(n, dtype=torch.float64)
+        step[k] = h
+        numeric = (value(start + step) - value(start - step)) / (2 * h)
+        assert gradient[k].item() == pytest.approx(numeric, abs=1e-7), k
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
+    """At ratio 1 the gradient is −A per token (−A/|y| per token of a sequence loss), the right sign."""
+    # The group's expected probability equals the sequence's own here.
+    micro = batch([0.0] * 4, [1.5, 1.5, -0.5, -0.5], sample=[0, 0, 1, 1], group=-1.0)
+    POLICY_LOSSES[name].fn(micro, LossParams()).loss.sum().backward()
+    assert micro.logprobs.grad is not None
+    assert micro.logprobs.grad.tolist() == pytest.approx([-1.5, -1.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_zero_advantages_give_zero_gradient(name: str) -> None:
+    micro = batch([0.3, -0.2, 0.1], [0.0] * 3, sample=[0, 0, 1], group=-1.0)
+    POLICY_LOSSES[name].fn(micro, LossParams()).loss.sum().backward()
+    assert micro.logprobs.grad is not None
+    assert micro.logprobs.grad.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_extreme_ratios_stay_finite(name: str) -> None:
+    micro = batch([400.0, -400.0], [1.0, -1.0], old=[-401.0, -1.0], sample=[0, 1], group=-300.0)
+    loss = POLICY_LOSSES[name].fn(micro, LossParams()).loss
+    loss.sum().backward()
+    assert micro.logprobs.grad is not None
+    assert loss.isfinite().all() and micro.logprobs.grad.isfinite().all()
+
+
+# --- the objective: aggregation, KL, entropy, correction, and how batches are cut ---
+
+
+def resolved(**keys: object) -> AlgorithmSection:
+    section = AlgorithmSection.model_validate({"name": "grpo", **keys})
+    return resolve_algorithm(section, max_new_tokens=8, supported=NEEDS)[0]
+
+
+def evaluated(
+    samples: Sequence[Sample],
+    logprobs: Sequence[Tensor],
+    cuts: Sequence[Sequence[int]],
+    section: AlgorithmSection,
+) -> tuple[float, list[Tensor], dict[str, float]]:
+    """Loss, gradient per sample and metrics of an optimizer step over micro-batches ``cuts``."""
+    objective = policy_objective(section)
+    total, metrics = 0.0, dict[str, float]()
+    leaves = [x.detach().clone().requires_grad_() for x in logprobs]
+    for indices in cuts:
+        current = gather(leaves, indices)
+        entropy = (current * current.exp()).neg() if section.entropy_coef else None
+        scalar, found = objective(forest_of(samples, indices), current, entropy)
+        if scalar.requires_grad:
+            scalar.backward()
+        total += scalar.item()
+        for key, value in found.items():
+            metrics[key] = metrics.get(key, 0.0) + float(value)
+    return total, [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves], metrics
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_split_and_order_give_the_same_step(name: str, aggregation: str) -> None:
+    section = resolved(
+        loss=name, aggregation=aggregation, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01,
+        correction="sequence_mask", correction_low=0.9, correction_high=1.2,
+    )  # fmt: skip
+    samples = random_samples(1, lengths=(3, 1, 5, 2, 4, 4))
+    prepared = weigh(prepare_columns(samples, section, seed=5), aggregation, 8)
+    logprobs = random_logprobs(samples, 2)
+    whole = evaluated(prepared, logprobs, [range(6)], section)
+    for cuts in (
+        [[5, 3], [0, 1, 4], [2]],
+        [[i] for i in range(6)],
+        [[4, 2, 0, 5, 3, 1]],
+        [[], list(range(6))],
+    ):
+        loss, gradients, metrics = evaluated(prepared, logprobs, cuts, section)
+        assert loss == pytest.approx(whole[0], rel=1e-12)
+        for mine, theirs in zip(gradients, whole[1], strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-14)
+        assert metrics == pytest.approx(whole[2], rel=1e-12, abs=1e-14)
+
+
+def test_the_scalar_by_hand() -> None:
+    """Two sequences of 1 and 2 tokens on policy: −mean(A) plus β·KL minus c·H, weighted by correction."""
+    columns = {
+        "advantages": [0, 0.5, 0.5],
+        "old_logprobs": [0, -1.0, -2.0],
+        "ref_logprobs": [0, -1.0, -3.0],
+        "correction": [0, 1.0, 0.5],
+    }
+    short = {name: [0, column[1]] for name, column in columns.items()}
+    samples = [Sample([1, 2], [False, True], short), Sample([1, 2, 3], [False, True, True], columns)]
+    samples = weigh(samples, "seq_mean_token_mean")
+    section = resolved(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
+    logprobs = double([-1.0, -1.0, -2.0]).requires_grad_()
+    scalar, metrics = policy_objective(section)(forest_of(samples, [0, 1]), logprobs, double([2.0, 1.0, 3.0]))
+    policy = -0.5 * (0.5 * 1 + 0.25 * 1 + 0.25 * 0.5)
+    kl = 0.25 * 0.5
+    entropy = 0.5 * 2.0 + 0.25 * 1.0 + 0.25 * 3.0
+    assert scalar.item() == pytest.approx(policy + 0.1 * kl - 0.01 * entropy)
+    assert metrics["policy_loss"].item() == pytest.approx(policy)
+    assert metrics["entropy"].item() == pytest.approx(2.0)
+    assert metrics["ref_kl"].item() == pytest.approx((math.exp(-1.0) - 1 + 1) / 3)
+    assert metrics["ratio"].item() == pytest.approx(1.0)
+    assert metrics["policy_kl"].item() == pytest.approx(0.0)
+    assert metrics["clip_low"].item() == metrics["clip_high"].item() == 0.0
+    doubled, _ = policy_objective(section, kl_coef=0.2)(
+        forest_of(samples, [0, 1]), logprobs, double([2.0, 1.0, 3.0])
+    )
+    assert doubled.item() - scalar.item() == pytest.approx(0.1 * kl)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("column", ["advantages", "old_logprobs", "ref_logprobs"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_input_is_as_if_the_token_were_not_there(name: str, column: str, bad: float) -> None:
+    section = resolved(loss=name, kl_coef=0.1, kl_estimator="k3")
+    samples = random_samples(3, lengths=(3, 4))
+    place = 2 + 1  # second token of the first sample
+    samples[0].columns[column][place] = bad
+    shorter = [
+        Sample(
+            s.token_ids,
+            [m and not (i == 0 and t == place) for t, m in enumerate(s.loss_mask)],
+            {n: [0.0 if not math.isfinite(v) else v for v in c] for n, c in s.columns.items()},
+            s.group,
+        )
+        for i, s in enumerate(samples)
+    ]
+    logprobs = random_logprobs(samples, 4)
+    without = [torch.cat([logprobs[0][:1], logprobs[0][2:]]), logprobs[1]]
+
+    def step(batch: list[Sample], current: Sequence[Tensor]) -> tuple[float, list[Tensor], dict[str, float]]:
+        ready = weigh(prepare_columns(batch, section, seed=1), "seq_mean_token_mean")
+        return evaluated(ready, current, [[0, 1]], section)
+
+    dirty, clean = step(samples, logprobs), step(shorter, without)
+    assert dirty[0] == pytest.approx(clean[0], rel=1e-12)
+    assert dirty[1][0][1].item() == 0.0
+    assert torch.allclose(torch.cat([dirty[1][0][:1], dirty[1][0][2:]]), clean[1][0])
+    assert torch.allclose(dirty[1][1], clean[1][1])
+    assert dirty[2] == pytest.approx(clean[2], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_new_logprob_that_is_not_finite_reaches_no_gradient(name: str) -> None:
+    section = resolved(loss=name)
+    samples = weigh(prepare_columns(random_samples(3, lengths=(3, 4)), section, seed=1), "token_mean")
+    logprobs = random_logprobs(samples, 4)
+    with torch.no_grad():
+        logprobs[0][1] = -math.inf
+    loss, gradients, metrics = evaluated(samples, logprobs, [[0, 1]], section)
+    assert math.isfinite(loss)
+    assert all(g.isfinite().all() for g in gradients)
+    assert gradients[0][1].item() == 0.0
+    assert metrics["nonfinite_tokens"] == 1.0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_without_loss_tokens_gives_zero(name: str) -> None:
+    section = resolved(loss=name)
+    samples = [
+        Sample(s.token_ids, s.loss_mask, s.columns, s.group) for s in random_samples(3, lengths=(2, 2))
+    ]
+    for s in samples:
+        s.columns["advantages"] = [math.nan] * 4
+    ready = weigh(prepare_columns(samples, section, seed=1), "seq_mean_token_mean")
+    loss, gradients, metrics = evaluated(ready, random_logprobs(samples, 4), [[0, 1]], section)
+    assert loss == 0.0
+    assert all(torch.equal(g, torch.zeros(2, dtype=torch.float64)) for g in gradients)
+    assert set(metrics.values()) == {0.0}
+
+
+def test_columns_that_were_not_made_are_named() -> None:
+    samples = random_samples(0, lengths=(2,))
+    with pytest.raises(AssertionError, match=r"aggregation\.weigh"):
+        policy_objective(resolved())(forest_of(samples, [0]), torch.zeros(2), None)
+    ready = weigh(
+        [Sample([1, 2], [False, True], {"advantages": [0, 1.0], "old_logprobs": [0, 0.0]})], "token_mean"
+    )
+    with pytest.raises(AssertionError, match="ref_logprobs"):
+        policy_objective(resolved(kl_coef=0.1))(forest_of(ready, [0]), torch.zeros(1), None)
+    with pytest.raises(AssertionError, match="entropy"):
+        policy_objective(resolved(entropy_coef=0.1))(forest_of(ready, [0]), torch.zeros(1), None)
+
+
+def test_sft_objective_is_the_mean_nll() -> None:
+    samples = weigh([Sample([1, 2], [False, True]), Sample([1, 2, 3], [False, True, True])], "token_mean")
+    logprobs = double([-1.0, -2.0, -6.0]).requires_grad_()
+    scalar, metrics = sft_objective()(forest_of(samples, [0, 1]), logprobs, None)
+    assert scalar.item() == pytest.approx(3.0) == metrics["nll"].item()
+    scalar.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 3] * 3)
+    dropped, found = sft_objective()(forest_of(samples, [0, 1]), double([-1.0, math.nan, -6.0]), None)
+    assert dropped.item() == pytest.approx(7 / 3)
+    assert found["nonfinite_tokens"].item() == 1
+
+
+def test_value_objective_adds_up_over_micro_batches() -> None:
+    samples = random_samples(0, lengths=(2, 3))
+    for s in samples:
+        s.columns["returns"] = s.columns["advantages"]
+        s.columns["old_values"] = s.columns["old_logprobs"]
+    ready = weigh(samples, "token_mean")
+    predicted = [x.detach() for x in random_logprobs(samples, 1)]
+    objective = value_objective(0.1)
+    whole, metrics = objective(forest_of(ready, [0, 1]), gather(predicted, [0, 1]), None)
+    parts = [objective(forest_of(ready, [i]), predicted[i], None) for i in (1, 0)]
+    assert sum(p[0].item() for p in parts) == pytest.approx(whole.item())
+    assert sum(p[1]["value_error"].item() for p in parts) == pytest.approx(metrics["value_error"].item())

@@ -1,0 +1,127 @@
+"""Micro-batches: the cap is hard, nothing is lost, siblings stay together, costs are even."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunesmith.data.packing import CostModel, SampleTooLong, balance, num_forest_tokens, pack
+from tunesmith.errors import DataError
+from tunesmith.types import Sample
+
+
+def completion(prompt: list[int], length: int) -> Sample:
+    return Sample(prompt + [9] * length, [False] * len(prompt) + [True] * length)
+
+
+def tokens(samples: list[Sample], bins: list[list[int]], share: bool = True) -> list[int]:
+    return [num_forest_tokens([samples[i] for i in b], share) for b in bins]
+
+
+def test_a_group_is_one_micro_batch_where_it_fits() -> None:
+    samples = [completion([p] * 4, n) for n in (1, 2, 3) for p in (1, 2)]
+    assert pack(samples, 10) == [[0, 2, 4], [1, 3, 5]]
+    assert pack(samples, 20) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_a_tree_over_the_cap_is_split_with_its_prefix_repeated() -> None:
+    samples = [completion([1] * 10, 5) for _ in range(4)]
+    bins = pack(samples, 20)
+    assert sorted(len(b) for b in bins) == [2, 2]
+    assert tokens(samples, bins) == [20, 20]
+
+
+def test_a_token_common_to_all_does_not_glue_groups_together() -> None:
+    samples = [completion([0, p, p, p], 4) for p in (1, 2, 3, 4) for _ in range(2)]
+    bins = pack(samples, 12)
+    assert [sorted({samples[i].token_ids[1] for i in b}) for b in bins] == [[1], [2], [3], [4]]
+
+
+def test_costs_are_evened_out() -> None:
+    samples = [completion([p], n) for p, n in enumerate([99, 49, 49, 49, 49, 99])]
+    bins = pack(samples, 200)
+    assert sorted(tokens(samples, bins)) == [200, 200]
+    quadratic = CostModel(linear=0.0, quadratic=1.0)
+    loads = [sum(quadratic.prefix(len(samples[i].token_ids)) for i in b) for b in pack(samples, 220, cost=quadratic)]
+    assert max(loads) < 1.01 * min(loads)
+
+
+def test_costs_follow_the_formula() -> None:
+    cost = CostModel.of_decoder(parameters=10, layers=2, heads=3, head_dim=4, vocabulary=7, hidden=5)
+    assert cost.prefix(1) == 6 * 10 + 12 * 2 * 3 * 4
+    assert cost.prefix(3) == 3 * 6 * 10 + 6 * 12 * 2 * 3 * 4
+    assert cost.head == 6 * 7 * 5
+
+
+def test_a_sample_over_the_cap_is_named() -> None:
+    with pytest.raises(DataError, match=r"sample 1 has 9 tokens.*\(8\).*max_tokens_per_microbatch") as raised:
+        pack([completion([1], 3), completion([1], 8)], 8)
+    assert isinstance(raised.value, SampleTooLong) and raised.value.index == 1
+
+
+def test_nothing_to_pack() -> None:
+    assert pack([], 10) == []
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Sample]:
+    prompts = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=5))
+    return [
+        completion(draw(st.sampled_from(prompts)), draw(st.integers(0, 9)))
+        for _ in range(draw(st.integers(1, 25)))
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches(), st.integers(17, 60), st.booleans())
+def test_every_sample_once_and_never_over_the_cap(samples: list[Sample], cap: int, share: bool) -> None:
+    bins = pack(samples, cap, share=share)
+    assert sorted(i for b in bins for i in b) == list(range(len(samples)))
+    assert all(b == sorted(b) and b for b in bins)
+    sizes = tokens(samples, bins, share)
+    assert max(sizes) <= cap
+    assert bins == pack(samples, cap, share=share)
+    if not share:
+        # Best fit decreasing never leaves two bins that would fit into one, so half of the bound is certain.
+        assert len(bins) <= 2 * -(-sum(sizes) // cap)
+
+
+def test_few_bins() -> None:
+    rng = random.Random(0)
+    samples = [completion([i % 7, i], rng.randrange(10, 500)) for i in range(300)]
+    bins = pack(samples, 2048)
+    assert len(bins) <= 1 + -(-num_forest_tokens(samples) // 2048)
+    sizes = tokens(samples, bins)
+    assert min(sizes) > 0.9 * max(sizes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
+def test_balance_is_a_partition_into_equal_counts(costs: list[int], parts: int) -> None:
+    split = balance(costs, parts)
+    assert len(split) == parts and sorted(i for p in split for i in p) == list(range(len(costs)))
+    counts = [len(p) for p in split]
+    assert max(counts) - min(counts) <= 1
+    sums = [sum(costs[i] for i in p) for p in split]
+    assert max(sums) - min(sums) <= max(costs, default=0)
+
+
+def test_balance_of_many_is_fast_and_even() -> None:
+    rng = random.Random(0)
+    costs = [rng.lognormvariate(4, 1) for _ in range(16384)]
+    start = time.perf_counter()
+    split = balance(costs, 128)
+    assert time.perf_counter() - start < 10
+    sums = [sum(costs[i] for i in p) for p in split]
+    assert max(sums) < 1.01 * min(sums)
+
+
+def test_no_torch() -> None:
+    code = "import sys, tunesmith.data.packing; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

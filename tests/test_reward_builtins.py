@@ -1,0 +1,221 @@
+"""Built-in rewards: gold scores full, junk none, "no answer" apart from "wrong", hangs killed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunesmith.config.schema import RewardSection
+from tunesmith.environments.killable import KillablePool, Program, WorkerError
+from tunesmith.environments.rewards import RewardSet, load_rewards
+from tunesmith.errors import DataError, DeadlineExceeded
+from tunesmith.types import Rollout, Status, Task
+
+
+def judge(rewards: RewardSet, pairs: Sequence[tuple[Any, str]], prompt: Any = "q") -> list[Rollout]:
+    """Rollouts of (gold, completion) pairs, scored in one call."""
+    rollouts = [Rollout(Task(f"t{i}", prompt, (), {"answer": gold})) for i, (gold, _) in enumerate(pairs)]
+    asyncio.run(rewards.score(rollouts, [text for _, text in pairs]))
+    return rollouts
+
+
+def builtin(name: str, pairs: Sequence[tuple[Any, str]], prompt: Any = "q", **keys: Any) -> list[Rollout]:
+    rewards = load_rewards(RewardSection(functions=(name,), **keys), Path())
+    try:
+        return judge(rewards, pairs, prompt)
+    finally:
+        rewards.close()
+
+
+def outcome(r: Rollout) -> tuple[float | None, float | None]:
+    return r.reward, r.metrics.get("answered")
+
+
+def test_exact_match_ignores_whitespace_only() -> None:
+    rollouts = builtin("exact_match", [("a b", " a\n b "), ("a b", "A b"), ("4", ""), (4, "4")])
+    assert [outcome(r) for r in rollouts] == [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)]
+
+
+def test_exact_match_extracts_the_last_match() -> None:
+    pattern = r"<answer>(.*?)</answer>"
+    pairs = [
+        ("yes", "<answer>no</answer> wait <answer> yes </answer>"),
+        ("yes", "<answer>no</answer>"),
+        ("yes", "yes"),
+    ]
+    rollouts = builtin("exact_match", pairs, pattern=pattern)
+    assert [outcome(r) for r in rollouts] == [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
+
+
+def test_numeric_match_tells_no_answer_from_wrong() -> None:
+    pairs = [
+        ("1,234", "so it is 1234.0"),
+        ("72", "71"),
+        ("72", "no idea"),
+        ("72", ""),
+        (0.5, r"$\frac{1}{2}$"),
+    ]
+    rollouts = builtin("numeric_match", pairs)
+    assert [outcome(r) for r in rollouts] == [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0)]
+    assert rollouts[2].metrics == {"answered": 0.0, "correct": 0.0}
+
+
+def test_numeric_match_with_a_pattern() -> None:
+    rollouts = builtin("numeric_match", [("7", "#### 7\nI used 3 steps"), ("7", "7")], pattern=r"#### (.+)")
+    assert [outcome(r) for r in rollouts] == [(1.0, 1.0), (0.0, 0.0)]
+
+
+def test_an_unusable_answer_is_a_data_error_and_a_missing_one_does_not_apply() -> None:
+    rewards = load_rewards(RewardSection(functions=("numeric_match",)), Path())
+    with pytest.raises(DataError, match="task t9: the column 'answer' 'many' holds no number"):
+        rewards.check_tasks([Task("t9", "q", (), {"answer": "many"})])
+    bad, missing = judge(rewards, [("many", "7"), (None, "7")])
+    assert (
+        bad.status is Status.REWARD_FAILED and "task t0" in str(bad.error) and "data error" in str(bad.error)
+    )
+    assert missing.status is Status.REWARD_FAILED and "no reward function applies" in str(missing.error)
+    rewards.close()
+
+
+def test_regex_format_matches_the_whole_completion() -> None:
+    pattern = r"(?s)<think>.*</think>\s*\d+"
+    texts = ["<think>a\nb</think> 7", "<think>a</think> 7!", "7", ""]
+    rollouts = builtin("regex_format", [(None, t) for t in texts], pattern=pattern)
+    assert [r.reward for r in rollouts] == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_pattern_that_backtracks_without_end_times_out_alone() -> None:
+    pairs = [(None, "a" * 40 + "!"), (None, "aaa")]
+    hung, fine = builtin("regex_format", pairs, pattern="(a+)+", timeout=1.0)
+    assert (hung.status, hung.reward) == (Status.TIMED_OUT, None)
+    assert fine.reward == 1.0
+
+
+def test_conversational_completions() -> None:
+    prompt = [{"role": "user", "content": "2+2?"}]
+    assert builtin("numeric_match", [("4", "It is 4")], prompt)[0].reward == 1.0
+
+
+@pytest.fixture(scope="module")
+def mathematics() -> Generator[RewardSet]:
+    rewards = load_rewards(RewardSection(functions=("math",), timeout=3.0), Path())
+    yield rewards
+    rewards.close()
+
+
+EQUIVALENT = [
+    ("72", "So the answer is 72."),
+    (r"\frac{1}{2}", "0.5"),
+    ("0.5", r"\boxed{\frac{1}{2}}"),
+    (r"$\frac12$", r"it is $\frac{2}{4}$"),
+    (r"\boxed{7}", r"\boxed{7}"),
+    ("The final answer is $7$", r"\boxed{7}"),
+    ("1,234", r"\boxed{1234}"),
+    ("1e3", r"\boxed{1000}"),
+    (r"\{1, 2\}", r"\boxed{\{2, 1\}}"),
+    ("(0, 1]", r"we get $(0,1]$"),
+    (r"3\sqrt{2}", r"\boxed{\sqrt{18}}"),
+    ("x^2+2x+1", r"\boxed{(x+1)^2}"),
+    ("x=5", r"\boxed{5}"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}"),
+    (-3, r"first $7$, at last \boxed{-3}, done with 9"),
+]
+WRONG = [
+    ("72", "71"),
+    (r"3\sqrt{2}", "3"),
+    (r"\frac{1}{2}", r"\boxed{2}"),
+    ("(0, 1]", r"\boxed{[0,1)}"),
+    (r"\{1, 2\}", r"\boxed{\{1, 3\}}"),
+    ("7", r"7, no: \boxed{8}"),
+]
+NO_ANSWER = [("7", "no idea"), ("7", ""), ("7", r"\boxed{}"), ("7", "!!! ??? $$")]
+
+
+def test_math_gold_equivalents_and_junk(mathematics: RewardSet) -> None:
+    rollouts = judge(mathematics, EQUIVALENT + WRONG + NO_ANSWER)
+    got = [outcome(r) for r in rollouts]
+    want = [(1.0, 1.0)] * len(EQUIVALENT) + [(0.0, 1.0)] * len(WRONG) + [(0.0, 0.0)] * len(NO_ANSWER)
+    for pair, g, w in zip(EQUIVALENT + WRONG + NO_ANSWER, got, want, strict=True):
+        assert g == w, pair
+
+
+def test_math_gold_that_does_not_parse_is_a_data_error(mathematics: RewardSet) -> None:
+    bad, fine = judge(mathematics, [("??", "7"), ("7", "7")])
+    assert bad.status is Status.REWARD_FAILED and "task t0" in str(bad.error) and "'??'" in str(bad.error)
+    assert fine.reward == 1.0
+
+
+def test_math_kills_what_never_ends(mathematics: RewardSet) -> None:
+    start = time.monotonic()
+    hung, fine = judge(mathematics, [("7", r"\boxed{9^{9^{9^{9}}}}"), ("7", "7")])
+    assert (hung.status, hung.reward) == (Status.TIMED_OUT, None)
+    assert "answered" not in hung.metrics
+    assert fine.reward == 1.0
+    assert time.monotonic() - start < 60
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import os, sys, time\n"
+        "def work(what, *rest):\n"
+        "    print('noise on stdout')\n"
+        "    if what == 'hang':\n"
+        "        while True: pass\n"
+        "    if what == 'die':\n"
+        "        print('last words', file=sys.stderr, flush=True); os._exit(3)\n"
+        "    if what == 'raise': raise KeyError('inner')\n"
+        "    if what == 'memory': return len('x' * (8 << 30))\n"
+        "    if what == 'modules': return [m for m in ('torch', 'tunesmith', 'sympy') if m in sys.modules]\n"
+        "    return [os.getpid(), what, *rest]\n"
+    )
+    return file
+
+
+def raised(job: Future[Any]) -> BaseException | None:
+    return job.exception(timeout=60)
+
+
+def test_worker_hang_death_and_errors(program: Path) -> None:
+    pool = KillablePool(Program(program, "work", deadline=1.0))
+    first = pool.submit("a", 1, "é\n").result(60)
+    assert first[1:] == ["a", 1, "é\n"]
+    assert pool.submit("modules").result(60) == []
+
+    assert "inner" in str(raised(pool.submit("raise")))
+    assert isinstance(raised(pool.submit("memory")), WorkerError)
+    assert pool.submit("b").result(60)[0] == first[0], "an exception does not cost the worker"
+
+    hung, after = pool.submit("hang"), pool.submit("c")
+    assert isinstance(raised(hung), DeadlineExceeded)
+    assert after.result(60)[0] != first[0], "a killed worker is replaced"
+    assert pool.kills == 1
+
+    death = str(raised(pool.submit("die")))
+    assert "code 3" in death and "last words" in death
+    assert pool.submit("d").result(60)[1] == "d"
+    pool.close()
+    assert pool.submit("e").result(60)[1] == "e", "a closed pool starts anew"
+    pool.close()
+
+
+def test_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("import no_such_module_at_all\n")
+    pool = KillablePool(Program(file, "work", deadline=1.0))
+    assert "no_such_module_at_all" in str(raised(pool.submit("a")))
+    pool.close()
+
+
+def test_closing_ends_the_processes(program: Path) -> None:
+    pool = KillablePool(Program(program, "work", deadline=5.0), workers=2)
+    pids = {pool.submit("a").result(60)[0] for _ in range(3)}
+    pool.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

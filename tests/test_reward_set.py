@@ -1,0 +1,532 @@
+"""Scoring rollouts with the user's functions: TRL's signature, typed failures, weights, the gate."""
+# ruff: noqa: ARG001 (reward functions take what they are given)
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tunesmith.environments.reward_types import RewardFunction, TrainerState, signature_of
+from tunesmith.environments.rewards import FailureGate, RewardSet, reward_metrics
+from tunesmith.errors import ConfigError, DataError, RewardError
+from tunesmith.types import Completion, Message, Rollout, Status, Task
+
+
+def rollout(
+    task: str = "t", prompt: str | list[Message] = "q", ids: Sequence[int] = (7, 2), **columns: Any
+) -> Rollout:
+    made = Rollout(Task(task, prompt, (1, 5), columns))
+    made.observe((1, 5))
+    made.act(Completion(list(ids), [0.0] * len(ids), [0] * len(ids), "stop"))
+    return made
+
+
+def reward_set(
+    *functions: Callable[..., Any], weights: Sequence[float] | None = None, timeout: float = 10.0
+) -> RewardSet:
+    made: list[RewardFunction] = []
+    for f in functions:
+        name = getattr(f, "__name__", "f")
+        made.append(RewardFunction(name, f"rewards.py:{name}", f, *signature_of(f, name)))
+    return RewardSet(made, weights or [1.0] * len(made), timeout)
+
+
+def score(rewards: RewardSet, rollouts: Sequence[Rollout], texts: Sequence[str] | None = None) -> None:
+    try:
+        asyncio.run(rewards.score(rollouts, texts or ["a"] * len(rollouts)))
+    finally:
+        rewards.close()
+
+
+def test_gets_what_trl_gives() -> None:
+    seen: dict[str, Any] = {}
+
+    def f(**given: Any) -> list[float]:
+        seen.update(given)
+        return [0.0, 1.0]
+
+    rewards = reward_set(f)
+    rewards.state = TrainerState(global_step=3, max_steps=10)
+    rollouts = [
+        rollout(ids=(7, 2), answer="4", prompt_extra=1, prompt="a"),
+        rollout(ids=(8,), answer="5", prompt="a"),
+    ]
+    score(rewards, rollouts, ["four", "five"])
+    reserved = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+    assert set(seen) == reserved | {"answer", "prompt_extra"}
+    assert seen["prompts"] == ["a", "a"]
+    assert seen["completions"] == ["four", "five"]
+    assert seen["completion_ids"] == [[7, 2], [8]]
+    assert seen["answer"] == ["4", "5"]
+    assert seen["prompt_extra"] == [1, None]
+    assert seen["trainer_state"].global_step == 3
+    assert [r.reward for r in rollouts] == [0.0, 1.0]
+    assert rollouts[1].rewards == {"f": 1.0}
+
+
+def test_conversational_prompts_give_messages_and_the_task_stays_as_it_was() -> None:
+    prompt: list[Message] = [{"role": "user", "content": "2+2?"}]
+
+    def f(prompts: list[list[Message]], completions: list[list[Message]]) -> list[float]:
+        prompts[0].append(completions[0][0])
+        prompts[0][0]["content"] = "?"
+        return [float(completions[0] == [{"role": "assistant", "content": "4"}])]
+
+    one = rollout(prompt=prompt)
+    score(reward_set(f), [one], ["4"])
+    assert one.reward == 1.0
+    assert prompt == [{"role": "user", "content": "2+2?"}]
+
+
+def test_every_way_to_write_a_function() -> None:
+    def named(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    def keyword_only(*, completion_ids: list[list[int]]) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    def nothing_needed(completions: list[str], missing: object = "default") -> list[float]:
+        return [float(missing == "default")] * len(completions)
+
+    async def asynchronous(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [0.5] * len(completions)
+
+    class Judge:
+        __name__ = "judge"
+
+        async def __call__(self, completions: list[str], **_: Any) -> list[bool]:
+            return [True] * len(completions)
+
+    def scaled(completions: list[str], factor: float, **_: Any) -> Any:
+        return np.full(len(completions), factor, dtype=np.float32)
+
+    partial = functools.partial(scaled, factor=0.25)
+    one = rollout(answer="a")
+    score(reward_set(named, keyword_only, nothing_needed, asynchronous, Judge(), partial), [one])
+    assert one.rewards == {
+        "named": 1.0,
+        "keyword_only": 2.0,
+        "nothing_needed": 1.0,
+        "asynchronous": 0.5,
+        "judge": 1.0,
+        "f": 0.25,
+    }
+    assert one.reward == 5.75
+
+
+def test_weighted_sum_over_the_rewards_that_apply() -> None:
+    def a(completions: list[str]) -> list[float | None]:
+        return [1.0, None, None, None]
+
+    def b(completions: list[str]) -> list[float | None]:
+        return [0.5, 0.5, None, None]
+
+    def watched(completions: list[str]) -> list[float | None]:
+        return [9.0, 9.0, 9.0, None]
+
+    four = [rollout() for _ in range(4)]
+    score(reward_set(a, b, watched, weights=[2.0, -1.0, 0.0]), four)
+    assert [r.reward for r in four] == [1.5, -0.5, None, None]
+    assert [r.status for r in four] == [Status.OK, Status.OK, Status.REWARD_FAILED, Status.REWARD_FAILED]
+    assert four[0].rewards == {"a": 1.0, "b": 0.5, "watched": 9.0}
+    assert "no reward function applies" in str(four[3].error)
+
+
+def test_an_environments_own_reward_is_added_to() -> None:
+    def f(completions: list[str]) -> list[float | None]:
+        return [1.0, None]
+
+    two = [rollout(), rollout()]
+    for r in two:
+        r.reward = 0.25
+    score(reward_set(f), two)
+    assert [r.reward for r in two] == [1.25, 0.25]
+
+
+def test_rollouts_that_failed_before_are_not_scored() -> None:
+    def f(completions: list[str]) -> list[float]:
+        return [1.0] * len(completions)
+
+    two = [rollout(), rollout()]
+    two[0].fail(Status.ENGINE_FAILED, "gone")
+    score(reward_set(f), two)
+    assert (two[0].status, two[0].reward) == (Status.ENGINE_FAILED, None)
+    assert two[1].reward == 1.0
+
+
+@pytest.mark.parametrize("kind", ["plain", "async", "exit", "cancelled"])
+def test_raising_fails_the_call_and_keeps_the_users_traceback(kind: str) -> None:
+    def explode() -> None:
+        raise {"exit": SystemExit, "cancelled": asyncio.CancelledError}.get(kind, KeyError)("inner")
+
+    def plain(completions: list[str]) -> list[float]:
+        explode()
+        return []
+
+    async def asynchronous(completions: list[str]) -> list[float]:
+        return plain(completions)
+
+    def fine(completions: list[str]) -> list[float]:
+        return [1.0] * len(completions)
+
+    two = [rollout(), rollout("u")]
+    score(reward_set(plain if kind == "plain" else asynchronous, fine), two)
+    for r in two:
+        assert (r.status, r.reward) == (Status.REWARD_FAILED, None)
+        assert r.rewards == {"fine": 1.0}
+        error = str(r.error)
+        assert "in explode" in error and "inner" in error and "call of 2 completions" in error
+        assert "user_calls.py" not in error
+    assert "task u" in str(two[1].error)
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ([1.0], "returned 1 rewards for 2 completions"),
+        (None, "None (of type NoneType)"),
+        (1.0, "1.0 (of type float)"),
+        ("ab", "'ab' (of type str)"),
+        ({0: 1.0, 1: 2.0}, "of type dict"),
+    ],
+)
+def test_unusable_output_fails_the_call(output: object, words: str) -> None:
+    def f(completions: list[str]) -> object:
+        return output
+
+    two = [rollout(), rollout()]
+    score(reward_set(f), two)
+    for r in two:
+        assert (r.status, r.reward) == (Status.REWARD_FAILED, None)
+        assert words in str(r.error) and "'rewards.py:f'" in str(r.error)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "1.0", [1.0], 10**400])
+def test_an_unusable_item_fails_its_rollout_only(value: object) -> None:
+    def f(completions: list[str]) -> list[object]:
+        return [True, value, 0]
+
+    three = [rollout() for _ in range(3)]
+    score(reward_set(f), three)
+    assert [r.reward for r in three] == [1.0, None, 0.0]
+    assert three[1].status is Status.REWARD_FAILED
+    assert "at index 1" in str(three[1].error)
+
+
+def test_a_forgotten_async_is_explained() -> None:
+    async def inner() -> list[float]:
+        return [1.0]
+
+    made: list[Any] = []
+
+    def f(completions: list[str]) -> object:
+        made.append(inner())
+        return made[0]
+
+    one = rollout()
+    score(reward_set(f), [one])
+    made[0].close()
+    assert "async def" in str(one.error)
+
+
+def test_a_hanging_call_fails_in_time_and_the_next_one_works() -> None:
+    release = threading.Event()
+    calls: list[int] = []
+
+    def sticky(completions: list[str]) -> list[float]:
+        calls.append(1)
+        if len(calls) == 1:
+            release.wait(60)
+        return [1.0] * len(completions)
+
+    async def both() -> tuple[Rollout, Rollout]:
+        first, second = rollout(), rollout()
+        await asyncio.gather(rewards.score([first], ["a"]), rewards.score([second], ["a"]))
+        return first, second
+
+    rewards = reward_set(sticky, timeout=0.5)
+    first, second = asyncio.run(both())
+    assert (first.status, first.reward) == (Status.TIMED_OUT, None)
+    assert "within 0.5 s" in str(first.error)
+    assert second.reward == 1.0
+    assert rewards.metrics([first, second])["reward/abandoned_threads"] == 1
+    release.set()
+    rewards.close()
+
+
+def test_after_three_overruns_waiting_calls_fail_untried_and_later_ones_are_tried() -> None:
+    release = threading.Event()
+    calls: list[int] = []
+
+    def hangs(completions: list[str]) -> list[float]:
+        calls.append(1)
+        release.wait(60)
+        return [1.0]
+
+    rewards = reward_set(hangs, timeout=0.4)
+
+    async def run() -> list[Rollout]:
+        many = [rollout() for _ in range(20)]
+        await asyncio.gather(*(rewards.score([r], ["a"]) for r in many))
+        release.set()
+        later = rollout()
+        await rewards.score([later], ["a"])
+        return [*many, later]
+
+    *many, later = asyncio.run(run())
+    assert {r.status for r in many} == {Status.TIMED_OUT}
+    assert sum("not tried" in str(r.error) for r in many) == 17
+    assert len(calls) == 4
+    assert later.reward == 1.0
+    rewards.close()
+
+
+def test_plain_functions_run_one_at_a_time() -> None:
+    running, most = [0], [0]
+
+    def f(completions: list[str]) -> list[float]:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.005)
+        running[0] -= 1
+        return [1.0]
+
+    def g(completions: list[str]) -> list[float]:
+        return f(completions)
+
+    rewards = reward_set(f, g)
+
+    async def run() -> None:
+        await asyncio.gather(*(rewards.score([rollout()], ["a"]) for _ in range(5)))
+
+    asyncio.run(run())
+    rewards.close()
+    assert most == [1]
+
+
+def test_async_overruns_are_cancelled_and_others_go_on() -> None:
+    cancelled: list[bool] = []
+
+    async def slow(completions: list[str]) -> list[float]:
+        try:
+            await asyncio.sleep(60 if completions[0] == "slow" else 0)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+        return [1.0]
+
+    rewards = reward_set(slow, timeout=0.6)
+
+    async def run() -> list[Rollout]:
+        pair = [rollout(), rollout()]
+        await asyncio.gather(rewards.score(pair[:1], ["slow"]), rewards.score(pair[1:], ["quick"]))
+        return pair
+
+    slow_one, quick = asyncio.run(run())
+    assert slow_one.status is Status.TIMED_OUT
+    assert quick.reward == 1.0
+    assert cancelled == [True]
+    assert "reward/abandoned_threads" not in rewards.metrics([quick])
+    rewards.close()
+
+
+def test_an_async_function_that_blocks_does_not_block_the_run() -> None:
+    release = threading.Event()
+
+    async def blocks(completions: list[str]) -> list[float]:
+        if completions[0] == "block":
+            release.wait(60)
+        return [1.0]
+
+    rewards = reward_set(blocks, timeout=0.6)
+
+    async def run() -> tuple[Rollout, Rollout, int]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        stuck, later = rollout(), rollout()
+        await rewards.score([stuck], ["block"])
+        await rewards.score([later], ["a"])
+        ticking.cancel()
+        return stuck, later, ticks
+
+    stuck, later, ticks = asyncio.run(run())
+    assert stuck.status is Status.TIMED_OUT and "blocks its event loop" in str(stuck.error)
+    assert later.reward == 1.0
+    assert ticks > 5
+    release.set()
+    rewards.close()
+
+
+def test_a_cancelled_score_leaves_no_thread_in_the_way() -> None:
+    release = threading.Event()
+
+    def f(completions: list[str]) -> list[float]:
+        if completions[0] == "hang":
+            release.wait(60)
+        return [1.0]
+
+    rewards = reward_set(f, timeout=30.0)
+
+    async def run() -> Rollout:
+        hanging = asyncio.create_task(rewards.score([rollout()], ["hang"]))
+        await asyncio.sleep(0.05)
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        later = rollout()
+        await rewards.score([later], ["a"])
+        return later
+
+    assert asyncio.run(run()).reward == 1.0
+    release.set()
+    rewards.close()
+
+
+def test_the_process_ends_although_a_reward_hangs(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("import time\ndef f(completions):\n    time.sleep(600)\n")
+    program = textwrap.dedent("""
+        import asyncio
+        from pathlib import Path
+        from tunesmith.config.schema import RewardSection
+        from tunesmith.environments.rewards import load_rewards
+        from tunesmith.types import Rollout, Task
+        rewards = load_rewards(RewardSection(functions=("rewards.py:f",), timeout=0.1), Path("."))
+        one = Rollout(Task("t", "q", ()))
+        asyncio.run(rewards.score([one], ["a"]))
+        print(one.status.value)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (done.stdout.strip(), done.stderr) == ("timed_out", "")
+
+
+def test_what_functions_log() -> None:
+    def f(completions: list[str], log_extra: Any, log_metric: Any) -> list[float]:
+        log_extra("length", [len(c) for c in completions])
+        log_extra("said", list(completions))
+        log_metric("loudness", 3.0)
+        return [1.0] * len(completions)
+
+    def g(completions: list[str], log_extra: Any = None, **_: Any) -> list[float]:
+        log_extra("length", [0.5] * len(completions))
+        return [1.0] * len(completions)
+
+    two = [rollout(), rollout()]
+    rewards = reward_set(f, g)
+    score(rewards, two, ["aa", "b"])
+    assert two[0].metrics == {"length": 2.0, "g/length": 0.5}
+    assert two[1].notes == {"said": "b"}
+    metrics = rewards.metrics(two)
+    assert metrics["logged/loudness"] == 3.0
+    assert metrics["logged/length"] == 1.5
+    assert "logged/loudness" not in rewards.metrics(two)
+
+
+def test_log_extra_of_the_wrong_length_is_the_functions_error() -> None:
+    def f(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("x", [1])
+        return [1.0, 1.0]
+
+    two = [rollout(), rollout()]
+    score(reward_set(f), two)
+    assert "1 values for 2 completions" in str(two[0].error)
+
+
+def test_columns_the_data_lacks_are_refused_before_training() -> None:
+    def f(completions: list[str], solution: list[str], other: object = None) -> list[float]:
+        return []
+
+    rewards = reward_set(f)
+    with pytest.raises(ConfigError, match=r"'solution'.*Did you mean 'solutions'"):
+        rewards.check_tasks([rollout(solutions="x").task])
+    rewards.check_tasks([rollout(solution="x").task, rollout().task])
+
+
+def test_answers_the_builtins_cannot_use_are_refused_by_task() -> None:
+    def problem(gold: Any) -> str | None:
+        return None if gold == "4" else f"is {gold}"
+
+    def f(completions: list[str], answer: list[str]) -> list[float]:
+        return []
+
+    function = RewardFunction("f", "f", f, frozenset({"answer"}), None, True, check_gold=problem)
+    tasks = [rollout("one", answer="4").task, rollout("two", answer="5").task]
+    with pytest.raises(DataError, match="task two: the column 'answer' is 5"):
+        RewardSet([function], [1.0], 1.0).check_tasks(tasks)
+    mixture = [rollout("one", answer="4").task, rollout("two").task]
+    with pytest.raises(DataError, match="task two"):
+        RewardSet([function], [1.0], 1.0).check_tasks(mixture)
+
+    def h(completions: list[str]) -> list[float]:
+        return []
+
+    other = RewardFunction("h", "h", h, frozenset(), None)
+    RewardSet([function, other], [1.0, 1.0], 1.0).check_tasks(mixture)
+
+
+def failed(status: Status, error: str = "why") -> Rollout:
+    made = rollout()
+    made.fail(status, error)
+    return made
+
+
+def test_gate_stops_above_the_share_only() -> None:
+    good = [rollout() for _ in range(9)]
+    gate = FailureGate(0.1)
+    gate.check([])
+    gate.check(good)
+    gate.check([*good, failed(Status.REWARD_FAILED)])
+    with pytest.raises(RewardError) as error:
+        gate.check([*good, failed(Status.REWARD_FAILED, "Traceback: boom"), failed(Status.TIMED_OUT)])
+    message = str(error.value)
+    assert "2 of 11 rollouts failed (1 reward_failed, 1 timed_out): 18%" in message
+    assert "Traceback: boom" in message
+
+
+def test_gate_does_not_count_what_was_aborted_on_purpose() -> None:
+    FailureGate(0.0).check([rollout(), failed(Status.ABORTED)])
+    with pytest.raises(RewardError):
+        FailureGate(0.0).check([rollout(), failed(Status.ENGINE_FAILED)])
+
+
+def test_metrics_by_hand() -> None:
+    rewards = [(1.0, 1.0, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 0.0)]
+    rollouts = [rollout() for _ in rewards] + [failed(Status.TIMED_OUT), failed(Status.ABORTED)]
+    for r, (total, answered, correct) in zip(rollouts, rewards, strict=False):
+        r.reward, r.rewards = total, {"f": total, "g": None}
+        r.metrics = {"answered": answered, "correct": correct}
+    assert reward_metrics(rollouts) == pytest.approx(
+        {
+            "rollouts/failed": 0.25,
+            "rollouts/timed_out": 0.25,
+            "reward/mean": 1 / 3,
+            "reward/std": (2 / 9) ** 0.5,
+            "reward/f/mean": 1 / 3,
+            "reward/f/std": (2 / 9) ** 0.5,
+            "reward/f/applied": 1.0,
+            "reward/g/applied": 0.0,
+            "reward/answered": 2 / 3,
+            "reward/correct": 1 / 3,
+            "reward/correct_of_answered": 0.5,
+        }
+    )
+    assert reward_metrics([]) == {}

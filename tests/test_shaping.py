@@ -1,0 +1,41 @@
+"""Reward shaping: hand-computed values."""
+
+import pytest
+
+from tunesmith.algorithms.shaping import clip_reward, overlong_penalty, stop_properly
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (130, -1.0)],
+)
+def test_overlong_ramp_falls_over_the_buffer_and_stays_down(length: int, penalty: float) -> None:
+    # limit 100, buffer 20: exceed = length - 80, penalty = -exceed / 20.
+    assert overlong_penalty(length, 100, 20, 1.0) == pytest.approx(penalty)
+    assert overlong_penalty(length, 100, 20, 0.5) == pytest.approx(penalty / 2)
+
+
+def test_overlong_buffer_of_zero_is_off() -> None:
+    assert overlong_penalty(100, 100, 0, 1.0) == 0.0
+
+
+@pytest.mark.parametrize("buffer", [-1, 101])
+def test_overlong_buffer_outside_the_limit_is_refused(buffer: int) -> None:
+    with pytest.raises(ValueError, match="between 0 and 100"):
+        overlong_penalty(50, 100, buffer, 1.0)
+
+
+def test_stop_properly_touches_only_what_was_cut_off() -> None:
+    assert stop_properly(0.8, "length", 0.25) == pytest.approx(0.2)
+    assert stop_properly(0.8, "length", 0.0) == 0.0
+    assert stop_properly(0.8, "length", 1.0) == 0.8
+    assert stop_properly(0.8, "length", -0.5) == -0.5
+    assert stop_properly(0.8, "stop", -0.5) == 0.8
+    with pytest.raises(ValueError, match="at most 1"):
+        stop_properly(0.8, "length", 1.5)
+
+
+def test_clip_reward() -> None:
+    assert [clip_reward(r, -1.0, 2.0) for r in (-3.0, 0.5, 7.0)] == [-1.0, 0.5, 2.0]
+    with pytest.raises(ValueError, match="empty"):
+        clip_reward(0.0, 1.0, -1.0)
