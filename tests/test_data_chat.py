@@ -208,11 +208,23 @@ def test_marks_that_miss_a_turn_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("gemma", "not supported"), ("drops_system", "leaves system")]
+    ("family", "reason"), [("gemma", "not supported"), ("drops_system", "leaves out message 1")]
 )
 def test_a_system_message_that_the_template_cannot_hold_is_refused(family: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         template(family).check_system()
+
+
+def test_a_message_that_the_template_leaves_out_is_refused() -> None:
+    talk = conversation([("a", "b")])
+    with pytest.raises(DataError, match=r"leaves out message 1 \(developer: 'be brief'\)"):
+        template("qwen2").learned([{"role": "developer", "content": "be brief"}, *talk])
+    with pytest.raises(DataError, match="leaves out message 1"):
+        template("qwen2").whole([{"role": "developer", "content": "be brief"}, talk[0]], prompt=True)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert '"add"' in template("qwen2").whole(talk[:1], tools, prompt=True)
+    with pytest.raises(DataError, match="no place for tools"):
+        template("chatml").whole(talk[:1], tools, prompt=True)
 
 
 def test_no_template_is_an_error_that_says_what_to_do() -> None:

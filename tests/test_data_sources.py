@@ -126,7 +126,7 @@ def test_parquet_rows_and_a_damaged_file(tmp_path: Path) -> None:
     datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "a.parquet"))
     found = list(read(Source(path=str(tmp_path / "a.parquet"))))
     assert columns(found) == ROWS and found[1].where.endswith("a.parquet:2")
-    with pytest.raises(DataError, match="cannot read .*b.parquet as Parquet"):
+    with pytest.raises(DataError, match=r"cannot read .*b.parquet as Parquet"):
         lines(tmp_path / "b.parquet", b"PAR1 nonsense")
 
 
@@ -160,7 +160,7 @@ def test_a_test_set_beside_the_training_set_is_not_trained_on(tmp_path: Path) ->
     (tmp_path / "data" / "test-00000-of-00001.jsonl").write_text(jsonl(ROWS[1:]))
     assert columns(list(read(Source(path=str(tmp_path))))) == ROWS[:1]
     assert columns(list(read(Source(path=str(tmp_path), split="test")))) == ROWS[1:]
-    with pytest.raises(DataError, match="no file of the split 'validation'. Found: test, train"):
+    with pytest.raises(DataError, match=r"no file of the split 'validation'. Found: test, train"):
         list(read(Source(path=str(tmp_path), split="validation")))
 
 
@@ -171,9 +171,9 @@ def test_what_is_not_there_is_refused_with_the_nearest_name(tmp_path: Path) -> N
     with pytest.raises(DataError, match="does not exist either"):
         list(read(Source(path=str(tmp_path / "no" / "train.jsonl"))))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no data file in this directory"):
+    with pytest.raises(DataError, match=r"no data file in this directory"):
         list(read(Source(path=str(tmp_path / "empty"))))
-    with pytest.raises(DataError, match="unknown kind of file '.txt'"):
+    with pytest.raises(DataError, match=r"unknown kind of file '.txt'"):
         lines(tmp_path / "a.txt", "x")
 
 

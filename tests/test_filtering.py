@@ -2,21 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from tunesmith.algorithms.filtering import (
-    filter_groups,
-    group_score,
-    is_informative,
-    keep_group,
-    rollout_score,
-)
-from tunesmith.algorithms.presets import resolve_algorithm
-from tunesmith.config.schema import AlgorithmSection
+from tunesmith.algorithms.filtering import filter_groups, group_score, is_informative, rollout_score
 from tunesmith.errors import ConfigError
 from tunesmith.types import Rollout, RolloutGroup, Status, Task
 
 TASK = Task("t", "p", (1,))
-DAPO, _ = resolve_algorithm(AlgorithmSection(name="dapo"), max_new_tokens=100)
-GRPO, _ = resolve_algorithm(AlgorithmSection(name="grpo"), max_new_tokens=100)
 
 
 def rollout(reward: float | None, **rewards: float | None) -> Rollout:
@@ -45,10 +35,11 @@ def test_the_bounds_are_strict(score: float | None, low: float, high: float, exp
 
 def test_groups_are_split_in_order() -> None:
     groups = [group(0, 0), group(0, 1), group(1, 1), group(1, 0, 0)]
-    found = filter_groups(groups, DAPO)
+    found = filter_groups(groups)
     assert found.kept == [groups[1], groups[3]]
     assert found.rejected == [groups[0], groups[2]]
-    assert filter_groups(groups, GRPO).rejected == []
+    assert filter_groups(groups, 0.4, 0.9).kept == [groups[1]]
+    assert filter_groups([]).kept == []
 
 
 def test_the_score_is_the_weighted_mean_of_raw_rewards() -> None:
@@ -57,6 +48,7 @@ def test_the_score_is_the_weighted_mean_of_raw_rewards() -> None:
     assert rollout_score(rollout(0.5)) == 0.5
     assert rollout_score(rollout(None, a=None)) is None
     assert rollout_score(rollout(1.0, a=1.0), {"a": 0.0}) is None
+    assert rollout_score(rollout(1.0, a=1.0, penalty=40.0), {"penalty": -0.5}) == 1.0
 
 
 def test_failed_rollouts_have_no_score() -> None:
@@ -65,12 +57,10 @@ def test_failed_rollouts_have_no_score() -> None:
     mixed = RolloutGroup(TASK, [broken, rollout(1.0, exact=1.0)])
     assert group_score(mixed) == 1.0
     assert group_score(RolloutGroup(TASK, [broken])) is None
-    assert not keep_group(RolloutGroup(TASK, [broken]), DAPO)
-    assert keep_group(RolloutGroup(TASK, [broken]), GRPO)
+    assert filter_groups([RolloutGroup(TASK, [broken])]).kept == []
 
 
 @pytest.mark.parametrize("score", [-0.5, 1.5, 100.0])
 def test_a_score_outside_zero_to_one_is_refused_by_name(score: float) -> None:
     with pytest.raises(ConfigError, match=r"'exact' gave .*dynamic_filter=false"):
-        keep_group(group(0.0, score), DAPO)
-    assert keep_group(group(0.0, score), GRPO)
+        filter_groups([group(0.0, score)])

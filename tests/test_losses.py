@@ -134,12 +134,12 @@ def test_sapo_by_hand() -> None:
 
 
 def test_gmpo_by_hand() -> None:
-    # A > 0: only what is above +0.4 is cut; A < 0: only what is below −0.4.
-    params = LossParams(clip_low=0.4, clip_high=0.4)
+    # A > 0: only what is above +0.4 is cut; A < 0: only what is below −0.3.
+    params = LossParams(clip_low=0.3, clip_high=0.4)
     up = batch([1.0, -1.0, 0.1], [2.0] * 3)
     assert values("gmpo", up, params) == pytest.approx([-2 * math.exp((0.4 - 1.0 + 0.1) / 3)] * 3)
     down = batch([1.0, -1.0, 0.1], [-2.0] * 3)
-    assert values("gmpo", down, params) == pytest.approx([2 * math.exp((1.0 - 0.4 + 0.1) / 3)] * 3)
+    assert values("gmpo", down, params) == pytest.approx([2 * math.exp((1.0 - 0.3 + 0.1) / 3)] * 3)
 
 
 def test_gepo_by_hand() -> None:

@@ -22,6 +22,7 @@ from tunesmith.data.prepare import Prepared, load_samples, load_tasks, peek
 from tunesmith.environments.base import SingleTurn
 from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
 from tunesmith.errors import CheckpointError
+from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, Metrics, check_sinks, drop_after, open_sinks, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir, open_run_dir
@@ -187,6 +188,7 @@ def _open_session(
         checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
         best=Best(metric, higher_is_better="loss" not in metric),
         samples=samples,
+        clock=Clock(),
         resume_from=checkpoint,
     )
 

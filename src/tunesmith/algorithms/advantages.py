@@ -263,7 +263,12 @@ def gpg(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
     return Advantages([scale * a for a in dr_grpo(outcomes, params).advantages])
 
 
-@estimator("gdpo", "whiten(Σ_k w_k (r_k − mean_k) / (std_k + 1e-6))", "GDPO, arXiv:2601.05242", GROUP)
+@estimator(
+    "gdpo",
+    "whiten(Σ_k w_k (r_k − mean_k) / (std_k + 1e-6))",
+    "GDPO, arXiv:2601.05242",
+    GROUP | {"reward_weights"},
+)
 def gdpo(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
     """Each reward standardised by itself, then summed and whitened over the batch's policy tokens.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tunesmith.config.schema import AlgorithmSection
 from tunesmith.errors import ConfigError
 from tunesmith.types import Rollout, RolloutGroup
 
@@ -25,22 +24,23 @@ class Filtered:
 def rollout_score(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float | None:
     """Weighted mean of the rollout's raw rewards by name, of those that apply; None without any.
 
-    A rollout whose rewards have no names is scored by its one reward.
+    Penalties (weights of 0 and below) say nothing about whether a task is solved and are left out. A
+    rollout whose rewards have no names is scored by its one reward.
 
     Raises:
         ConfigError: a score lies outside [0, 1], so its mean says nothing about how often a task is solved.
     """
     rewards = rollout.rewards or {"reward": rollout.reward}
-    scores = {name: value for name, value in rewards.items() if value is not None}
+    share = {name: (weights or {}).get(name, 1.0) for name in rewards}
+    scores = {name: value for name, value in rewards.items() if value is not None and share[name] > 0}
     for name, value in scores.items():
         if not 0.0 <= value <= 1.0:
             raise ConfigError(
                 f"algorithm.dynamic_filter needs rewards between 0 and 1, but '{name}' gave {value:g}. "
                 "Rescale that reward, or set algorithm.dynamic_filter=false."
             )
-    share = {name: (weights or {}).get(name, 1.0) for name in scores}
-    total = sum(share.values())
-    return sum(scores[name] * share[name] for name in scores) / total if total > 0 else None
+    total = sum(share[name] for name in scores)
+    return sum(scores[name] * share[name] for name in scores) / total if scores else None
 
 
 def group_score(group: RolloutGroup, weights: Mapping[str, float] | None = None) -> float | None:
@@ -54,19 +54,15 @@ def is_informative(score: float | None, low: float = 0.0, high: float = 1.0) -> 
     return score is not None and low < score < high
 
 
-def keep_group(
-    group: RolloutGroup, section: AlgorithmSection, weights: Mapping[str, float] | None = None
-) -> bool:
-    """Whether to train on a group; always so where the resolved section does not filter."""
-    if not section.dynamic_filter:
-        return True
-    return is_informative(group_score(group, weights), section.filter_low, section.filter_high)
-
-
 def filter_groups(
-    groups: Sequence[RolloutGroup], section: AlgorithmSection, weights: Mapping[str, float] | None = None
+    groups: Sequence[RolloutGroup],
+    low: float = 0.0,
+    high: float = 1.0,
+    weights: Mapping[str, float] | None = None,
 ) -> Filtered:
     """Split a batch, in order, into groups to train on and groups to replace."""
-    keep = [keep_group(g, section, weights) for g in groups]
-    kept = [g for g, k in zip(groups, keep, strict=True) if k]
-    return Filtered(kept, [g for g, k in zip(groups, keep, strict=True) if not k])
+    kept: list[RolloutGroup] = []
+    rejected: list[RolloutGroup] = []
+    for group in groups:
+        (kept if is_informative(group_score(group, weights), low, high) else rejected).append(group)
+    return Filtered(kept, rejected)

@@ -28,6 +28,7 @@ NEEDS: Mapping[str, str] = {
     "greedy_rollout": "a greedy rollout per prompt",
     "group_logprobs": "the sampling probabilities of the whole group",
     "selection": "a choice of tokens by covariance over the batch",
+    "reward_weights": "the weight of each reward by itself",
     "adaptive_kl": "a KL coefficient that adapts to a target",
 }
 

@@ -159,7 +159,7 @@ def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetail
         path = _path_in(data, error["loc"])
         if error["type"] == "extra_forbidden":
             continue
-        if error["type"] == "missing":
+        if error["type"] == "missing" and isinstance(error["loc"][-1], str):
             path = (*path, error["loc"][-1])
             text = f"{dotted(path)} is missing: {describe_at(kind, path)}"
         elif error["type"] == "value_error":

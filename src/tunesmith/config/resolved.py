@@ -69,6 +69,8 @@ def print_resolved(resolved: Resolved[Any]) -> None:
             Text(entry.key), Text(_shown(entry.value), style="bold cyan"), Text(entry.reason, "dim")
         )
     console = Console()
+    if not console.is_terminal:
+        console.width = 140
     console.print(table)
     for note in resolved.notes:
         console.print(Text(f"note: {note}", style="yellow"))

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML; lists and tables on one line.
+    """A value as TOML; lists and tables on one line, without keys whose value is None.
 
     Raises:
-        TypeError: TOML has no such value (None among them).
+        TypeError: TOML has no such value.
     """
     match value:
         case bool():
@@ -24,7 +24,7 @@ def toml_value(value: Any) -> str:
         case list() | tuple():
             return f"[{', '.join(map(toml_value, cast(Sequence[Any], value)))}]"
         case dict():
-            pairs = cast(Mapping[str, Any], value).items()
+            pairs = [(k, v) for k, v in cast(Mapping[str, Any], value).items() if v is not None]
             return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in pairs) + "}"
         case _:
             raise TypeError(f"TOML has no {type(value).__name__}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from tunesmith.data.tokens import Span, Tokenizer
@@ -37,6 +37,7 @@ class ChatTemplate:
     marks_assistant: bool
     """The template says itself what the assistant writes, by ``{% generation %}``."""
     has_generation_prompt: bool
+    takes_tools: bool
     special: tuple[str, ...]
     """Every special token's text, longest first."""
     turn_end: str | None
@@ -62,16 +63,11 @@ class ChatTemplate:
             tokenizer,
             marks_assistant=_GENERATION.search(source) is not None,
             has_generation_prompt="add_generation_prompt" in source,
+            takes_tools="tools" in source,
             special=tuple(sorted(special, key=lambda token: (-len(token), token))),
             turn_end=None,
         )
-        return cls(
-            tokenizer,
-            plain.marks_assistant,
-            plain.has_generation_prompt,
-            plain.special,
-            plain.probe_turn_end(),
-        )
+        return replace(plain, turn_end=plain.probe_turn_end())
 
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
@@ -79,8 +75,12 @@ class ChatTemplate:
         """The conversation as text; with ``prompt``, up to where the assistant begins to write.
 
         Raises:
-            DataError: the template refuses the conversation.
+            DataError: the template refuses the conversation, or has no place for the tools.
         """
+        if tools and not self.takes_tools:
+            raise DataError(
+                "the chat template has no place for tools; name one that has with model.chat_template"
+            )
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tools, add_generation_prompt=prompt, tokenize=False
@@ -89,6 +89,28 @@ class ChatTemplate:
             roles = ", ".join(str(message.get("role")) for message in messages[:6])
             raise DataError(f"the chat template refuses this conversation ({roles}): {error}") from error
         return cast("str", text)
+
+    def whole(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
+    ) -> str:
+        """As ``render``, and certain that nothing the user or the system said is lost.
+
+        Raises:
+            DataError: the template refuses the conversation or leaves a message out.
+        """
+        text = self.render(messages, tools, prompt=prompt)
+        self._check_kept(messages, text)
+        return text
+
+    def _check_kept(self, messages: Sequence[Message], text: str) -> None:
+        squashed = _squash(text)
+        for number, message in enumerate(messages, 1):
+            said, role = message["content"], message["role"]
+            if role in ("system", "developer", "user") and _squash(said) not in squashed:
+                raise DataError(
+                    f"the chat template leaves out message {number} ({role}: {_short(said)}); put it into "
+                    "another message, or name another template with model.chat_template"
+                )
 
     def probe_turn_end(self) -> str | None:
         """What the template writes after the content of a last assistant turn."""
@@ -115,23 +137,18 @@ class ChatTemplate:
         return self.stop_marker.lstrip() in self.special
 
     def check_system(self) -> None:
-        """Refuse a template that leaves a system message out without a word.
+        """Refuse a template that has no place for a system message.
 
         Raises:
-            ConfigError: it does.
+            ConfigError: it refuses one, or leaves it out without a word.
         """
         messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "x"}]
         try:
-            text = self.render(messages, prompt=True)
+            self.whole(messages, prompt=True)
         except DataError as error:
             raise ConfigError(
-                f"{error}. Leave the system message (data.system_prompt) out for this model."
+                f"system messages (data.system_prompt) do not work with this tokenizer: {error}."
             ) from error
-        if _PROBE not in text:
-            raise ConfigError(
-                "the chat template leaves system messages out. Put the instruction into the user's "
-                "message, or name another template with model.chat_template."
-            )
 
     def learned(
         self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0
@@ -145,6 +162,8 @@ class ChatTemplate:
         """
         turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
         own = {i: self._turn(messages[: i + 1], tools) for i in turns}
+        if turns:
+            self._check_kept(messages[: turns[-1]], own[turns[-1]].text)
         made: list[Rendered] = []
         while turns:
             text = own[turns[-1]].text

@@ -34,8 +34,8 @@ def choose_template(
     if not wanted:
         if section.system_prompt is not None:
             raise ConfigError(
-                "data.system_prompt needs a chat template, but these prompts are plain text. Leave it out, or "
-                "set data.chat = true with a tokenizer or model.chat_template that has one."
+                "data.system_prompt needs a chat template, but these prompts are plain text. Leave it out, "
+                "or set data.chat = true with a tokenizer or model.chat_template that has one."
             )
         return None
     template = ChatTemplate.of(tokenizer)
@@ -83,7 +83,7 @@ def learned_texts(section: DataSection, example: Example, template: ChatTemplate
     talk_only = not example.prompt
     messages = with_system(section, answer) if talk_only else [*with_system(section, example.prompt), *answer]
     if section.loss_on == "all":
-        text = template.render(messages, example.tools)
+        text = template.whole(messages, example.tools)
         return [Rendered(text, ((0, len(text)),))]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     first = 0 if talk_only or section.loss_on == "assistant" else len(messages) - len(answer)

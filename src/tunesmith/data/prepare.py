@@ -111,7 +111,7 @@ def load_tasks(section: DataSection, source: Sources, tokenizer: Tokenizer) -> T
         if isinstance(prompt, str):
             return prompt
         assert template is not None
-        return template.render(prompt, example.tools, prompt=True)
+        return template.whole(prompt, example.tools, prompt=True)
 
     def encode_prompt(example: Example, prompt: Prompt) -> list[int]:
         return encode(tokenizer, [text_of(example, prompt)])[0]

@@ -34,4 +34,5 @@ def _record(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> dict[st
         "error": rollout.error,
         "tokens": rollout.num_sampled,
         "finish_reason": rollout.finish_reason,
+        **({"notes": rollout.notes} if rollout.notes else {}),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,11 @@ class Best:
     value: float | None = None
     step: int | None = None
 
-    def improved(self, value: float, step: int) -> bool:
-        """Take in an evaluation; True if it beats all before it."""
+    def update(self, value: float, step: int) -> None:
+        """Take in an evaluation."""
         sign = 1 if self.higher_is_better else -1
-        if self.value is not None and sign * value <= sign * self.value:
-            return False
-        self.value, self.step = value, step
-        return True
+        if self.value is None or sign * value > sign * self.value:
+            self.value, self.step = value, step
 
 
 @dataclass(slots=True)
@@ -54,8 +52,8 @@ class Session:
     checkpoints: Checkpoints
     best: Best
     samples: JsonLines
+    clock: Clock
     resume_from: Path | None = None
-    clock: Clock = field(default_factory=Clock)
     step: int = 0
 
     @property
@@ -90,9 +88,10 @@ class Session:
         """Record an evaluation; the best one's checkpoint is kept."""
         self.metrics.write(self.step, metrics, always=True)
         value = metrics.get(self.best.metric)
-        best = value is not None and self.best.improved(value, self.step)
-        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
-        self.note(f"evaluation at step {self.step}: {shown}{'  (best so far)' if best else ''}")
+        if value is not None:
+            self.best.update(value, self.step)
+        numbers = (f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
+        self.note(f"evaluation after step {self.step}: {'  '.join(numbers)}")
 
     def evaluation_due(self) -> bool:
         return self.cadence.due(self.cadence.evaluate_every, self.step)

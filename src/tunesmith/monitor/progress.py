@@ -85,12 +85,6 @@ def _watched(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     return None
 
 
-def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """``step 20: eval reward 0.61  eval pass@4 0.83``."""
-    parts = [f"{name.replace('/', ' ')} {number(value)}" for name, value in metrics.items()]
-    return f"step {step}: " + "  ".join(parts)
-
-
 def sparkline(values: Sequence[float]) -> str:
     """One bar per value, from the least to the greatest: ``▁▃▅█``. Values that are not finite are blank."""
     finite = [v for v in values if abs(v) < float("inf")]
@@ -104,8 +98,12 @@ def sparkline(values: Sequence[float]) -> str:
 class Progress(Protocol):
     """Shows the steps of a run. Use as a context manager."""
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done, ``seconds`` among its metrics; metrics without ``seconds`` are an evaluation's."""
+    def phase(self, name: str) -> None:
+        """What the run is doing now."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """A step is done; ``seconds`` is its wall time."""
         ...
 
     def note(self, text: str) -> None:
@@ -125,18 +123,16 @@ def open_progress(
     start: int = 0,
     live: bool | None = None,
     every: int = 1,
-    busy: Callable[[], str] = lambda: "",
     console: Console | None = None,
 ) -> Progress:
     """A display for steps ``start + 1 ... total``.
 
     Args:
-        busy: says what the run is doing now; ``Clock.current`` does.
         live: a panel that is redrawn; False for lines; None: a panel when standard output is a terminal.
         every: steps between lines; the first and last are always shown.
     """
     if live if live is not None else sys.stdout.isatty():
-        return LivePanel(total, start, busy, console)
+        return LivePanel(total, start, console)
     return PlainLines(total, start, every)
 
 
@@ -164,16 +160,16 @@ class PlainLines:
         self._eta = Eta(total, start)
         self._first, self._every = start + 1, every
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        if "seconds" not in metrics:
-            self.note(evaluation_line(step, metrics))
-            return
-        self._eta.update(step, metrics["seconds"])
+    def phase(self, name: str) -> None:
+        pass
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        self._eta.update(step, seconds)
         total = self._eta.total
         if step % self._every and step not in (self._first, total):
             return
         parts = [f"{label} {shown}" for label, shown in _shown(metrics)]
-        times = [duration(metrics["seconds"]), f"ETA {duration(self._eta.remaining or 0)}"]
+        times = [duration(seconds), f"ETA {duration(self._eta.remaining or 0)}"]
         print("  ".join([f"step {step}/{total}", *parts, *times]), flush=True)
 
     def note(self, text: str) -> None:
@@ -195,7 +191,6 @@ class LivePanel:
         self,
         total: int,
         start: int = 0,
-        busy: Callable[[], str] = lambda: "",
         console: Console | None = None,
     ) -> None:
         from rich.console import Console
@@ -203,7 +198,7 @@ class LivePanel:
 
         self._eta = Eta(total, start)
         self._metrics: Mapping[str, float] = {}
-        self._busy, self._since = busy, time.monotonic()
+        self._phase, self._since = "starting", time.monotonic()
         self._course: deque[float] = deque(maxlen=_HISTORY)
         self._console = console or Console()
         self._live = Live(
@@ -213,11 +208,12 @@ class LivePanel:
             vertical_overflow="visible",
         )
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        if "seconds" not in metrics:
-            self.note(evaluation_line(step, metrics))
-            return
-        self._eta.update(step, metrics["seconds"])
+    def phase(self, name: str) -> None:
+        if name != self._phase:
+            self._phase, self._since = name, time.monotonic()
+
+    def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        self._eta.update(step, seconds)
         self._metrics, self._since = metrics, time.monotonic()
         if (watched := _watched(metrics)) is not None:
             self._course.append(watched[1])
@@ -233,7 +229,7 @@ class LivePanel:
 
         eta, total = self._eta, self._eta.total
         left = "" if eta.remaining is None else f"  {duration(eta.remaining)} left"
-        busy = f"{self._busy()} {duration(time.monotonic() - self._since)}"
+        busy = f"{self._phase} {duration(time.monotonic() - self._since)}"
         top = Table.grid(padding=(0, 1))
         top.add_row(
             Text(f"step {eta.done}/{total}", style="bold"),

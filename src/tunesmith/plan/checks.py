@@ -164,7 +164,8 @@ def _check_algorithm(config: RLConfig) -> Iterator[str]:
     if "group" in algorithm_needs(section) and config.rollout.group_size == 1:
         yield (
             f"algorithm.advantage = '{section.advantage}' compares the rollouts of a prompt with each other, "
-            "and rollout.group_size = 1 leaves nothing to compare; use 4 or more, or algorithm.name = 'reinforce'"
+            "and rollout.group_size = 1 leaves nothing to compare; use 4 or more, "
+            "or algorithm.name = 'reinforce'"
         )
     if section.overlong_buffer and section.overlong_buffer > limit:
         yield (

@@ -121,7 +121,9 @@ def _derive_kv_memory(filling: Filling[Any], facts: Facts, budget: int) -> None:
     key, config, model = "system.kv_memory", filling.config, facts.model
     share = max(budget // 4, 16 * 10**6)
     longest = longest_sample(config, facts)
-    if model is None or longest is None:
+    if longest is None:
+        return
+    if model is None:
         filling.fill(key, _megabytes(min(share, 4 * 10**9)), "a quarter of the free memory, at most 4GB")
         return
     together = config.rollout.prompts_per_step * config.rollout.group_size

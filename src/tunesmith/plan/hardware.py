@@ -52,10 +52,10 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a device attains: ``flops`` of a matrix product and ``bandwidth`` in bytes, both per second."""
+    """What a device attains: in large matrix products, and in reading and writing memory."""
 
-    flops: float
-    bandwidth: float
+    flops_per_second: float
+    bytes_per_second: float
 
 
 def read_hardware() -> Hardware:

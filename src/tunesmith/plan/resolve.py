@@ -36,8 +36,9 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     _derive_length(filling, facts)
     _derive_lr(filling, facts)
     _derive_intervals(filling)
-    _derive_limits(filling, facts)
+    # Before the limits, which are often far above what the data needs.
     derive_system(filling, facts)
+    _derive_limits(filling, facts)
     raise_all([*_problems(filling.config, facts)])
     said = settings(config, said_only=True)
     return Resolved(filling.config, said, tuple(filling.derived), tuple(_notes(filling.config, facts)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tunesmith.engines.local.kv_cache import KVCache
+from tunesmith.engines.local.kv_cache import Bank, KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class DecodeAttention:
         )
         self._longest = max(lengths) + 1
         self._longest_prompt = max(grouping.prompt_lengths)
-        self._own = [p[: grouping.rows * heads, : self._longest] for p in bank.planes]
-        self._prompt = [p[: grouping.prompts * heads, : self._longest_prompt] for p in cache.prompts.planes]
+        self._own = _views(bank, grouping.rows, self._longest)
+        self._prompt = _views(cache.prompts, grouping.prompts, self._longest_prompt)
         self._masks: dict[int | None, Tensor | None] = {}
 
     def attend(
@@ -94,16 +94,16 @@ class DecodeAttention:
         self._slots[plane + 1].index_copy_(0, self._new, value.reshape(-1, dim))
         batch, share = rows * self._heads, heads // self._heads
         own = (query * scale).reshape(batch, share, dim)
-        to_prompt = torch.bmm(self._together(own, share, dim), self._prompt[plane].transpose(1, 2))
+        to_prompt = torch.bmm(self._together(own, share, dim), self._prompt[plane])
         to_prompt = self._apart(to_prompt, share, self._longest_prompt)
-        scores = torch.cat((to_prompt, torch.bmm(own, self._own[plane].transpose(1, 2))), -1)
+        scores = torch.cat((to_prompt, torch.bmm(own, self._own[plane])), -1)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        mask = self._mask(window, scores.dtype)
+        mask = self._masks[window] if window in self._masks else self._mask(window, scores.dtype)
         if mask is not None:
             scores.view(rows, -1, scores.shape[-1]).add_(mask)
         weights = torch.softmax(scores, -1)
-        from_prompt, from_own = weights.split([self._longest_prompt, self._longest], -1)
+        from_prompt, from_own = weights.split_with_sizes((self._longest_prompt, self._longest), -1)
         out = torch.bmm(self._together(from_prompt, share, self._longest_prompt), self._prompt[plane + 1])
         out = torch.baddbmm(self._apart(out, share, dim), from_own, self._own[plane + 1])
         return out.view(rows, heads, dim)
@@ -123,14 +123,10 @@ class DecodeAttention:
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """``[B, 1, P + L]``, 0 or -inf: slots past a row's end, or out of the window; None if all are seen."""
-        if window not in self._masks:
-            self._masks[window] = self._make_mask(window, dtype)
-        return self._masks[window]
-
-    def _make_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         lengths, prompts = self._lengths, self._grouping.prompt_lengths
         even = min(lengths) == max(lengths) and min(prompts) == max(prompts)
         if even and (window is None or prompts[0] + lengths[0] < window):
+            self._masks[window] = None
             return None
         column = lambda values: torch.tensor(values, device=self._device).unsqueeze(1)  # noqa: E731
         prompt, own = column(prompts), column(lengths)
@@ -142,4 +138,12 @@ class DecodeAttention:
             hidden_own = hidden_own | (own - written >= window)
         hidden = torch.cat((hidden_prompt, hidden_own), 1)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
-        return mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
+        self._masks[window] = mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
+        return self._masks[window]
+
+
+def _views(bank: Bank, rows: int, length: int) -> list[Tensor]:
+    """Of each layer the keys ``[rows * K, D, length]``, then the values ``[rows * K, length, D]``."""
+    used = bank.memory[:, :rows, :, :length].flatten(1, 2)
+    keys, values = used[::2].transpose(2, 3).unbind(0), used[1::2].unbind(0)
+    return [view for pair in zip(keys, values, strict=True) for view in pair]

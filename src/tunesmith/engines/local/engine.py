@@ -143,7 +143,9 @@ class LocalEngine:
     def _request(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Request:
         """Check and make a request."""
         if self._closed or self._asleep:
-            raise EngineError("the engine is closed" if self._closed else "the engine sleeps: call wake() first")
+            raise EngineError(
+                "the engine is closed" if self._closed else "the engine sleeps: call wake() first"
+            )
         check_sampling(sampling)
         prompt = len(prompt_ids)
         if not 0 < prompt < self._context:

@@ -51,7 +51,6 @@ class Bank:
     rows: int
     capacity: int
     memory: Tensor  # [P, R, K, C, D]
-    planes: tuple[Tensor, ...]  # P x [R * K, C, D]
     slots: tuple[Tensor, ...]  # P x [R * K * C, D]
 
 
@@ -123,9 +122,7 @@ class KVCache:
         start = 0 if front else self._memory.shape[1] - size
         heads, dim = self.layout.kv_heads, self.layout.head_dim
         memory = self._memory[:-1, start : start + size].unflatten(1, (rows, heads, capacity, dim))
-        planes = memory.flatten(1, 2).unbind(0)
-        slots = memory.flatten(1, 3).unbind(0)
-        return Bank(rows, capacity, memory, planes, slots)
+        return Bank(rows, capacity, memory, memory.flatten(1, 3).unbind(0))
 
     def _arrange(
         self, old: Bank, order: Sequence[int], length: int, shape: tuple[int, int], *, front: bool

@@ -86,7 +86,7 @@ def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         probs: ``[C, V]``.
         top_k, top_p, min_p: ``[C, 1]``.
     """
-    ranked, order = probs.sort(-1, descending=True, stable=True)
+    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[1], device=probs.device)
     ranked = ranked.masked_fill(rank >= top_k, 0)
     before = ranked.cumsum(-1, dtype=torch.float64) - ranked
@@ -109,21 +109,26 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         ``[B]`` int64.
     """
+    uniforms = uniforms.unsqueeze(1)
     if probs.numel() <= _ONE_LEVEL:
-        totals = probs.cumsum(-1, dtype=torch.float64)
-        return _search(totals, uniforms.unsqueeze(1) * totals[:, -1:])[0].squeeze(1)
+        return _search(probs.cumsum(-1, dtype=torch.float64), uniforms).squeeze(1)
     blocks = F.pad(probs, (0, -probs.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
     totals = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    block, rest = _search(totals, uniforms.unsqueeze(1) * totals[:, -1:])
+    block = _search(totals, uniforms)
+    before = F.pad(totals, (1, 0)).gather(1, block)
     chosen = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, _BLOCK)).squeeze(1)
-    within = _search(chosen.cumsum(-1, dtype=torch.float64), rest)[0]
-    return (block * _BLOCK + within).squeeze(1)
+    chosen = chosen.cumsum(-1, dtype=torch.float64)
+    last = chosen[:, -1:]
+    rest = torch.minimum(uniforms * totals[:, -1:] - before, torch.nextafter(last, torch.zeros_like(last)))
+    within = torch.searchsorted(chosen, rest, right=True)
+    return (block * _BLOCK + within).squeeze(1).clamp_max(probs.shape[1] - 1)
 
 
-def _search(totals: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """First index ``[B, 1]`` whose running total exceeds ``target``, and target less the total before it."""
-    last = totals[:, -1:]
-    target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
-    index = torch.searchsorted(totals, target, right=True).clamp_max(totals.shape[1] - 1)
-    before = totals.gather(1, (index - 1).clamp_min(0))
-    return index, torch.where(index > 0, target - before, target)
+def _search(totals: Tensor, uniforms: Tensor) -> Tensor:
+    """First index ``[B, 1]`` whose running total exceeds ``uniform * total``.
+
+    There is one: rounded to fp64, the product with a number of at most ``1 - 2**-53`` stays below the total.
+    Only totals that are not finite run past the end.
+    """
+    index = torch.searchsorted(totals, uniforms * totals[:, -1:], right=True)
+    return index.clamp_max_(totals.shape[1] - 1)

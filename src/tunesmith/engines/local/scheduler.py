@@ -84,6 +84,8 @@ class Scheduler:
         Returns:
             What runs, by row.
         """
+        if self._length() <= self.cache.completions.capacity:
+            return list(self.running)
         while not self._fits(self._in_use(), len(self.running), self._length()):
             self._preempt(max(self.running, key=lambda r: r.id))
         self._reserve(self._in_use(), [], len(self.running), self._length())

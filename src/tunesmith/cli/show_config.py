@@ -1,0 +1,24 @@
+"""``tunesmith config``: check a run file and show what it resolves to, without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tunesmith.cli.arguments import Overrides, RunFile
+
+
+def show_config(run: RunFile, overrides: Overrides = None) -> None:
+    """Check a run file and print every setting that was said or derived, without loading anything.
+
+    What depends on the data, such as the number of steps, is derived when the run starts.
+    """
+    from tunesmith.config.load import find_kind, load_config
+    from tunesmith.config.resolved import print_resolved
+    from tunesmith.plan.facts import Facts, read_model_facts
+    from tunesmith.plan.hardware import read_hardware
+    from tunesmith.plan.resolve import resolve
+
+    config = load_config(find_kind(run, overrides or ()), run, overrides or ())
+    model = Path(config.model.path)
+    facts = Facts(read_hardware(), read_model_facts(model) if model.is_dir() else None)
+    print_resolved(resolve(config, facts))

@@ -1,0 +1,117 @@
+"""An engine without a model: completions from a script, or derived from a hash. For tests of what uses engines."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+
+from tunesmith.engines.base import EngineStats, check_sampling
+from tunesmith.errors import EngineError, UserError
+from tunesmith.types import Completion, Sampling
+
+Script = Callable[[Sequence[int], Sampling], Sequence[int]]
+"""The tokens that complete a prompt; stop conditions and the token limit still apply."""
+
+
+class FakeEngine:
+    """Fulfils ``RolloutEngine``: one token per turn of the event loop, uniform over the vocabulary.
+
+    Unscripted tokens are a hash of seed, prompt and position (greedy: without the seed), so equal requests
+    give equal completions. Every log-probability is that of the uniform distribution.
+
+    Args:
+        script: what to write; None hashes.
+        decode: tokens to text, for stop strings; None writes each token as its number and a space.
+        context: longest prompt and completion together.
+    """
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        vocab_size: int = 256,
+        eos_token_ids: Iterable[int] = (2,),
+        decode: Callable[[Sequence[int]], str] | None = None,
+        context: int = 1024,
+    ) -> None:
+        self._script = script
+        self._vocab_size = vocab_size
+        self._eos = frozenset(eos_token_ids)
+        self._decode = decode or (lambda ids: "".join(f"{i} " for i in ids))
+        self._context = context
+        self._version = 0
+        self._fresh_seed = count(1 << 64)
+        self._running = 0
+        self._peak_running = self._sampled = 0
+        self._unavailable: str | None = None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """See ``RolloutEngine``. Raises UserError, EngineError."""
+        if self._unavailable:
+            raise EngineError(self._unavailable)
+        check_sampling(sampling)
+        if not 0 < len(prompt_ids) < self._context:
+            raise UserError(
+                f"a prompt of {len(prompt_ids)} tokens does not fit the context of {self._context}"
+            )
+        self._running += 1
+        self._peak_running = max(self._peak_running, self._running)
+        try:
+            return await self._write(tuple(prompt_ids), sampling)
+        finally:
+            self._running -= 1
+
+    async def _write(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Completion:
+        limit = min(sampling.max_new_tokens, self._context - len(prompt_ids))
+        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
+        seed = 0 if sampling.temperature == 0 else sampling.seed
+        seed = next(self._fresh_seed) if seed is None else seed
+        tokens = iter(self._script(prompt_ids, sampling) if self._script else self._hashed(prompt_ids, seed))
+        done = Completion([], [], [], "length")
+        for token in tokens:
+            await asyncio.sleep(0)
+            if self._unavailable:
+                raise EngineError(self._unavailable)
+            done.token_ids.append(token)
+            done.logprobs.append(0.0 if self._script else -math.log(self._vocab_size))
+            done.versions.append(self._version)
+            self._sampled += 1
+            text = self._decode(done.token_ids) if sampling.stop else ""
+            if token in stops or any(s in text for s in sampling.stop):
+                return Completion(done.token_ids, done.logprobs, done.versions, "stop")
+            if len(done.token_ids) >= limit:
+                return done
+        raise EngineError(f"the script ended after {len(done.token_ids)} tokens without a stop condition")
+
+    def _hashed(self, prompt_ids: tuple[int, ...], seed: int) -> Iterable[int]:
+        for position in count():
+            digest = hashlib.blake2b(repr((seed, prompt_ids, position)).encode(), digest_size=8).digest()
+            yield int.from_bytes(digest) % self._vocab_size
+
+    async def load_weights(self, version: int) -> None:
+        self._version = version
+
+    async def sleep(self) -> None:
+        """Raises EngineError while requests are in flight."""
+        if self._running:
+            raise EngineError("the engine cannot sleep while requests are in flight: await them first")
+        self._unavailable = self._unavailable or "the engine sleeps: call wake() first"
+
+    async def wake(self) -> None:
+        if self._unavailable != "the engine was closed":
+            self._unavailable = None
+
+    def stats(self) -> EngineStats:
+        stats = EngineStats(sampled_tokens=self._sampled, peak_running=self._peak_running)
+        self._sampled = self._peak_running = 0
+        return stats
+
+    async def close(self) -> None:
+        self._unavailable = "the engine was closed"

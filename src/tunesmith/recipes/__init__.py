@@ -1,0 +1,1 @@
+"""Small complete runs that make their own model and data."""

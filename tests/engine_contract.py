@@ -1,0 +1,193 @@
+"""What every rollout engine must do. A test module makes a ``Subject`` per engine and calls each check.
+
+A check takes a ``Subject`` and is a coroutine function named ``check_*``; ``CHECKS`` lists them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tunesmith.engines.base import RolloutEngine
+from tunesmith.errors import EngineError, UserError
+from tunesmith.types import Completion, Sampling
+
+PROMPT = [11, 12, 13, 14]
+FREE = Sampling(max_new_tokens=12, ignore_eos=True, seed=5)
+
+
+@dataclass
+class Subject:
+    """An engine under test and what the checks must know of it."""
+
+    engine: RolloutEngine
+    decode: Callable[[Sequence[int]], str]
+    score: Callable[[Sequence[int], Sequence[int]], list[float]] | None = None
+    """Log-probabilities of a completion after a prompt at temperature 1; None where nothing can tell."""
+    context: int = 64
+    """Longest prompt and completion together."""
+
+    async def write(self, sampling: Sampling = FREE, prompt: Sequence[int] = PROMPT) -> Completion:
+        return await self.engine.generate(prompt, sampling)
+
+
+async def check_lists_have_one_entry_per_token(s: Subject) -> None:
+    done = await s.write()
+    assert len(done.token_ids) == len(done.logprobs) == len(done.versions) == 12
+    assert done.finish_reason == "length"
+    assert all(p <= 0 for p in done.logprobs)
+
+
+async def check_seed_decides(s: Subject) -> None:
+    first, again, other, unseeded, fresh = await asyncio.gather(
+        s.write(),
+        s.write(),
+        s.write(replace(FREE, seed=6)),
+        s.write(replace(FREE, seed=None)),
+        s.write(replace(FREE, seed=None)),
+    )
+    assert first.token_ids == again.token_ids
+    assert len({tuple(c.token_ids) for c in (first, other, unseeded, fresh)}) == 4
+
+
+async def check_company_does_not_matter(s: Subject) -> None:
+    alone = await s.write()
+    crowd = [s.write(replace(FREE, seed=i, max_new_tokens=3 + i), [20 + i % 3] * (3 + i)) for i in range(9)]
+    among, *_ = await asyncio.gather(s.write(), *crowd)
+    assert among.token_ids == alone.token_ids
+    assert among.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+async def check_greedy_ignores_the_seed(s: Subject) -> None:
+    greedy = replace(FREE, temperature=0.0)
+    one, two = await asyncio.gather(s.write(greedy), s.write(replace(greedy, seed=9)))
+    assert one.token_ids == two.token_ids
+
+
+async def check_stop_token(s: Subject) -> None:
+    free = await s.write()
+    stop = free.token_ids[6]
+    cut = await s.write(replace(FREE, stop_token_ids=(stop,)))
+    end = free.token_ids.index(stop) + 1
+    assert cut.token_ids == free.token_ids[:end]
+    assert cut.finish_reason == "stop"
+
+
+async def check_stop_string_across_tokens(s: Subject) -> None:
+    free = await s.write()
+    whole = re.findall("[^\ufffd]+", s.decode(free.token_ids[2:]))
+    stop = max(whole, key=len)
+    end = next(n for n in range(1, 13) if stop in s.decode(free.token_ids[:n]))
+    cut = await s.write(replace(FREE, stop=("never there", stop)))
+    assert cut.token_ids == free.token_ids[:end]
+    assert cut.finish_reason == "stop"
+
+
+async def check_context_limit_ends_with_length(s: Subject) -> None:
+    prompt = [21] * (s.context - 3)
+    done = await s.write(replace(FREE, max_new_tokens=50), prompt)
+    assert (len(done.token_ids), done.finish_reason) == (3, "length")
+
+
+async def check_bad_requests_are_refused(s: Subject) -> None:
+    bad: list[Awaitable[Completion]] = [
+        s.write(prompt=[]),
+        s.write(prompt=[21] * s.context),
+        s.write(replace(FREE, max_new_tokens=0)),
+        s.write(replace(FREE, temperature=-1.0)),
+        s.write(replace(FREE, top_p=0.0)),
+        s.write(replace(FREE, top_k=-1)),
+        s.write(replace(FREE, min_p=1.0)),
+        s.write(replace(FREE, stop=("",))),
+    ]
+    for result in await asyncio.gather(*bad, return_exceptions=True):
+        assert isinstance(result, UserError)
+
+
+async def check_logprobs_are_the_scorers(s: Subject) -> None:
+    if s.score is None:
+        return
+    for sampling in (FREE, replace(FREE, temperature=0.0)):
+        done = await s.write(sampling)
+        assert done.logprobs == pytest.approx(s.score(PROMPT, done.token_ids), abs=1e-4)
+
+
+async def check_short_ones_are_delivered_while_long_ones_run(s: Subject) -> None:
+    long = asyncio.create_task(s.write(replace(FREE, max_new_tokens=40)))
+    await s.write(replace(FREE, max_new_tokens=2))
+    assert not long.done()
+    await long
+
+
+async def check_abort(s: Subject) -> None:
+    kept, dropped = (asyncio.create_task(s.write(replace(FREE, max_new_tokens=30))) for _ in range(2))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    dropped.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await dropped
+    assert len((await kept).token_ids) == 30
+    assert (await s.write()).finish_reason == "length"
+
+
+async def check_versions(s: Subject) -> None:
+    await s.engine.load_weights(3)
+    assert s.engine.version == 3
+    assert (await s.write()).versions == [3] * 12
+
+
+async def check_new_weights_with_requests_in_flight(s: Subject) -> None:
+    await s.engine.load_weights(7)
+    running = asyncio.create_task(s.write(replace(FREE, max_new_tokens=30)))
+    for _ in range(6):
+        await asyncio.sleep(0)
+    await s.engine.load_weights(8)
+    versions = (await running).versions
+    assert versions == sorted(versions)
+    assert set(versions) == {7, 8}
+
+
+async def check_stats_start_again(s: Subject) -> None:
+    s.engine.stats()
+    await asyncio.gather(s.write(), s.write())
+    stats = s.engine.stats()
+    assert (stats.sampled_tokens, stats.peak_running) == (24, 2)
+    assert s.engine.stats().sampled_tokens == 0
+
+
+async def check_sleep_and_wake(s: Subject) -> None:
+    before = await s.write()
+    await s.engine.sleep()
+    with pytest.raises(EngineError):
+        await s.write()
+    await s.engine.wake()
+    assert (await s.write()).token_ids == before.token_ids
+
+
+async def check_sleep_refuses_while_running(s: Subject) -> None:
+    running = asyncio.create_task(s.write())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    with pytest.raises(EngineError):
+        await s.engine.sleep()
+    await running
+
+
+async def check_close_fails_what_is_in_flight(s: Subject) -> None:
+    running = asyncio.create_task(s.write(replace(FREE, max_new_tokens=40)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await s.engine.close()
+    with pytest.raises(EngineError):
+        await asyncio.wait_for(running, 5)
+    with pytest.raises(EngineError):
+        await s.write()
+
+
+CHECKS: list[Callable[[Subject], Awaitable[None]]] = [
+    check for name, check in sorted(globals().items()) if name.startswith("check_")
+]

@@ -1,0 +1,153 @@
+"""The command-line shell as a person meets it: real processes, exit codes, and what is not imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tunesmith.cli.guard import guarded
+from tunesmith.errors import ConfigError, RewardError, StorageError
+
+RUN = """\
+[model]
+path = "org/model"
+
+[data]
+train = "train.jsonl"
+
+[reward]
+functions = ["math"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path
+
+
+def tunesmith(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """Run the command in a process of its own; what it did, and the packages it imported."""
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('\\0', *(m for m in sys.modules if '.' not in m), file=sys.stderr))\n"
+        "from tunesmith.cli.main import main\n"
+        "sys.argv[0] = 'tunesmith'\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "140"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=60, env=environment,
+    )  # fmt: skip
+    ended.stderr, _, modules = ended.stderr.partition("\0")
+    return ended, set(modules.split())
+
+
+HEAVY = {"torch", "transformers", "datasets", "tokenizers"}
+
+
+def test_help_is_light(folder: Path) -> None:
+    ended, modules = tunesmith(folder, "--help")
+    assert ended.returncode == 0
+    assert all(command in ended.stdout for command in ("rl", "sft", "demo", "config"))
+    assert not modules & {*HEAVY, "numpy", "pydantic", "rich"}
+    for command in ("rl", "sft", "demo", "config"):
+        ended, modules = tunesmith(folder, command, "--help")
+        assert ended.returncode == 0
+        assert not modules & HEAVY
+
+
+def test_version(folder: Path) -> None:
+    ended, _ = tunesmith(folder, "--version")
+    assert ended.stdout.startswith("tunesmith ") and ended.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["rl", "run.toml", "train.learning_rate=1"], "train.learning_rate is called train.lr here"),
+        (["rl", "run.toml", "rollout.group_size=1"], "leaves nothing to compare"),
+        (
+            ["rl", "run.toml", "train.steps=5", "train.warmup_steps=6"],
+            "longer than the run of 5 optimizer steps",
+        ),
+        (["rl", "run.toml", 'reward.functions=["none.py:f"]'], "none.py does not exist"),
+        (["rl", "run.toml", "data.train=empty.jsonl"], "empty.jsonl is empty"),
+        (["rl", "gone.toml"], "run file gone.toml does not exist"),
+        (["sft", "run.toml"], "[reward] has no meaning for supervised training"),
+        (["config", "run.toml", "train.lr=fast"], 'train.lr is "fast"; it must be a number above 0'),
+    ],
+)
+def test_a_bad_setting_ends_with_2_and_one_message_before_anything_loads(
+    folder: Path, arguments: list[str], told: str
+) -> None:
+    (folder / "empty.jsonl").touch()
+    ended, modules = tunesmith(folder, *arguments)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ") and told in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not modules & HEAVY
+    assert not (folder / "runs").exists(), "nothing is left behind"
+
+
+def test_unknown_commands_and_missing_arguments(folder: Path) -> None:
+    ended, _ = tunesmith(folder, "lr", "run.toml")
+    assert ended.returncode == 2 and "No such command" in ended.stderr
+    ended, _ = tunesmith(folder, "rl")
+    assert ended.returncode == 2 and "RUN.toml" in ended.stderr
+
+
+def test_config_shows_what_a_run_file_resolves_to(folder: Path) -> None:
+    ended, modules = tunesmith(folder, "config", "run.toml", "train.steps=40", "train.warmup_ratio=0.1")
+    assert ended.returncode == 0, ended.stderr
+    assert not modules & HEAVY
+    rows = {line.split()[0]: line for line in ended.stdout.splitlines() if line.strip()}
+    assert "as you said" in rows["train.steps"]
+    assert "4" in rows["train.warmup_steps"] and "0.1 of 40 optimizer steps" in rows["train.warmup_steps"]
+    assert "preset grpo" in rows["algorithm.advantage"]
+
+
+def ending(error: BaseException | None, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and standard error of a command that raises."""
+
+    def command() -> None:
+        if error is not None:
+            raise error
+
+    try:
+        guarded(command)()
+    except typer.Exit as ended:
+        return ended.exit_code, capsys.readouterr().err
+    return 0, capsys.readouterr().err
+
+
+def test_every_ending_has_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ending(None, capsys) == (0, "")
+    assert ending(ConfigError("bad key"), capsys) == (2, "error: bad key\n")
+    assert ending(StorageError("disk full"), capsys)[0] == 2
+    assert ending(RewardError("too many failed"), capsys) == (1, "error: too many failed\n")
+    assert ending(typer.Exit(7), capsys) == (7, "")
+    code, told = ending(ZeroDivisionError("ours"), capsys)
+    assert code == 1 and "Traceback" in told and "ZeroDivisionError: ours" in told
+    interrupt = KeyboardInterrupt()
+    interrupt.add_note("Continue with: run_dir=x checkpoint.resume=true")
+    assert ending(interrupt, capsys) == (
+        130, "interrupted\nContinue with: run_dir=x checkpoint.resume=true\n",
+    )  # fmt: skip
+
+
+def test_guarding_keeps_the_signature_for_the_parser() -> None:
+    import inspect
+
+    def command(run: Path, overrides: list[str] | None = None) -> None: ...
+
+    wrapped: Any = guarded(command)
+    assert inspect.signature(wrapped) == inspect.signature(command)

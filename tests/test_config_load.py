@@ -1,0 +1,384 @@
+"""Run files and overrides: what is read, where things are found, and what people are told."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tunesmith.config.load import find_kind, load_config, parse_override
+from tunesmith.config.places import key_lines, line_of
+from tunesmith.config.schema import RLConfig, SFTConfig
+from tunesmith.config.sizes import format_size, parse_size
+from tunesmith.config.synonyms import RENAMED, WITHOUT_EQUIVALENT
+from tunesmith.config.toml import toml_key, toml_value
+from tunesmith.config.unknown import all_keys
+from tunesmith.errors import ConfigError
+
+RUN = """\
+[model]
+path = "org/model"
+
+[data]
+train = "train.jsonl"
+
+[reward]
+functions = ["rewards.py:correct"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run file with its data and reward; the working directory is another, empty one."""
+    here = tmp_path / "project"
+    (tmp_path / "elsewhere").mkdir()
+    here.mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (here / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    (here / "rewards.py").write_text("def correct(completions, **kw):\n    return [1.0] * len(completions)\n")
+    (here / "run.toml").write_text(RUN)
+    return here
+
+
+def load(folder: Path, *overrides: str, more: str = "") -> RLConfig:
+    (folder / "run.toml").write_text(RUN + more)
+    return load_config(RLConfig, folder / "run.toml", overrides)
+
+
+def refused(folder: Path, *overrides: str, more: str = "") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, *overrides, more=more)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_minimal_file_loads_and_its_paths_are_found_beside_it(folder: Path) -> None:
+    config = load(folder)
+    assert config.data.train == str(folder / "train.jsonl")
+    assert config.reward.functions == (f"{folder / 'rewards.py'}:correct",)
+    assert config.model.path == "org/model", "a hub name stays one"
+    assert config.rollout.group_size == 8
+
+
+def test_the_working_directory_is_second_for_files_and_first_for_overrides(folder: Path) -> None:
+    for name in ("train.jsonl", "own.jsonl"):
+        Path(name).write_text("{}\n")
+    assert load(folder).data.train == str(folder / "train.jsonl")
+    assert load(folder, "data.train=train.jsonl").data.train == str(Path("train.jsonl").absolute())
+    mixed = load(folder, 'data.train=["own.jsonl", {path = "train.jsonl", weight = 2}]').data.train
+    assert mixed[0] == str(Path("own.jsonl").absolute())  # type: ignore[index]
+    assert mixed[1].path == str(Path("train.jsonl").absolute())  # type: ignore[index,union-attr]
+
+
+def test_run_dir_is_below_the_working_directory(folder: Path) -> None:
+    assert load(folder, "run_dir=out/a").run_dir == Path.cwd() / "out" / "a"
+
+
+def test_overrides_win_and_are_typed(folder: Path) -> None:
+    config = load(
+        folder,
+        "train.lr=1e-6",
+        "rollout.group_size=16",
+        "system.share_prompts=False",
+        "data.system_prompt=Answer briefly.",
+        "rollout.stop=['\\n', 'Q:']",
+        "train.max_grad_norm=0",
+        more="[train]\nlr = 0.5\n",
+    )
+    assert config.train.lr == 1e-6
+    assert config.rollout.group_size == 16
+    assert config.system.share_prompts is False
+    assert config.data.system_prompt == "Answer briefly."
+    assert config.rollout.stop == ("\\n", "Q:"), "single quotes are literal in TOML"
+    assert config.train.max_grad_norm is None
+
+
+def test_everything_may_come_from_overrides(folder: Path) -> None:
+    overrides = ["model.path=org/m", f"data.train={folder / 'train.jsonl'}", 'reward.functions=["math"]']
+    assert load_config(RLConfig, None, overrides).reward.functions == ("math",)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("a.b=1", ("a", "b"), 1),
+        ("a=1e-6", ("a",), 1e-6),
+        ("a = true", ("a",), True),
+        ("a=True", ("a",), True),
+        ("a=text with = sign", ("a",), "text with = sign"),
+        ('a="quoted"', ("a",), "quoted"),
+        ("a=[1, 2]", ("a",), [1, 2]),
+        ("a=2024-01-01", ("a",), "2024-01-01"),
+        ("a=", ("a",), ""),
+        ("a=1\nb=2", ("a",), "1\nb=2"),
+    ],
+)
+def test_override_values(text: str, key: tuple[str, ...], value: Any) -> None:
+    assert parse_override(text) == (key, value)
+
+
+@pytest.mark.parametrize("text", ["train.lr", "=1", "a..b=1", "--lr 5"])
+def test_what_is_no_override_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no override"):
+        parse_override(text)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("[train]\nlearning_rat = 1\n", "run.toml, line 10: unknown key train.learning_rat"),
+        ("[trian]\n", "line 9: unknown key trian. Did you mean 'train'?"),
+        ("[train]\nstep = 5\n", "unknown key train.step. Did you mean 'steps'?"),
+        ("[train]\ngroup_size = 5\n", "unknown key train.group_size; did you mean rollout.group_size?"),
+        ("[train]\nsteps = 0\n", "train.steps is 0; it must be a whole number above 0."),
+        ("[train]\nsteps = 1.5\n", "train.steps is 1.5; it must be a whole number above 0."),
+        ('[train]\nlr = "1e-4"\n', "a number above 0. Write 0.0001 without quotes."),
+        ("[train]\nlr = inf\n", "train.lr is Infinity; it must be a number above 0."),
+        ("[train]\nlr = true\n", "train.lr is true; it must be a number above 0."),
+        ('[train]\nschedule = "cosin"\n', "one of 'constant', 'linear', 'cosine'. Did you mean 'cosine'?"),
+        ("[train]\nbetas = [0.9]\n", "train.betas is [0.9]; it must be a list of 2"),
+        (
+            "[train]\nbetas = [0.9, 1.0]\n",
+            "train.betas[1] is 1.0; it must be a number of at least 0 and below 1.",
+        ),
+        ("[train]\nmax_grad_norm = -1\n", "train.max_grad_norm is -1; it must be a number above 0, or 0 for"),
+        ("[rollout]\ntop_p = 1.5\n", "it must be a number above 0 and of at most 1."),
+        ('[system]\nshare_prompts = "true"\n', "it must be true or false. Write true without quotes."),
+        ('[system]\nkv_memory = "5 apples"\n', "system.kv_memory: '5 apples' is no size"),
+        ("[system]\nkv_memory = 5\n", "system.kv_memory is 5; it must be a size such as '512MB'"),
+        ('[monitor]\nsinks = "tensorboard"\n', "it must be a list, each item one of 'tensorboard'"),
+        ("[algorithm]\ncliprange = 0.2\n", "is called algorithm.clip_low and algorithm.clip_high here"),
+        (
+            "[train]\nmicro_batch_size = 4\n",
+            "there is no train.micro_batch_size: micro-batch sizes are derived",
+        ),
+    ],
+)
+def test_problems_are_told_in_peoples_words(folder: Path, more: str, told: str) -> None:
+    message = refused(folder, more=more)
+    assert told in message
+    assert "pydantic" not in message
+    assert "validation error" not in message
+
+
+def test_a_section_that_is_no_table(folder: Path) -> None:
+    assert "override 'train=3': train is 3; it must be a table" in refused(folder, "train=3")
+    assert "so it has no key y" in refused(folder, "train.steps.y=3", more="[train]\nsteps = 5\n")
+
+
+def test_all_problems_are_listed_at_once_in_the_order_of_the_file(folder: Path) -> None:
+    message = refused(
+        folder, "rollout.temprature=1", more="[train]\nlr = -1\nstps = 3\n[rollout]\nnum_generations = 4\n"
+    )
+    lines = message.splitlines()
+    assert lines[0].endswith("run.toml has 4 problems:")
+    assert lines[1].strip() == "line 10: train.lr is -1; it must be a number above 0."
+    assert lines[2].strip().startswith("line 11: unknown key train.stps.")
+    assert lines[3].strip() == "line 13: rollout.num_generations is called rollout.group_size here."
+    assert lines[4].strip().startswith("override 'rollout.temprature=1': unknown key rollout.temprature.")
+
+
+def test_a_problem_inside_a_union_names_its_place_only(folder: Path) -> None:
+    (folder / "run.toml").write_text(
+        RUN.replace(
+            'train = "train.jsonl"', 'train = [\n  "train.jsonl",\n  {path = "train.jsonl", weight = -1},\n]'
+        )
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(RLConfig, folder / "run.toml", [])
+    assert str(caught.value).endswith("line 5: data.train[1].weight is -1; it must be a number above 0.")
+
+
+def test_unknown_keys_of_a_source(folder: Path) -> None:
+    message = refused(folder, 'data.eval={path="train.jsonl", wight=1}')
+    assert message == (
+        "override 'data.eval={path=\"train.jsonl\", wight=1}': unknown key data.eval.wight. "
+        "Did you mean 'weight'?"
+    )
+
+
+def test_missing_sections(folder: Path) -> None:
+    (folder / "run.toml").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        load_config(RLConfig, folder / "run.toml", [])
+    assert "model is missing" in str(caught.value)
+    assert "data is missing" in str(caught.value)
+    assert "[reward] is missing: say functions" in str(caught.value)
+
+
+def test_a_reward_has_no_meaning_for_supervised_training(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 7: \[reward\] has no meaning for supervised training"):
+        load_config(SFTConfig, folder / "run.toml", [])
+    assert find_kind(folder / "run.toml") is RLConfig
+    (folder / "run.toml").write_text('[model]\npath = "x"\n[data]\ntrain = "t"\n')
+    assert find_kind(folder / "run.toml") is SFTConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[model\n", "run.toml, line 1, column 7: not valid TOML"),
+        (
+            "[model]\npath = org/model\n",
+            "run.toml, line 2, column 8: not valid TOML: Invalid value. Text stands in quotes",
+        ),
+        ("[model]\npath = 1\npath = 2\n", "run.toml, line 3, column 9: not valid TOML"),
+    ],
+)
+def test_toml_errors_name_file_line_and_column(folder: Path, text: str, told: str) -> None:
+    (folder / "run.toml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(RLConfig, folder / "run.toml", [])
+    assert told in str(caught.value)
+
+
+def test_a_run_file_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rum.toml does not exist. Did you mean '.*run.toml'"):
+        load_config(RLConfig, folder / "rum.toml", [])
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_config(RLConfig, folder, [])
+    (folder / "latin.toml").write_bytes(b'a = "\xe9"')
+    with pytest.raises(ConfigError, match=r"cannot read .*latin.toml"):
+        load_config(RLConfig, folder / "latin.toml", [])
+
+
+def test_files_that_are_not_there(folder: Path) -> None:
+    assert "data.train: trian.jsonl does not exist (looked in" in refused(folder, "data.train=trian.jsonl")
+    assert "Did you mean 'train.jsonl'?" in refused(folder, "data.train=trian.jsonl")
+    assert "data.eval: ./no does not exist" in refused(folder, "data.eval=./no")
+    assert "model.path: ./m does not exist" in refused(folder, "model.path=./m")
+    assert "no config.json in it" in refused(folder, f"model.path={folder}")
+    assert "chat_template: t.jinja does not exist" in refused(folder, "model.chat_template=t.jinja")
+    assert "checkpoint.resume: gone does not exist" in refused(folder, "checkpoint.resume=gone")
+    (folder / "empty.jsonl").touch()
+    assert "empty.jsonl is empty" in refused(folder, "data.train=empty.jsonl")
+    assert load(folder, "data.train=openai/gsm8k").data.train == "openai/gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        ("reward.py:correct", "reward.py does not exist"),
+        ("rewards.py:corect", "has no function 'corect'. Did you mean 'correct'?"),
+        ("rewards.py", "names no function; write rewards.py:name"),
+        ("broken.py:f", "broken.py, line 2 is not valid Python"),
+    ],
+)
+def test_rewards_that_are_not_there(folder: Path, reward: str, told: str) -> None:
+    (folder / "broken.py").write_text("x = 1\ndef f(:\n")
+    assert told in refused(folder, f'reward.functions=["{reward}"]')
+
+
+def test_rewards_may_be_imported_or_assigned(folder: Path) -> None:
+    (folder / "many.py").write_text(
+        "from os.path import join as f, exists\ng = f\nif True:\n    def h(): ...\n"
+    )
+    for name in ("f", "exists", "g", "h"):
+        load(folder, f'reward.functions=["many.py:{name}"]')
+    (folder / "star.py").write_text("from os.path import *\n")
+    load(folder, 'reward.functions=["star.py:anything"]')
+
+
+def test_every_synonym_leads_to_a_key_that_exists() -> None:
+    keys = set(all_keys(RLConfig))
+    names = {key.rpartition(".")[2] for key in keys}
+    for word, targets in RENAMED.items():
+        assert set(targets) <= keys, word
+        assert word not in names, f"{word} is a valid key itself"
+    assert not WITHOUT_EQUIVALENT.keys() & (RENAMED.keys() | names)
+    assert len(RENAMED) + len(WITHOUT_EQUIVALENT) >= 40
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "cliprange", "beta", "num_generations", "use_dynamic_bsz", "packing_samples", "micro_batch_size",
+        "learning_rate", "max_completion_length", "kl_loss_coef", "n_samples_per_prompt",
+        "per_device_train_batch_size", "gradient_accumulation_steps", "bf16",
+    ],
+)  # fmt: skip
+def test_common_synonyms_are_refused_with_the_right_name(folder: Path, word: str) -> None:
+    message = refused(folder, f"train.{word}=1")
+    expected = RENAMED.get(word, ())
+    assert all(key in message for key in expected)
+    assert expected or WITHOUT_EQUIVALENT[word] in message
+
+
+def test_key_lines() -> None:
+    text = """\
+top = 1 # comment with [brackets]
+[a]
+x = \"\"\"
+[not.a.table]
+y = 2
+\"\"\"
+"quoted key" = 'x = 3'
+b.c = [
+  1, # one
+  2,
+]
+
+[[data.train]]
+path = "p"
+[[data.train]]
+path = "q"
+[ spaced . table ]
+z = {inner = 1}
+"""
+    tomllib.loads(text)
+    lines = key_lines(text)
+    assert lines == {
+        ("top",): 1,
+        ("a",): 2,
+        ("a", "x"): 3,
+        ("a", "quoted key"): 7,
+        ("a", "b", "c"): 8,
+        ("data", "train", 0): 13,
+        ("data", "train", 0, "path"): 14,
+        ("data", "train", 1): 15,
+        ("data", "train", 1, "path"): 16,
+        ("spaced", "table"): 17,
+        ("spaced", "table", "z"): 18,
+    }
+    assert line_of(("spaced", "table", "z", "inner"), lines) == 18
+    assert line_of(("nowhere",), lines) is None
+
+
+plain = st.one_of(
+    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=20)
+)
+values = st.recursive(
+    plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3)
+)
+
+
+@given(st.text(min_size=0, max_size=8), values)
+def test_what_is_written_as_toml_is_read_back(key: str, value: Any) -> None:
+    assert tomllib.loads(f"{toml_key(key)} = {toml_value(value)}") == {key: value}
+
+
+@given(st.integers(1, 10**15))
+def test_sizes(size: int) -> None:
+    assert parse_size(str(size)) == size
+    assert abs(parse_size(format_size(size)) - size) <= 0.01 * size + 1
+
+
+def test_sizes_by_hand() -> None:
+    assert [parse_size(s) for s in ("512MB", "1.5 GiB", "4gb", "7")] == [512 * 10**6, 3 * 2**29, 4 * 10**9, 7]
+    assert [format_size(s) for s in (131_000_000, 1_614_000_000, 12)] == ["131MB", "1.61GB", "12B"]
+    for bad in ("", "MB", "-1MB", "0GB", "1 XB"):
+        with pytest.raises(ValueError, match="is no size"):
+            parse_size(bad)
+
+
+def test_the_schema_has_a_description_for_every_kind_of_value() -> None:
+    from tunesmith.config.describe import describe_at
+
+    for key in all_keys(RLConfig) + all_keys(SFTConfig):
+        for kind in (RLConfig, SFTConfig):
+            if key in all_keys(kind):
+                assert "something else" not in describe_at(kind, tuple(key.split("."))), key

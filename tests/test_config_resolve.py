@@ -1,0 +1,349 @@
+"""What is derived, from which facts and why; and which settings contradict each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunesmith.config.load import load_config
+from tunesmith.config.resolved import Resolved, config_text, print_resolved, save_resolved
+from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.errors import ConfigError, ModelError, StorageError
+from tunesmith.plan.checks import check
+from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
+from tunesmith.plan.hardware import Gpu, Hardware, parse_gpus, read_hardware
+from tunesmith.plan.resolve import resolve
+
+GB = 10**9
+CPU = Hardware("a CPU", cores=4, memory_total=16 * GB, memory_available=8 * GB, bf16=True)
+OLD_CPU = Hardware("an old CPU", cores=4, memory_total=16 * GB, memory_available=8 * GB, bf16=False)
+H100 = Gpu("H100", 80 * GB, 79 * GB, (9, 0))
+V100 = Gpu("V100", 32 * GB, 31 * GB, (7, 0))
+SMALL = ModelFacts(
+    parameters=5_000_000,
+    layers=6,
+    hidden_size=256,
+    intermediate_size=768,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    vocab_size=4096,
+    context=4096,
+)
+
+
+def rl(*overrides: str) -> RLConfig:
+    base = ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]']
+    return load_config(RLConfig, None, [*base, *overrides])
+
+
+def sft(*overrides: str) -> SFTConfig:
+    return load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", *overrides])
+
+
+def facts(**changes: Any) -> Facts:
+    return Facts(**{"hardware": CPU, "model": SMALL, "train_size": 1000, "longest": 100, **changes})
+
+
+def derived(resolved: Resolved[Any], key: str) -> tuple[Any, str]:
+    found = [d for d in resolved.derived if d.key == key]
+    assert len(found) == 1, key
+    return found[0].value, found[0].reason
+
+
+def test_steps_come_from_the_data_and_the_batch() -> None:
+    resolved = resolve(rl("train.epochs=2", "rollout.prompts_per_step=16"), facts())
+    assert derived(resolved, "train.steps") == (125, "2 passes over 1000 prompts, 16 to a step")
+    assert resolved.config.train.steps == 125
+    assert derived(resolved, "train.batch_size")[0] == 16 * 8
+    assert resolve(sft(), facts(train_size=65)).config.train.steps == 3, "ceil(65 / 32)"
+    small = resolve(sft(), facts(train_size=5))
+    assert derived(small, "train.batch_size") == (5, "all of the data")
+    assert resolve(sft("train.steps=7"), facts()).config.train.steps == 7
+    assert resolve(rl(), facts(train_size=None)).config.train.steps is None, "not known yet"
+
+
+def test_warmup_ratio_counts_optimizer_steps() -> None:
+    config = rl(
+        "train.steps=10", "train.batch_size=32", "train.updates_per_batch=2", "train.warmup_ratio=0.1"
+    )
+    resolved = resolve(config, facts())
+    assert derived(resolved, "train.warmup_steps") == (4, "0.1 of 40 optimizer steps")
+
+
+def test_learning_rate_falls_with_the_size_of_the_model() -> None:
+    def lr(config: RunConfig, parameters: int | None) -> float:
+        model = ModelFacts(parameters, 6, 256, 768, 4, 2, 64, 4096, 4096)
+        value, reason = derived(resolve(config, facts(model=model)), "train.lr")
+        assert reason
+        return value
+
+    assert lr(sft(), 100_000_000) == lr(sft(), 7 * GB) == 2e-5
+    assert lr(sft(), 10_000_000) == pytest.approx(2e-4)
+    assert lr(sft(), 1000) == 1e-3
+    assert lr(rl(), 7 * GB) == lr(rl(), None) == 1e-6
+    assert lr(rl(), 5_000_000) == pytest.approx(1e-4)
+    assert lr(rl(), 1000) == 3e-4
+    assert resolve(rl("train.lr=0.5"), facts()).config.train.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("hardware", "overrides", "device", "dtype"),
+    [
+        (CPU, [], "cpu", "bfloat16"),
+        (OLD_CPU, [], "cpu", "float32"),
+        (Hardware("c", 4, 16 * GB, 8 * GB, False, (H100,)), [], "cuda", "bfloat16"),
+        (Hardware("c", 4, 16 * GB, 8 * GB, True, (V100,)), [], "cuda", "float32"),
+        (
+            Hardware("c", 4, 16 * GB, 8 * GB, True, (V100, H100)),
+            ["system.device=cuda:1"],
+            "cuda:1",
+            "bfloat16",
+        ),
+        (Hardware("c", 4, 16 * GB, 8 * GB, True, (V100,)), ["system.device=cpu"], "cpu", "bfloat16"),
+        (CPU, ["model.dtype=float32"], "cpu", "float32"),
+    ],
+)
+def test_device_and_number_format(hardware: Hardware, overrides: list[str], device: str, dtype: str) -> None:
+    config = resolve(rl(*overrides), facts(hardware=hardware)).config
+    assert (config.system.device, config.model.dtype) == (device, dtype)
+
+
+def test_micro_batches_follow_the_memory_and_always_hold_the_longest_sample() -> None:
+    def tokens(config: RunConfig, available: int, **changes: Any) -> int | None:
+        machine = Hardware("c", 4, available, available, bf16=False)
+        return resolve(config, facts(hardware=machine, **changes)).config.system.max_tokens_per_microbatch
+
+    # Per token: 6 layers × (8·256 + 4·256 + 4·768) numbers × 4 bytes; half of what the state leaves free.
+    per_token, state = 6 * (8 * 256 + 4 * 256 + 4 * 768) * 4, 16 * 5_000_000
+    assert tokens(sft(), state + 2 * per_token * 1024) == 1024
+    assert tokens(sft(), state + 2 * per_token * 1300) == 1280
+    assert tokens(sft(), 8 * GB) == 4096
+    assert tokens(sft(), state + 2 * per_token * 1024, longest=1500) == 1500
+    assert tokens(rl(), state + 2 * per_token * 256, longest=100) == 612
+    checkpointed = tokens(sft("system.gradient_checkpointing=true"), state + 2 * per_token * 1024)
+    assert checkpointed is not None and checkpointed > 1024
+    assert tokens(sft("system.max_tokens_per_microbatch=500"), 8 * GB) == 500
+
+
+def test_sampler_memory_is_what_the_batch_needs_or_its_share() -> None:
+    resolved = resolve(rl(), facts())
+    # 64 requests of 100 + 512 tokens; 2 · 6 layers · 2 heads · 64 numbers of 2 bytes per token; a tenth more.
+    assert derived(resolved, "system.kv_memory")[0] == f"{-(-64 * 612 * 3072 * 11 // 10**7)}MB"
+    tight = resolve(
+        rl("rollout.group_size=256", "rollout.max_new_tokens=3000", "system.max_running=2048"), facts()
+    )
+    value, reason = derived(tight, "system.kv_memory")
+    assert value == f"{-(-(8 * GB - 80_000_000) // 4 // 10**6)}MB"
+    assert reason.startswith("a quarter of the free memory")
+
+
+def test_intervals_longer_than_the_run_are_shortened_and_it_says_so() -> None:
+    resolved = resolve(
+        rl("train.steps=20", "checkpoint.every=500", "data.eval=org/e", "eval.every=50", "monitor.every=7"),
+        facts(),
+    )
+    assert derived(resolved, "checkpoint.every") == (20, "shortened from 500: the run has 20 steps")
+    assert derived(resolved, "eval.every")[0] == 20
+    assert resolved.config.monitor.every == 7
+    assert derived(resolve(rl("train.steps=20"), facts()), "checkpoint.every") == (20, "only at the end")
+
+
+def test_limits_come_from_the_models_context() -> None:
+    assert resolve(rl(), facts()).config.data.max_prompt_tokens == 4096 - 512
+    assert resolve(sft(), facts()).config.data.max_tokens == 4096
+    assert resolve(rl("data.eval=org/e", "eval.samples=8"), facts()).config.eval.pass_at == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("config", [rl("data.eval=d", "eval.samples=4", "train.warmup_ratio=0.1"), sft()])
+def test_resolving_again_changes_nothing(config: RunConfig) -> None:
+    once = resolve(config, facts())
+    again = resolve(once.config, facts())
+    assert again.config == once.config
+    assert again.derived == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (rl("rollout.group_size=1"), "rollout.group_size = 1 leaves nothing to compare"),
+        (rl("rollout.group_size=1", "algorithm.name=rloo"), "algorithm.advantage = 'rloo' compares"),
+        (rl("rollout.group_size=1", "algorithm.name=dr_grpo"), "algorithm.advantage = 'dr_grpo' compares"),
+        (rl("rollout.group_size=1", "algorithm.name=dapo"), "compares"),
+        (rl("train.steps=10", "train.warmup_steps=11"), "longer than the run of 10 optimizer steps"),
+        (sft("train.steps=10", "train.warmup_steps=11"), "longer than the run of 10 optimizer steps"),
+        (rl("train.warmup_steps=1", "train.warmup_ratio=0.1"), "leave one out"),
+        (rl("train.steps=1", "train.epochs=1"), "leave one out"),
+        (sft("train.min_lr_ratio=0.1"), "train.min_lr_ratio = 0.1 has no effect on the constant schedule"),
+        (rl("eval.every=5"), "eval.every without an eval set: say data.eval"),
+        (rl("data.eval=d", "eval.temperature=0.5"), "eval.temperature has no effect with eval.samples = 1"),
+        (rl("data.eval=d", "eval.samples=4", "eval.pass_at=[1,8]"), "needs at least 8 samples per prompt"),
+        (rl("reward.weights=[1, 2]"), "reward.weights has 2 numbers for 1 reward.functions"),
+        (rl("reward.functions=[]"), "reward.functions is empty"),
+        (rl("rollout.temperature=0"), "rollout.temperature = 0 is greedy"),
+        (rl("train.batch_size=20"), "train.batch_size = 20 does not divide the 64 samples"),
+        (rl("train.batch_size=20"), "use 16 or 32"),
+        (rl("train.batch_size=100"), "use 64, or leave it out"),
+        (rl("system.max_tokens_per_microbatch=100"), "one rollout may take 513 tokens"),
+        (rl("algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1", "algorithm.kl_in=loss"), "k1"),
+        (rl("algorithm.name=grop"), "there is no 'grop'. Did you mean 'grpo'?"),
+        (rl("algorithm.overlong_buffer=600"), "longer than rollout.max_new_tokens = 512"),
+        (
+            rl("algorithm.dynamic_filter=true", "algorithm.filter_low=0.9", "algorithm.filter_high=0.1"),
+            "below",
+        ),
+        (rl("algorithm.reward_clip=[1, -1]"), "the lower bound comes first"),
+        (rl("checkpoint.resume=true"), "say run_dir"),
+        (sft("train.updates_per_batch=2"), "train.updates_per_batch has no effect in supervised training"),
+        (sft("system.kv_memory=1GB"), "system.kv_memory has no effect in supervised training"),
+        (sft("data.max_tokens=500", "system.max_tokens_per_microbatch=400"), "is a hard cap"),
+    ],
+)
+def test_contradictions_are_refused_before_any_fact_is_known(config: RunConfig, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    assert told in str(caught.value)
+
+
+def test_all_contradictions_are_listed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(rl("rollout.group_size=1", "rollout.temperature=0", "reward.weights=[]"))
+    assert str(caught.value).startswith("3 settings do not fit together:\n  ")
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "told"),
+    [
+        (rl("train.warmup_steps=200"), {}, "longer than the run of 125 optimizer steps"),
+        (rl("rollout.max_new_tokens=4096"), {}, "leaves no room in the model's context of 4096"),
+        (rl(), {"longest": 4000}, "the longest prompt has 4000 tokens, and 3584 are allowed"),
+        (sft(), {"longest": 5000}, "the longest sample has 5000 tokens, and 4096 are allowed"),
+        (sft("system.max_tokens_per_microbatch=99"), {}, "raise it to at least 100"),
+        (sft("system.device=gpu"), {}, "system.device = 'gpu' is no device"),
+        (
+            sft("system.device=cuda:3"),
+            {"hardware": Hardware("c", 1, GB, GB, True, (H100,))},
+            "there are 1 GPUs",
+        ),
+    ],
+)
+def test_contradictions_with_the_facts(config: RunConfig, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, facts(**changes))
+    assert told in str(caught.value)
+
+
+def test_notes() -> None:
+    notes = resolve(
+        rl("rollout.top_p=0.9", "model.dtype=bfloat16"), facts(hardware=OLD_CPU, train_size=3)
+    ).notes
+    assert any("top_p" in note for note in notes)
+    assert any("float32 would be faster" in note for note in notes)
+    assert any("the data has 3" in note for note in notes)
+    assert resolve(rl(), facts()).notes == ()
+
+
+def test_what_is_saved_runs_again_and_says_where_each_value_comes_from(tmp_path: Path) -> None:
+    source = 'data.train=[{path="org/d", weight=2.0}, "org/e"]'
+    config = rl(source, "train.epochs=2", "train.max_grad_norm=0", 'data.system_prompt=Say "hi"\\n')
+    resolved = resolve(config, facts())
+    save_resolved(resolved, tmp_path)
+    again = load_config(RLConfig, tmp_path / "config.toml", [])
+    assert again == config
+    assert resolve(again, facts()).config == resolved.config
+    saved = json.loads((tmp_path / "resolved.json").read_text())["settings"]
+    assert saved["train.max_grad_norm"] == {"value": 0.0, "source": "said"}
+    assert saved["train.steps"]["source"] == "derived"
+    assert "2 passes" in saved["train.steps"]["reason"]
+    assert saved["rollout.group_size"] == {"value": 8, "source": "default"}
+    assert "# steps = 250  # 2 passes over 1000 prompts, 8 to a step" in config_text(resolved)
+
+
+def test_a_resumed_run_keeps_what_the_earlier_one_said(tmp_path: Path) -> None:
+    for steps in (10, 10, 20, 30):
+        save_resolved(resolve(rl(f"train.steps={steps}"), facts()), tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "config-1.toml", "config-2.toml", "config.toml", "resolved.json",
+    ]  # fmt: skip
+    assert "steps = 20" in (tmp_path / "config-2.toml").read_text()
+
+
+def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot write"):
+        save_resolved(resolve(rl(), facts()), tmp_path / "gone")
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_resolved(resolve(rl("rollout.top_p=0.9"), facts()))
+    shown = capsys.readouterr().out
+    assert "rollout.top_p" in shown and "as you said" in shown
+    assert "one pass over 1000 prompts, 8 to a step" in shown
+    assert "note: top_p" in shown
+
+
+def test_model_facts_without_torch(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 512,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    header = json.dumps(
+        {"__metadata__": {"format": "pt"}, "a": {"shape": [3, 4]}, "b": {"shape": [5]}, "c": {"shape": []}}
+    ).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert read_model_facts(tmp_path) == ModelFacts(3 * 4 + 5 + 1, 2, 32, 64, 4, 2, 8, 300, 512)
+    (tmp_path / "config.json").write_text('{"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 9}')
+    (tmp_path / "model.safetensors").unlink()
+    gpt2 = read_model_facts(tmp_path)
+    assert gpt2 == ModelFacts(None, 2, 32, 128, 4, 4, 8, 9, None)
+    (tmp_path / "config.json").write_text("{}")
+    assert read_model_facts(tmp_path) is None
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError):
+        read_model_facts(tmp_path)
+
+
+def test_gpu_listing() -> None:
+    listing = (
+        "0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559, 80000, 9.0\n"
+        "1, GPU-bb22, Tesla V100, 32768, 32000, 7.0\n"
+        "2, GPU-cc33, Odd One, [N/A], [N/A], 8.0\n"
+    )
+    both = parse_gpus(listing, None)
+    assert [g.name for g in both] == ["NVIDIA H100 80GB HBM3", "Tesla V100"]
+    assert [g.bf16 for g in both] == [True, False]
+    assert both[0].memory_total == 81559 * 2**20
+    assert [g.name for g in parse_gpus(listing, "1,0")] == ["Tesla V100", "NVIDIA H100 80GB HBM3"]
+    assert [g.name for g in parse_gpus(listing, "GPU-bb")] == ["Tesla V100"]
+    assert parse_gpus(listing, "7,0") == (), "CUDA stops at the first it does not know"
+
+
+def test_this_machine() -> None:
+    machine = read_hardware()
+    assert 1 <= machine.cores <= (os.cpu_count() or 1)
+    assert 0 < machine.memory_available <= machine.memory_total
+
+
+def test_an_address_space_limit_counts() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30));"
+        "from tunesmith.plan.hardware import read_hardware; h = read_hardware();"
+        "assert h.memory_total <= 2**30 and h.memory_available < 2**30, h"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_limits_are_measured_once() -> None:
+    from tunesmith.plan.hardware import measure_limits
+
+    limits = measure_limits("cpu", "float32")
+    assert limits.flops_per_second > 1e8 and limits.bytes_per_second > 1e8
+    assert measure_limits("cpu", "float32") is limits

@@ -1,0 +1,352 @@
+"""From files to tasks and samples: prompts, masks, limits, mixtures, and the account of every line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import data_tokenizers as kit
+import tiny
+from tunesmith.config.schema import DataSection
+from tunesmith.data.prepare import SampleSet, TaskSet, load_samples, load_tasks, peek
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.types import Sample
+
+SUMS = [{"question": f"{i}+{i}?", "answer": str(2 * i), "level": i} for i in range(6)]
+
+
+def put(path: Path, rows: list[dict[str, Any]], extra: str = "") -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + extra, encoding="utf-8")
+    return str(path)
+
+
+def tasks(train: Any, tokenizer: Any, **settings: Any) -> TaskSet:
+    section = DataSection(train=train, **settings)
+    return load_tasks(section, section.train, tokenizer)
+
+
+def samples(train: Any, tokenizer: Any, **settings: Any) -> SampleSet:
+    section = DataSection(train=train, **settings)
+    return load_samples(section, section.train, tokenizer)
+
+
+def learned(tokenizer: Any, sample: Sample) -> tuple[str, str]:
+    """All of a sample, and what of it is learned."""
+    assert len(sample.token_ids) == len(sample.loss_mask) and not sample.loss_mask[0]
+    chosen = [token for token, learn in zip(sample.token_ids, sample.loss_mask, strict=True) if learn]
+    return tokenizer.decode(sample.token_ids), tokenizer.decode(chosen)
+
+
+def with_bos(tokenizer: Any, eos: bool = False) -> Any:
+    """A tokenizer that puts BOS before a text of its own accord (and EOS after it)."""
+    from tokenizers import processors
+
+    core = tokenizer._tokenizer
+    ids = [
+        (token, tokenizer.convert_tokens_to_ids(token))
+        for token in (tokenizer.bos_token, tokenizer.eos_token)
+    ]
+    single = f"{ids[0][0]} $A" + (f" {ids[1][0]}" if eos else "")
+    core.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+    return tokenizer
+
+
+# Tasks --------------------------------------------------------------------------------------------------
+
+
+def test_text_prompts_go_through_the_template_and_other_columns_are_passed_on(tmp_path: Path) -> None:
+    tok = tiny.tokenizer()
+    path = put(tmp_path / "a.jsonl", SUMS)
+    made = tasks(path, tok)
+    task = made.items[2]
+    assert tok.decode(task.prompt_ids) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert task.prompt == "2+2?" and task.id == f"{path}:3"
+    assert task.columns == {"question": "2+2?", "answer": "4", "level": 2}
+    assert made.report.counts == {"read": 6, "kept": 6, "truncated": 0, "bad": 0, "too_long": 0}
+    assert made.report.formats == [f"{path}: prompts in 'question'"]
+    assert sorted(t.id for t in made.loader(6, seed=1).next_batch()) == sorted(t.id for t in made.items)
+
+
+def test_plain_prompts_get_what_the_tokenizer_puts_before_a_text_once(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", [{"prompt": "ab"}, {"prompt": "<bos>ab"}])
+    tok = with_bos(tiny.tokenizer(None), eos=True)
+    first, second = tasks(path, tok).items
+    assert first.prompt_ids == second.prompt_ids == (1, *tok("ab", add_special_tokens=False)["input_ids"])
+    without = tasks(path, tiny.tokenizer(), chat=False).items[0]
+    assert without.prompt_ids == first.prompt_ids[1:]
+
+
+def test_a_template_that_writes_bos_does_not_double_it(tmp_path: Path) -> None:
+    tok = with_bos(kit.byte_level(kit.template("llama3")))
+    (task,) = tasks(put(tmp_path / "a.jsonl", [{"prompt": "hi"}]), tok).items
+    assert list(task.prompt_ids).count(tok.bos_token_id) == 1
+    (sample,) = samples(put(tmp_path / "b.jsonl", [{"prompt": "hi", "completion": "ho"}]), tok).items
+    assert sample.token_ids.count(tok.bos_token_id) == 1
+    assert sample.token_ids[: len(task.prompt_ids)] == list(task.prompt_ids)
+
+
+def test_system_prompt(tmp_path: Path) -> None:
+    tok = tiny.tokenizer()
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "x"}]
+    path = put(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": own}])
+    first, second = tasks(path, tok, system_prompt="brief").items
+    assert tok.decode(first.prompt_ids).startswith("<|im_start|>system\nbrief<|im_end|>\n<|im_start|>user\nx")
+    assert tok.decode(second.prompt_ids).startswith("<|im_start|>system\nmine<|im_end|>\n")
+    plain = put(tmp_path / "b.jsonl", SUMS)
+    with pytest.raises(ConfigError, match="system_prompt needs a chat template"):
+        tasks(plain, tok, chat=False, system_prompt="brief")
+    with pytest.raises(ConfigError, match="System role not supported"):
+        tasks(path, kit.byte_level(kit.template("gemma")), system_prompt="brief")
+
+
+def test_chat_settings_that_do_not_fit(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", SUMS)
+    talk = put(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])
+    with pytest.raises(ConfigError, match="no chat template"):
+        tasks(path, tiny.tokenizer(None), chat=True)
+    with pytest.raises(ConfigError, match="no chat template"):
+        tasks(talk, tiny.tokenizer(None))
+    with pytest.raises(ConfigError, match=r"b\.jsonl:1 is a conversation"):
+        tasks(talk, tiny.tokenizer(), chat=False)
+
+
+def test_ids_from_a_column_stay_unique(tmp_path: Path) -> None:
+    a = put(tmp_path / "a.jsonl", [{"prompt": "x", "id": 1}, {"prompt": "y", "id": 1}, {"prompt": "z"}])
+    assert [t.id for t in tasks(a, tiny.tokenizer()).items] == ["1", f"1 ({a}:2)", f"{a}:3"]
+    b = put(tmp_path / "b.jsonl", [{"prompt": "x", "id": 1}])
+    ids = [t.id for t in tasks((a, b), tiny.tokenizer()).items]
+    assert ids == [f"{a}#1", f"{a}#1 ({a}:2)", f"{a}:3", f"{b}#1"]
+
+
+# Bad lines ----------------------------------------------------------------------------------------------
+
+
+def test_a_bad_line_stops_with_its_place_or_is_skipped_counted_and_listed(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", SUMS, '\n{"question": null}\n{"answer": 1}\n{"question": "cut')
+    with pytest.raises(DataError, match=r"a\.jsonl:7: blank line\. \(data\.skip_bad"):
+        tasks(path, tiny.tokenizer())
+    report = tasks(path, tiny.tokenizer(), skip_bad=True).report
+    assert report.counts == {"read": 10, "kept": 6, "truncated": 0, "bad": 4, "too_long": 0}
+    assert [skip.where.rsplit(":", 1)[1] for skip in report.skipped] == ["7", "8", "9", "10"]
+    assert "6 of 10 lines used, 4 bad and skipped" in report.summary() and "and 1 more" in report.summary()
+    report.write_skipped(tmp_path / "skipped.jsonl")
+    written = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    assert written[1] == {"where": f"{path}:8", "kind": "bad", "reason": "'question' is null"}
+
+
+def test_a_bad_first_line_does_not_decide_the_format(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", [{"x": 1}, *SUMS])
+    assert len(tasks(path, tiny.tokenizer(), skip_bad=True)) == 6
+    with pytest.raises(DataError, match=r"a\.jsonl:1: no prompt; found columns: x; needs one of prompt"):
+        tasks(path, tiny.tokenizer())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_an_empty_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    for load in (tasks, samples):
+        with pytest.raises(DataError, match="empty, there is no line of data"):
+            load(str(tmp_path / name), tiny.tokenizer())
+    with pytest.raises(DataError, match="empty"):
+        peek(DataSection(train="x"), str(tmp_path / name), "rl")
+
+
+def test_nothing_usable_is_refused_with_the_reasons(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", [{"question": None}, {"question": 3}])
+    with pytest.raises(DataError, match=r"(?s)no usable line.*0 of 2 lines used, 2 bad.*'question' is null"):
+        tasks(path, tiny.tokenizer(), skip_bad=True)
+    long = put(tmp_path / "b.jsonl", SUMS)
+    with pytest.raises(DataError, match=r"(?s)no usable line.*6 too long and skipped"):
+        tasks(long, tiny.tokenizer(), max_prompt_tokens=3, too_long="skip")
+
+
+# Limits -------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_over_the_limit(tmp_path: Path) -> None:
+    tok = tiny.tokenizer(None)
+    path = put(tmp_path / "a.jsonl", [{"prompt": "short"}, {"prompt": "0123456789"}])
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the prompt has 10 tokens, the limit is 8"):
+        tasks(path, tok, max_prompt_tokens=8, skip_bad=True)
+    skipped = tasks(path, tok, max_prompt_tokens=8, too_long="skip")
+    assert len(skipped) == 1 and skipped.report.counts["too_long"] == 1
+    left = tasks(path, tok, max_prompt_tokens=8, too_long="truncate_left")
+    assert left.items[1].prompt == tok.decode(left.items[1].prompt_ids) == "23456789"
+    right = tasks(path, tok, max_prompt_tokens=8, too_long="truncate_right")
+    assert tok.decode(right.items[1].prompt_ids) == "01234567" and right.report.truncated == 1
+    bos = tasks(path, with_bos(tok), max_prompt_tokens=8, too_long="truncate_left").items[1]
+    assert tok.decode(bos.prompt_ids) == "<bos>3456789"
+
+
+def test_truncating_a_conversation_keeps_the_template_whole(tmp_path: Path) -> None:
+    tok = tiny.tokenizer()
+    path = put(tmp_path / "a.jsonl", [{"prompt": "0123456789🙂🙂"}])
+    empty = len(
+        tok.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)["input_ids"]
+    )
+    for side, kept in (("truncate_left", "89🙂🙂"), ("truncate_right", "0123456789")):
+        (task,) = tasks(path, tok, max_prompt_tokens=empty + 10, too_long=side).items
+        assert tok.decode(task.prompt_ids) == f"<|im_start|>user\n{kept}<|im_end|>\n<|im_start|>assistant\n"
+        assert task.prompt == kept
+    with pytest.raises(DataError, match="shortening its last user message does not make it fit"):
+        tasks(path, tok, max_prompt_tokens=empty - 1, too_long="truncate_left")
+
+
+def test_a_sample_over_the_limit(tmp_path: Path) -> None:
+    tok = with_bos(tiny.tokenizer(None))
+    path = put(tmp_path / "a.jsonl", [{"prompt": "0123", "completion": "456"}])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: 9 tokens, the limit is 6 \(data\.max_tokens\)"):
+        samples(path, tok, max_tokens=6)
+    left = samples(path, tok, max_tokens=6, too_long="truncate_left")
+    assert learned(tok, left.items[0]) == ("<bos>3456<eos>", "456<eos>")
+    right = samples(path, tok, max_tokens=6, too_long="truncate_right")
+    assert learned(tok, right.items[0]) == ("<bos>01234", "4")
+    with pytest.raises(DataError, match="nothing is left to learn"):
+        samples(path, tok, max_tokens=5, too_long="truncate_right")
+
+
+# Samples ------------------------------------------------------------------------------------------------
+
+
+def test_text_is_learned_whole_and_ends_with_eos(tmp_path: Path) -> None:
+    tok = tiny.tokenizer()
+    path = put(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "abc<eos>"}])
+    first, second = samples(path, tok).items
+    assert learned(tok, first) == learned(tok, second) == ("abc<eos>", "bc<eos>")
+    (bos, _) = samples(path, with_bos(tok)).items
+    assert learned(tok, bos) == ("<bos>abc<eos>", "abc<eos>")
+
+
+def test_completions_are_learned_with_eos_or_the_end_of_turn(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", SUMS[:3])
+    tok = tiny.tokenizer(None)
+    assert learned(tok, samples(path, tok).items[2]) == ("2+2?4<eos>", "4<eos>")
+    assert learned(tok, samples(path, tok, loss_on="all").items[2]) == ("2+2?4<eos>", "+2?4<eos>")
+    chat = tiny.tokenizer()
+    whole, part = learned(chat, samples(path, chat, system_prompt="be").items[2])
+    assert part == "4<|im_end|>"
+    assert whole.startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>")
+
+
+@pytest.mark.parametrize("kind", kit.KINDS)
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("A: ", "4"), ("A:", " 4"), ("A:\n", "\n4"), ("A", "B\n"), ("é ", "🙂")]
+)
+def test_the_prompt_of_a_plain_completion_is_tokenized_as_in_rl(
+    tmp_path: Path, kind: str, prompt: str, completion: str
+) -> None:
+    tok = kit.KINDS[kind]()
+    row = {"prompt": prompt, "completion": completion}
+    (task,) = tasks(put(tmp_path / "a.jsonl", [row]), tok).items
+    (sample,) = samples(put(tmp_path / "a.jsonl", [row]), tok).items
+    assert sample.token_ids[: len(task.prompt_ids)] == list(task.prompt_ids)
+    assert sample.loss_mask.index(True) == len(task.prompt_ids)
+    assert tok.decode(sample.token_ids, clean_up_tokenization_spaces=False) == prompt + completion + "</s>"
+
+
+def test_loss_on_in_conversations(tmp_path: Path) -> None:
+    tok = tiny.tokenizer()
+    ask, say = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a")))
+    last = {"role": "assistant", "content": "b"}
+    talk = put(tmp_path / "a.jsonl", [{"messages": [ask, say, ask, last]}])
+    both, final = "a<|im_end|>b<|im_end|>", "b<|im_end|>"
+    assert learned(tok, samples(talk, tok).items[0])[1] == both
+    assert learned(tok, samples(talk, tok, loss_on="completion").items[0])[1] == final
+    whole, part = learned(tok, samples(talk, tok, loss_on="all").items[0])
+    assert whole == "<|im_start|>" + part
+    pair = put(tmp_path / "b.jsonl", [{"prompt": [ask, say, ask], "completion": [last]}])
+    assert learned(tok, samples(pair, tok).items[0])[1] == final
+    assert learned(tok, samples(pair, tok, loss_on="assistant").items[0])[1] == both
+
+
+def test_a_stripped_conversation_becomes_several_samples_and_says_so(tmp_path: Path) -> None:
+    tok = kit.byte_level(kit.template("qwen3"))
+    talk = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "qasb", strict=True)]
+    made = samples(put(tmp_path / "a.jsonl", [{"messages": talk}]), tok)
+    assert [learned(tok, s)[1] for s in made.items] == [f"<think>\n\n</think>\n\n{c}<|im_end|>" for c in "ab"]
+    assert "1 conversations became several samples" in made.report.summary()
+    assert made.report.counts["kept"] == 1
+
+
+def test_a_conversation_without_an_assistant_turn_is_a_bad_line(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: no assistant turn to learn"):
+        samples(path, tiny.tokenizer())
+
+
+def test_a_template_that_cannot_be_masked_is_refused_with_the_line(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", [{"prompt": "x", "completion": "y"}])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template renders"):
+        samples(path, kit.byte_level(kit.template("deepseek_r1")))
+
+
+def test_templates_that_teach_no_stop_are_noted(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", [{"prompt": "x", "completion": "y"}])
+    report = samples(path, kit.byte_level(kit.template("plain_roles"))).report
+    assert "does not learn to stop" in report.summary()
+    source = kit.template("smollm3_marked").replace(
+        "{{ message.content + '<|im_end|>' }}{%- endgeneration -%}",
+        "{{ message.content }}{%- endgeneration -%}{{ '<|im_end|>' }}",
+    )
+    assert "leave <|im_end|> out" in samples(path, kit.byte_level(source)).report.summary()
+    assert not samples(path, kit.byte_level(kit.template("smollm3_marked"))).report.notes
+
+
+# Settings, mixtures -------------------------------------------------------------------------------------
+
+
+def test_settings_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", SUMS)
+    text = put(tmp_path / "b.jsonl", [{"text": "x"}])
+    tok = tiny.tokenizer()
+    for settings in ({"completion": "answer"}, {"loss_on": "all"}, {"max_tokens": 5}, {"too_long": "skip"}):
+        with pytest.raises(ConfigError, match=f"data.{next(iter(settings))}"):
+            tasks(path, tok, **settings)
+    for settings in ({"max_prompt_tokens": 5}, {"too_long": "skip"}):
+        with pytest.raises(ConfigError, match=f"data.{next(iter(settings))}"):
+            samples(path, tok, **settings)
+    for settings in ({"chat": True}, {"system_prompt": "x"}, {"loss_on": "completion"}):
+        with pytest.raises(ConfigError, match=f"data.{next(iter(settings))}"):
+            samples(text, tok, **settings)
+
+
+def test_sources_without_weights_are_joined_and_with_weights_mixed(tmp_path: Path) -> None:
+    a, b = put(tmp_path / "a.jsonl", SUMS), put(tmp_path / "b.jsonl", SUMS[:2])
+    joined = tasks((a, b), tiny.tokenizer())
+    assert [len(part) for part in joined.parts] == [8]
+    mixed = tasks(({"path": a, "weight": 1}, {"path": b, "weight": 3}), tiny.tokenizer())
+    assert [(p.name, p.start, p.stop, p.weight) for p in mixed.parts] == [
+        (a, 0, 6, 1),
+        (b, 6, 8, 3),
+    ]
+    assert f"{b}: 75% of the draws, 2 items" in mixed.report.notes
+    with pytest.raises(ConfigError, match=f"'{b}' has no weight"):
+        tasks(({"path": a, "weight": 1}, b), tiny.tokenizer())
+
+
+def test_the_fingerprint_sees_every_column(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", SUMS)
+    before = tasks(path, tiny.tokenizer()).fingerprint
+    assert tasks(path, tiny.tokenizer()).fingerprint == before
+    put(tmp_path / "a.jsonl", [*SUMS[:-1], {**SUMS[-1], "answer": "0"}])
+    assert tasks(path, tiny.tokenizer()).fingerprint != before
+
+
+def test_peek_says_the_format_and_refuses_early_without_a_tokenizer(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", SUMS)
+    section = DataSection(train=path)
+    assert peek(section, path, "sft") == [f"{path}: prompts in 'question', completions in 'answer'"]
+    code = (
+        "import sys\n"
+        "from tunesmith.config.schema import DataSection\n"
+        "from tunesmith.data.prepare import peek\n"
+        f"peek(DataSection(train={path!r}), {path!r}, 'rl')\n"
+        "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,69 @@
+"""Every engine against the contract."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from engine_contract import CHECKS, Subject
+from tiny import save_model
+
+from tunesmith.engines.fake import FakeEngine
+from tunesmith.engines.local.engine import LocalEngine
+from tunesmith.models.causal_lm import CausalLM
+
+CONTEXT = 64
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from more, and lose much where cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def fake(_: Path) -> Subject:
+    return Subject(FakeEngine(context=CONTEXT), lambda ids: "".join(f"{i} " for i in ids), context=CONTEXT)
+
+
+@cache
+def model(directory: Path) -> CausalLM:
+    path = save_model(directory, "llama", max_position_embeddings=CONTEXT, vocab_size=261)
+    return CausalLM.load(path)
+
+
+def local(directory: Path) -> Subject:
+    from transformers import AutoModelForCausalLM
+
+    lm = model(directory)
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    @torch.inference_mode()
+    def score(prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
+        logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+
+    engine = LocalEngine(lm, kv_bytes=1 << 20, max_running=6, max_prefill_tokens=32)
+    return Subject(engine, lambda ids: lm.tokenizer.decode(list(ids)), score, CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny_llama")
+
+
+@pytest.mark.parametrize("make", [fake, local])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
+def test_contract(
+    make: Callable[[Path], Subject], check: Callable[[Subject], Awaitable[None]], directory: Path
+) -> None:
+    async def run() -> None:
+        await check(make(directory))
+
+    asyncio.run(run())

@@ -1,0 +1,205 @@
+"""The house: imports point downward, adapters do not know each other, files and functions stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tunesmith
+
+ROOT = Path(tunesmith.__file__).parent
+
+FLOORS = {
+    "": 0,
+    "types": 0,
+    "errors": 0,
+    "config": 0,
+    "monitor": 0,
+    "algorithms": 1,
+    "data": 1,
+    "environments": 1,
+    "plan": 1,
+    "models": 2,
+    "engines": 3,
+    "backends": 3,
+    "weights": 3,
+    "loop": 4,
+    "cluster": 5,
+    "tune": 5,
+    "build": 5,
+    "cli": 6,
+    "recipes": 6,
+}
+ADAPTER_ROOMS = ("engines", "backends", "weights")
+HEAVY = ("torch", "transformers")
+MAY_IMPORT_TORCH = ("algorithms/losses.py", "data/forest.py")
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+
+
+def modules() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def dotted(path: Path) -> tuple[str, ...]:
+    """``engines/local/engine.py`` → ``("engines", "local", "engine")``."""
+    return tuple(part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__")
+
+
+def imported(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import below a node, relative ones made absolute."""
+    package = ["tunesmith", *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*above, *([node.module] if node.module else [])])
+            yield node.lineno, name
+            # "from tunesmith.loop import rl" imports the module tunesmith.loop.rl.
+            yield from ((node.lineno, f"{name}.{alias.name}") for alias in node.names)
+
+
+def own_imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    for line, name in imported(ast.parse(path.read_text()), path):
+        head, *rest = name.split(".")
+        if head == "tunesmith":
+            yield line, tuple(rest)
+
+
+def module_level_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Imports that run when the module is imported: not in functions, not under ``if TYPE_CHECKING``."""
+    pending: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending.extend(node.orelse)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imported(node, path)
+        else:
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def floor(module: tuple[str, ...]) -> int:
+    return FLOORS[module[0] if module else ""]
+
+
+def test_every_module_has_a_floor() -> None:
+    rooms = {dotted(path)[0] for path in modules() if dotted(path)}
+    assert rooms <= FLOORS.keys(), f"not in the table of floors: {sorted(rooms - FLOORS.keys())}"
+
+
+def test_imports_point_downward() -> None:
+    upward = [
+        f"{relative(path)}:{line} (floor {floor(dotted(path))}) "
+        f"imports {'.'.join(name)} (floor {floor(name)})"
+        for path in modules()
+        for line, name in own_imports(path)
+        if (not name or name[0] in FLOORS) and floor(name) > floor(dotted(path))
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def adapter(module: tuple[str, ...]) -> tuple[str, str] | None:
+    """(room, adapter) a module belongs to; None for a port (``base``) and what is no adapter."""
+    if len(module) < 2 or module[0] not in ADAPTER_ROOMS or module[1] == "base":
+        return None
+    is_module = (ROOT / module[0] / f"{module[1]}.py").exists() or (ROOT / module[0] / module[1]).is_dir()
+    return (module[0], module[1]) if is_module else None
+
+
+# Modules beside an adapter that serve one adapter only, by the adapter they belong to.
+PARTS = {("backends", "memory"): "torch", ("backends", "optimizer"): "torch"}
+
+
+def owner(module: tuple[str, ...]) -> tuple[str, str] | None:
+    found = adapter(module)
+    return (found[0], PARTS.get(found, found[1])) if found else None
+
+
+def test_adapters_do_not_know_each_other_and_only_build_knows_them() -> None:
+    wrong = [
+        f"{relative(path)}:{line} imports the adapter {'.'.join(name)}"
+        for path in modules()
+        for line, name in own_imports(path)
+        if (target := owner(name)) and target != owner(dotted(path)) and dotted(path) != ("build",)
+    ]
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_low_floors_load_neither_torch_nor_transformers() -> None:
+    heavy = [
+        f"{relative(path)}:{line} imports {name}"
+        for path in modules()
+        if floor(dotted(path)) <= 1 and relative(path) not in MAY_IMPORT_TORCH
+        for line, name in module_level_imports(path)
+        if name.split(".")[0] in HEAVY
+    ]
+    assert not heavy, "\n".join(heavy)
+
+
+@pytest.mark.parametrize("module", ["cli.main", "build", "config.load", "plan.resolve", "monitor.progress"])
+def test_these_load_without_torch_in_a_real_process(module: str) -> None:
+    code = f"import sys, tunesmith.{module}; sys.exit(bool({{'torch', 'transformers'}} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_files_are_short() -> None:
+    sizes = {relative(path): len(path.read_text().splitlines()) for path in modules()}
+    long = {name: size for name, size in sizes.items() if size > LONGEST_FILE}
+    assert not long, f"files of more than {LONGEST_FILE} lines: {long}"
+
+
+def test_functions_are_short() -> None:
+    long = [
+        f"{relative(path)}:{node.lineno} {node.name}: {size} lines"
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (size := (node.end_lineno or node.lineno) - node.lineno + 1) > LONGEST_FUNCTION
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A house with one of each fault."""
+    files = {
+        "config/up.py": "from tunesmith.loop import rl\n",
+        "loop/rl.py": "from ..engines.local import engine\n",
+        "engines/local/engine.py": "def f():\n    import tunesmith.engines.other\n",
+        "engines/other.py": "",
+        "data/heavy.py": "if True:\n    import torch.nn\n",
+        "data/light.py": (
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"
+            "def f():\n    import torch\n"
+        ),
+        "models/long.py": "def f():\n" + "    pass\n" * 401,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    for check, expected in (
+        (test_imports_point_downward, ["config/up.py:1 (floor 0) imports loop.rl (floor 4)"]),
+        (
+            test_adapters_do_not_know_each_other_and_only_build_knows_them,
+            ["loop/rl.py:1 imports the adapter engines.local", "engines/local/engine.py:2"],
+        ),
+        (test_low_floors_load_neither_torch_nor_transformers, ["data/heavy.py:2 imports torch.nn"]),
+        (test_files_are_short, ["models/long.py"]),
+        (test_functions_are_short, ["models/long.py:1 f: 402 lines"]),
+    ):
+        with pytest.raises(AssertionError) as caught:
+            check()
+        assert all(text in str(caught.value) for text in expected), str(caught.value)
+        assert "light.py" not in str(caught.value)

@@ -1,0 +1,346 @@
+"""The embedded engine: equal to generate, within its budget, whatever runs beside."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import save_model
+from transformers import AutoModelForCausalLM
+
+from tunesmith.engines.base import HardwareLimits
+from tunesmith.engines.local.engine import LocalEngine
+from tunesmith.engines.local.kv_cache import KVCache
+from tunesmith.engines.local.prefill_attention import Piece
+from tunesmith.engines.local.requests import Prompt
+from tunesmith.engines.local.runner import split_pieces
+from tunesmith.engines.local.scheduler import compact
+from tunesmith.errors import EngineError, UserError
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.types import Completion, Sampling
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "gpt2": {},
+    "mistral": {"sliding_window": 8, "head_dim": 8},
+}
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 4
+"""Of one token in the tiny llama: 2 layers, keys and values, 2 heads of 8, fp32."""
+SLOT_BYTES = TOKEN_BYTES * 5 // 4
+"""With its share of the staging plane."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from more, and lose much where cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return CausalLM.load(save_model(tmp_path_factory.mktemp("llama")))
+
+
+def make(model: CausalLM, tokens: int = 4096, **options: Any) -> LocalEngine:
+    """An engine whose KV memory holds so many tokens."""
+    sizes = {"max_running": 16, "max_prefill_tokens": 64, **options}
+    return LocalEngine(model, kv_bytes=tokens * SLOT_BYTES, **sizes)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(5, 260) for _ in range(n)] for n in lengths]
+
+
+def free(tokens: int, seed: int = 0, **options: Any) -> Sampling:
+    return Sampling(tokens, ignore_eos=True, seed=seed, **options)
+
+
+async def together(engine: LocalEngine, *requests: tuple[Sequence[int], Sampling]) -> list[Completion]:
+    return await asyncio.gather(*(engine.generate(p, s) for p, s in requests))
+
+
+def run(engine: LocalEngine, *requests: tuple[Sequence[int], Sampling]) -> list[Completion]:
+    return asyncio.run(together(engine, *requests))
+
+
+def scores(
+    plain: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
+) -> list[float]:
+    with torch.inference_mode():
+        logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_generate_and_logprobs_are_the_trainers(family: str, tmp_path: Path) -> None:
+    """Prompts of unequal length, alone and shared, chunked and together; every window is passed."""
+    save_model(tmp_path, family, **FAMILIES[family])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    engine = make(CausalLM.load(tmp_path), 16384, max_running=7, max_prefill_tokens=20)
+    starts = prompts(1, 5, 12, 33)
+    requests = [
+        (p, Sampling(16 + 3 * i, temperature=t, seed=i)) for i, p in enumerate(starts) for t in (0, 0.8, 0)
+    ]
+    for (prompt, sampling), done in zip(requests, run(engine, *requests), strict=True):
+        if sampling.temperature == 0:
+            ids = torch.tensor([prompt])
+            expected = plain.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=sampling.max_new_tokens,
+            )
+            assert done.token_ids == expected[0, len(prompt) :].tolist()
+        expected_scores = scores(plain, prompt, done.token_ids, sampling.temperature or 1.0)
+        assert done.logprobs == pytest.approx(expected_scores, abs=1e-4)
+
+
+def test_a_prompt_is_prefilled_once_for_its_group(llama: CausalLM) -> None:
+    engine = make(llama)
+    group = prompts(20)[0]
+    run(engine, *[(group, free(5, seed)) for seed in range(8)])
+    stats = engine.stats()
+    assert (stats.prefilled_tokens, stats.reused_prompt_tokens, stats.sampled_tokens) == (20, 140, 40)
+    run(engine, (group, free(5)))
+    assert engine.stats().prefilled_tokens == 0
+    asyncio.run(engine.load_weights(1))
+    run(engine, (group, free(5)))
+    assert engine.stats().prefilled_tokens == 20
+
+
+def test_new_weights_reach_the_next_token(llama: CausalLM) -> None:
+    """Parameters are shared: changed in place, they count at once, and a request in flight shows both versions."""
+    engine, (prompt,) = make(llama), prompts(6)
+    weight = llama.head.weight
+    before = run(engine, (prompt, free(8, temperature=0)))[0]
+    engine.stats()
+
+    async def change() -> tuple[Completion, Completion]:
+        flying = asyncio.create_task(engine.generate(prompt, free(8, temperature=0)))
+        while engine.stats().sampled_tokens < 1:
+            await asyncio.sleep(0)
+        with torch.no_grad():
+            weight.neg_()
+        await engine.load_weights(1)
+        return await flying, await engine.generate(prompt, free(8, temperature=0))
+
+    try:
+        flying, after = asyncio.run(change())
+    finally:
+        with torch.no_grad():
+            weight.neg_()
+    split = flying.versions.count(0)
+    assert 1 <= split < 8
+    assert flying.versions == [0] * split + [1] * (8 - split)
+    assert flying.token_ids[:split] == before.token_ids[:split]
+    assert after.token_ids != before.token_ids
+
+
+@pytest.mark.parametrize("tokens", [96, 128, 200, 320])
+def test_a_tight_budget_changes_nothing_but_time(llama: CausalLM, tokens: int) -> None:
+    """Waiting, eviction and preemption, over unequal prompts and lengths."""
+    requests = [(prompts(4, 9, 17)[i % 3], free(10 + 5 * (i % 7), i)) for i in range(18)]
+    roomy = run(make(llama), *requests)
+    engine = make(llama, tokens, block_size=4)
+    cache = engine._scheduler.cache  # pyright: ignore[reportPrivateUsage]
+    tight = run(engine, *requests)
+    assert [c.token_ids for c in tight] == [c.token_ids for c in roomy]
+    for a, b in zip(tight, roomy, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    stats = engine.stats()
+    assert stats.peak_kv_bytes <= cache.memory_bytes <= stats.kv_budget_bytes == tokens * SLOT_BYTES
+    assert not engine._scheduler.running and not engine._scheduler.waiting  # pyright: ignore[reportPrivateUsage]
+
+
+def test_the_youngest_is_preempted_and_loses_nothing(llama: CausalLM) -> None:
+    (prompt,) = prompts(8)
+    requests = [(prompt, free(100, seed)) for seed in range(3)]
+    engine = make(llama, 256)
+    tight = run(engine, *requests)
+    stats = engine.stats()
+    assert stats.preemptions >= 1
+    assert [c.token_ids for c in tight] == [c.token_ids for c in run(make(llama), *requests)]
+    assert all(len(c.token_ids) == len(c.logprobs) == len(c.versions) == 100 for c in tight)
+
+
+def test_real_memory_stays_within_the_budget(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor that the cache ever makes for itself is the one counted; no bank reaches into the other."""
+    allocated: list[int] = []
+    allocate = KVCache.allocate
+
+    def counting(cache: KVCache) -> None:
+        allocate(cache)
+        allocated.append(cache._memory.untyped_storage().nbytes())  # pyright: ignore[reportPrivateUsage]
+
+    monkeypatch.setattr(KVCache, "allocate", counting)
+    arrange = KVCache._arrange  # pyright: ignore[reportPrivateUsage]
+
+    def checked(cache: KVCache, *args: Any, **kwargs: Any) -> Any:
+        bank = arrange(cache, *args, **kwargs)
+        other = cache.completions if kwargs["front"] else cache.prompts
+        assert bank.rows * bank.capacity + other.rows * other.capacity <= cache.total
+        shared = {t.untyped_storage().data_ptr() for t in (bank.memory, other.memory, cache._memory)}  # pyright: ignore[reportPrivateUsage]
+        assert len(shared) == 1
+        return bank
+
+    monkeypatch.setattr(KVCache, "_arrange", checked)
+    engine = make(llama, 150, block_size=8)
+    run(engine, *[(prompts(5, 11)[i % 2], free(12 + i, i)) for i in range(12)])
+    assert allocated and all(size <= 150 * SLOT_BYTES for size in allocated)
+
+
+def test_what_never_fits_is_refused_with_the_numbers(llama: CausalLM) -> None:
+    engine = make(llama, 96)
+    with pytest.raises(UserError, match=r"20 tokens with up to 90 new ones needs 128 tokens .* holds 96"):
+        run(engine, (prompts(20)[0], free(90)))
+    with pytest.raises(UserError, match="holds 16 tokens: this model needs at least"):
+        make(llama, 16)
+
+
+def test_requests_are_admitted_in_order(llama: CausalLM) -> None:
+    engine = make(llama, max_running=2)
+    ended: list[int] = []
+
+    async def one(i: int) -> None:
+        await engine.generate(prompts(4)[0], free(5, i))
+        ended.append(i)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one(i) for i in range(6)))
+
+    asyncio.run(all_of_them())
+    assert ended == [0, 1, 2, 3, 4, 5]
+    assert engine.stats().peak_running == 2
+
+
+def test_abort_frees_rows_whether_running_or_waiting(llama: CausalLM) -> None:
+    engine = make(llama, max_running=3)
+    scheduler = engine._scheduler  # pyright: ignore[reportPrivateUsage]
+
+    async def go() -> None:
+        tasks = [
+            asyncio.create_task(engine.generate(p, free(50, i))) for i, p in enumerate(prompts(4, 4, 6, 6, 8))
+        ]
+        while len(scheduler.running) < 3:
+            await asyncio.sleep(0)
+        for i in (0, 3):
+            tasks[i].cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert [r.id for r in [*scheduler.running, *scheduler.waiting]].count(0) == 0
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        lengths = [len(d.token_ids) if isinstance(d, Completion) else d for d in done]
+        assert [n for n in lengths if n == 50] == [50] * 3
+        assert sum(isinstance(n, asyncio.CancelledError) for n in lengths) == 2
+
+    asyncio.run(go())
+    assert not scheduler.running and not scheduler.waiting
+
+
+def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, (prompt,) = make(llama, max_running=2), prompts(4)
+    runner = engine._runner  # pyright: ignore[reportPrivateUsage]
+    decode, calls = runner.decode, iter(range(1000))
+
+    def broken(running: Any) -> torch.Tensor:
+        if next(calls) == 3:
+            raise RuntimeError("out of luck")
+        return decode(running)
+
+    monkeypatch.setattr(runner, "decode", broken)
+
+    async def go() -> list[Completion | BaseException]:
+        return await asyncio.gather(
+            *(engine.generate(prompt, free(8, i)) for i in range(4)), return_exceptions=True
+        )
+
+    first, second, third, fourth = asyncio.run(go())
+    for failed in (first, second):
+        assert isinstance(failed, EngineError)
+        assert "out of luck" in str(failed) and isinstance(failed.__cause__, RuntimeError)
+    assert isinstance(third, Completion) and isinstance(fourth, Completion)
+    assert run(make(llama), (prompt, free(8, 2)))[0].token_ids == third.token_ids
+
+
+def test_weights_that_diverged_are_an_error_and_leave_no_trace(llama: CausalLM) -> None:
+    engine, (prompt,) = make(llama), prompts(4)
+    good = run(engine, (prompt, free(6)))[0]
+    norm = llama.module.base_model.norm.weight
+    with torch.no_grad():
+        kept = norm.clone()
+        norm.fill_(torch.nan)
+    with pytest.raises(EngineError, match="not finite"):
+        run(engine, (prompts(5)[0], free(6)))
+    with torch.no_grad():
+        norm.copy_(kept)
+    assert run(engine, (prompt, free(6)))[0].token_ids == good.token_ids
+
+
+def test_eos_comes_from_the_generation_config_and_can_be_ignored(llama: CausalLM) -> None:
+    (prompt,) = prompts(4)
+    written = run(make(llama), (prompt, free(20)))[0].token_ids
+    eos = written[7]
+    sampling = Sampling(20, seed=0)
+    cut = run(make(llama, eos_token_ids=[eos]), (prompt, sampling))[0]
+    assert (cut.token_ids, cut.finish_reason) == (written[: written.index(eos) + 1], "stop")
+    assert make(llama)._eos == {2}  # pyright: ignore[reportPrivateUsage]
+
+
+def test_attainable_time_by_hand(llama: CausalLM) -> None:
+    """One prompt of 4 and 3 tokens: a prefill of 4, then decodes that read 5 and 6 cached tokens."""
+    by_bytes = make(llama, limits=HardwareLimits(bytes_per_second=1.0, flops_per_second=1e30))
+    run(by_bytes, (prompts(4)[0], free(3)))
+    weights = sum(p.numel() for p in llama.module.parameters()) - 300 * 32
+    assert by_bytes.stats().attainable_seconds == pytest.approx(3 * 4 * weights + (5 + 6) * TOKEN_BYTES)
+    by_flops = make(llama, limits=HardwareLimits(bytes_per_second=1e30, flops_per_second=1.0))
+    run(by_flops, (prompts(4)[0], free(3)))
+    pairs = 4 * 5 // 2 + 5 + 6
+    assert by_flops.stats().attainable_seconds == pytest.approx(2 * weights * 6 + 4 * 2 * 4 * 8 * pairs)
+    assert make(llama).stats().attainable_seconds == 0
+
+
+def test_long_prompts_are_chunked_and_short_ones_kept_whole() -> None:
+    pieces = [Piece(Prompt((0,) * n, 0), row, 0, n) for row, n in enumerate((3, 3, 3, 20, 2))]
+    batches = [[(p.row, p.start, p.stop) for p in batch] for batch in split_pieces(pieces, 8)]
+    assert batches == [
+        [(0, 0, 3), (1, 0, 3)],
+        [(2, 0, 3)],
+        [(3, 0, 8)],
+        [(3, 8, 16)],
+        [(3, 16, 20), (4, 0, 2)],
+    ]
+
+
+@given(st.lists(st.sampled_from([0, 1, None]), max_size=20))
+def test_compact_groups_zones_and_moves_few(zones: list[int | None]) -> None:
+    order = compact(zones, lambda z: z)
+    assert sorted(order) == [i for i, z in enumerate(zones) if z is not None]
+    assert [zones[i] for i in order] == sorted(z for z in zones if z is not None)
+    first, second = zones.count(0), zones.count(0) + zones.count(1)
+    at_home = [i for i, z in enumerate(zones[:second]) if z == (0 if i < first else 1)]
+    assert all(order[i] == i for i in at_home)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_cpu(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3", head_dim=16)
+    requests = [(p, Sampling(20, temperature=0.0)) for p in prompts(3, 3, 9)]
+    engines = [make(CausalLM.load(tmp_path, device=d), 8192) for d in ("cpu", "cuda")]
+    cpu, cuda = (run(engine, *requests) for engine in engines)
+    assert [c.token_ids for c in cpu] == [c.token_ids for c in cuda]
