@@ -262,7 +262,7 @@ def _learner(
         max_tokens=system.max_tokens_per_microbatch,
         cost=training_cost(backend.model),
         share_prompts=system.share_prompts,
-        flops_per_second=_limits(config).flops,
+        flops_per_second=_limits(config).flops_per_second,
         report=session.note,
     )
 
@@ -277,6 +277,7 @@ def _rl_parts(
 ) -> RLParts:
     from tunesmith.algorithms.kl import AdaptiveController
     from tunesmith.algorithms.objective import needs_entropy, needs_reference, policy_objective
+    from tunesmith.engines.base import HardwareLimits
     from tunesmith.engines.local.engine import LocalEngine
     from tunesmith.loop.collect import Collector
     from tunesmith.loop.rl import RLParts
@@ -292,12 +293,13 @@ def _rl_parts(
         temperature=rollout.temperature,
         entropy=needs_entropy(algorithm),
     )
+    limits = _limits(config)
     engine = LocalEngine(
         model,
         kv_bytes=parse_size(system.kv_memory),
         max_running=system.max_running,
         max_prefill_tokens=system.max_prefill_tokens,
-        limits=_limits(config),
+        limits=HardwareLimits(limits.bytes_per_second, limits.flops_per_second),
     )
     sampling = Sampling(
         max_new_tokens=rollout.max_new_tokens,

@@ -14,7 +14,7 @@ Message = dict[str, Any]
 """A chat message: at least ``role`` and ``content``."""
 
 Prompt = str | list[Message]
-"""Text that is tokenized as it is, or a conversation that goes through the chat template."""
+"""Text, or a conversation, in the shape that it has in the data. What the policy sees is ``prompt_ids``."""
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tunesmith.data.forest import Forest
 from tunesmith.models.attention import ATTENTION_NAME, AttentionContext
 from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.models.head import fused_logprobs
+from tunesmith.models.lean import LeanDecoder
 
 
 @dataclass(slots=True)
@@ -26,6 +27,8 @@ class CausalLM:
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    lean: LeanDecoder | None = field(default=None, repr=False)
+    """The same decoder in fewer operations, where its family allows; None runs the Hugging Face modules."""
 
     @classmethod
     def load(
@@ -42,7 +45,8 @@ class CausalLM:
         module = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=ATTENTION_NAME, **options
         )
-        return cls(module.to(device).eval(), tokenizer)
+        module = module.to(device).eval()
+        return cls(module, tokenizer, LeanDecoder.of(module.base_model))
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +73,8 @@ class CausalLM:
         Returns:
             ``[T, d]``.
         """
+        if self.lean is not None and self.lean.usable:
+            return self.lean(token_ids, position_ids, attention)
         out = self.module.base_model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),

@@ -23,10 +23,11 @@ HELD_OUT = 400
 SHOWN = 6
 
 SFT = """\
-run_dir = "sft"
+run_dir = "{directory}/sft"
 
 [model]
 path = "model"
+dtype = "float32"
 
 [data]
 train = "train.jsonl"
@@ -45,10 +46,11 @@ every = 50
 """
 
 RL = """\
-run_dir = "rl"
+run_dir = "{directory}/rl"
 
 [model]
 path = "sft/checkpoints/step-{sft_steps:06d}/model"
+dtype = "float32"
 
 [data]
 train = "train.jsonl"
@@ -102,7 +104,13 @@ def run_demo(directory: Path, seed: int, sft_steps: int = 300, rl_steps: int = 1
     make_model(directory / "model", seed)
     write_problems(directory / "train.jsonl", train)
     write_problems(directory / "held_out.jsonl", held_out)
-    numbers = {"seed": seed, "sft_steps": sft_steps, "rl_steps": rl_steps, "shown": SHOWN}
+    numbers = {
+        "directory": directory.resolve(),
+        "seed": seed,
+        "sft_steps": sft_steps,
+        "rl_steps": rl_steps,
+        "shown": SHOWN,
+    }
     for name, text in (("sft.toml", SFT), ("rl.toml", RL)):
         (directory / name).write_text(text.format(**numbers))
 

@@ -1,0 +1,196 @@
+"""Llama-shaped decoders as few large operations, on the parameters of the Hugging Face model.
+
+On small models, and when decoding a few rows, most of the time of the Hugging Face modules goes into many small
+operations and the Python between them. Here a layer is: norm, one product for queries, keys and values, rotary,
+attention, one product, norm, one product for gate and up, activation, one product. The results are the same,
+and everything that is not exactly this shape stays with the Hugging Face modules.
+
+Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tunesmith.models.attention import AttentionContext
+from tunesmith.models.lean_ops import Activation, gated, linear, rms_norm, rotate
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+
+
+class Projection:
+    """Linear modules on one input, run as one product.
+
+    Their weights (and biases) become views of one tensor, so that optimizer steps on the modules' parameters
+    and products with the whole see the same numbers. Where a module has since been replaced (by an adapter),
+    hooked, or moved to other storage, the modules themselves are called.
+    """
+
+    def __init__(self, owner: nn.Module, *names: str) -> None:
+        self._owner, self._names = owner._modules, names  # pyright: ignore[reportPrivateUsage]
+        self._modules = [cast(nn.Linear, owner.get_submodule(name)) for name in names]
+        self._weights = [m.weight for m in self._modules]
+        self._biases = [m.bias for m in self._modules if m.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
+        plain = all(type(m) is nn.Linear for m in self._modules)
+        self._fusable = plain and len(self._biases) in (0, len(names))
+        if self._fusable:
+            self.weight = _one_storage(self._weights)
+            self.bias = _one_storage(self._biases) if self._biases else None
+            self._places = [w.data_ptr() for w in self._weights]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[T, d]`` to the modules' outputs side by side."""
+        if not self._intact():
+            return torch.cat([cast(nn.Module, self._owner[name])(x) for name in self._names], -1)
+        if torch.is_grad_enabled() and len(self._weights) > 1:
+            return linear(x, self.weight, self.bias, self._weights, self._biases)
+        if len(self._weights) > 1:
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self._weights[0], self._biases[0] if self._biases else None)
+
+    def _intact(self) -> bool:
+        if not self._fusable:
+            return False
+        for name, module, place in zip(self._names, self._modules, self._places, strict=True):
+            if self._owner[name] is not module or module.weight.data_ptr() != place or module._forward_hooks:  # pyright: ignore[reportPrivateUsage]
+                return False
+        return True
+
+
+def _one_storage(parameters: list[nn.Parameter]) -> Tensor:
+    if len(parameters) == 1:
+        return parameters[0].detach()
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([p.detach() for p in parameters])
+        for parameter, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+            parameter.data = view
+    return whole
+
+
+class Norm:
+    """A root-mean-square norm; Gemma's weights are offsets from one and are applied before rounding."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        self.offset = "Gemma" in type(module).__name__
+
+    @property
+    def weight(self) -> Tensor:
+        return self._module.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.offset)
+
+
+class Layer:
+    """One decoder layer of the shapes in ``FAMILIES``."""
+
+    def __init__(self, module: Any, config: Any, index: int) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.module, self.index = module, index
+        self.kind = type(module)
+        joint = hasattr(attention, "qkv_proj")
+        self.qkv = Projection(attention, *(("qkv_proj",) if joint else ("q_proj", "k_proj", "v_proj")))
+        self.out = Projection(attention, "o_proj")
+        joint = hasattr(mlp, "gate_up_proj")
+        self.gate_up = Projection(mlp, *(("gate_up_proj",) if joint else ("gate_proj", "up_proj")))
+        self.down = Projection(mlp, "down_proj")
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.scale: float = attention.scaling
+        self.window: int | None = getattr(attention, "sliding_window", None)
+        if config.model_type in ("mistral", "phi3"):
+            self.window = getattr(config, "sliding_window", None)
+        # Gemma 3 has the setting but its attention does not apply it.
+        self.softcap: float | None = config.attn_logit_softcapping if config.model_type == "gemma2" else None
+        self.rotates = bool(getattr(attention, "use_rope", True))
+        self.activation = ACTIVATIONS[getattr(config, "hidden_act", None) or config.hidden_activation]
+        self.q_norm, self.k_norm = (Norm(getattr(attention, n)) if hasattr(attention, n) else None for n in ("q_norm", "k_norm"))
+        self.before_attention = Norm(module.input_layernorm)
+        sandwich = hasattr(module, "pre_feedforward_layernorm")
+        self.after_attention = Norm(module.post_attention_layernorm) if sandwich else None
+        self.before_mlp = Norm(module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm)
+        self.after_mlp = Norm(module.post_feedforward_layernorm) if sandwich else None
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext) -> Tensor:
+        """``[T, d]`` to ``[T, d]``; ``cos`` and ``sin`` are ``[T, 1, D]``, the first half of ``sin`` negated."""
+        q, k, v = self._heads(self.before_attention(x), cos, sin)
+        seen = attention.attend(self.index, q, k, v, self.scale, self.window, self.softcap)
+        seen = self.out(seen.flatten(1))
+        x = x + (seen if self.after_attention is None else self.after_attention(seen))
+        y = self.down(gated(self.gate_up(self.before_mlp(x)), self.activation))
+        return x + (y if self.after_mlp is None else self.after_mlp(y))
+
+    def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries ``[T, H, D]``, rotated keys and values ``[T, K, D]``."""
+        heads = self.qkv(x).view(len(x), self.heads + 2 * self.kv_heads, -1)
+        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            weights = self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)
+            qk = rms_norm(qk, torch.cat(weights), self.q_norm.eps, self.q_norm.offset)
+        if self.rotates:
+            qk = rotate(qk, cos, sin)
+        q, k = qk.split([self.heads, self.kv_heads], 1)
+        return q, k, v
+
+
+class LeanDecoder:
+    """A whole decoder: embedding, layers, final norm. ``of`` makes one where the model has the shape for it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.config = model, model.config
+        self.kind = type(model)
+        self.layers = [Layer(module, model.config, i) for i, module in enumerate(model.layers)]
+        self.norm = Norm(model.norm)
+        self.layer_types = self._rotary_kinds()
+
+    @classmethod
+    def of(cls, model: Any) -> LeanDecoder | None:
+        """None where the decoder is of another shape."""
+        config = model.config
+        if config.model_type not in FAMILIES or not hasattr(model, "layers"):
+            return None
+        if (getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)) not in ACTIVATIONS:
+            return None
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+        if factor != 1.0 or head_dim % 2 or getattr(config, "use_bidirectional_attention", False):
+            return None
+        return cls(model)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the modules are still the ones this was made of (sharding replaces their classes)."""
+        return type(self.model) is self.kind and all(type(layer.module) is layer.kind for layer in self.layers)
+
+    def __call__(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+        """See ``CausalLM.hidden``."""
+        x = self.model.embed_tokens(token_ids)
+        tables = {kind: self._rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
+        for layer, kind in zip(self.layers, self.layer_types, strict=True):
+            run: Callable[..., Tensor] = layer
+            if layer.module.gradient_checkpointing and layer.module.training and torch.is_grad_enabled():
+                run = partial(layer.module._gradient_checkpointing_func, layer)
+            x = run(x, *tables[kind], attention)
+        return self.norm(x)
+
+    def _rotary_kinds(self) -> list[str | None]:
+        """Gemma 3 rotates its local and global layers by different tables."""
+        if self.config.model_type == "gemma3_text":
+            return list(self.config.layer_types)
+        return [None] * len(self.layers)
+
+    def _rotary(self, x: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+        extra = () if kind is None else (kind,)
+        cos, sin = self.model.rotary_emb(x, position_ids.unsqueeze(0), *extra)
+        sin = sin[0].clone()
+        sin[:, : sin.shape[-1] // 2].neg_()
+        return cos[0].unsqueeze(1), sin.unsqueeze(1)

@@ -1,0 +1,148 @@
+"""The elementwise parts of a decoder layer, each one autograd function that saves little and recomputes the rest.
+
+Without gradients they are the plain operations: an autograd function costs as much as a small matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    """``x @ weight.T + bias`` where ``weights`` and ``biases`` are views of ``weight`` and ``bias``: they get the gradient."""
+    return cast(Tensor, _Linear.apply(x, weight, bias, len(weights), *weights, *biases))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+    """``x / rms(x) * weight`` over the last dimension, or ``* (1 + weight)`` with ``offset``.
+
+    In bfloat16 the mean is taken in float32 and the normalized ``x`` is rounded before the weight is applied,
+    or after it with ``offset``, as the Hugging Face families do.
+    """
+    if torch.is_grad_enabled():
+        return cast(Tensor, _RmsNorm.apply(x, weight, eps, offset))
+    return _normalize(x, weight, eps, offset)[0]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of ``[T, heads, D]`` by ``[T, 1, D]`` tables; the first half of ``sin`` is negated."""
+    return cast(Tensor, _Rotate.apply(x, cos, sin)) if torch.is_grad_enabled() else _rotated(x, cos, sin)
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """``activation(gate) * up`` of ``[T, 2 f]``, gate first."""
+    if torch.is_grad_enabled():
+        return cast(Tensor, _Gated.apply(gate_up, activation))
+    gate, up = gate_up.chunk(2, -1)
+    return _activate(gate, activation).mul_(up)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, count: int, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.count, ctx.rows = count, [len(p) for p in parts[:count]]
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
+        rows, needs = cast("list[int]", ctx.rows), cast("tuple[bool, ...]", ctx.needs_input_grad)
+        parts: list[Tensor | None] = [None] * (len(needs) - 4)
+        if any(needs[4 : 4 + len(rows)]):
+            parts[: len(rows)] = (grad.t() @ x).split(rows)
+        if any(needs[4 + len(rows) :]):
+            parts[len(rows) :] = grad.sum(0).split(rows)
+        return grad @ weight if needs[0] else None, None, None, None, *parts
+
+
+def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
+    """The norm and ``1 / rms``, ``[..., 1]``."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    # A vector norm is one pass over x; the mean of squares would be two.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
+    scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    y = x * scale
+    if offset:
+        return y.mul_(weight.to(exact) + 1).to(x.dtype), scale
+    return y.to(x.dtype).mul_(weight), scale
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+        y, scale = _normalize(x, weight, eps, offset)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, scale = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
+        unit = x * scale
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            leading = list(range(x.dim() - weight.dim()))
+            grad_weight = (unit * grad).sum(leading).to(weight.dtype)
+        inner = grad * (weight.to(scale.dtype) + 1 if ctx.offset else weight.to(scale.dtype))
+        mean = torch.linalg.vecdot(inner, unit).unsqueeze(-1).mul_(-1 / x.shape[-1])
+        grad_x = inner.addcmul_(unit, mean).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight, None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return torch.mul(x, cos).add_(swapped.mul_(sin))
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos, sin = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
+        # The transpose of a rotation turns the other way.
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _activate(gate: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return F.silu(gate)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.activation = activation
+        gate, up = gate_up.chunk(2, -1)
+        return _activate(gate, activation).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gate_up,) = cast("tuple[Tensor]", ctx.saved_tensors)
+        activation = cast(Activation, ctx.activation)
+        gate, up = gate_up.chunk(2, -1)
+        grad_both = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_both.chunk(2, -1)
+        torch.mul(_activate(gate, activation), grad, out=grad_up)
+        inner = grad * up
+        if activation == "silu":
+            torch.ops.aten.silu_backward.grad_input(inner, gate, grad_input=grad_gate)
+        else:
+            approximate = "tanh" if activation == "gelu_tanh" else "none"
+            torch.ops.aten.gelu_backward.grad_input(inner, gate, approximate=approximate, grad_input=grad_gate)
+        return grad_both, None
