@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.load import find_kind, load_config, parse_override
@@ -356,11 +356,13 @@ values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.text(min_size=0, max_size=8), values)
 def test_what_is_written_as_toml_is_read_back(key: str, value: Any) -> None:
     assert tomllib.loads(f"{toml_key(key)} = {toml_value(value)}") == {key: value}
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**15))
 def test_sizes(size: int) -> None:
     assert parse_size(str(size)) == size

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.errors import CheckpointError, ConfigError, StorageError
@@ -65,6 +65,7 @@ def test_resuming_drops_later_and_torn_lines(tmp_path: Path) -> None:
         assert steps(path) == [], "a new run starts a new file"
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 20)).map(sorted), st.integers(-1, 21), st.integers(0, 30))
 def test_what_stays_is_what_was_complete_and_not_later(written: list[int], step: int, torn: int) -> None:
     import tempfile
@@ -280,6 +281,7 @@ def test_a_phase_that_fails_still_counts() -> None:
     assert clock.lap() == {"train": 3, "other": 1}
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["open", "close", "lap"]), st.floats(0, 10))))
 def test_every_second_is_counted_once(events: list[tuple[str, float]]) -> None:
     time = FakeTime()

@@ -186,7 +186,7 @@ def _open_session(
         metrics=stack.enter_context(metrics),
         progress=stack.enter_context(progress),
         checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
-        best=Best(metric, higher_is_better="loss" not in metric),
+        best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
         samples=samples,
         clock=Clock(),
         resume_from=checkpoint,

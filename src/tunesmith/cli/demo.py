@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 
 def demo(
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
     seed: Annotated[int, typer.Option(help="Of the model, the data and the training.")] = 0,
     directory: Annotated[
         Path | None,
@@ -18,8 +17,9 @@ def demo(
     ] = None,
 ) -> None:
     """Make a tiny model, teach it arithmetic, and raise its accuracy by reinforcement learning."""
-    from tunesmith.recipes.demo import run_demo
+    from tunesmith.monitor.run_dir import numbered_directory
+    from tunesmith.recipes.demo import as_json, run_demo
 
-    result = run_demo(directory, seed)
-    if as_json:
-        print(json.dumps(result), flush=True)
+    result = run_demo(directory or numbered_directory(Path("runs"), "demo"), seed)
+    if json:
+        print(as_json(result), flush=True)

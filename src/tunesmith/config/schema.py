@@ -208,7 +208,9 @@ class EvalSection(Section):
     pass_at: tuple[PositiveInt, ...] | None = None
     max_prompts: PositiveInt | None = None
     metric: str | None = None
-    """What ``best`` is judged by; None: the reward (RL) or the loss (supervised)."""
+    """What the best checkpoint is judged by; None: ``eval/reward`` (RL) or ``eval/loss`` (supervised)."""
+    target: float | None = None
+    """End the run when an evaluation's ``metric`` is this good."""
 
 
 class SystemSection(Section):

@@ -43,7 +43,7 @@ async def run(parts: RLParts, session: Session) -> None:
     """Train until the configured step; evaluate and save on the way."""
     if session.step == 0 and parts.config.eval.at_start:
         await _evaluate(parts, session)
-    while session.step < session.total_steps:
+    while session.running:
         with session.phase("sync"):
             await parts.engine.load_weights(parts.backend.version)
         with session.phase("rollout"):

@@ -32,13 +32,23 @@ class Best:
 
     metric: str
     higher_is_better: bool
+    target: float | None = None
     value: float | None = None
     step: int | None = None
 
+    @property
+    def sign(self) -> int:
+        return 1 if self.higher_is_better else -1
+
+    @property
+    def reached_target(self) -> bool:
+        if self.value is None or self.target is None:
+            return False
+        return self.sign * self.value >= self.sign * self.target
+
     def update(self, value: float, step: int) -> None:
         """Take in an evaluation."""
-        sign = 1 if self.higher_is_better else -1
-        if self.value is None or sign * value > sign * self.value:
+        if self.value is None or self.sign * value > self.sign * self.value:
             self.value, self.step = value, step
 
 
@@ -59,6 +69,11 @@ class Session:
     @property
     def total_steps(self) -> int:
         return self.cadence.total_steps
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a step to take: not at the end, and the evaluation's target not reached."""
+        return self.step < self.total_steps and not self.best.reached_target
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:

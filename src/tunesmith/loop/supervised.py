@@ -27,7 +27,7 @@ def run(parts: SupervisedParts, session: Session) -> None:
     """Train until the configured step; evaluate and save on the way."""
     if session.step == 0 and parts.evaluate_at_start:
         _evaluate(parts, session)
-    while session.step < session.total_steps:
+    while session.running:
         batch = parts.samples.next_batch()
         with session.phase("train"):
             metrics = parts.learner.step(batch)

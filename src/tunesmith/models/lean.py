@@ -8,6 +8,7 @@ and everything that is not exactly this shape stays with the Hugging Face module
 Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class Projection:
     """
 
     def __init__(self, owner: nn.Module, *names: str) -> None:
-        self._owner, self._names = owner._modules, names  # pyright: ignore[reportPrivateUsage]
+        self._owner, self._names = owner._modules, names  
         self._modules = [cast(nn.Linear, owner.get_submodule(name)) for name in names]
         self._weights = [m.weight for m in self._modules]
         self._biases = [m.bias for m in self._modules if m.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
@@ -43,7 +44,10 @@ class Projection:
         if self._fusable:
             self.weight = _one_storage(self._weights)
             self.bias = _one_storage(self._biases) if self._biases else None
-            self._places = [w.data_ptr() for w in self._weights]
+            self._expected = [
+                (name, m, cast("dict[str, Tensor]", m._parameters), m.weight.data_ptr())
+                for name, m in zip(names, self._modules, strict=True)
+            ]
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, d]`` to the modules' outputs side by side."""
@@ -58,8 +62,9 @@ class Projection:
     def _intact(self) -> bool:
         if not self._fusable:
             return False
-        for name, module, place in zip(self._names, self._modules, self._places, strict=True):
-            if self._owner[name] is not module or module.weight.data_ptr() != place or module._forward_hooks:  # pyright: ignore[reportPrivateUsage]
+        for name, module, own, place in self._expected:
+            # Plain dictionaries: this runs in every layer of every decoding step.
+            if self._owner[name] is not module or module._forward_hooks or own["weight"].data_ptr() != place:
                 return False
         return True
 
@@ -78,13 +83,13 @@ class Norm:
     """A root-mean-square norm; Gemma's weights are offsets from one and are applied before rounding."""
 
     def __init__(self, module: Any) -> None:
-        self._module = module
+        self._own: dict[str, Tensor] = module._parameters
         self.eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
         self.offset = "Gemma" in type(module).__name__
 
     @property
     def weight(self) -> Tensor:
-        return self._module.weight
+        return self._own["weight"]
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.offset)

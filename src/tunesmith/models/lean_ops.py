@@ -5,6 +5,7 @@ Without gradients they are the plain operations: an autograd function costs as m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -65,12 +66,18 @@ class _Linear(torch.autograd.Function):
         return grad @ weight if needs[0] else None, None, None, None, *parts
 
 
+@functools.cache
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device=device)
+
+
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
     """The norm and ``1 / rms``, ``[..., 1]``."""
     exact = torch.promote_types(x.dtype, torch.float32)
     # A vector norm is one pass over x; the mean of squares would be two.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
-    scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    scale = torch.addcmul(_constant(eps, exact, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     y = x * scale
     if offset:
         return y.mul_(weight.to(exact) + 1).to(x.dtype), scale

@@ -94,7 +94,7 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Path) -> RunDir
     if resume is True and run_dir is not None and not run_dir.is_dir():
         raise CheckpointError(f"there is no run to resume in {run_dir}: it is no directory")
     with boundary(StorageError, f"cannot create the run directory {run_dir or 'runs'}", OSError):
-        path = _numbered(Path("runs").absolute(), name) if run_dir is None else run_dir.absolute()
+        path = numbered_directory(Path("runs").absolute(), name) if run_dir is None else run_dir.absolute()
         path.mkdir(parents=True, exist_ok=True)
     run = _locked(path)
     continued = resume is True or (isinstance(resume, Path) and resume.absolute().is_relative_to(path))
@@ -118,8 +118,17 @@ def holds_run(path: Path) -> bool:
     return has_checkpoint(path) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def _numbered(parent: Path, name: str) -> Path:
-    """A new directory ``name-<number>``, safe against another process doing the same."""
+def numbered_directory(parent: Path, name: str) -> Path:
+    """A new directory ``name-<number>``, safe against another process doing the same.
+
+    Raises:
+        StorageError: it cannot be created.
+    """
+    with boundary(StorageError, f"cannot create a run directory in {parent}", OSError):
+        return _make_numbered(parent, name)
+
+
+def _make_numbered(parent: Path, name: str) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:

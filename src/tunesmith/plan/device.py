@@ -23,6 +23,7 @@ MOST_TOKENS = {"cpu": 4096, "cuda": 32768}
 """Larger micro-batches are no faster: every matrix product is long enough by then."""
 
 UNKNOWN_MODEL_TOKENS = 4096
+LEAST_KV_BYTES = 16 * 10**6
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 
 
@@ -119,7 +120,7 @@ def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: s
 
 def _derive_kv_memory(filling: Filling[Any], facts: Facts, budget: int) -> None:
     key, config, model = "system.kv_memory", filling.config, facts.model
-    share = max(budget // 4, 16 * 10**6)
+    share = max(budget // 4, LEAST_KV_BYTES)
     longest = longest_sample(config, facts)
     if longest is None:
         return
@@ -130,6 +131,7 @@ def _derive_kv_memory(filling: Filling[Any], facts: Facts, budget: int) -> None:
     together = min(config.system.max_running, max(together, (facts.eval_size or 0) * config.eval.samples))
     # A tenth more, because memory is given out in blocks.
     wanted = ceil(1.1 * together * longest * model.kv_bytes_per_token(bytes_per_number(config)))
+    wanted = max(wanted, LEAST_KV_BYTES)
     if wanted <= share:
         reason = f"enough for {together} requests of {longest} tokens at once"
     else:

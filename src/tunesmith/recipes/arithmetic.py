@@ -1,4 +1,8 @@
-"""A world to learn in: two-digit addition, with a tiny model and tokenizer made from nothing."""
+"""A world to learn in: two-digit addition, with a tiny model and tokenizer made from nothing.
+
+Examples answer in two ways: at once (``37+58=`` → ``95``), which a tiny model finds hard, or worked digit by
+digit (``;7+8=15;3+5+1=9;95``), which it finds easy. Nothing in the examples says which is better.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ALPHABET = "0123456789+="
+ALPHABET = "0123456789+=;"
+ANSWER = r"(\d+)$"
+"""Where the answer stands in a completion: the number at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +23,43 @@ class Problem:
 
     prompt: str
     answer: str
+    worked: str
+    """The answer with its working before it."""
+
+
+def problem(a: int, b: int) -> Problem:
+    """``a + b``, both of two digits.
+
+    Example:
+        >>> problem(37, 58)
+        Problem(prompt='37+58=', answer='95', worked=';7+8=15;3+5+1=9;95')
+    """
+    ones, tens = a % 10 + b % 10, a // 10 + b // 10 + (a % 10 + b % 10) // 10
+    carry = "+1" if ones > 9 else ""
+    steps = f";{a % 10}+{b % 10}={ones};{a // 10}+{b // 10}{carry}={tens};"
+    return Problem(f"{a}+{b}=", str(a + b), f"{steps}{a + b}")
 
 
 def problems(seed: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
     """All sums of two two-digit numbers, in two disjoint lists: to train on and to hold out."""
-    every = [Problem(f"{a}+{b}=", str(a + b)) for a in range(10, 100) for b in range(10, 100)]
+    every = [problem(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(every)
     return every[held_out:], every[:held_out]
 
 
-def write_problems(path: Path, lines: Sequence[Problem]) -> Path:
-    """Lines with ``prompt``, ``answer`` and, for supervised training, the same as ``completion``."""
-    records = ({"prompt": p.prompt, "answer": p.answer, "completion": p.answer} for p in lines)
+def write_tasks(path: Path, lines: Sequence[Problem]) -> Path:
+    """Lines with ``prompt`` and ``answer``."""
+    return _write(path, [{"prompt": p.prompt, "answer": p.answer} for p in lines])
+
+
+def write_examples(path: Path, lines: Sequence[Problem], worked_share: float, seed: int) -> Path:
+    """Lines with ``prompt`` and ``completion``; a share of the completions shows its working."""
+    rng = random.Random(seed)
+    chosen = [(p, rng.random() < worked_share) for p in lines]
+    return _write(path, [{"prompt": p.prompt, "completion": p.worked if w else p.answer} for p, w in chosen])
+
+
+def _write(path: Path, records: Sequence[dict[str, str]]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 

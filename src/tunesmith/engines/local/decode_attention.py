@@ -10,7 +10,7 @@ Shape legend: ``B`` rows, ``A`` prompts in use, ``M`` most members of a prompt, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,17 +63,13 @@ class DecodeAttention:
         self._grouping = grouping
         self._lengths = lengths
         self._heads = cache.layout.kv_heads
+        self._dtype = cache.layout.dtype
         self._device = cache.layout.device
-        bank, heads = cache.completions, self._heads
-        self._slots = bank.slots
-        self._new = torch.tensor(
-            [(row * heads + k) * bank.capacity + n for row, n in enumerate(lengths) for k in range(heads)],
-            device=self._device,
-        )
         self._longest = max(lengths) + 1
         self._longest_prompt = max(grouping.prompt_lengths)
-        self._own = _views(bank, grouping.rows, self._longest)
+        self._own = _views(cache.completions, grouping.rows, self._longest)
         self._prompt = _views(cache.prompts, grouping.prompts, self._longest_prompt)
+        self._write = self._writer(cache.completions)
         self._masks: dict[int | None, Tensor | None] = {}
 
     def attend(
@@ -88,12 +84,10 @@ class DecodeAttention:
     ) -> Tensor:
         """``[B, H, D]`` queries and ``[B, K, D]`` keys and values of the new tokens; see AttentionContext."""
         rows, heads, dim = query.shape
-        grouping = self._grouping
-        plane = 2 * layer
-        self._slots[plane].index_copy_(0, self._new, key.reshape(-1, dim))
-        self._slots[plane + 1].index_copy_(0, self._new, value.reshape(-1, dim))
-        batch, share = rows * self._heads, heads // self._heads
-        own = (query * scale).reshape(batch, share, dim)
+        plane, share = 2 * layer, heads // self._heads
+        self._write(plane, key)
+        self._write(plane + 1, value)
+        own = (query.to(self._dtype) * scale).view(-1, share, dim)
         to_prompt = torch.bmm(self._together(own, share, dim), self._prompt[plane])
         to_prompt = self._apart(to_prompt, share, self._longest_prompt)
         scores = torch.cat((to_prompt, torch.bmm(own, self._own[plane])), -1)
@@ -106,7 +100,19 @@ class DecodeAttention:
         from_prompt, from_own = weights.split_with_sizes((self._longest_prompt, self._longest), -1)
         out = torch.bmm(self._together(from_prompt, share, self._longest_prompt), self._prompt[plane + 1])
         out = torch.baddbmm(self._apart(out, share, dim), from_own, self._own[plane + 1])
-        return out.view(rows, heads, dim)
+        return out.view(rows, heads, dim).to(query.dtype)
+
+    def _writer(self, bank: Bank) -> Callable[[int, Tensor], object]:
+        """A function that puts the new tokens' ``[B, K, D]`` in their slots of a plane."""
+        lengths, heads = self._lengths, self._heads
+        if self._longest == min(lengths) + 1:
+            slots = bank.memory[:, : len(lengths), :, self._longest - 1].unbind(0)
+            return lambda plane, new: slots[plane].copy_(new)
+        start = [(row * heads + k) * bank.capacity + n for row, n in enumerate(lengths) for k in range(heads)]
+        index = torch.tensor(start, device=self._device)
+        return lambda plane, new: bank.slots[plane].index_copy_(
+            0, index, new.reshape(-1, new.shape[-1]).to(self._dtype)
+        )
 
     def _together(self, rows: Tensor, share: int, width: int) -> Tensor:
         """``[B * K, G, width]`` to ``[A * K, M * G, width]``."""
@@ -122,7 +128,7 @@ class DecodeAttention:
         return groups.view(-1, share * width).index_select(0, self._grouping.scatter).view(-1, share, width)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """``[B, 1, P + L]``, 0 or -inf: slots past a row's end, or out of the window; None if all are seen."""
+        """``[B, 1, P + L]``: -inf past a row's end or out of the window; None if all are seen."""
         lengths, prompts = self._lengths, self._grouping.prompt_lengths
         even = min(lengths) == max(lengths) and min(prompts) == max(prompts)
         if even and (window is None or prompts[0] + lengths[0] < window):

@@ -88,6 +88,7 @@ class LocalEngine:
         """The parameters are the trainer's: only the version changes, and old prefixes die."""
         self._version = version
         self._scheduler.new_version(version)
+        self._runner.refresh()
 
     async def sleep(self) -> None:
         """Free the KV memory.

@@ -42,7 +42,7 @@ class Piece:
 
 
 class PrefillAttention:
-    """The ``AttentionContext`` of one prefill: writes keys and values into the banks, attends piece by piece."""
+    """The ``AttentionContext`` of one prefill: fills the banks and attends piece by piece."""
 
     def __init__(self, cache: KVCache, pieces: Sequence[Piece]) -> None:
         self._cache = cache
@@ -66,17 +66,20 @@ class PrefillAttention:
                 bank = self._cache.completions if piece.prompt_length else self._cache.prompts
                 bank.memory[plane, piece.row, :, piece.start : piece.stop] = rows.transpose(0, 1)
         out: list[Tensor] = []
-        for piece, rows in zip(self._pieces, query.split(self._lengths), strict=True):
-            keys, values = (self._context(piece, plane) for plane in (2 * layer, 2 * layer + 1))
+        for piece, rows, *new in zip(
+            self._pieces, *(t.split(self._lengths) for t in (query, key, value)), strict=True
+        ):
+            keys, values = (self._context(piece, 2 * layer + i, t) for i, t in enumerate(new))
             grouped = rows.unflatten(1, (keys.shape[0], -1)).permute(1, 2, 0, 3)
-            out.append(self._piece(grouped, keys, values, scale, window, softcap))
-        return torch.cat(out)
+            out.append(self._piece(grouped.to(keys.dtype), keys, values, scale, window, softcap))
+        return torch.cat(out).to(query.dtype)
 
-    def _context(self, piece: Piece, plane: int) -> Tensor:
-        """``[K, c, D]``: everything up to the end of the piece."""
+    def _context(self, piece: Piece, plane: int, new: Tensor) -> Tensor:
+        """``[K, c, D]``: everything up to the end of the piece, of which ``new`` is ``[n, K, D]``."""
         prompts, completions = self._cache.prompts.memory, self._cache.completions.memory
         if not piece.prompt_length:
-            return prompts[plane, piece.row, :, : piece.stop]
+            whole = piece.start == 0
+            return new.transpose(0, 1) if whole else prompts[plane, piece.row, :, : piece.stop]
         prompt = prompts[plane, piece.prompt_row, :, : piece.prompt_length]
         return torch.cat((prompt, completions[plane, piece.row, :, : piece.stop]), 1)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tunesmith.engines.local.decode_attention import DecodeAttention, Grouping
 from tunesmith.engines.local.kv_cache import KVCache, KVLayout
@@ -15,7 +16,7 @@ from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention
 from tunesmith.engines.local.requests import Prompt, Request
 from tunesmith.engines.local.sampler import SamplingPlan, sample
 from tunesmith.errors import ModelError
-from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.causal_lm import CausalLM, logit_scale
 
 
 def text_config(model: CausalLM) -> Any:
@@ -46,6 +47,8 @@ class _Probe:
 def probe(model: CausalLM) -> tuple[KVLayout, ModelCost]:
     """What the model's attention needs of the cache, and what a pass costs: seen in one pass over one token.
 
+    On a CPU the cache is float32 for bfloat16 models too: small batched products are three times as fast.
+
     Raises:
         ModelError: the layers' keys and values differ in shape, or some layers have none.
     """
@@ -61,7 +64,8 @@ def probe(model: CausalLM) -> tuple[KVLayout, ModelCost]:
     head, embedding = model.head.weight, model.module.get_input_embeddings().weight
     weights = sum(p.numel() for p in model.module.parameters())
     weights -= 0 if head is embedding else embedding.numel()
-    layout = KVLayout(layers, kv_heads, head_dim, head.dtype, model.device)
+    dtype = torch.float32 if model.device.type == "cpu" else head.dtype
+    layout = KVLayout(layers, kv_heads, head_dim, dtype, model.device)
     cost = ModelCost(
         weight_bytes=weights * head.element_size(),
         weights=weights,
@@ -96,6 +100,8 @@ class Runner:
         self.cache = cache
         self.max_prefill_tokens = max_prefill_tokens
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
+        self._scale = logit_scale(text_config(model))
+        self._head: tuple[Tensor, Tensor | None] | None = None
         self._grouping: tuple[list[tuple[int, int]], Grouping] | None = None
         self._plan: tuple[list[Request], SamplingPlan] | None = None
 
@@ -143,13 +149,30 @@ class Runner:
 
     def draw(self, hidden: Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
         """Sample the next token of each request and its log-probability."""
-        logits = self.model.head(hidden).float()
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
+        logits = self._logits(hidden)
         numbers = [r.uniforms[len(r.token_ids)] for r in requests]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
         tokens, logprobs = sample(logits, self._sampling_plan(requests, logits), uniforms)
         return tokens.tolist(), logprobs.tolist()
+
+    def refresh(self) -> None:
+        """Forget what was derived from the weights."""
+        self._head = None
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """``[B, V]`` float32, never rounded to bfloat16: that would move log-probabilities by up to 0.03.
+
+        For a bfloat16 model this takes a float32 copy of the head, once per version.
+        """
+        if self._head is None:
+            head = self.model.head
+            self._head = head.weight.float(), None if head.bias is None else head.bias.float()
+        logits = F.linear(hidden.float(), *self._head)
+        if self._scale != 1:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
 
     def _forward_pieces(self, pieces: Sequence[Piece]) -> Tensor:
         """``[pieces, d]``: the hidden state at the end of each."""
