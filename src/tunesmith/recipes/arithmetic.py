@@ -1,7 +1,7 @@
-"""A world to learn in: two-digit addition, with a tiny model and tokenizer made from nothing.
+"""A world to learn in: three-digit addition, with a tiny model and tokenizer made from nothing.
 
-Examples answer in two ways: at once (``37+58=`` → ``95``), which a tiny model finds hard, or worked digit by
-digit (``;7+8=15;3+5+1=9;95``), which it finds easy. Nothing in the examples says which is better.
+Examples answer in two ways: at once (``378+594=`` → ``972``), which a tiny model finds hard, or worked digit by
+digit (``;8+4=12;7+9+1=17;3+5+1=9;972``), which it finds easy. Nothing in the examples says which is better.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 ALPHABET = "0123456789+=;"
 ANSWER = r"(\d+)$"
 """Where the answer stands in a completion: the number at its end."""
+DIGITS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +29,28 @@ class Problem:
 
 
 def problem(a: int, b: int) -> Problem:
-    """``a + b``, both of two digits.
+    """``a + b``, digit by digit from the right.
 
     Example:
-        >>> problem(37, 58)
-        Problem(prompt='37+58=', answer='95', worked=';7+8=15;3+5+1=9;95')
+        >>> problem(378, 594)
+        Problem(prompt='378+594=', answer='972', worked=';8+4=12;7+9+1=17;3+5+1=9;972')
     """
-    ones, tens = a % 10 + b % 10, a // 10 + b // 10 + (a % 10 + b % 10) // 10
-    carry = "+1" if ones > 9 else ""
-    steps = f";{a % 10}+{b % 10}={ones};{a // 10}+{b // 10}{carry}={tens};"
-    return Problem(f"{a}+{b}=", str(a + b), f"{steps}{a + b}")
+    steps, carry = "", 0
+    for place in range(DIGITS):
+        x, y = a // 10**place % 10, b // 10**place % 10
+        steps += f";{x}+{y}{'+1' if carry else ''}={x + y + carry}"
+        carry = (x + y + carry) // 10
+    return Problem(f"{a}+{b}=", str(a + b), f"{steps};{a + b}")
 
 
-def problems(seed: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
-    """All sums of two two-digit numbers, in two disjoint lists: to train on and to hold out."""
-    every = [problem(a, b) for a in range(10, 100) for b in range(10, 100)]
-    random.Random(seed).shuffle(every)
+def problems(seed: int, train: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
+    """Random sums, no pair twice, in two disjoint lists: to train on and to hold out."""
+    rng = random.Random(seed)
+    numbers = range(10 ** (DIGITS - 1), 10**DIGITS)
+    pairs: dict[tuple[int, int], None] = {}
+    while len(pairs) < train + held_out:
+        pairs[rng.choice(numbers), rng.choice(numbers)] = None
+    every = [problem(a, b) for a, b in pairs]
     return every[held_out:], every[:held_out]
 
 
