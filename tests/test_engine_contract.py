@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from engine_contract import CHECKS, Subject
 from tiny import save_model
-
 from tunesmith.engines.fake import FakeEngine
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.models.causal_lm import CausalLM

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import save_model
 from transformers import AutoModelForCausalLM
 
+from tiny import save_model
 from tunesmith.engines.base import HardwareLimits
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.kv_cache import KVCache
@@ -122,7 +122,7 @@ def test_a_prompt_is_prefilled_once_for_its_group(llama: CausalLM) -> None:
 
 
 def test_new_weights_reach_the_next_token(llama: CausalLM) -> None:
-    """Parameters are shared: changed in place, they count at once, and a request in flight shows both versions."""
+    """Parameters are shared: changed in place, they count at once; a request in flight has both versions."""
     engine, (prompt,) = make(llama), prompts(6)
     weight = llama.head.weight
     before = run(engine, (prompt, free(8, temperature=0)))[0]
@@ -177,7 +177,7 @@ def test_the_youngest_is_preempted_and_loses_nothing(llama: CausalLM) -> None:
 
 
 def test_real_memory_stays_within_the_budget(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor that the cache ever makes for itself is the one counted; no bank reaches into the other."""
+    """The cache makes one tensor, the one counted; no bank reaches into the other."""
     allocated: list[int] = []
     allocate = KVCache.allocate
 

@@ -18,6 +18,7 @@ from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, print_resolved, save_resolved
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.sizes import parse_size
+from tunesmith.data.chat import end_of_turn_id
 from tunesmith.data.prepare import Prepared, load_samples, load_tasks, peek
 from tunesmith.environments.base import SingleTurn
 from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
@@ -26,6 +27,7 @@ from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, Metrics, check_sinks, drop_after, open_sinks, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir, open_run_dir
+from tunesmith.plan.checks import check, optimizer_steps
 from tunesmith.plan.facts import Facts, read_model_facts
 from tunesmith.plan.hardware import Limits, measure_limits, read_hardware
 from tunesmith.plan.resolve import resolve
@@ -34,6 +36,7 @@ from tunesmith.types import Sample, Sampling, Task
 if TYPE_CHECKING:
     from tunesmith.algorithms.objective import Objective
     from tunesmith.backends.torch import TorchBackend
+    from tunesmith.engines.base import RolloutEngine
     from tunesmith.loop.evaluate import Evaluation
     from tunesmith.loop.learner import Learner
     from tunesmith.loop.rl import RLParts
@@ -61,6 +64,7 @@ class Outcome:
 def run_rl(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
     """``tunesmith rl``: reinforcement learning as a run file says."""
     config = load_config(RLConfig, path, overrides)
+    check(config)
     base_dir = path.parent if path else Path.cwd()
     check_rewards(config.reward, base_dir)
     formats = _check(config, "rl")
@@ -87,6 +91,7 @@ def run_rl(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
 def run_sft(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
     """``tunesmith sft``: supervised fine-tuning as a run file says."""
     config = load_config(SFTConfig, path, overrides)
+    check(config)
     formats = _check(config, "sft")
     with ExitStack() as stack:
         run_dir = stack.enter_context(_open_run_dir(config, path))
@@ -277,14 +282,11 @@ def _rl_parts(
 ) -> RLParts:
     from tunesmith.algorithms.kl import AdaptiveController
     from tunesmith.algorithms.objective import needs_entropy, needs_reference, policy_objective
-    from tunesmith.engines.base import HardwareLimits
-    from tunesmith.engines.local.engine import LocalEngine
     from tunesmith.loop.collect import Collector
     from tunesmith.loop.rl import RLParts
-    from tunesmith.plan.checks import optimizer_steps
 
-    algorithm, rollout, system = config.algorithm, config.rollout, config.system
-    assert algorithm.aggregation and system.kv_memory and config.train.steps, "not resolved"
+    algorithm, rollout = config.algorithm, config.rollout
+    assert algorithm.aggregation and config.train.steps, "not resolved"
     model = _load_model(config, tokenizer)
     backend = _backend(
         config,
@@ -293,23 +295,8 @@ def _rl_parts(
         temperature=rollout.temperature,
         entropy=needs_entropy(algorithm),
     )
-    limits = _limits(config)
-    engine = LocalEngine(
-        model,
-        kv_bytes=parse_size(system.kv_memory),
-        max_running=system.max_running,
-        max_prefill_tokens=system.max_prefill_tokens,
-        limits=HardwareLimits(limits.bytes_per_second, limits.flops_per_second),
-    )
-    sampling = Sampling(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop=rollout.stop,
-        stop_token_ids=rollout.stop_token_ids,
-    )
+    sampling = _sampling(config, tokenizer)
+    engine = _engine(config, model)
     decode: Callable[[Sequence[int]], str] = partial(tokenizer.decode, skip_special_tokens=True)
     return RLParts(
         config=config,
@@ -332,6 +319,36 @@ def _rl_parts(
             algorithm.kl_coef or 0.0, algorithm.kl_target or 1.0, algorithm.kl_horizon or 1
         ),
         evaluation=_evaluation(config, sampling, rewards, held_out) if held_out else None,
+    )
+
+
+def _sampling(config: RLConfig, tokenizer: Any) -> Sampling:
+    """A turn ends where the chat template ends it, even if that token is not the model's EOS."""
+    rollout = config.rollout
+    end_of_turn = end_of_turn_id(tokenizer)
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids + (() if end_of_turn is None else (end_of_turn,)),
+    )
+
+
+def _engine(config: RLConfig, model: CausalLM) -> RolloutEngine:
+    from tunesmith.engines.base import HardwareLimits
+    from tunesmith.engines.local.engine import LocalEngine
+
+    system, limits = config.system, _limits(config)
+    assert system.kv_memory, "not resolved"
+    return LocalEngine(
+        model,
+        kv_bytes=parse_size(system.kv_memory),
+        max_running=system.max_running,
+        max_prefill_tokens=system.max_prefill_tokens,
+        limits=HardwareLimits(limits.bytes_per_second, limits.flops_per_second),
     )
 
 

@@ -10,12 +10,6 @@ def rl(run: RunFile, overrides: Overrides = None) -> None:
 
     Example: tunesmith rl run.toml train.lr=1e-5 rollout.group_size=16
     """
-    from tunesmith.config.load import load_config
-    from tunesmith.config.schema import RLConfig
-    from tunesmith.plan.checks import check
-
-    check(load_config(RLConfig, run, overrides or ()))
-
     from tunesmith.build import run_rl
     from tunesmith.cli.outcome import print_outcome
 

@@ -10,12 +10,6 @@ def sft(run: RunFile, overrides: Overrides = None) -> None:
 
     Example: tunesmith sft run.toml train.epochs=2
     """
-    from tunesmith.config.load import load_config
-    from tunesmith.config.schema import SFTConfig
-    from tunesmith.plan.checks import check
-
-    check(load_config(SFTConfig, run, overrides or ()))
-
     from tunesmith.build import run_sft
     from tunesmith.cli.outcome import print_outcome
 

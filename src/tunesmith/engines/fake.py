@@ -1,4 +1,4 @@
-"""An engine without a model: completions from a script, or derived from a hash. For tests of what uses engines."""
+"""An engine without a model: completions from a script, or derived from a hash. For tests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ Script = Callable[[Sequence[int], Sampling], Sequence[int]]
 """The tokens that complete a prompt; stop conditions and the token limit still apply."""
 
 
+def numbers(token_ids: Sequence[int]) -> str:
+    """Each token as its number and a space."""
+    return "".join(f"{i} " for i in token_ids)
+
+
 class FakeEngine:
     """Fulfils ``RolloutEngine``: one token per turn of the event loop, uniform over the vocabulary.
 
@@ -24,7 +29,7 @@ class FakeEngine:
 
     Args:
         script: what to write; None hashes.
-        decode: tokens to text, for stop strings; None writes each token as its number and a space.
+        decode: tokens to text, for stop strings; None takes ``numbers``.
         context: longest prompt and completion together.
     """
 
@@ -40,7 +45,7 @@ class FakeEngine:
         self._script = script
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
-        self._decode = decode or (lambda ids: "".join(f"{i} " for i in ids))
+        self._decode = decode or numbers
         self._context = context
         self._version = 0
         self._fresh_seed = count(1 << 64)
@@ -70,7 +75,7 @@ class FakeEngine:
 
     async def _write(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Completion:
         limit = min(sampling.max_new_tokens, self._context - len(prompt_ids))
-        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
+        stops = frozenset(sampling.stop_token_ids) | (frozenset[int]() if sampling.ignore_eos else self._eos)
         seed = 0 if sampling.temperature == 0 else sampling.seed
         seed = next(self._fresh_seed) if seed is None else seed
         tokens = iter(self._script(prompt_ids, sampling) if self._script else self._hashed(prompt_ids, seed))

@@ -46,9 +46,7 @@ def experience(
             seen = [_with_kl_penalty(o, s, algorithm, kl_coef) for o, s in zip(seen, samples, strict=True)]
     assert algorithm.advantage is not None, "the algorithm is not resolved"
     found = compute_advantages(algorithm.advantage, seen, advantage_params(algorithm)).advantages
-    samples = [
-        _with(s, "advantages", spread(a, s.loss_mask)) for s, a in zip(samples, found, strict=True)
-    ]
+    samples = [_with(s, "advantages", spread(a, s.loss_mask)) for s, a in zip(samples, found, strict=True)]
     trained = [
         s
         for s, r in zip(samples, rollouts, strict=True)

@@ -103,7 +103,9 @@ class Learner:
                 f"{failure}: a micro-batch of the longest sequence ({longest} tokens) is the smallest there is. "
                 "Set system.gradient_checkpointing=true or system.logprob_chunk lower, or shorten the sequences."
             )
-        self.report(f"{failure}; max_tokens_per_microbatch lowered from {before} to {self.max_tokens} and kept")
+        self.report(
+            f"{failure}; max_tokens_per_microbatch lowered from {before} to {self.max_tokens} and kept"
+        )
 
     def _forests(self, samples: Sequence[Sample]) -> Iterator[Forest]:
         for indices in pack(samples, self.max_tokens, share=self.share_prompts, cost=self.cost):
@@ -133,4 +135,3 @@ def _batches(samples: Sequence[Sample], size: int, rng: np.random.Generator) -> 
     ordered = [s for k in rng.permutation(len(keys)) for s in groups[keys[k]]]
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
-

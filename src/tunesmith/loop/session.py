@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunesmith.errors import ConfigError, nearest
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, Metrics
@@ -102,9 +103,12 @@ class Session:
     def finish_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Record an evaluation; the best one's checkpoint is kept."""
         self.metrics.write(self.step, metrics, always=True)
-        value = metrics.get(self.best.metric)
-        if value is not None:
-            self.best.update(value, self.step)
+        if self.best.metric in metrics:
+            self.best.update(metrics[self.best.metric], self.step)
+        elif "eval/reward" in metrics or "eval/loss" in metrics:
+            raise ConfigError(
+                f"eval.metric: no evaluation gives '{self.best.metric}'.{nearest(self.best.metric, metrics)}"
+            )
         numbers = (f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
         self.note(f"evaluation after step {self.step}: {'  '.join(numbers)}")
 

@@ -171,11 +171,12 @@ def _cpu_info() -> dict[str, str]:
 
 
 def _cores() -> int:
-    """Physical cores, at most those the scheduler and the container's quota leave to this process."""
+    """Physical cores, at most what scheduler, container quota and OMP_NUM_THREADS leave to this process."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or allowed
-    quota = _cgroup_cpus()
-    return max(1, min(allowed, physical, quota or allowed))
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(wanted) if wanted.isdigit() else allowed
+    return max(1, min(allowed, physical, _cgroup_cpus() or allowed, threads))
 
 
 def _memory() -> tuple[int, int]:

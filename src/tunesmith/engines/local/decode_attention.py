@@ -51,8 +51,8 @@ class Grouping:
                     scatter[row * kv_heads + head] = len(gather)
                     gather.append(row * kv_heads + head)
                 gather.extend([group[0] * kv_heads] * (members - len(group)))
-        as_tensor = lambda values: torch.tensor(values, device=device)  # noqa: E731
-        return cls(rows, count, members, prompt_lengths, as_tensor(gather), as_tensor(scatter))
+        index = torch.tensor(gather, device=device), torch.tensor(scatter, device=device)
+        return cls(rows, count, members, prompt_lengths, *index)
 
 
 class DecodeAttention:
@@ -134,8 +134,7 @@ class DecodeAttention:
         if even and (window is None or prompts[0] + lengths[0] < window):
             self._masks[window] = None
             return None
-        column = lambda values: torch.tensor(values, device=self._device).unsqueeze(1)  # noqa: E731
-        prompt, own = column(prompts), column(lengths)
+        prompt, own = (torch.tensor(n, device=self._device).unsqueeze(1) for n in (prompts, lengths))
         slot = torch.arange(self._longest_prompt, device=self._device)
         written = torch.arange(self._longest, device=self._device)
         hidden_prompt, hidden_own = slot >= prompt, written > own

@@ -157,7 +157,7 @@ class LocalEngine:
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
             raise UserError(f"the prompt holds a token id outside the vocabulary of {self._vocab_size}")
-        eos = frozenset() if sampling.ignore_eos else self._eos
+        eos = frozenset[int]() if sampling.ignore_eos else self._eos
         request = Request(
             id=next(self._ids),
             prompt_ids=prompt_ids,
@@ -172,9 +172,9 @@ class LocalEngine:
         needed = cache.blocks(prompt) + cache.blocks(request.kv_length)
         if needed > cache.total:
             raise UserError(
-                f"a prompt of {prompt} tokens with up to {request.max_new_tokens} new ones needs {needed} tokens "
-                f"of KV memory, but the budget of {self._kv_bytes} bytes holds {cache.total}: raise the budget "
-                f"(system.kv_memory) or lower max_new_tokens"
+                f"a prompt of {prompt} tokens with up to {request.max_new_tokens} new ones needs {needed} "
+                f"tokens of KV memory, but the budget of {self._kv_bytes} bytes holds {cache.total}: raise "
+                f"the budget (system.kv_memory) or lower max_new_tokens"
             )
         return request
 

@@ -76,7 +76,7 @@ class KVCache:
         self.allocate()
 
     def allocate(self) -> None:
-        """Take the memory, zeroed: what is never written must stay finite, as a masked slot is weighted by 0."""
+        """Take the memory, zeroed: even a slot that is masked must be finite, for 0 times NaN is NaN."""
         shape = (self.layout.planes + 1, self.total * self._width)
         self._memory = torch.zeros(shape, dtype=self.layout.dtype, device=self.layout.device)
         self._reset()
@@ -121,13 +121,13 @@ class KVCache:
         size = rows * capacity * self._width
         start = 0 if front else self._memory.shape[1] - size
         heads, dim = self.layout.kv_heads, self.layout.head_dim
-        memory = self._memory[:-1, start : start + size].unflatten(1, (rows, heads, capacity, dim))
+        memory = self._memory[:-1, start : start + size].view(self.layout.planes, rows, heads, capacity, dim)
         return Bank(rows, capacity, memory, memory.flatten(1, 3).unbind(0))
 
     def _arrange(
         self, old: Bank, order: Sequence[int], length: int, shape: tuple[int, int], *, front: bool
     ) -> Bank:
-        """Move rows through the staging plane, one plane at a time; in an unchanged shape, only those that move."""
+        """Move rows through the staging plane; in an unchanged shape, only those whose place changes."""
         same = shape == (old.rows, old.capacity)
         new = old if same else self._bank(*shape, front=front)
         targets = [i for i, source in enumerate(order) if not same or i != source]

@@ -70,7 +70,7 @@ class PrefillAttention:
             self._pieces, *(t.split(self._lengths) for t in (query, key, value)), strict=True
         ):
             keys, values = (self._context(piece, 2 * layer + i, t) for i, t in enumerate(new))
-            grouped = rows.unflatten(1, (keys.shape[0], -1)).permute(1, 2, 0, 3)
+            grouped = rows.view(len(rows), len(keys), -1, rows.shape[-1]).permute(1, 2, 0, 3)
             out.append(self._piece(grouped.to(keys.dtype), keys, values, scale, window, softcap))
         return torch.cat(out).to(query.dtype)
 

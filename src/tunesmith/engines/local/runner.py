@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from tunesmith.engines.local.decode_attention import DecodeAttention, Grouping
 from tunesmith.engines.local.kv_cache import KVCache, KVLayout
 from tunesmith.engines.local.metering import ModelCost
+from tunesmith.engines.local.precision import FEW_ROWS, DecodeModel, bfloat16_operands
 from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention
 from tunesmith.engines.local.requests import Prompt, Request
 from tunesmith.engines.local.sampler import SamplingPlan, sample
@@ -39,6 +40,7 @@ class _Probe:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
+        del value, scale, window, softcap
         self.shapes[layer] = (query.shape[1], key.shape[1], key.shape[2])
         return torch.zeros_like(query)
 
@@ -57,8 +59,8 @@ def probe(model: CausalLM) -> tuple[KVLayout, ModelCost]:
     shapes, layers = set(context.shapes.values()), len(context.shapes)
     if len(shapes) != 1 or set(context.shapes) != set(range(layers)):
         raise ModelError(
-            f"the embedded engine needs a model whose layers all keep keys and values of one shape; this "
-            f"{type(model.module).__name__} has layers of (heads, key/value heads, head size) {sorted(shapes)}"
+            "the embedded engine needs a model whose layers all keep keys and values of one shape; layers "
+            f"of this {type(model.module).__name__} have (heads, key/value heads, head size) {sorted(shapes)}"
         )
     heads, kv_heads, head_dim = shapes.pop()
     head, embedding = model.head.weight, model.module.get_input_embeddings().weight
@@ -102,6 +104,7 @@ class Runner:
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
         self._head: tuple[Tensor, Tensor | None] | None = None
+        self._decoder = DecodeModel(model)
         self._grouping: tuple[list[tuple[int, int]], Grouping] | None = None
         self._plan: tuple[list[Request], SamplingPlan] | None = None
 
@@ -142,7 +145,7 @@ class Runner:
         tokens = torch.tensor([r.token_ids[-1] for r in running], device=self.model.device)
         places = [len(r.prompt_ids) + n for r, n in zip(running, lengths, strict=True)]
         positions = torch.tensor(places, device=self.model.device)
-        hidden = self.model.hidden(tokens, positions, attention)
+        hidden = self._decoder.for_rows(len(running)).hidden(tokens, positions, attention)
         for request in running:
             request.cached += 1
         return hidden
@@ -157,6 +160,7 @@ class Runner:
 
     def refresh(self) -> None:
         """Forget what was derived from the weights."""
+        self._decoder.refresh()
         self._head = None
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -167,7 +171,9 @@ class Runner:
         if self._head is None:
             head = self.model.head
             self._head = head.weight.float(), None if head.bias is None else head.bias.float()
-        logits = F.linear(hidden.float(), *self._head)
+        rounded = hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu"
+        with bfloat16_operands(rounded and len(hidden) > FEW_ROWS):
+            logits = F.linear(hidden.float(), *self._head)
         if self._scale != 1:
             logits = logits * self._scale
         if self._softcap is not None:

@@ -35,7 +35,10 @@ class SamplingPlan:
         temperatures = [s.temperature if s.temperature > 0 else 1.0 for s in samplings]
         greedy = [s.temperature == 0 for s in samplings]
         cut = [i for i, s in enumerate(samplings) if s.cuts]
-        column = lambda values, dtype: torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)  # noqa: E731
+
+        def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
         return cls(
             column(temperatures, torch.float32) if any(t != 1 for t in temperatures) else None,
             torch.tensor(greedy, device=device) if any(greedy) else None,
@@ -112,7 +115,7 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     uniforms = uniforms.unsqueeze(1)
     if probs.numel() <= _ONE_LEVEL:
         return _search(probs.cumsum(-1, dtype=torch.float64), uniforms).squeeze(1)
-    blocks = F.pad(probs, (0, -probs.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    blocks = F.pad(probs, (0, -probs.shape[1] % _BLOCK)).view(len(probs), -1, _BLOCK)
     totals = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     block = _search(totals, uniforms)
     before = F.pad(totals, (1, 0)).gather(1, block)

@@ -18,7 +18,7 @@ _Item = TypeVar("_Item")
 _HEADROOM = 64
 """Tokens that every running request should be able to write before a new one is let in."""
 _SORTED_ROWS = 8
-"""Up to so many rows are kept in the order of their prompts: the decode of single siblings needs no gather."""
+"""Up to so many rows are kept in the order of their prompts: single siblings then need no gather."""
 
 
 def compact(items: Sequence[_Item], zone: Callable[[_Item], int | None]) -> list[int]:
@@ -62,7 +62,7 @@ class Scheduler:
             ``max_prefill_tokens``, unless the first alone is longer.
         """
         self._clock += 1
-        admitted, fresh, tokens = self._choose()
+        admitted, fresh = self._choose()
         if not admitted:
             return [], []
         rows = len(self.running) + len(admitted)
@@ -111,8 +111,8 @@ class Scheduler:
         self.cache.clear()
         return running
 
-    def _choose(self) -> tuple[list[Request], list[Prompt], int]:
-        """Requests that fit, the prompts among theirs that must be prefilled, and the tokens to prefill."""
+    def _choose(self) -> tuple[list[Request], list[Prompt]]:
+        """Requests that fit, and the prompts among theirs that must be prefilled."""
         known = {p.token_ids: p for p in self.prompts if p.version == self.version}
         admitted: list[Request] = []
         fresh: list[Prompt] = []
@@ -140,7 +140,7 @@ class Scheduler:
                 self.reused_tokens += len(prompt)
         for _ in admitted:
             self.waiting.popleft()
-        return admitted, fresh, tokens
+        return admitted, fresh
 
     def _in_use(self, fresh: Sequence[Prompt] = (), admitted: Sequence[Request] = ()) -> list[Prompt]:
         """Prompts that cannot be evicted."""
@@ -210,7 +210,7 @@ class Scheduler:
         self.running = [self.running[i] for i in order]
 
     def _settle(self, gone: set[Request] | None = None, evicted_prompts: set[Prompt] | None = None) -> None:
-        """Close the gaps: prompts in use first, then cached ones; rows that ended and stale prompts dropped."""
+        """Close the gaps: prompts in use first, then cached ones; without those that ended or are stale."""
         dropped = evicted_prompts or set()
 
         def zone(prompt: Prompt) -> int | None:
