@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, print_resolved, save_resolved
-from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.config.schema import DataSection, RLConfig, RunConfig, SFTConfig
 from tunesmith.config.sizes import parse_size
 from tunesmith.data.chat import end_of_turn_id
 from tunesmith.data.prepare import Prepared, load_samples, load_tasks, peek
@@ -28,7 +28,7 @@ from tunesmith.monitor.metrics import JsonLines, Metrics, check_sinks, drop_afte
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir, open_run_dir
 from tunesmith.plan.checks import check, optimizer_steps
-from tunesmith.plan.facts import Facts, read_model_facts
+from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
 from tunesmith.plan.hardware import Limits, measure_limits, read_hardware
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Sample, Sampling, Task
@@ -74,16 +74,19 @@ def run_rl(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
         rewards = load_rewards(config.reward, base_dir)
         stack.callback(rewards.close)
         tokenizer = _load_tokenizer(config)
-        train = load_tasks(config.data, config.data.train, tokenizer)
-        held_out = load_tasks(config.data, config.data.eval, tokenizer) if config.data.eval else None
+        data = _limited(config)
+        train = load_tasks(data, data.train, tokenizer)
+        held_out = load_tasks(data, data.eval, tokenizer) if data.eval else None
         rewards.check_tasks([*train.items, *(held_out.items if held_out else [])])
-        resolved = _resolve(config, train, held_out, max(len(t.prompt_ids) for t in train.items))
+        longest = max(len(t.prompt_ids) for part in (train, held_out) if part for t in part.items)
+        resolved = _resolve(config, train, held_out, longest)
         config = _announce(resolved, run_dir, formats, train, held_out)
         session = _open_session(stack, config, run_dir, checkpoint, config.eval.metric or "eval/reward")
-        parts = _rl_parts(config, session, tokenizer, rewards, train, held_out)
         from tunesmith.loop import rl
 
-        rl.restore(parts, session)
+        with session.phase("setup"):
+            parts = _rl_parts(config, session, tokenizer, rewards, train, held_out)
+            rl.restore(parts, session)
         asyncio.run(rl.run(parts, session))
         return _outcome(session, run_dir)
 
@@ -97,15 +100,18 @@ def run_sft(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
         run_dir = stack.enter_context(_open_run_dir(config, path))
         checkpoint = _checkpoint_to_resume(config, run_dir)
         tokenizer = _load_tokenizer(config)
-        train = load_samples(config.data, config.data.train, tokenizer)
-        held_out = load_samples(config.data, config.data.eval, tokenizer) if config.data.eval else None
-        resolved = _resolve(config, train, held_out, max(len(s.token_ids) for s in train.items))
+        data = _limited(config)
+        train = load_samples(data, data.train, tokenizer)
+        held_out = load_samples(data, data.eval, tokenizer) if data.eval else None
+        longest = max(len(s.token_ids) for part in (train, held_out) if part for s in part.items)
+        resolved = _resolve(config, train, held_out, longest)
         config = _announce(resolved, run_dir, formats, train, held_out)
         session = _open_session(stack, config, run_dir, checkpoint, config.eval.metric or "eval/loss")
-        parts = _sft_parts(config, session, tokenizer, train, held_out)
         from tunesmith.loop import supervised
 
-        supervised.restore(parts, session)
+        with session.phase("setup"):
+            parts = _sft_parts(config, session, tokenizer, train, held_out)
+            supervised.restore(parts, session)
         supervised.run(parts, session)
         return _outcome(session, run_dir)
 
@@ -130,24 +136,48 @@ def _checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
     newest = Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest()
     checkpoint = resume if isinstance(resume, Path) else newest
     if checkpoint is None:
-        raise CheckpointError(f"there is no checkpoint to resume in {run_dir.checkpoints}")
+        raise CheckpointError(
+            f"there is no checkpoint to resume in {run_dir.checkpoints}: the run ended before its first one. "
+            "Start it anew without checkpoint.resume, in another run_dir or after deleting this one"
+        )
     read_state(checkpoint)
     check_same_model(checkpoint, config.model.path)
     return checkpoint
 
 
 def _load_tokenizer(config: RunConfig) -> Any:
+    from transformers.utils import logging
+
     from tunesmith.models.tokenizer import load_tokenizer
+
+    logging.disable_progress_bar()  # its bars would be drawn over ours
 
     section = config.model
     return load_tokenizer(section.path, section.trust_remote_code, section.chat_template)
 
 
-def _resolve(config: C, train: Prepared[T], held_out: Prepared[T] | None, longest: int) -> Resolved[C]:
+def _limited(config: RunConfig) -> DataSection:
+    """The data section with the limit that model and micro-batch set, so that a line over it is told by its place."""
+    is_rl = isinstance(config, RLConfig)
+    key = "max_prompt_tokens" if is_rl else "max_tokens"
+    facts = _model_facts(config)
+    room = [n for n in (facts and facts.context, config.system.max_tokens_per_microbatch) if n is not None]
+    if getattr(config.data, key) is not None or not room:
+        return config.data
+    limit = min(room) - (config.rollout.max_new_tokens if is_rl else 0)
+    # Where nothing is left for a prompt, it is other settings that are at odds, and they are refused later.
+    return config.data.model_copy(update={key: limit}) if limit > 0 else config.data
+
+
+def _model_facts(config: RunConfig) -> ModelFacts | None:
     model = Path(config.model.path)
+    return read_model_facts(model) if model.is_dir() else None
+
+
+def _resolve(config: C, train: Prepared[T], held_out: Prepared[T] | None, longest: int) -> Resolved[C]:
     facts = Facts(
         hardware=read_hardware(),
-        model=read_model_facts(model) if model.is_dir() else None,
+        model=_model_facts(config),
         train_size=len(train),
         eval_size=len(held_out) if held_out else None,
         longest=longest,

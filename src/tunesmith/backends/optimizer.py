@@ -97,6 +97,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Continue from ``state()``. Masters that are not in it, as after float32 training, come from the weights."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                self.masters[name].copy_(parameter)
         for key, value in tensors.items():
             kind, name = key.split(":", 1)
             master = self.masters[name]

@@ -64,8 +64,7 @@ class Checkpoints:
             write(unfinished)
             (unfinished / STATE_FILE).write_text(json.dumps(state))
             _flush(unfinished)
-            if target.exists():
-                shutil.rmtree(target)
+            self._remove(step)
             unfinished.rename(target)
             _flush_entry(self.directory)
         except Exception as error:
@@ -77,15 +76,26 @@ class Checkpoints:
             raise StorageError(
                 f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume."
             ) from error
-        self._rotate(best)
+        self._rotate(step, best)
         return target
 
-    def _rotate(self, best: int | None) -> None:
-        for step in self.steps()[: -self.keep]:
-            if step != best:
-                shutil.rmtree(self.path(step))
-        for leftover in self.directory.glob(".step-*.unfinished"):
-            shutil.rmtree(leftover, ignore_errors=True)
+    def _rotate(self, newest: int, best: int | None) -> None:
+        steps = self.steps()
+        # Later ones are of a course that this run went back from.
+        later = [s for s in steps if s > newest]
+        older = [s for s in steps if s <= newest][: -self.keep]
+        for step in [*later, *(s for s in older if s != best)]:
+            self._remove(step)
+        for pattern in (".step-*.unfinished", ".step-*.removed"):
+            for leftover in self.directory.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _remove(self, step: int) -> None:
+        """Out of sight in one move, so that no half-deleted directory passes for a checkpoint."""
+        if self.path(step).exists():
+            removed = self.directory / f".step-{step:06d}.removed"
+            shutil.rmtree(removed, ignore_errors=True)
+            self.path(step).rename(removed)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -114,7 +124,7 @@ def check_same_model(checkpoint: Path, model_path: str) -> None:
         if saved.get(key) != current.get(key):
             raise CheckpointError(
                 f"{checkpoint} is a checkpoint of another model: its {key} is {saved.get(key)!r}, "
-                f"that of {model_path} is {current.get(key)!r}. Resume with the model the run was started with."
+                f"that of {model_path} is {current.get(key)!r}. Resume with the model the run began with."
             )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.environments.base import Environment
 from tunesmith.errors import EngineError, UserError
 from tunesmith.types import Rollout, RolloutGroup, Sampling, Status, Task
+
+T = TypeVar("T")
 
 
 class Scorer(Protocol):
@@ -40,35 +42,34 @@ class Collector:
     async def collect(
         self, tasks: Sequence[Task], sampling: Sampling, group_size: int, seed: int
     ) -> list[RolloutGroup]:
-        """One group per task, in order. Which rollout draws which tokens depends on ``seed`` and its place."""
-        try:
-            async with asyncio.TaskGroup() as running:
-                groups = [
-                    running.create_task(self._group(task, sampling, group_size, derive_seed(seed, place)))
-                    for place, task in enumerate(tasks)
-                ]
-        except ExceptionGroup as several:
-            raise several.exceptions[0] from None
-        return [group.result() for group in groups]
+        """One group per task, in order. What a rollout draws depends on ``seed`` and its place."""
+        return await _together(
+            [
+                self._group(task, sampling, group_size, derive_seed(seed, place))
+                for place, task in enumerate(tasks)
+            ]
+        )
 
     async def _group(self, task: Task, sampling: Sampling, size: int, seed: int) -> RolloutGroup:
         samplings = [replace(sampling, seed=derive_seed(seed, member)) for member in range(size)]
-        rollouts = await asyncio.gather(*(self._rollout(task, s) for s in samplings))
+        rollouts = await _together([self._rollout(task, s) for s in samplings])
         played = [r for r in rollouts if r.status is Status.OK]
         if played:
             await self.scorer.score(played, [self.decode(r.completion_ids) for r in played])
-        return RolloutGroup(task, list(rollouts))
+        return RolloutGroup(task, rollouts)
 
     async def _rollout(self, task: Task, sampling: Sampling) -> Rollout:
         rollout = Rollout(task)
         rollout.observe(task.prompt_ids)
+        deadline = asyncio.timeout(self.timeout)
         try:
-            async with asyncio.timeout(self.timeout):
+            async with deadline:
                 await self.environments[task.environment].play(
                     rollout, lambda prompt_ids: self.engine.generate(prompt_ids, sampling)
                 )
-        except TimeoutError:
-            rollout.fail(Status.TIMED_OUT, f"not finished within {self.timeout:g} s")
+        except TimeoutError as error:
+            own = f"not finished within {self.timeout:g} s (rollout.timeout)"
+            rollout.fail(Status.TIMED_OUT, own if deadline.expired() else f"{type(error).__name__}: {error}")
         except UserError:
             raise
         except EngineError as error:
@@ -76,3 +77,13 @@ class Collector:
         except Exception as error:
             rollout.fail(Status.ENVIRONMENT_FAILED, f"{type(error).__name__}: {error}")
         return rollout
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first error ends all of the work and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(one) for one in work]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,9 +1,9 @@
-"""From samples to optimizer steps: weights, micro-batches, gradients, and what to do when one does not fit."""
+"""From samples to optimizer steps: weights, micro-batches, gradients, and what to do when memory is short."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +21,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Learner:
-    """Takes optimizer steps on samples. ``max_tokens`` shrinks when memory runs out and stays shrunk."""
+    """Takes optimizer steps on samples. ``max_tokens`` shrinks when memory runs out and stays shrunk.
+
+    A sequence longer than the shrunk cap still gets a micro-batch of its own; one longer than the cap at the
+    start is refused.
+    """
 
     backend: TrainBackend
     objective: LossFn
@@ -34,13 +38,29 @@ class Learner:
     flops_per_second: float | None = None
     """What the device attains, for ``attainable_seconds``; None leaves that out."""
     report: Callable[[str], None] = print
+    limit: int = field(init=False)
+    """``max_tokens`` at the start."""
 
-    def update(self, samples: Sequence[Sample], batch_size: int, passes: int, seed: int) -> Metrics:
-        """``passes`` times over the samples, ``batch_size`` to an optimizer step; the steps' mean metrics."""
+    def __post_init__(self) -> None:
+        self.limit = self.max_tokens
+
+    def resume(self, max_tokens: int) -> None:
+        """Go on with the cap of a checkpoint, which memory may have lowered, where it is the lower one."""
+        if max_tokens < self.max_tokens:
+            self.report(f"micro-batches stay at {max_tokens} tokens, as in the checkpoint")
+            self.max_tokens = max_tokens
+
+    def update(
+        self, samples: Sequence[Sample], batch_size: int, passes: int, seed: int, group_size: int = 1
+    ) -> Metrics:
+        """``passes`` times over the samples, ``batch_size`` to an optimizer step; the steps' mean metrics.
+
+        Where ``batch_size`` is a multiple of ``group_size``, groups stay whole, also those that have lost members.
+        """
         steps = [
             self.step(batch)
             for sweep in range(passes)
-            for batch in _batches(samples, batch_size, np.random.default_rng([seed, sweep]))
+            for batch in _batches(samples, batch_size, group_size, np.random.default_rng([seed, sweep]))
         ]
         metrics = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}
         for name in ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps"):
@@ -88,28 +108,35 @@ class Learner:
 
     def _fitting(self, samples: Sequence[Sample], attempt: Callable[[], T]) -> T:
         """Run ``attempt``; when a micro-batch does not fit, halve the cap, keep it so, and start again."""
-        longest = max(len(s.token_ids) for s in samples)
         while True:
             try:
                 return attempt()
             except DeviceMemoryError as error:
                 failure = str(error)
-            self._halve(failure, longest)
+            self._halve(failure, _longest(samples), self._cap(samples))
 
-    def _halve(self, failure: str, longest: int) -> None:
-        before, self.max_tokens = self.max_tokens, max(longest, self.max_tokens // 2)
-        if self.max_tokens >= before:
+    def _halve(self, failure: str, longest: int, before: int) -> None:
+        self.max_tokens = min(self.max_tokens, max(longest, before // 2))
+        if max(longest, self.max_tokens) >= before:
             raise DeviceMemoryError(
-                f"{failure}: a micro-batch of the longest sequence ({longest} tokens) is the smallest there is. "
-                "Set system.gradient_checkpointing=true or system.logprob_chunk lower, or shorten the sequences."
+                f"{failure}, and no micro-batch can be smaller than the longest sequence ({longest} tokens). "
+                "Set system.gradient_checkpointing=true, lower system.logprob_chunk or shorten the sequences."
             )
         self.report(
             f"{failure}; max_tokens_per_microbatch lowered from {before} to {self.max_tokens} and kept"
         )
 
+    def _cap(self, samples: Sequence[Sample]) -> int:
+        """Tokens of a micro-batch of these: a cap shrunk for shorter sequences gives way to a longer one."""
+        return max(self.max_tokens, min(self.limit, _longest(samples)))
+
     def _forests(self, samples: Sequence[Sample]) -> Iterator[Forest]:
-        for indices in pack(samples, self.max_tokens, share=self.share_prompts, cost=self.cost):
+        for indices in pack(samples, self._cap(samples), share=self.share_prompts, cost=self.cost):
             yield plant(samples, indices, share=self.share_prompts)
+
+
+def _longest(samples: Sequence[Sample]) -> int:
+    return max((len(s.token_ids) for s in samples), default=0)
 
 
 def forest_cost(forest: Forest, cost: CostModel) -> float:
@@ -123,8 +150,10 @@ def forest_cost(forest: Forest, cost: CostModel) -> float:
     return cost.linear * forest.num_tokens + cost.quadratic * pairs + cost.head * forest.targets.numel()
 
 
-def _batches(samples: Sequence[Sample], size: int, rng: np.random.Generator) -> Iterator[list[Sample]]:
-    """Cut into optimizer batches, whole groups in a random order; all at once where they fit one batch."""
+def _batches(
+    samples: Sequence[Sample], size: int, group_size: int, rng: np.random.Generator
+) -> Iterator[list[Sample]]:
+    """Cut into optimizer batches, groups in a random order; all at once where they fit one batch."""
     if size >= len(samples):
         yield list(samples)
         return
@@ -132,6 +161,12 @@ def _batches(samples: Sequence[Sample], size: int, rng: np.random.Generator) -> 
     for place, sample in enumerate(samples):
         groups.setdefault(sample.group if sample.group >= 0 else -1 - place, []).append(sample)
     keys = list(groups)
-    ordered = [s for k in rng.permutation(len(keys)) for s in groups[keys[k]]]
+    order = [groups[keys[k]] for k in rng.permutation(len(keys))]
+    if size % group_size == 0:
+        per_batch = size // group_size
+        for start in range(0, len(order), per_batch):
+            yield [s for group in order[start : start + per_batch] for s in group]
+        return
+    ordered = [s for group in order for s in group]
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]

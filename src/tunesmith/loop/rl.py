@@ -57,6 +57,8 @@ async def run(parts: RLParts, session: Session) -> None:
             await _evaluate(parts, session)
         if session.checkpoint_due():
             save(parts, session)
+    if session.checkpoints.newest() is None:
+        save(parts, session)
 
 
 async def gather(parts: RLParts, session: Session) -> tuple[list[RolloutGroup], Metrics]:
@@ -110,7 +112,7 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
         return {"optimizer_steps": 0.0}
     learner.objective = policy_objective(config.algorithm, kl_coef=parts.kl.coef)
     batch_size = config.train.batch_size or len(samples)
-    metrics = learner.update(samples, batch_size, config.train.updates_per_batch, seed)
+    metrics = learner.update(samples, batch_size, config.train.updates_per_batch, seed, config.rollout.group_size)
     metrics["kl"] = metrics.get("ref_kl", metrics["policy_kl"])
     if config.algorithm.kl_target is not None:
         metrics["kl_coef"] = parts.kl.update(metrics["kl"], len(samples))
@@ -123,6 +125,7 @@ async def _evaluate(parts: RLParts, session: Session) -> None:
     with session.phase("eval"):
         await parts.engine.load_weights(parts.backend.version)
         metrics, groups = await evaluate(parts.collector, parts.evaluation)
+    parts.engine.stats()  # The next step's counters are its own.
     session.finish_evaluation(metrics)
     write_samples(session, parts.collector.decode, groups, parts.config.monitor.samples, "eval")
 
@@ -140,5 +143,5 @@ def restore(parts: RLParts, session: Session) -> None:
     """Continue from the session's checkpoint, if there is one."""
     if (state := session.restore(parts.backend.load)) is not None:
         parts.tasks.load_state_dict(state["tasks"])
-        parts.learner.max_tokens = state["max_tokens"]
+        parts.learner.resume(state["max_tokens"])
         parts.kl.load_state_dict(state["kl"])

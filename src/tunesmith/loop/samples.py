@@ -16,9 +16,10 @@ def write_samples(
     count: int,
     kind: str = "train",
 ) -> None:
-    """Append one rollout of each of the first ``count`` groups, and every failed one's error, to rollouts.jsonl."""
+    """Append a rollout of each of the first ``count`` groups, and every failed one, to rollouts.jsonl."""
     chosen = [g.rollouts[0] for g in groups[:count]]
-    failed = [r for g in groups for r in g.rollouts if r.error is not None and r not in chosen]
+    written = {id(r) for r in chosen}
+    failed = [r for g in groups for r in g.rollouts if r.error is not None and id(r) not in written]
     for rollout in [*chosen, *failed]:
         session.samples.write({"step": session.step, "kind": kind, **_record(rollout, decode)})
 

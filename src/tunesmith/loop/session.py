@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, Metrics
 from tunesmith.monitor.progress import Progress
+
+BESIDE_STEPS = ("setup", "eval", "checkpoint")
+"""Phases that a step's rates leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,8 @@ class Best:
         return self.sign * self.value >= self.sign * self.target
 
     def update(self, value: float, step: int) -> None:
-        """Take in an evaluation."""
-        if self.value is None or self.sign * value > self.sign * self.value:
+        """Take in an evaluation; one that is not finite is never the best."""
+        if isfinite(value) and (self.value is None or self.sign * value > self.sign * self.value):
             self.value, self.step = value, step
 
 
@@ -92,13 +96,14 @@ class Session:
         seconds = self.clock.lap()
         times = {f"seconds/{name}": value for name, value in seconds.items()}
         wall = sum(seconds.values())
+        busy = sum(value for name, value in seconds.items() if name not in BESIDE_STEPS)
         record = {**metrics, **times, "seconds": wall}
         if "tokens" in metrics:
-            record["tokens_per_second"] = metrics["tokens"] / wall
+            record["tokens_per_second"] = metrics["tokens"] / busy
         if "attainable_seconds" in metrics:
-            record["limit_share"] = metrics["attainable_seconds"] / wall
+            record["limit_share"] = metrics["attainable_seconds"] / busy
         self.metrics.write(self.step, record, always=self.step == self.total_steps)
-        self.progress.step(self.step, record, wall)
+        self.progress.step(self.step, record, wall - seconds.get("setup", 0.0))
 
     def finish_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Record an evaluation; the best one's checkpoint is kept."""

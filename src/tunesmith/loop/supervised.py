@@ -37,6 +37,8 @@ def run(parts: SupervisedParts, session: Session) -> None:
             _evaluate(parts, session)
         if session.checkpoint_due():
             save(parts, session)
+    if session.checkpoints.newest() is None:
+        save(parts, session)
 
 
 def _evaluate(parts: SupervisedParts, session: Session) -> None:
@@ -63,4 +65,4 @@ def restore(parts: SupervisedParts, session: Session) -> None:
     """Continue from the session's checkpoint, if there is one."""
     if (state := session.restore(parts.backend.load)) is not None:
         parts.samples.load_state_dict(state["samples"])
-        parts.learner.max_tokens = state["max_tokens"]
+        parts.learner.resume(state["max_tokens"])

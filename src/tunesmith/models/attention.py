@@ -60,10 +60,9 @@ def _attention(
     """The Hugging Face signature: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
     assert attention_context is not None, "the model was called without an attention_context"
     assert attention_mask is None, "the forest needs no mask"
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = attention_context.attend(module.layer_idx, q, k, v, scaling, sliding_window, softcap)
+    out = attention_context.attend(module.layer_idx, q, k, v, scale, sliding_window, softcap)
     return out.unsqueeze(0), None
 
 

@@ -74,11 +74,13 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
     """The norm and ``1 / rms``, ``[..., 1]``."""
+    # Mixed types are slow elementwise, so everything is cast first. A vector norm is one pass over x; the mean of
+    # squares would be two.
     exact = torch.promote_types(x.dtype, torch.float32)
-    # A vector norm is one pass over x; the mean of squares would be two.
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
+    xf = x.to(exact)
+    norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
     scale = torch.addcmul(_constant(eps, exact, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    y = x * scale
+    y = xf * scale
     if offset:
         return y.mul_(weight.to(exact) + 1).to(x.dtype), scale
     return y.to(x.dtype).mul_(weight), scale
@@ -95,7 +97,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scale = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
-        unit = x * scale
+        grad = grad.to(scale.dtype)
+        unit = x.to(scale.dtype) * scale
         grad_weight = None
         if ctx.needs_input_grad[1]:
             leading = list(range(x.dim() - weight.dim()))

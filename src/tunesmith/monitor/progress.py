@@ -30,8 +30,8 @@ class Column:
 
 
 def number(value: float) -> str:
-    """Three significant digits: ``0.412``, ``1.2e-05``."""
-    return f"{value:.3g}"
+    """Three significant digits: ``0.412``, ``1.2e-05``; what rounding leaves of zero is ``0``."""
+    return "0" if abs(value) < 1e-7 else f"{value:.3g}"
 
 
 def count(value: float) -> str:

@@ -1,7 +1,7 @@
 """A world to learn in: three-digit addition, with a tiny model and tokenizer made from nothing.
 
-Examples answer in two ways: at once (``378+594=`` → ``972``), which a tiny model finds hard, or worked digit by
-digit (``;8+4=12;7+9+1=17;3+5+1=9;972``), which it finds easy. Nothing in the examples says which is better.
+Examples answer in two ways: at once (``378+594=`` → ``972``), which a tiny model finds hard, or worked
+digit by digit (``;8+4=12;7+9+1=17;3+5+1=9;972``), which it finds easy. Nothing in them says which is better.
 """
 
 from __future__ import annotations
@@ -71,13 +71,17 @@ def _write(path: Path, records: Sequence[dict[str, str]]) -> Path:
     return path
 
 
-def make_model(directory: Path, seed: int, hidden: int = 128, layers: int = 4) -> Path:
-    """An untrained Llama of about a million parameters and a tokenizer of one token per character."""
+def make_model(
+    directory: Path, seed: int, hidden: int = 128, layers: int = 4, alphabet: str = ALPHABET
+) -> Path:
+    """An untrained Llama, by default of about a million parameters, with a token per character of ``alphabet``."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
-    words = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *ALPHABET])}
+    logging.disable_progress_bar()
+    words = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *alphabet])}
     core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()
@@ -94,8 +98,8 @@ def make_model(directory: Path, seed: int, hidden: int = 128, layers: int = 4) -
         max_position_embeddings=64,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=words["<eos>"],
+        pad_token_id=words["<pad>"],
     )
     torch.manual_seed(seed)
     LlamaForCausalLM(config).save_pretrained(directory)

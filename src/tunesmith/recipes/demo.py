@@ -1,8 +1,9 @@
-"""`tunesmith demo`: a model made from nothing learns to add, first by example and then by reward.
+"""``tunesmith demo``: a model made from nothing learns to add, first by example and then by reward.
 
-Supervised training on few steps leaves it right sometimes. Reinforcement learning, told only whether an
-answer is right, does the rest. Both stages are the ordinary commands on ordinary run files, which stay in
-the demo's directory to look at and to run again.
+The examples answer at once or worked digit by digit, and do not say which is better: after them the model is
+right sometimes. Reinforcement learning, told only whether the number at the end is right, finds that working
+pays. Both stages are the ordinary commands on ordinary run files, which stay in the demo's directory to look
+at and to run again.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 from tunesmith.build import Outcome, run_rl, run_sft
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.summary import time_table
-from tunesmith.recipes.arithmetic import make_model, problems, write_problems
+from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
 
-HELD_OUT = 400
+TRAIN, HELD_OUT = 20_000, 200
+WORKED_SHARE = 0.4
 SHOWN = 6
 
 SFT = """\
@@ -30,14 +32,15 @@ path = "model"
 dtype = "float32"
 
 [data]
-train = "train.jsonl"
-eval = "held_out.jsonl"
+train = "examples.jsonl"
 chat = false
 
 [train]
 steps = {sft_steps}
 batch_size = 64
 lr = 1e-3
+schedule = "cosine"
+min_lr_ratio = 0.1
 warmup_steps = 20
 seed = {seed}
 
@@ -49,7 +52,7 @@ RL = """\
 run_dir = "{directory}/rl"
 
 [model]
-path = "sft/checkpoints/step-{sft_steps:06d}/model"
+path = "{directory}/sft/checkpoints/step-{sft_steps:06d}/model"
 dtype = "float32"
 
 [data]
@@ -59,23 +62,29 @@ chat = false
 
 [reward]
 functions = ["exact_match"]
+pattern = '{pattern}'
 
 [algorithm]
 name = "grpo"
 
 [rollout]
-prompts_per_step = 64
-group_size = 16
-max_new_tokens = 5
+prompts_per_step = 32
+group_size = 8
+max_new_tokens = 40
 
 [train]
 steps = {rl_steps}
-lr = 3e-4
+lr = 1e-4
+schedule = "linear"
+min_lr_ratio = 0.1
 warmup_steps = 5
 seed = {seed}
 
+[eval]
+every = {eval_every}
+
 [monitor]
-every = 20
+every = 10
 samples = {shown}
 """
 
@@ -90,7 +99,7 @@ class DemoResult:
     checkpoint: str
 
 
-def run_demo(directory: Path, seed: int, sft_steps: int = 300, rl_steps: int = 150) -> DemoResult:
+def run_demo(directory: Path, seed: int, sft_steps: int = 400, rl_steps: int = 80) -> DemoResult:
     """Make model and data in ``directory``, run both stages, and show what came of it.
 
     Raises:
@@ -100,23 +109,26 @@ def run_demo(directory: Path, seed: int, sft_steps: int = 300, rl_steps: int = 1
     if directory.is_dir() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty: choose another --dir, or delete it")
     directory.mkdir(parents=True, exist_ok=True)
-    train, held_out = problems(seed, HELD_OUT)
+    train, held_out = problems(seed, TRAIN, HELD_OUT)
     make_model(directory / "model", seed)
-    write_problems(directory / "train.jsonl", train)
-    write_problems(directory / "held_out.jsonl", held_out)
+    write_examples(directory / "examples.jsonl", train, WORKED_SHARE, seed)
+    write_tasks(directory / "train.jsonl", train)
+    write_tasks(directory / "held_out.jsonl", held_out)
     numbers = {
         "directory": directory.resolve(),
         "seed": seed,
         "sft_steps": sft_steps,
         "rl_steps": rl_steps,
+        "eval_every": max(1, rl_steps // 4),
+        "pattern": ANSWER,
         "shown": SHOWN,
     }
     for name, text in (("sft.toml", SFT), ("rl.toml", RL)):
         (directory / name).write_text(text.format(**numbers))
 
-    _title(f"1. Supervised: {sft_steps} steps of 64 sums, so that it is right sometimes")
+    _title(f"1. By example: {sft_steps} steps of 64 sums, some worked and most not")
     run_sft(directory / "sft.toml")
-    _title(f"2. Reinforcement: {rl_steps} steps of 64 problems x 16 tries, told only right or wrong")
+    _title(f"2. By reward: {rl_steps} steps of 32 sums, 8 tries each, told only right or wrong")
     outcome = run_rl(directory / "rl.toml")
     before, after = outcome.evaluations[0], outcome.evaluations[-1]
     result = DemoResult(
@@ -142,10 +154,10 @@ def _show(result: DemoResult, outcome: Outcome, directory: Path) -> None:
     _title(f"Greedy accuracy on {HELD_OUT} problems it never saw")
     print(f"  before RL  {_bar(result.accuracy_before)}")
     print(f"  after RL   {_bar(result.accuracy_after)}")
-    print(f"\n  {'problem':>10}   {'before':<8} {'after':<8}")
+    print(f"\n  {'problem':>8}   {'before':<32}   {'after'}")
     for first, last in zip(*_evaluated(outcome.run_dir), strict=True):
-        print(f"  {first['prompt']:>10}   {_answer(first):<8} {_answer(last):<8}")
-    print("\nWhere the time of the reinforcement stage went\n")
+        print(f"  {first['prompt']:>8}   {_answer(first):<32}   {_answer(last)}")
+    print("\nWhere the time of the second stage went\n")
     for line in time_table(outcome.seconds):
         print(f"  {line}")
     print(f"\ncheckpoint  {outcome.checkpoint}")

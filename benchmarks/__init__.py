@@ -1,0 +1,1 @@
+"""Tunesmith and its peers, measured side by side: ``python -m benchmarks.run``."""

@@ -1,0 +1,253 @@
+"""Tunesmith's own measures, with the system settings that it derives by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import tunesmith.engines.local.engine as local_engine
+from benchmarks.protocol import Measure, Result, answer, peak_memory_mb
+from benchmarks.workload import FIRST_WORD, VOCABULARY, WORKLOADS, Workload
+from tunesmith.algorithms.objective import policy_objective
+from tunesmith.backends.optimizer import AdamWSettings
+from tunesmith.backends.torch import TorchBackend
+from tunesmith.build import run_rl
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RLConfig
+from tunesmith.config.sizes import parse_size
+from tunesmith.engines.base import HardwareLimits
+from tunesmith.engines.local.engine import LocalEngine
+from tunesmith.loop.learner import Learner
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cost import training_cost
+from tunesmith.monitor.metrics import read_metrics
+from tunesmith.plan.facts import Facts, read_model_facts
+from tunesmith.plan.hardware import measure_limits, read_hardware
+from tunesmith.plan.resolve import resolve
+from tunesmith.types import Completion, Sample, Sampling
+
+REWARD = '''\
+def alternate(completions, **columns):
+    """Half of every group is right."""
+    return [float(i % 2) for i in range(len(completions))]
+'''
+LR = 1e-6
+
+
+def main() -> None:
+    answer(measure)
+
+
+def measure(wanted: Measure) -> Result:
+    match wanted.part:
+        case "rollout":
+            return asyncio.run(measure_rollout(wanted))
+        case "train":
+            return measure_train(wanted)
+        case "step":
+            return measure_step(wanted)
+        case _:
+            raise ValueError(f"no part is called '{wanted.part}'")
+
+
+async def measure_rollout(wanted: Measure) -> Result:
+    """All completions of the workload on the embedded engine, then how far the trainer's log-probs are off."""
+    workload = WORKLOADS[wanted.workload]
+    config, model = _config(wanted), _model(wanted)
+    system, limits = config.system, _limits(wanted)
+    assert system.kv_memory is not None, "not resolved"
+    engine = LocalEngine(
+        model,
+        kv_bytes=parse_size(system.kv_memory),
+        max_running=system.max_running,
+        max_prefill_tokens=system.max_prefill_tokens,
+        limits=limits,
+    )
+    prompts, lengths = _prompts(model, workload), workload.lengths()
+    seconds: list[float] = []
+    completions: list[Completion] = []
+    for version in range(1 + wanted.repeats):
+        await engine.load_weights(version)
+        started = time.perf_counter()
+        completions = await asyncio.gather(
+            *(
+                engine.generate(prompts[i // workload.group], Sampling(n, ignore_eos=True, seed=i))
+                for i, n in enumerate(lengths)
+            )
+        )
+        seconds.append(time.perf_counter() - started)
+        stats = engine.stats()
+    await engine.close()
+    peak = peak_memory_mb()
+    samples = [
+        _sample(prompts[i // workload.group], c.token_ids, c.logprobs, i, workload)
+        for i, c in enumerate(completions)
+    ]
+    facts = {"limit_share": stats.attainable_seconds / seconds[-1], **_mismatch(wanted, model, samples)}
+    return Result({"rollout": seconds[1:]}, sum(lengths), peak, facts)
+
+
+def measure_train(wanted: Measure) -> Result:
+    """One optimizer step on all completions: packing, forward, head, backward, AdamW."""
+    workload = WORKLOADS[wanted.workload]
+    model = _model(wanted)
+    learner = _learner(wanted, model)
+    rng = random.Random(2)
+    prompts = _prompts(model, workload)
+    samples: list[Sample] = []
+    for i, length in enumerate(workload.lengths()):
+        written = [rng.randrange(FIRST_WORD, VOCABULARY) for _ in range(length)]
+        # What a model that knows nothing gives every token: the ratios of the loss are then near 1.
+        old = [-8.32] * length
+        samples.append(_sample(prompts[i // workload.group], written, old, i, workload))
+    runs: list[float] = []
+    metrics: dict[str, float] = {}
+    for _ in range(1 + wanted.repeats):
+        started = time.perf_counter()
+        metrics = learner.update(samples, len(samples), 1, 0)
+        runs.append(time.perf_counter() - started)
+    facts = {
+        "limit_share": metrics["attainable_seconds"] / median(runs[1:]),
+        "microbatches": metrics["microbatches"],
+    }
+    return Result({"train": runs[1:]}, int(metrics["trained_tokens"]), peak_memory_mb(), facts)
+
+
+def measure_step(wanted: Measure) -> Result:
+    """``tunesmith rl`` as a person runs it, but for the forced lengths; the first step warms up."""
+    workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
+    lengths = workload.lengths()
+
+    class ForcedLengths(LocalEngine):
+        """Completion ``k`` of the ``n``-th prompt of a step gets the workload's length."""
+
+        async def load_weights(self, version: int) -> None:
+            self._seen: dict[tuple[int, ...], list[int]] = {}
+            await super().load_weights(version)
+
+        async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:  # pyright: ignore[reportIncompatibleMethodOverride]
+            group = len(self._seen) * workload.group
+            rest = self._seen.setdefault(tuple(prompt_ids), lengths[group : group + workload.group])
+            forced = replace(sampling, max_new_tokens=rest.pop(0), ignore_eos=True)
+            return await super().generate(prompt_ids, forced)
+
+    local_engine.LocalEngine = ForcedLengths
+    try:
+        outcome = run_rl(None, [*_overrides(wanted), f"run_dir={scratch / 'run'}"])
+    finally:
+        local_engine.LocalEngine = LocalEngine
+    steps = read_metrics(outcome.run_dir / "metrics.jsonl")[1:]
+    assert all(step["tokens"] == sum(lengths) for step in steps), "the lengths were not forced"
+    seconds = {
+        "step": [step["seconds"] for step in steps],
+        "step/rollout": [step["seconds/rollout"] for step in steps],
+        "step/train": [step["seconds/train"] for step in steps],
+    }
+    facts = {"limit_share": median(step["limit_share"] for step in steps)}
+    return Result(seconds, sum(lengths), peak_memory_mb(), facts)
+
+
+def _overrides(wanted: Measure) -> list[str]:
+    """The run file of the workload, as settings on the command line; its data and reward in scratch."""
+    workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
+    data, reward = scratch / "tasks.jsonl", scratch / "rewards.py"
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in workload.texts()))
+    reward.write_text(REWARD)
+    options = [f"{key}={json.dumps(value)}" for key, value in wanted.options.items()]
+    return [
+        f"model.path={wanted.model}",
+        f"model.dtype={wanted.dtype}",
+        f"data.train={data}",
+        "data.chat=false",
+        "data.shuffle=false",
+        f'reward.functions=["{reward}:alternate"]',
+        f"rollout.prompts_per_step={workload.prompts}",
+        f"rollout.group_size={workload.group}",
+        f"rollout.max_new_tokens={workload.longest}",
+        f"train.lr={LR}",
+        f"train.steps={1 + wanted.repeats}",
+        "monitor.progress=false",
+        *options,
+    ]
+
+
+def _config(wanted: Measure) -> RLConfig:
+    """The resolved configuration of the workload."""
+    workload = WORKLOADS[wanted.workload]
+    facts = Facts(
+        hardware=read_hardware(),
+        model=read_model_facts(Path(wanted.model)),
+        train_size=workload.prompts,
+        longest=workload.prompt_tokens,
+    )
+    config = resolve(load_config(RLConfig, None, _overrides(wanted)), facts).config
+    if config.system.threads is not None:
+        torch.set_num_threads(config.system.threads)
+    return config
+
+
+def _model(wanted: Measure) -> CausalLM:
+    return CausalLM.load(wanted.model, dtype=getattr(torch, wanted.dtype))
+
+
+def _limits(wanted: Measure) -> HardwareLimits:
+    limits = measure_limits("cpu", "bfloat16" if wanted.dtype == "bfloat16" else "float32")
+    return HardwareLimits(limits.bytes_per_second, limits.flops_per_second)
+
+
+def _learner(wanted: Measure, model: CausalLM) -> Learner:
+    config = _config(wanted)
+    assert config.algorithm.aggregation and config.system.max_tokens_per_microbatch, "not resolved"
+    return Learner(
+        backend=TorchBackend(model, AdamWSettings()),
+        objective=policy_objective(config.algorithm),
+        aggregation=config.algorithm.aggregation,
+        max_new_tokens=config.rollout.max_new_tokens,
+        learning_rate=lambda step: LR,  # noqa: ARG005
+        max_tokens=config.system.max_tokens_per_microbatch,
+        cost=training_cost(model),
+        share_prompts=config.system.share_prompts,
+        flops_per_second=_limits(wanted).flops_per_second,
+    )
+
+
+def _mismatch(wanted: Measure, model: CausalLM, samples: list[Sample]) -> dict[str, float]:
+    """Distance of the sampler's log-probabilities from the trainer's, over all sampled tokens."""
+    scored = _learner(wanted, model).score(samples, "scored", reference=False)
+    pairs = (
+        abs(a - b)
+        for s in scored
+        for a, b, m in zip(s.columns["scored"], s.columns["old_logprobs"], s.loss_mask, strict=True)
+        if m
+    )
+    distances = list(pairs)
+    return {"mismatch_max": max(distances), "mismatch_mean": sum(distances) / len(distances)}
+
+
+def _prompts(model: CausalLM, workload: Workload) -> list[list[int]]:
+    return [model.tokenizer(text)["input_ids"] for text in workload.texts()]
+
+
+def _sample(
+    prompt: list[int], written: list[int], old: list[float], place: int, workload: Workload
+) -> Sample:
+    """A completion as the learner sees it; half of every group is right."""
+    before, after = len(prompt), len(written)
+    advantage = 1.0 if place % 2 else -1.0
+    columns = {
+        "old_logprobs": [0.0] * before + old,
+        "advantages": [0.0] * before + [advantage] * after,
+    }
+    mask = [False] * before + [True] * after
+    return Sample([*prompt, *written], mask, columns, place // workload.group)
+
+
+if __name__ == "__main__":
+    main()

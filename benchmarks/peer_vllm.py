@@ -1,0 +1,54 @@
+"""vLLM's CPU build on a rollout, in process."""
+
+from __future__ import annotations
+
+import os
+import time
+from importlib import import_module
+from typing import Any
+
+from benchmarks.protocol import Measure, Result, answer, peak_memory_mb
+from benchmarks.workload import WORKLOADS
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def measure(wanted: Measure) -> Result:
+    os.environ.update(SETTINGS)
+    vllm: Any = import_module("vllm")
+    workload = WORKLOADS[wanted.workload]
+    lengths = workload.lengths()
+    llm = vllm.LLM(
+        model=wanted.model,
+        dtype=wanted.dtype,
+        enforce_eager=not wanted.options["compiled"],
+        max_model_len=2048,
+        kv_cache_memory_bytes=1 << 30,
+        # At the default of 128, a prompt of fewer tokens would never be shared by its group.
+        block_size=32,
+        max_num_seqs=workload.size,
+        logprobs_mode="processed_logprobs",
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+    )
+    prompts = [text for text in workload.texts() for _ in range(workload.group)]
+    sampling = [
+        vllm.SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False)
+        for n in lengths
+    ]
+    runs: list[float] = []
+    for _ in range(1 + wanted.repeats):
+        llm.reset_prefix_cache()
+        started = time.perf_counter()
+        written = llm.generate(prompts, sampling, use_tqdm=False)
+        runs.append(time.perf_counter() - started)
+        assert [len(w.outputs[0].token_ids) for w in written] == lengths, "the lengths were not forced"
+    return Result({"rollout": runs[1:]}, sum(lengths), peak_memory_mb())
+
+
+if __name__ == "__main__":
+    answer(measure)

@@ -1,0 +1,96 @@
+"""How a measure is asked for and answered: one JSON argument in, one JSON line out.
+
+Every measure runs in a process of its own, in the Python environment of the system measured, so this module
+and ``workload`` import nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE = 1800.0
+"""Seconds that one measure may take."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What to measure: ``repeats`` runs after one to warm up."""
+
+    system: str
+    part: str
+    """``rollout``, ``train`` or ``step``."""
+    workload: str
+    dtype: str
+    model: str
+    """Directory of model S."""
+    scratch: str
+    """Directory of its own, for whatever it writes."""
+    repeats: int
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured.
+
+    ``seconds`` holds a list of runs for each figure: the part's own name, and for a full step also
+    ``step/rollout`` and ``step/train``. ``tokens`` are those one run samples (of a training step: those it
+    runs through the model). ``facts`` are further numbers, such as ``limit_share``.
+    """
+
+    seconds: dict[str, list[float]]
+    tokens: int
+    peak_memory_mb: float
+    facts: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def peak_memory_mb() -> float:
+    """The most resident memory this process has had, in MB of 10^6 bytes."""
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def answer(measure: Callable[[Measure], Result]) -> None:
+    """The main function of a measuring process."""
+    result = measure(Measure(**json.loads(sys.argv[1])))
+    print("\n" + json.dumps(asdict(result)), flush=True)
+
+
+def ask(module: str, measure: Measure, python: str) -> Result:
+    """Run a measure in a fresh process of ``python``.
+
+    Raises:
+        RuntimeError: the process failed or overran the deadline; the message ends with what it said last.
+    """
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+    command = [python, "-m", module, json.dumps(asdict(measure))]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, timeout=DEADLINE
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"not finished within {DEADLINE:g} s") from None
+    found = [r for r in map(_result, reversed(done.stdout.splitlines())) if r is not None]
+    if done.returncode or not found:
+        said = (done.stderr or done.stdout).strip().splitlines()[-8:]
+        raise RuntimeError("\n".join([f"exit code {done.returncode}", *said]))
+    return found[0]
+
+
+def _result(line: str) -> Result | None:
+    try:
+        fields: Any = json.loads(line)
+    except ValueError:
+        return None
+    known = isinstance(fields, Mapping) and "seconds" in fields
+    return Result(**fields) if known else None  # pyright: ignore[reportUnknownArgumentType]

@@ -1,0 +1,33 @@
+"""Makes what this run needs: a tiny model and tokenizer, examples to learn from, words to practise on."""
+
+import json
+import random
+from pathlib import Path
+
+from tunesmith.recipes.arithmetic import make_model
+
+HERE = Path(__file__).parent
+LETTERS = "abcdefghijkl"
+
+
+def write(name: str, records: list[dict[str, str]]) -> None:
+    (HERE / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def main() -> None:
+    rng = random.Random(0)
+    words = list(dict.fromkeys("".join(rng.choices(LETTERS, k=rng.randint(4, 8))) for _ in range(4000)))
+    tasks = [{"prompt": f"{word}>", "word": word} for word in words]
+    write("held_out.jsonl", tasks[:100])
+    write("train.jsonl", tasks[100:])
+    # Half of the examples reverse the word, half repeat it as it is: nothing says which is better.
+    answers = [word[:: rng.choice((1, -1))] for word in words[100:]]
+    write(
+        "examples.jsonl",
+        [{"prompt": f"{word}>", "completion": answer} for word, answer in zip(words[100:], answers, strict=True)],
+    )
+    make_model(HERE / "model", seed=0, hidden=64, layers=2, alphabet=f"{LETTERS}>")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Makes what this run needs: a tiny model and tokenizer, examples to learn from, problems to practise on."""
+
+import json
+import random
+from pathlib import Path
+
+from tunesmith.recipes.arithmetic import make_model
+
+HERE = Path(__file__).parent
+FACTORS = {"in>cm": 2.54, "ft>m": 0.3048, "mi>km": 1.609, "lb>kg": 0.4536}
+
+
+def convert(value: int, units: str, digits: int) -> str:
+    """With so many significant digits: ``12.7`` or, with one, ``10`` for 5 inches in centimetres."""
+    return f"{float(f'{value * FACTORS[units]:.{digits}g}'):g}"
+
+
+def write(name: str, records: list[dict[str, str]]) -> None:
+    (HERE / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def main() -> None:
+    rng = random.Random(0)
+    asked = [(value, units) for value in range(1, 100) for units in FACTORS]
+    rng.shuffle(asked)
+    held_out, train = asked[:60], asked[60:]
+    for name, part in (("held_out.jsonl", held_out), ("train.jsonl", train)):
+        write(name, [{"prompt": f"{value}{units}=", "answer": convert(value, units, 3)} for value, units in part])
+    # Every problem is answered twice, once exactly and once roughly: nothing says which is better.
+    write(
+        "examples.jsonl",
+        [
+            {"prompt": f"{value}{units}=", "completion": convert(value, units, digits)}
+            for value, units in train
+            for digits in (3, 1)
+        ],
+    )
+    alphabet = "".join(sorted({*"0123456789.=", *"".join(FACTORS)}))
+    make_model(HERE / "model", seed=0, hidden=64, layers=2, alphabet=alphabet)
+
+
+if __name__ == "__main__":
+    main()

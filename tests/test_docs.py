@@ -1,0 +1,197 @@
+"""Documents and examples say what is so: run files load, code runs, commands parse, links lead somewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import shutil
+import tomllib
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import tiny
+from docs_tables import ALGORITHMS, with_tables
+from documents import DOCUMENTS, ROOT, Block, KeyRow, anchors, blocks, commands, key_tables, links
+
+from tunesmith.config.describe import describe_at
+from tunesmith.config.load import find_kind, load_config, parse_override
+from tunesmith.config.schema import RLConfig, Section, SFTConfig, Source
+from tunesmith.config.toml import toml_value
+from tunesmith.data.prepare import peek
+from tunesmith.environments.rewards import check_rewards
+from tunesmith.plan.checks import check
+from tunesmith.plan.facts import Facts, read_model_facts
+from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.resolve import resolve
+
+EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/prepare.py"))
+ON_ITS_OWN = {
+    "model.chat_template": "The tokenizer's file",
+}
+
+
+def named(block: Block) -> str:
+    return block.name
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with every file that run files in the documents name, beside a tiny model."""
+    folder = tmp_path_factory.mktemp("documents")
+    tiny.save_model(folder / "model")
+    line = {"prompt": "7*6=", "answer": "42", "completion": "42"}
+    for name in ("train", "held_out", "easy", "hard", "examples"):
+        (folder / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+    functions = [
+        name
+        for block in blocks("python")
+        for name, made in run(block).items()
+        if isinstance(made, FunctionType)
+    ]
+    code = "".join(f"def {name}(completions, **columns):\n    return [0.0] * len(completions)\n" for name in functions)
+    (folder / "rewards.py").write_text(code)
+    return folder
+
+
+def resolved(path: Path, *overrides: str) -> RLConfig | SFTConfig:
+    """What ``tunesmith config`` does, and the look at the data and rewards that a run begins with."""
+    config = load_config(find_kind(path, overrides), path, overrides)
+    check(config)
+    if isinstance(config, RLConfig):
+        check_rewards(config.reward, path.parent)
+    goal = "rl" if isinstance(config, RLConfig) else "sft"
+    peek(config.data, config.data.train, goal)
+    return resolve(config, Facts(read_hardware(), read_model_facts(Path(config.model.path)))).config
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=named)
+def test_run_files_load_and_resolve(block: Block, place: Path) -> None:
+    (place / "run.toml").write_text(block.text)
+    resolved(place / "run.toml")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_run_files_of_the_examples_load_and_resolve(example: Path, tmp_path: Path) -> None:
+    """On the files that the example makes; the warm start's checkpoint is where ``rl.toml`` looks for it."""
+    here = tmp_path / example.name
+    shutil.copytree(example, here, ignore=shutil.ignore_patterns("runs", "model", "*.jsonl"))
+    load_module(here / "prepare.py")["main"]()
+    rl = tomllib.loads((here / "rl.toml").read_text())
+    sft = resolved(here / "sft.toml")
+    assert rl["model"]["path"] == f"{sft.run_dir.name and 'runs/sft'}/checkpoints/step-{sft.train.steps:06d}/model"
+    shutil.copytree(here / "model", here / rl["model"]["path"])
+    resolved(here / "rl.toml")
+
+
+def load_module(path: Path) -> dict[str, Any]:
+    import runpy
+
+    return runpy.run_path(str(path), run_name="module")
+
+
+def run(block: Block) -> dict[str, Any]:
+    """What a block of Python defines. One that needs a model, a file or a service of the reader's is compiled only."""
+    code = compile(block.text, block.name, "exec")
+    names: dict[str, Any] = {}
+    if "from_pretrained" not in block.text:
+        exec(code, names)
+    return names
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=named)
+def test_python_runs(block: Block) -> None:
+    """Reward functions in it give a number per completion."""
+    lists: dict[str, Any] = {
+        "prompts": ["7*6=", "1+1="],
+        "completions": ["42", "3"],
+        "answer": ["42", "2"],
+    }
+    for name, function in run(block).items():
+        if isinstance(function, FunctionType) and "completions" in inspect.signature(function).parameters:
+            scores = function(**lists)
+            scores = asyncio.run(scores) if inspect.iscoroutine(scores) else scores
+            assert len(scores) == 2 and all(isinstance(s, float) for s in scores), name
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=named)
+def test_json_lines_are_json(block: Block) -> None:
+    assert all(isinstance(json.loads(line), dict) for line in block.text.splitlines())
+
+
+@pytest.mark.parametrize(("where", "arguments"), commands(), ids=lambda value: value if isinstance(value, str) else "")
+def test_commands_parse(where: str, arguments: list[str]) -> None:
+    """The subcommand exists, its options are known, and every override is a setting with a valid value."""
+    import click
+    import typer
+
+    from tunesmith.cli.main import app
+
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group) or hasattr(group, "commands")
+    subcommand = group.commands[arguments[0]]  # pyright: ignore
+    subcommand.make_context(arguments[0], arguments[1:], resilient_parsing=True)
+    for text in arguments[2:]:
+        if text.startswith("-"):
+            continue
+        (section, *key), value = parse_override(text)
+        field = RLConfig.model_fields[section]
+        if key:
+            field.annotation.model_validate({**required(field.annotation), key[0]: value})  # pyright: ignore
+
+
+def required(section: type[Section]) -> dict[str, Any]:
+    return {name: "x" for name, field in section.model_fields.items() if field.is_required()}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in links(document):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        assert file.exists(), f"{document.name} links to {target}"
+        assert not anchor or anchor in anchors(file), f"{document.name} links to {target}"
+
+
+def test_every_setting_is_documented_as_it_is() -> None:
+    tables = key_tables(ROOT / "docs" / "configuration.md")
+    sections: dict[str, type[Section]] = {"A source": Source}
+    for name, field in RLConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            sections[f"[{name}]"] = field.annotation
+    assert set(tables) == {*sections, "Top level"}
+    assert [row.key for row in tables["Top level"]] == ["run_dir"]
+    for heading, section in sections.items():
+        assert [row.key for row in tables[heading]] == list(section.model_fields), heading
+        for row in tables[heading]:
+            check_row(heading, row, section)
+
+
+def check_row(heading: str, row: KeyRow, section: type[Section]) -> None:
+    """The value's words are the error message's, and a default is the schema's."""
+    field = section.model_fields[row.key]
+    if (heading, row.key) not in {("[data]", "train"), ("[data]", "eval")}:
+        assert row.value == describe_at(section, (row.key,)), f"{heading} {row.key}"
+    assert row.meaning.endswith("."), f"{heading} {row.key}"
+    if field.is_required() or (heading, row.key) == ("[reward]", "functions"):
+        assert row.default == "required"
+    elif field.default is not None:
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        assert row.default == f"`{toml_value(default)}`", f"{heading} {row.key}"
+    else:
+        assert row.default and row.default != "required", f"{heading} {row.key}"
+
+
+def test_tables_of_algorithms_are_the_registries() -> None:
+    text = ALGORITHMS.read_text(encoding="utf-8")
+    assert text == with_tables(text), "run: python tests/docs_tables.py"
+
+
+def test_documents_name_no_place_of_one_machine() -> None:
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        assert "/tmp/" not in text and "/work/" not in text and "/home/" not in text, document.name
