@@ -73,6 +73,7 @@ async def measure_rollout(wanted: Measure) -> Result:
     prompts, lengths = _prompts(model, workload), workload.lengths()
     seconds: list[float] = []
     completions: list[Completion] = []
+    attainable = 0.0
     for version in range(1 + wanted.repeats):
         await engine.load_weights(version)
         started = time.perf_counter()
@@ -83,14 +84,13 @@ async def measure_rollout(wanted: Measure) -> Result:
             )
         )
         seconds.append(time.perf_counter() - started)
-        stats = engine.stats()
+        attainable = engine.stats().attainable_seconds
     await engine.close()
     peak = peak_memory_mb()
     samples = [
-        _sample(prompts[i // workload.group], c.token_ids, c.logprobs, i, workload)
-        for i, c in enumerate(completions)
+        _sample(prompts[i // workload.group], c.token_ids, c.logprobs, i, workload) for i, c in enumerate(completions)
     ]
-    facts = {"limit_share": stats.attainable_seconds / seconds[-1], **_mismatch(wanted, model, samples)}
+    facts = {"limit_share": attainable / seconds[-1], **_mismatch(wanted, model, samples)}
     return Result({"rollout": seconds[1:]}, sum(lengths), peak, facts)
 
 
@@ -235,9 +235,7 @@ def _prompts(model: CausalLM, workload: Workload) -> list[list[int]]:
     return [model.tokenizer(text)["input_ids"] for text in workload.texts()]
 
 
-def _sample(
-    prompt: list[int], written: list[int], old: list[float], place: int, workload: Workload
-) -> Sample:
+def _sample(prompt: list[int], written: list[int], old: list[float], place: int, workload: Workload) -> Sample:
     """A completion as the learner sees it; half of every group is right."""
     before, after = len(prompt), len(written)
     advantage = 1.0 if place % 2 else -1.0

@@ -23,9 +23,7 @@ def measure(wanted: Measure) -> Result:
     def run(lengths: list[int]) -> float:
         forced = forced_lengths(prompts["input_ids"].shape[1], lengths)
         started = time.perf_counter()
-        model.generate(
-            **prompts, do_sample=True, top_k=0, max_new_tokens=max(lengths), logits_processor=[forced]
-        )
+        model.generate(**prompts, do_sample=True, top_k=0, max_new_tokens=max(lengths), logits_processor=[forced])
         return time.perf_counter() - started
 
     run([min(8, n) for n in lengths])

@@ -62,6 +62,7 @@ def build_model(directory: Path) -> None:
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
     tokenizers: Any = import_module("tokenizers")
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=VOCABULARY,

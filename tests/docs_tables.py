@@ -48,8 +48,7 @@ def estimators() -> str:
 
 def corrections() -> str:
     rows = [
-        (f"`{c.name}`", f"`{_cell(c.formula)}`", _source(c.source), _settings(c.keys))
-        for c in CORRECTIONS.values()
+        (f"`{c.name}`", f"`{_cell(c.formula)}`", _source(c.source), _settings(c.keys)) for c in CORRECTIONS.values()
     ]
     return _table(("name", "weight of a token", "source", "keys and defaults"), rows)
 

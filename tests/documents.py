@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,7 @@ def blocks_of(document: Path) -> Iterator[Block]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """(place, arguments) of every ``tunesmith`` command in a shell block, its last prompt and comment removed."""
-    import shlex
-
+    """(place, arguments) of every ``tunesmith`` command in a shell block, without its comment."""
     return [
         (block.name, shlex.split(line, comments=True)[1:])
         for block in blocks("sh")

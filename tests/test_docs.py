@@ -12,13 +12,14 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+
 import tiny
 from docs_tables import ALGORITHMS, with_tables
-from documents import DOCUMENTS, ROOT, Block, KeyRow, anchors, blocks, commands, key_tables, links
-
+from documents import DOCUMENTS, ROOT, Block, KeyRow, anchors, blocks, blocks_of, commands, key_tables, links
 from tunesmith.config.describe import describe_at
 from tunesmith.config.load import find_kind, load_config, parse_override
-from tunesmith.config.schema import RLConfig, Section, SFTConfig, Source
+from tunesmith.config.resolved import Resolved
+from tunesmith.config.schema import RLConfig, Section, Source
 from tunesmith.config.toml import toml_value
 from tunesmith.data.prepare import peek
 from tunesmith.environments.rewards import check_rewards
@@ -28,9 +29,6 @@ from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
 
 EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/prepare.py"))
-ON_ITS_OWN = {
-    "model.chat_template": "The tokenizer's file",
-}
 
 
 def named(block: Block) -> str:
@@ -41,22 +39,19 @@ def named(block: Block) -> str:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with every file that run files in the documents name, beside a tiny model."""
     folder = tmp_path_factory.mktemp("documents")
-    tiny.save_model(folder / "model")
+    tiny.save_model(folder / "model", max_position_embeddings=4096)
     line = {"prompt": "7*6=", "answer": "42", "completion": "42"}
     for name in ("train", "held_out", "easy", "hard", "examples"):
         (folder / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
     functions = [
-        name
-        for block in blocks("python")
-        for name, made in run(block).items()
-        if isinstance(made, FunctionType)
+        name for block in blocks("python") for name, made in run(block).items() if isinstance(made, FunctionType)
     ]
     code = "".join(f"def {name}(completions, **columns):\n    return [0.0] * len(completions)\n" for name in functions)
     (folder / "rewards.py").write_text(code)
     return folder
 
 
-def resolved(path: Path, *overrides: str) -> RLConfig | SFTConfig:
+def resolved(path: Path, *overrides: str) -> Resolved[Any]:
     """What ``tunesmith config`` does, and the look at the data and rewards that a run begins with."""
     config = load_config(find_kind(path, overrides), path, overrides)
     check(config)
@@ -64,7 +59,9 @@ def resolved(path: Path, *overrides: str) -> RLConfig | SFTConfig:
         check_rewards(config.reward, path.parent)
     goal = "rl" if isinstance(config, RLConfig) else "sft"
     peek(config.data, config.data.train, goal)
-    return resolve(config, Facts(read_hardware(), read_model_facts(Path(config.model.path)))).config
+    model = Path(config.model.path)
+    facts = read_model_facts(model) if model.is_dir() else None
+    return resolve(config, Facts(read_hardware(), facts))
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=named)
@@ -73,16 +70,29 @@ def test_run_files_load_and_resolve(block: Block, place: Path) -> None:
     resolved(place / "run.toml")
 
 
+def test_what_the_front_page_shows_as_derived_is_derived(place: Path) -> None:
+    here = {block.language: block.text for block in reversed(list(blocks_of(ROOT / "README.md")))}
+    (place / "run.toml").write_text(here["toml"])
+    derived = {d.key: (d.value, d.reason) for d in resolved(place / "run.toml").derived}
+    shown = [b.text for b in blocks_of(ROOT / "README.md") if b.text.startswith("algorithm.")]
+    assert len(shown) == 1
+    for line in shown[0].splitlines():
+        key, value, reason = line.split(maxsplit=2)
+        assert derived[key] == (json.loads(value), reason.strip())
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_run_files_of_the_examples_load_and_resolve(example: Path, tmp_path: Path) -> None:
     """On the files that the example makes; the warm start's checkpoint is where ``rl.toml`` looks for it."""
     here = tmp_path / example.name
     shutil.copytree(example, here, ignore=shutil.ignore_patterns("runs", "model", "*.jsonl"))
     load_module(here / "prepare.py")["main"]()
-    rl = tomllib.loads((here / "rl.toml").read_text())
-    sft = resolved(here / "sft.toml")
-    assert rl["model"]["path"] == f"{sft.run_dir.name and 'runs/sft'}/checkpoints/step-{sft.train.steps:06d}/model"
-    shutil.copytree(here / "model", here / rl["model"]["path"])
+    start = tomllib.loads((here / "rl.toml").read_text())["model"]["path"]
+    sft = resolved(here / "sft.toml").config
+    assert sft.run_dir is not None
+    steps = f"checkpoints/step-{sft.train.steps:06d}/model"
+    assert Path(start) == sft.run_dir.relative_to(Path.cwd()) / steps, "rl.toml begins where sft.toml ends"
+    shutil.copytree(here / "model", here / start)
     resolved(here / "rl.toml")
 
 
@@ -121,25 +131,22 @@ def test_json_lines_are_json(block: Block) -> None:
     assert all(isinstance(json.loads(line), dict) for line in block.text.splitlines())
 
 
-@pytest.mark.parametrize(("where", "arguments"), commands(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("where", "arguments"), commands())
 def test_commands_parse(where: str, arguments: list[str]) -> None:
     """The subcommand exists, its options are known, and every override is a setting with a valid value."""
-    import click
     import typer
 
     from tunesmith.cli.main import app
 
-    group = typer.main.get_command(app)
-    assert isinstance(group, click.Group) or hasattr(group, "commands")
-    subcommand = group.commands[arguments[0]]  # pyright: ignore
-    subcommand.make_context(arguments[0], arguments[1:], resilient_parsing=True)
-    for text in arguments[2:]:
-        if text.startswith("-"):
-            continue
+    subcommands: dict[str, Any] = getattr(typer.main.get_command(app), "commands")  # noqa: B009
+    assert arguments[0] in subcommands, where
+    parsed = subcommands[arguments[0]].make_context(arguments[0], list(arguments[1:])).params
+    for text in parsed.get("overrides") or ():
         (section, *key), value = parse_override(text)
-        field = RLConfig.model_fields[section]
+        assert section in RLConfig.model_fields, f"{where}: {text}"
         if key:
-            field.annotation.model_validate({**required(field.annotation), key[0]: value})  # pyright: ignore
+            kind: Any = RLConfig.model_fields[section].annotation
+            kind.model_validate({**required(kind), key[0]: value})
 
 
 def required(section: type[Section]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tiny import save_model
 from tunesmith.engines.base import HardwareLimits
+from tunesmith.engines.local import scheduler
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.kv_cache import KVCache
 from tunesmith.engines.local.prefill_attention import Piece
@@ -76,24 +77,24 @@ def run(engine: LocalEngine, *requests: tuple[Sequence[int], Sampling]) -> list[
     return asyncio.run(together(engine, *requests))
 
 
-def scores(
-    plain: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
-) -> list[float]:
+def scores(plain: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0) -> list[float]:
     with torch.inference_mode():
         logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
 
 
+@pytest.mark.parametrize("copied", [0, 8192], ids=["shared", "copied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_generate_and_logprobs_are_the_trainers(family: str, tmp_path: Path) -> None:
-    """Prompts of unequal length, alone and shared, chunked and together; every window is passed."""
+def test_greedy_is_generate_and_logprobs_are_the_trainers(
+    family: str, copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of unequal length, alone and in groups, chunked and together; every window is passed."""
+    monkeypatch.setattr(scheduler, "_COPIED_TOKENS", copied)
     save_model(tmp_path, family, **FAMILIES[family])
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     engine = make(CausalLM.load(tmp_path), 16384, max_running=7, max_prefill_tokens=20)
     starts = prompts(1, 5, 12, 33)
-    requests = [
-        (p, Sampling(16 + 3 * i, temperature=t, seed=i)) for i, p in enumerate(starts) for t in (0, 0.8, 0)
-    ]
+    requests = [(p, Sampling(16 + 3 * i, temperature=t, seed=i)) for i, p in enumerate(starts) for t in (0, 0.8, 0)]
     for (prompt, sampling), done in zip(requests, run(engine, *requests), strict=True):
         if sampling.temperature == 0:
             ids = torch.tensor([prompt])
@@ -228,31 +229,27 @@ def test_requests_are_admitted_in_order(llama: CausalLM) -> None:
 
 def test_abort_frees_rows_whether_running_or_waiting(llama: CausalLM) -> None:
     engine = make(llama, max_running=3)
-    scheduler = engine._scheduler  # pyright: ignore[reportPrivateUsage]
+    queues = engine._scheduler  # pyright: ignore[reportPrivateUsage]
 
     async def go() -> None:
-        tasks = [
-            asyncio.create_task(engine.generate(p, free(50, i))) for i, p in enumerate(prompts(4, 4, 6, 6, 8))
-        ]
-        while len(scheduler.running) < 3:
+        tasks = [asyncio.create_task(engine.generate(p, free(50, i))) for i, p in enumerate(prompts(4, 4, 6, 6, 8))]
+        while len(queues.running) < 3:
             await asyncio.sleep(0)
         for i in (0, 3):
             tasks[i].cancel()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert [r.id for r in [*scheduler.running, *scheduler.waiting]].count(0) == 0
+        assert [r.id for r in [*queues.running, *queues.waiting]].count(0) == 0
         done = await asyncio.gather(*tasks, return_exceptions=True)
         lengths = [len(d.token_ids) if isinstance(d, Completion) else d for d in done]
         assert [n for n in lengths if n == 50] == [50] * 3
         assert sum(isinstance(n, asyncio.CancelledError) for n in lengths) == 2
 
     asyncio.run(go())
-    assert not scheduler.running and not scheduler.waiting
+    assert not queues.running and not queues.waiting
 
 
-def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(
-    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, (prompt,) = make(llama, max_running=2), prompts(4)
     runner = engine._runner  # pyright: ignore[reportPrivateUsage]
     decode, calls = runner.decode, iter(range(1000))
@@ -265,9 +262,7 @@ def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(
     monkeypatch.setattr(runner, "decode", broken)
 
     async def go() -> list[Completion | BaseException]:
-        return await asyncio.gather(
-            *(engine.generate(prompt, free(8, i)) for i in range(4)), return_exceptions=True
-        )
+        return await asyncio.gather(*(engine.generate(prompt, free(8, i)) for i in range(4)), return_exceptions=True)
 
     first, second, third, fourth = asyncio.run(go())
     for failed in (first, second):
@@ -315,7 +310,7 @@ def test_attainable_time_by_hand(llama: CausalLM) -> None:
 
 
 def test_long_prompts_are_chunked_and_short_ones_kept_whole() -> None:
-    pieces = [Piece(Prompt((0,) * n, 0), row, 0, n) for row, n in enumerate((3, 3, 3, 20, 2))]
+    pieces = [Piece(Prompt((0,) * n), row, 0, n) for row, n in enumerate((3, 3, 3, 20, 2))]
     batches = [[(p.row, p.start, p.stop) for p in batch] for batch in split_pieces(pieces, 8)]
     assert batches == [
         [(0, 0, 3), (1, 0, 3)],
@@ -334,6 +329,28 @@ def test_compact_groups_zones_and_moves_few(zones: list[int | None]) -> None:
     first, second = zones.count(0), zones.count(0) + zones.count(1)
     at_home = [i for i, z in enumerate(zones[:second]) if z == (0 if i < first else 1)]
     assert all(order[i] == i for i in at_home)
+
+
+def test_a_bfloat16_model_is_sampled_as_its_trainer_scores_it(tmp_path: Path) -> None:
+    """Few rows decode in a float32 copy, many in bfloat16; new weights reach both."""
+    save_model(tmp_path)
+    model = CausalLM.load(tmp_path, dtype=torch.bfloat16)
+    engine = make(model, max_running=32)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        for mine, other in zip(exact.parameters(), model.module.parameters(), strict=True):
+            mine.copy_(other)
+    (prompt,) = prompts(6)
+    for rows, tolerance in ((4, 0.03), (24, 0.06)):
+        for done in run(engine, *[(prompt, free(12, i)) for i in range(rows)]):
+            assert done.logprobs == pytest.approx(scores(exact, prompt, done.token_ids), abs=tolerance)
+    for parameters in (exact.parameters(), model.module.parameters()):
+        with torch.no_grad():
+            for p in parameters:
+                p.mul_(0.5)
+    asyncio.run(engine.load_weights(1))
+    done = run(engine, (prompt, free(12)))[0]
+    assert done.logprobs == pytest.approx(scores(exact, prompt, done.token_ids), abs=0.03)
 
 
 @pytest.mark.gpu

@@ -73,8 +73,7 @@ def test_nothing_to_pack() -> None:
 def batches(draw: st.DrawFn) -> list[Sample]:
     prompts = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=5))
     return [
-        completion(draw(st.sampled_from(prompts)), draw(st.integers(0, 9)))
-        for _ in range(draw(st.integers(1, 25)))
+        completion(draw(st.sampled_from(prompts)), draw(st.integers(0, 9))) for _ in range(draw(st.integers(1, 25)))
     ]
 
 

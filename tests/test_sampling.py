@@ -20,9 +20,7 @@ CPU = torch.device("cpu")
 ALMOST_ONE = 1 - 2**-53
 
 
-def draw(
-    logits: torch.Tensor, uniforms: Sequence[float], *settings_: Sampling
-) -> tuple[list[int], list[float]]:
+def draw(logits: torch.Tensor, uniforms: Sequence[float], *settings_: Sampling) -> tuple[list[int], list[float]]:
     plan = SamplingPlan.of(settings_, logits.shape[1], CPU)
     tokens, logprobs = sample(logits, plan, torch.tensor(uniforms, dtype=torch.float64))
     return tokens.tolist(), logprobs.tolist()
@@ -135,9 +133,7 @@ def test_rows_keep_their_own_settings() -> None:
 
 
 def test_all_greedy_takes_the_largest_at_temperature_one() -> None:
-    tokens, logprobs = draw(
-        torch.tensor([[3.0, 1.0], [0.0, 5.0]]), [0.9, 0.0], *[Sampling(1, temperature=0.0)] * 2
-    )
+    tokens, logprobs = draw(torch.tensor([[3.0, 1.0], [0.0, 5.0]]), [0.9, 0.0], *[Sampling(1, temperature=0.0)] * 2)
     assert tokens == [0, 1]
     assert logprobs == pytest.approx([-math.log1p(math.exp(-2)), -math.log1p(math.exp(-5))], abs=1e-6)
 

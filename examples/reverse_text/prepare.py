@@ -16,7 +16,7 @@ def write(name: str, records: list[dict[str, str]]) -> None:
 
 def main() -> None:
     rng = random.Random(0)
-    words = list(dict.fromkeys("".join(rng.choices(LETTERS, k=rng.randint(4, 8))) for _ in range(4000)))
+    words = list(dict.fromkeys("".join(rng.choices(LETTERS, k=rng.randint(3, 6))) for _ in range(4000)))
     tasks = [{"prompt": f"{word}>", "word": word} for word in words]
     write("held_out.jsonl", tasks[:100])
     write("train.jsonl", tasks[100:])

@@ -7,12 +7,12 @@ from pathlib import Path
 from tunesmith.recipes.arithmetic import make_model
 
 HERE = Path(__file__).parent
-FACTORS = {"in>cm": 2.54, "ft>m": 0.3048, "mi>km": 1.609, "lb>kg": 0.4536}
+FACTORS = {"mm>cm": 0.1, "cm>m": 0.01, "m>km": 0.001, "kg>g": 1000.0}
 
 
 def convert(value: int, units: str, digits: int) -> str:
-    """With so many significant digits: ``12.7`` or, with one, ``10`` for 5 inches in centimetres."""
-    return f"{float(f'{value * FACTORS[units]:.{digits}g}'):g}"
+    """With so many significant digits: ``2.47`` or, with one, ``2`` for 247 centimetres in metres."""
+    return f"{float(f'{value * FACTORS[units]:.{digits}g}'):.10g}"
 
 
 def write(name: str, records: list[dict[str, str]]) -> None:
@@ -21,9 +21,9 @@ def write(name: str, records: list[dict[str, str]]) -> None:
 
 def main() -> None:
     rng = random.Random(0)
-    asked = [(value, units) for value in range(1, 100) for units in FACTORS]
+    asked = [(value, units) for value in range(11, 1000) for units in FACTORS]
     rng.shuffle(asked)
-    held_out, train = asked[:60], asked[60:]
+    held_out, train = asked[:100], asked[100:]
     for name, part in (("held_out.jsonl", held_out), ("train.jsonl", train)):
         write(name, [{"prompt": f"{value}{units}=", "answer": convert(value, units, 3)} for value, units in part])
     # Every problem is answered twice, once exactly and once roughly: nothing says which is better.

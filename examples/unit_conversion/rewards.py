@@ -2,12 +2,12 @@
 
 from typing import Any
 
-FULL, NONE = 0.02, 0.2
+FULL, NONE = 0.02, 0.1
 """Relative errors up to which the reward is 1, and from which it is 0."""
 
 
 def close_enough(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1 within 2 percent of the answer, falling to 0 at 20 percent; 0 for what is no number."""
+    """1 within 2 percent of the answer, falling to 0 at 10 percent; 0 for what is no number."""
     return [_closeness(completion, float(gold)) for completion, gold in zip(completions, answer, strict=True)]
 
 

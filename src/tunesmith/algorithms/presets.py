@@ -19,7 +19,7 @@ from tunesmith.errors import ConfigError, nearest
 Setting = float | int | bool | str | None
 Reasons = list[tuple[str, object, str]]
 
-SUPPORTED = frozenset({"group", "group_logprobs", "selection"})
+SUPPORTED = frozenset({"group", "group_logprobs", "selection", "adaptive_kl"})
 """Needs of losses and estimators that the training loop can meet."""
 
 NEEDS: Mapping[str, str] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from tunesmith.backends.base import LossFn
 from tunesmith.backends.memory import memory_boundary
@@ -44,7 +44,6 @@ class TorchBackend:
         self.optimizer = MasterAdamW(model.module, settings)
         self._version = 0
         torch.manual_seed(seed)
-        _drop_nothing(model.module)
         if gradient_checkpointing:
             model.module.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -123,13 +122,6 @@ class TorchBackend:
             raise CheckpointError(
                 f"{directory} holds optimizer state of '{sorted(unknown)[0]}', which this run does not train"
             )
-
-
-def _drop_nothing(module: nn.Module) -> None:
-    """Turn dropout off: with it a gradient would depend on the micro-batches, and log-probabilities on chance."""
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
 
 
 def _metadata(path: Path) -> dict[str, str]:

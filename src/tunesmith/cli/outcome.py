@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tunesmith.monitor.summary import print_summary
 
 if TYPE_CHECKING:
-    from tunesmith.build import Outcome
+    from tunesmith.loop.opening import Outcome
 
 
 def print_outcome(outcome: Outcome) -> None:

@@ -65,7 +65,10 @@ class Forest:
 
     def to(self, device: torch.device) -> Forest:
         """The same forest with its tensors on ``device``."""
-        move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
+
+        def move(t: Tensor) -> Tensor:
+            return t.to(device, non_blocking=True)
+
         return Forest(
             move(self.token_ids),
             move(self.position_ids),

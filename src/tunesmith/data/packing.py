@@ -40,14 +40,16 @@ class SampleTooLong(DataError):
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Cost of a micro-batch: ``linear`` per token, ``quadratic`` per pair a token attends to, ``head`` per loss token."""
+    """What a micro-batch costs: ``linear`` per token, ``quadratic`` per pair of attention, ``head`` per loss token."""
 
     linear: float = 1.0
     quadratic: float = 0.0
     head: float = 0.0
 
     @classmethod
-    def of_decoder(cls, *, parameters: int, layers: int, heads: int, head_dim: int, vocabulary: int, hidden: int) -> CostModel:
+    def of_decoder(
+        cls, *, parameters: int, layers: int, heads: int, head_dim: int, vocabulary: int, hidden: int
+    ) -> CostModel:
         """Floating-point operations of forward and backward; ``parameters`` without embeddings."""
         return cls(6.0 * parameters, 12.0 * layers * heads * head_dim, 6.0 * vocabulary * hidden)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tunesmith.types import Sample
 
@@ -82,7 +83,7 @@ def build_nodes(lengths: Sequence[int], prefixes: PrefixOrder) -> tuple[list[Nod
             last[first] = parent
             continue
         cuts = [low, *(r for r in range(low + 1, high) if shared[r] == common), high]
-        stack.extend((a, b, common, parent) for a, b in reversed(list(zip(cuts, cuts[1:], strict=False))))
+        stack.extend((a, b, common, parent) for a, b in reversed(list(pairwise(cuts))))
     _place_prefixes(lengths, prefixes, ranks, nodes, last)
     return nodes, last
 

@@ -63,9 +63,7 @@ class FakeEngine:
             raise EngineError(self._unavailable)
         check_sampling(sampling)
         if not 0 < len(prompt_ids) < self._context:
-            raise UserError(
-                f"a prompt of {len(prompt_ids)} tokens does not fit the context of {self._context}"
-            )
+            raise UserError(f"a prompt of {len(prompt_ids)} tokens does not fit the context of {self._context}")
         self._running += 1
         self._peak_running = max(self._peak_running, self._running)
         try:

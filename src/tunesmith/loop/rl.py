@@ -125,7 +125,7 @@ async def _evaluate(parts: RLParts, session: Session) -> None:
     with session.phase("eval"):
         await parts.engine.load_weights(parts.backend.version)
         metrics, groups = await evaluate(parts.collector, parts.evaluation)
-    parts.engine.stats()  # The next step's counters are its own.
+    parts.engine.stats()  # Dropped, so that the next step counts its own alone.
     session.finish_evaluation(metrics)
     write_samples(session, parts.collector.decode, groups, parts.config.monitor.samples, "eval")
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.data.forest import Forest
-from tunesmith.models.attention import ATTENTION_NAME, AttentionContext
+from tunesmith.models.attention import AttentionContext
 from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.models.head import fused_logprobs
 from tunesmith.models.lean import LeanDecoder
+from tunesmith.models.loading import load_config, load_module, load_tokenizer
 
 
 @dataclass(slots=True)
@@ -39,13 +40,14 @@ class CausalLM:
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
     ) -> CausalLM:
-        """Load from a directory or a hub name."""
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        module = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=ATTENTION_NAME, **options
-        )
-        module = module.to(device).eval()
+        """Load from a directory or a hub name; safetensors only, dropout off.
+
+        Raises:
+            ModelError: there is no such model, something of it is missing, or its family cannot work here.
+        """
+        load_config(path, trust_remote_code=trust_remote_code)  # refuses a family before reading more
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        module = load_module(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         return cls(module, tokenizer, LeanDecoder.of(module.base_model))
 
     @property

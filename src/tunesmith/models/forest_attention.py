@@ -44,7 +44,7 @@ class ForestAttention:
 
     def attend(
         self,
-        layer: int,
+        layer: int,  # noqa: ARG002
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -70,7 +70,9 @@ def _full_parts(segments: Sequence[Segment]) -> list[Full]:
     for i in range(len(segments) - 1, -1, -1):
         if (parent := segments[i].parent) >= 0:
             stops[parent] = max(stops[parent], stops[i])
-    parts = [Full(s.start + s.length, stop, s.start, s.start + s.length) for s, stop in zip(segments, stops, strict=True)]
+    parts = [
+        Full(s.start + s.length, stop, s.start, s.start + s.length) for s, stop in zip(segments, stops, strict=True)
+    ]
     return [part for part in parts if part.stop > part.start]
 
 
@@ -135,9 +137,7 @@ class _CpuForest(torch.autograd.Function):
             torch.sum(dv, 1, keepdim=True, out=gv[:, :, rows])
         for a, b, ka, kb in full:
             gof, qf, of, lf = (_fold(t[:, :, a:b]) for t in (go, q, o, lse))
-            dq, dk, dv = _flash_backward(
-                gof, qf, k[:, :, ka:kb], v[:, :, ka:kb], of, lf, 0.0, False, scale=scale
-            )
+            dq, dk, dv = _flash_backward(gof, qf, k[:, :, ka:kb], v[:, :, ka:kb], of, lf, 0.0, False, scale=scale)
             gq[:, :, a:b] += dq.view(q.shape[0], groups, b - a, -1)
             gk[:, :, ka:kb] += dk
             gv[:, :, ka:kb] += dv

@@ -106,7 +106,11 @@ class _FusedLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = cast("tuple[Tensor, Tensor, Tensor | None, Tensor]", ctx.saved_tensors)
-        scale, rows, needs = cast(LogitScale, ctx.scale), cast(int, ctx.rows), cast("tuple[bool, ...]", ctx.needs_input_grad)
+        scale, rows, needs = (
+            cast(LogitScale, ctx.scale),
+            cast(int, ctx.rows),
+            cast("tuple[bool, ...]", ctx.needs_input_grad),
+        )
         exact = torch.promote_types(hidden.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": exact, "device": hidden.device}
         grad_hidden = torch.empty(hidden.shape, **options) if needs[0] else None
@@ -193,7 +197,7 @@ def _exact_products(inputs: Tensor) -> Generator[None]:
     if inputs.device.type != "cpu" or inputs.dtype != torch.bfloat16:
         yield
         return
-    settings = cast(Any, torch.backends.mkldnn.matmul)
+    settings = cast(Any, torch.backends.mkldnn).matmul
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:

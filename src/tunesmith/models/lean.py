@@ -11,7 +11,7 @@ Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/valu
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -35,7 +35,7 @@ class Projection:
     """
 
     def __init__(self, owner: nn.Module, *names: str) -> None:
-        self._owner, self._names = owner._modules, names  
+        self._owner, self._names = owner._modules, names
         self._modules = [cast(nn.Linear, owner.get_submodule(name)) for name in names]
         self._weights = [m.weight for m in self._modules]
         self._biases = [m.bias for m in self._modules if m.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
@@ -69,7 +69,7 @@ class Projection:
         return True
 
 
-def _one_storage(parameters: list[nn.Parameter]) -> Tensor:
+def _one_storage(parameters: Sequence[Tensor]) -> Tensor:
     if len(parameters) == 1:
         return parameters[0].detach()
     with torch.inference_mode(False), torch.no_grad():
@@ -117,8 +117,10 @@ class Layer:
         # Gemma 3 has the setting but its attention does not apply it.
         self.softcap: float | None = config.attn_logit_softcapping if config.model_type == "gemma2" else None
         self.rotates = bool(getattr(attention, "use_rope", True))
-        self.activation = ACTIVATIONS[getattr(config, "hidden_act", None) or config.hidden_activation]
-        self.q_norm, self.k_norm = (Norm(getattr(attention, n)) if hasattr(attention, n) else None for n in ("q_norm", "k_norm"))
+        self.activation: Activation = ACTIVATIONS[getattr(config, "hidden_act", None) or config.hidden_activation]
+        self.q_norm, self.k_norm = (
+            Norm(getattr(attention, n)) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")
+        )
         self.before_attention = Norm(module.input_layernorm)
         sandwich = hasattr(module, "pre_feedforward_layernorm")
         self.after_attention = Norm(module.post_attention_layernorm) if sandwich else None

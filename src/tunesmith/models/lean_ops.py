@@ -19,7 +19,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Tensor:
-    """``x @ weight.T + bias`` where ``weights`` and ``biases`` are views of ``weight`` and ``bias``: they get the gradient."""
+    """``x @ weight.T + bias``; ``weights`` and ``biases`` are views of them, and get the gradient."""
     return cast(Tensor, _Linear.apply(x, weight, bias, len(weights), *weights, *biases))
 
 

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.build import Outcome, run_rl, run_sft
+from tunesmith.build import run_rl, run_sft
 from tunesmith.errors import ConfigError
+from tunesmith.loop.opening import Outcome
 from tunesmith.monitor.summary import time_table
 from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
 

@@ -87,7 +87,7 @@ class LocalEngine:
     async def load_weights(self, version: int) -> None:
         """The parameters are the trainer's: only the version changes, and old prefixes die."""
         self._version = version
-        self._scheduler.new_version(version)
+        self._scheduler.forget_prompts()
         self._runner.refresh()
 
     async def sleep(self) -> None:
@@ -144,9 +144,7 @@ class LocalEngine:
     def _request(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Request:
         """Check and make a request."""
         if self._closed or self._asleep:
-            raise EngineError(
-                "the engine is closed" if self._closed else "the engine sleeps: call wake() first"
-            )
+            raise EngineError("the engine is closed" if self._closed else "the engine sleeps: call wake() first")
         check_sampling(sampling)
         prompt = len(prompt_ids)
         if not 0 < prompt < self._context:

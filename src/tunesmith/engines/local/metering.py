@@ -56,9 +56,7 @@ class Meter:
             pairs = own + sum(len(r.prompt_ids) for r in running)
             self.attainable_seconds += self.cost.seconds(self.limits, len(running), own + shared, pairs)
 
-    def prefilled(
-        self, pieces: Sequence[Piece], admitted: Sequence[Request], kv_slots: int, seconds: float
-    ) -> None:
+    def prefilled(self, pieces: Sequence[Piece], admitted: Sequence[Request], kv_slots: int, seconds: float) -> None:
         """One prefill, from which the ``admitted`` drew a token."""
         tokens = sum(map(len, pieces))
         self.sampled_tokens += len(admitted)

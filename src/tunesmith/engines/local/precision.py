@@ -47,9 +47,7 @@ class DecodeModel:
             self._copy, self._current = CausalLM(module, self._model.tokenizer, lean), True
         if not self._current:
             with torch.no_grad():
-                for mine, new in zip(
-                    self._copy.module.parameters(), self._model.module.parameters(), strict=True
-                ):
+                for mine, new in zip(self._copy.module.parameters(), self._model.module.parameters(), strict=True):
                     mine.copy_(new)
             self._current = True
         return self._copy

@@ -42,7 +42,8 @@ class Prompt:
     """A prompt whose keys and values stand in one row of the prompt bank, shared by equal requests."""
 
     token_ids: tuple[int, ...]
-    version: int
+    stale: bool = False
+    """Computed with weights that are no longer current: serves nobody new."""
     row: int = -1
     running: int = 0
     """Requests that decode against it now."""
@@ -70,6 +71,8 @@ class Request:
     stop_strings: StopStrings | None = None
     prompt: Prompt | None = None
     """While running."""
+    has_lead: bool = False
+    """Its prompt stands in the lead of its row."""
     cached: int = 0
     """Own tokens whose keys and values stand in the completion bank."""
     token_ids: list[int] = field(default_factory=list[int])

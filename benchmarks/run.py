@@ -1,0 +1,184 @@
+"""Measure Tunesmith beside its peers: ``python -m benchmarks.run --help``.
+
+Rounds alternate: each round takes every measure once, in a fresh process, so that a machine that is slower for
+a while is so for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.peers import DTYPES, PARTS, PEERS, SYSTEMS, Found, System, find
+from benchmarks.protocol import Measure, ask
+from benchmarks.report import show, summarise
+from benchmarks.workload import WORKLOADS, build_model
+from tunesmith.plan.hardware import measure_limits, read_hardware
+
+LATEST = Path(__file__).with_name("results") / "latest.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        peers = _peers(given)
+    except ValueError as error:
+        parser.error(str(error))
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    for results in run(given.workloads, given.parts, given.dtype, peers, given.rounds):
+        given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    show(results)
+    print(f"written to {given.out}")
+    return 1 if results["failed"] else 0
+
+
+def run(
+    workloads: Sequence[str],
+    parts: Sequence[str],
+    dtypes: Sequence[str],
+    peers: Mapping[str, Found],
+    rounds: int,
+) -> Iterator[dict[str, Any]]:
+    """Take all measures ``rounds`` times; yields the contents of a results file after each round."""
+    systems = [(s, python) for s in SYSTEMS if (python := _python(s, peers)) is not None]
+    facts = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": _machine(dtypes),
+        "workloads": {
+            name: {**asdict(w), "completion_tokens": sum(w.lengths())}
+            for name, w in WORKLOADS.items()
+            if name in workloads
+        },
+        "peers": {
+            name: {"present": p.python is not None, "version": p.version, "install": PEERS[name].install}
+            for name, p in peers.items()
+        },
+    }
+    records: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
+        build_model(Path(directory) / "model")
+        for number in range(rounds):
+            for system, python, workload, part, dtype in _plan(systems, workloads, parts, dtypes):
+                try:
+                    record = _measure(system, python, workload, part, dtype, Path(directory))
+                    records.append({"round": number, **record})
+                except RuntimeError as error:
+                    label = ", ".join([system.name, part, workload, dtype])
+                    failed.append({"measure": label, "round": number, "error": str(error)})
+                    print(f"{label}: failed: {error}", flush=True)
+            taken = {**facts, "rounds": number + 1}
+            yield {**taken, **summarise(records), "records": records, "failed": failed}
+
+
+def _measure(system: System, python: str, workload: str, part: str, dtype: str, directory: Path) -> dict[str, Any]:
+    """One measure in a process of its own, as a record.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        measure = Measure(
+            system=system.name,
+            part=part,
+            workload=workload,
+            dtype=dtype,
+            model=str(directory / "model"),
+            scratch=scratch,
+            repeats=system.repeats,
+            options=dict(system.options),
+        )
+        result = ask(system.module, measure, python)
+    figures = ", ".join(f"{name} {median(runs):.2f} s" for name, runs in result.seconds.items())
+    wall = time.perf_counter() - started
+    print(f"{workload} {dtype} {system.name}: {figures} (in all {wall:.0f} s)", flush=True)
+    return {"system": system.name, "part": part, "workload": workload, "dtype": dtype, **asdict(result)}
+
+
+def _plan(
+    systems: Sequence[tuple[System, str]], workloads: Sequence[str], parts: Sequence[str], dtypes: Sequence[str]
+) -> Iterator[tuple[System, str, str, str, str]]:
+    """The measures of one round: what is compared with each other comes one after the other."""
+    for workload in workloads:
+        for part in parts:
+            for system, python in systems:
+                if part in system.parts:
+                    yield from ((system, python, workload, part, d) for d in dtypes if d in system.dtypes)
+
+
+def _python(system: System, peers: Mapping[str, Found]) -> str | None:
+    """The interpreter that measures a system; None where it is absent or not wanted."""
+    if system.peer is None:
+        return sys.executable
+    return peers[system.peer].python if system.peer in peers else None
+
+
+def _peers(given: argparse.Namespace) -> dict[str, Found]:
+    """The peers wanted, and where they are.
+
+    Raises:
+        ValueError: an unknown peer, or one named that is not there.
+    """
+    auto = given.peers == "auto"
+    names = list(PEERS) if auto else [] if given.peers == "none" else given.peers.split(",")
+    found: dict[str, Found] = {}
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"--peers: '{name}' is not one of auto, none, {', '.join(PEERS)}")
+        found[name] = find(name, {"trl": given.trl_python, "vllm": given.vllm_python}.get(name))
+        if not auto and found[name].python is None:
+            raise ValueError(f"--peers: {name} is not installed here: {PEERS[name].install}")
+    return found
+
+
+def _machine(dtypes: Sequence[str]) -> dict[str, Any]:
+    hardware = read_hardware()
+    return {
+        "cpu": hardware.cpu,
+        "cores": os.cpu_count(),
+        "threads": hardware.cores,
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "MKL_", "KMP_"))},
+        "memory_gb": round(hardware.memory_total / 1e9, 1),
+        "platform": platform.platform(terse=True),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "tunesmith")},
+        "limits": {dtype: asdict(measure_limits("cpu", dtype)) for dtype in DTYPES if dtype in dtypes},
+    }
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Tunesmith beside its peers.")
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["A", "B"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--peers", default="auto", help=f"auto, none, or some of {','.join(PEERS)}")
+    parser.add_argument("--rounds", type=_positive, default=3)
+    parser.add_argument("--trl-python", help="interpreter with TRL (or TUNESMITH_TRL_PYTHON)")
+    parser.add_argument("--vllm-python", help="interpreter with vLLM (or TUNESMITH_VLLM_PYTHON)")
+    parser.add_argument("--out", type=Path, default=LATEST)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Before a run: what is refused, derived, said and opened, in that order. No model is loaded here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tunesmith.config.resolved import Resolved, print_resolved, save_resolved
+from tunesmith.config.schema import DataSection, RLConfig, RunConfig
+from tunesmith.data.prepare import Prepared, peek
+from tunesmith.errors import CheckpointError
+from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
+from tunesmith.loop.session import Best, Cadence, Session
+from tunesmith.monitor.clock import Clock
+from tunesmith.monitor.metrics import JsonLines, Metrics, check_sinks, drop_after, open_sinks, read_metrics
+from tunesmith.monitor.progress import open_progress
+from tunesmith.monitor.run_dir import RunDir, open_run_dir
+from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
+from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.resolve import resolve
+
+C = TypeVar("C", bound=RunConfig)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a finished run leaves: where, and its last numbers."""
+
+    run_dir: Path
+    checkpoint: Path
+    """The last checkpoint's model, in Hugging Face format."""
+    evaluations: list[dict[str, Any]]
+    """One entry per evaluation, first to last."""
+    seconds: dict[str, float]
+    """By phase."""
+
+
+def check_inputs(config: RunConfig, goal: Any) -> list[str]:
+    """What can be refused by a look at the settings and the first lines of the data; the formats found."""
+    check_sinks(config.monitor.sinks)
+    formats = peek(config.data, config.data.train, goal)
+    return formats + (peek(config.data, config.data.eval, goal) if config.data.eval else [])
+
+
+def enter_run_dir(config: RunConfig, path: Path | None) -> RunDir:
+    return open_run_dir(config.run_dir, path.stem if path else "run", config.checkpoint.resume)
+
+
+def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
+    resume = config.checkpoint.resume
+    if resume is False:
+        return None
+    newest = Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest()
+    checkpoint = resume if isinstance(resume, Path) else newest
+    if checkpoint is None:
+        raise CheckpointError(
+            f"there is no checkpoint to resume in {run_dir.checkpoints}: the run ended before its first one. "
+            "Start it anew without checkpoint.resume, in another run_dir or after deleting this one"
+        )
+    read_state(checkpoint)
+    check_same_model(checkpoint, config.model.path)
+    return checkpoint
+
+
+def limited_data(config: RunConfig) -> DataSection:
+    """The data section with the limit that model and micro-batch set, so that a line over it is told by its place."""
+    is_rl = isinstance(config, RLConfig)
+    key = "max_prompt_tokens" if is_rl else "max_tokens"
+    facts = _model_facts(config)
+    room = [n for n in (facts and facts.context, config.system.max_tokens_per_microbatch) if n is not None]
+    if getattr(config.data, key) is not None or not room:
+        return config.data
+    limit = min(room) - (config.rollout.max_new_tokens if is_rl else 0)
+    # Where nothing is left for a prompt, it is other settings that are at odds, and they are refused later.
+    return config.data.model_copy(update={key: limit}) if limit > 0 else config.data
+
+
+def _model_facts(config: RunConfig) -> ModelFacts | None:
+    model = Path(config.model.path)
+    return read_model_facts(model) if model.is_dir() else None
+
+
+def resolve_run(config: C, train: Prepared[T], held_out: Prepared[T] | None, longest: int) -> Resolved[C]:
+    facts = Facts(
+        hardware=read_hardware(),
+        model=_model_facts(config),
+        train_size=len(train),
+        eval_size=len(held_out) if held_out else None,
+        longest=longest,
+    )
+    return resolve(config, facts)
+
+
+def announce(resolved: Resolved[C], run_dir: RunDir, formats: Sequence[str], *loaded: Prepared[Any] | None) -> C:
+    """Print and save what the run will do and what became of the data, before anything heavy loads."""
+    for line in [*formats, *(data.report.summary() for data in loaded if data)]:
+        print(line)
+    print_resolved(resolved)
+    save_resolved(resolved, run_dir.path)
+    for data in loaded:
+        if data:
+            data.report.write_skipped(run_dir.path / "skipped.jsonl")
+    print(f"run directory: {run_dir.path}", flush=True)
+    return resolved.config
+
+
+def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoint: Path | None, metric: str) -> Session:
+    assert config.train.steps is not None, "the configuration is not resolved"
+    step = read_state(checkpoint)["step"] if checkpoint else None
+    drop_after(run_dir.rollouts, -1 if step is None else step)
+    sinks = open_sinks(config.monitor.sinks, run_dir.path, step)
+    metrics = Metrics(run_dir.metrics, sinks, config.monitor.every, step)
+    progress = open_progress(
+        config.train.steps, start=step or 0, live=config.monitor.progress, every=config.monitor.every
+    )
+    samples = JsonLines(run_dir.rollouts)
+    stack.callback(samples.close)
+    return Session(
+        cadence=Cadence(config.train.steps, config.eval.every, config.checkpoint.every),
+        metrics=stack.enter_context(metrics),
+        progress=stack.enter_context(progress),
+        checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
+        best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
+        samples=samples,
+        clock=Clock(),
+        resume_from=checkpoint,
+    )
+
+
+def outcome_of(session: Session, run_dir: RunDir) -> Outcome:
+    newest = session.checkpoints.newest()
+    assert newest is not None, "a run ends with a checkpoint"
+    evaluations = [line for line in read_metrics(run_dir.metrics) if any(k.startswith("eval/") for k in line)]
+    session.clock.lap()
+    return Outcome(run_dir.path, newest / "model", evaluations, session.clock.totals())

@@ -1,0 +1,83 @@
+"""Which Hugging Face architectures work on a token forest, told from the configuration alone.
+
+A family is listed after its log-probabilities and gradients on a forest were found equal to one sequence at
+a time (``tests/test_families.py``). Others may look as if they worked and let sequences see each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tunesmith.errors import ModelError, nearest
+
+# fmt: off
+KNOWN = frozenset((
+    "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma",
+    "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "granite",
+    "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "llama", "minimax_m2", "ministral",
+    "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma",
+))
+# fmt: on
+
+_RECURRENT = "it carries a recurrent state along the sequence, which neither packing nor shared prompts keep apart"
+_CONVOLUTION = "its short convolutions mix neighbouring tokens, which packing would let leak across sequences"
+_ALIBI = "it adds position biases (ALiBi) to the attention scores, which the attention interface does not carry"
+_ENCODER = "it is no decoder-only language model"
+_OWN_ATTENTION = "its attention does not go through the Hugging Face attention interface"
+_SINKS = "its attention has sinks (a learned share of the softmax that no token gets), which the forest does not run"
+_CHUNKED = "it attends in fixed chunks of the sequence, which the forest does not run"
+_VISION = "it is multimodal; only text decoders are trained"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma"), _RECURRENT),
+    **dict.fromkeys(("jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h", "granitemoehybrid"), _RECURRENT),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax", "kimi_linear"), _RECURRENT),
+    **dict.fromkeys(("olmo_hybrid",), _RECURRENT),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTION),
+    **dict.fromkeys(("bloom", "mpt", "falcon"), _ALIBI),
+    **dict.fromkeys(("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot"), _ENCODER),
+    **dict.fromkeys(("bert", "roberta", "electra", "xlm-roberta", "camembert", "modernbert-decoder"), _ENCODER),
+    **dict.fromkeys(
+        ("gptj", "gpt_neo", "codegen", "stablelm", "nemotron", "openai-gpt", "ctrl", "xlnet"), _OWN_ATTENTION
+    ),
+    **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa"), _SINKS),
+    **dict.fromkeys(("llama4", "llama4_text"), _CHUNKED),
+    **dict.fromkeys(("gemma3", "gemma4", "mllama", "qwen3_5", "qwen3_5_moe", "phi4_multimodal", "fuyu"), _VISION),
+}
+
+
+def check_family(config: Any) -> None:
+    """Refuse a model by its configuration, before weights load.
+
+    Args:
+        config: a Hugging Face ``PretrainedConfig``.
+
+    Raises:
+        ModelError: with the architecture's name, the reason and what would work.
+    """
+    if reason := refusal(config):
+        name = str(config.model_type)
+        raise ModelError(
+            f"architecture '{name}' cannot be trained here: {reason}. "
+            "Choose a model of another family, such as Llama, Qwen, Mistral, Gemma, Phi or SmolLM"
+        )
+
+
+def refusal(config: Any) -> str | None:
+    """Why a model cannot be trained here; None if it can."""
+    name = str(config.model_type)
+    if name in REFUSED:
+        return REFUSED[name]
+    if getattr(config, "is_encoder_decoder", False):
+        return _ENCODER
+    if name not in KNOWN:
+        return f"it has not been shown to give the same results on packed sequences.{nearest(name, KNOWN)}"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "use_bidirectional_attention lets tokens see those after them"
+    if getattr(config, "reorder_and_upcast_attn", False):
+        return "reorder_and_upcast_attn bypasses the Hugging Face attention interface"
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"it has layers of kind {', '.join(sorted(kinds))}; only full and sliding attention run on a forest"
+    return None

@@ -1,0 +1,110 @@
+"""Reading a Hugging Face model from disk or hub, with errors that say what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tunesmith.errors import ModelError, boundary
+from tunesmith.models.attention import ATTENTION_NAME
+from tunesmith.models.families import check_family
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_FOREIGN = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, AttributeError, SafetensorError)
+
+
+def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model that can be trained here; nothing else is read.
+
+    Raises:
+        ModelError: there is no such model, or its family cannot work.
+    """
+    check_directory(path)
+    with boundary(ModelError, f"cannot read the configuration of model '{path}'", _FOREIGN):
+        config = cast(Any, AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    check_family(config)
+    return config
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """
+    Raises:
+        ModelError: there is no tokenizer, or it cannot be read.
+    """
+    check_directory(path)
+    with boundary(ModelError, f"cannot load the tokenizer of model '{path}'", _FOREIGN):
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
+
+
+def load_module(
+    path: str | Path, *, dtype: torch.dtype, device: str | torch.device, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model, from safetensors only, with its attention asking an ``AttentionContext`` and without dropout.
+
+    Dropout would make the trainer's log-probabilities differ from the sampler's, and from themselves.
+
+    Raises:
+        ModelError: as ``load_config``, or the weights are missing or damaged.
+    """
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    dropouts = {k: v for k, v in config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0}
+    for key in dropouts:
+        setattr(config, key, 0.0)
+    with boundary(ModelError, f"cannot load the weights of model '{path}'", _FOREIGN):
+        module = cast(
+            PreTrainedModel,
+            AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+            ),
+        )
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    for key, value in dropouts.items():  # a checkpoint keeps what the model came with
+        setattr(module.config, key, value)
+    return cast(PreTrainedModel, cast(nn.Module, module).to(device).eval())
+
+
+def check_directory(path: str | Path) -> None:
+    """Say what a local model directory lacks. A name such as ``Qwen/Qwen3-0.6B`` is left to the hub.
+
+    Raises:
+        ModelError: the directory is missing, or has no configuration, tokenizer or safetensors weights.
+    """
+    directory = Path(path).expanduser()
+    if not directory.exists():
+        if isinstance(path, str) and path.count("/") <= 1 and not path.startswith((".", "/", "~")):
+            return
+        raise ModelError(f"there is no model directory '{path}'")
+    if not directory.is_dir():
+        raise ModelError(f"'{path}' is a file; give the directory of a model in Hugging Face format")
+    if not (directory / "config.json").exists():
+        raise ModelError(f"'{path}' has no config.json: it is no model in Hugging Face format")
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"'{path}' has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): "
+            "save the model's tokenizer into it with tokenizer.save_pretrained"
+        )
+    if not any(directory.glob("*.safetensors")):
+        pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth"))
+        found = "only pickled weights, which can run code when loaded" if pickled else "no weights"
+        raise ModelError(
+            f"'{path}' has {found}; save it as safetensors: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )

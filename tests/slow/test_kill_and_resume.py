@@ -1,0 +1,88 @@
+"""A real process, a real ``kill -9`` at a random moment, the same command again: the end is bitwise the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import save_model
+from tiny_runs import rl_settings, same_tensors, sft_settings, sums, untimed, write_lines
+
+from tunesmith.loop.checkpoint import Checkpoints, read_state
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS, EVERY = 40, 5
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+
+
+def start(command: str, folder: Path, settings: list[str]) -> subprocess.Popen[bytes]:
+    (folder / "none.toml").touch()
+    arguments = [sys.executable, "-m", "tunesmith", command, str(folder / "none.toml"), *settings]
+    return subprocess.Popen(
+        arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT
+    )
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    _, told = process.communicate(timeout=200)
+    assert process.returncode == 0, told.decode()
+
+
+def kill_after(process: subprocess.Popen[bytes], checkpoints: Checkpoints, steps: int, rng: random.Random) -> None:
+    """Kill at a random moment within the next few steps once there is a checkpoint of ``steps``."""
+    deadline = time.monotonic() + 120
+    while not (found := checkpoints.steps()) or found[-1] < steps:
+        assert process.poll() is None, process.communicate()[1].decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0.0, 0.15))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "the run had ended before it was killed"
+
+
+def settings_of(folder: Path, model: Path, command: str, run: str, dtype: str) -> list[str]:
+    common: dict[str, Any] = {
+        "model__dtype": dtype, "train__steps": STEPS, "checkpoint__every": EVERY, "train__lr": 1e-3,
+        "train__schedule": "cosine", "train__warmup_steps": 3, "eval__every": 10,
+    }  # fmt: skip
+    if command == "sft":
+        lines = [{"prompt": s["prompt"], "completion": s["answer"]} for s in sums(4, 60)]
+        held_out = write_lines(folder / "held_out.jsonl", lines)
+        return sft_settings(folder, model, run, data__eval=str(held_out), **common)
+    held_out = write_lines(folder / "held_out.jsonl", sums(4, 60))
+    return rl_settings(
+        folder, model, run, data__eval=str(held_out), train__batch_size=8, train__updates_per_batch=2,
+        algorithm__kl_coef=0.01, algorithm__kl_in="loss", rollout__max_new_tokens=16, **common,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "dtype"), [("rl", "float32"), ("rl", "bfloat16"), ("sft", "float32")]
+)
+def test_killed_twice_and_resumed_it_ends_as_if_nothing_had_happened(
+    tmp_path: Path, command: str, dtype: str
+) -> None:
+    model = save_model(tmp_path / "model")
+    rng = random.Random()
+    finish(start(command, tmp_path, settings_of(tmp_path, model, command, "straight", dtype)))
+    settings = settings_of(tmp_path, model, command, "killed", dtype)
+    checkpoints = Checkpoints(tmp_path / "killed/checkpoints", 2)
+    kill_after(start(command, tmp_path, settings), checkpoints, EVERY, rng)
+    again = [*settings, "checkpoint.resume=true"]
+    kill_after(start(command, tmp_path, again), checkpoints, checkpoints.steps()[-1] + EVERY, rng)
+    finish(start(command, tmp_path, again))
+    names = [tmp_path / run / f"checkpoints/step-{STEPS:06d}" for run in ("straight", "killed")]
+    same_tensors(*names)
+    assert read_state(names[0]) == read_state(names[1])
+    assert untimed(tmp_path / "straight/metrics.jsonl") == untimed(tmp_path / "killed/metrics.jsonl")
+    left = [p.name for p in (tmp_path / "killed/checkpoints").iterdir()]
+    assert not [name for name in left if name.startswith(".")], "what the kill left over is gone"

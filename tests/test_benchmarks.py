@@ -1,0 +1,200 @@
+"""The benchmarks: their arithmetic by hand, a run on the tiny workload, and the tables in their README."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import ours, peer_generate, peers, protocol, report, run  # noqa: E402
+from benchmarks.workload import WORKLOADS, build_model  # noqa: E402
+
+
+def record(number: int, system: str, dtype: str, runs: list[float], **facts: float) -> dict[str, Any]:
+    return {
+        "round": number,
+        "system": system,
+        "part": "rollout",
+        "workload": "A",
+        "dtype": dtype,
+        "seconds": {"rollout": runs},
+        "tokens": 100,
+        "peak_memory_mb": 500.0 + number,
+        "facts": facts,
+    }
+
+
+ROUNDS = [
+    record(0, "tunesmith", "float32", [1.0, 9.0, 2.0], limit_share=0.2),
+    record(0, "peer", "float32", [8.0]),
+    record(1, "tunesmith", "float32", [4.0], limit_share=0.1),
+    record(1, "peer", "float32", [12.0]),
+    record(2, "tunesmith", "float32", [1.0], limit_share=0.4),
+    record(2, "peer", "float32", [11.0]),
+]
+RESULTS: dict[str, Any] = {
+    "date": "2026-01-02",
+    "rounds": 3,
+    "machine": {"cpu": "C", "cores": 2, "threads": 2, "python": "3", "torch": "2", "transformers": "5"},
+    "peers": {"trl": {"present": False, "version": None, "install": "pip install trl"}},
+    "failed": [],
+    **report.summarise(ROUNDS),
+}
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    (ratio,) = RESULTS["ratios"]
+    # 8 / median(1, 9, 2), 12 / 4, 11 / 1: the median of them is not the ratio of the medians, 11 / 2.
+    assert ratio["rounds"] == [4.0, 3.0, 11.0]
+    assert ratio["median"] == 4.0
+    assert (ratio["system"], ratio["dtype"], ratio["our_dtype"]) == ("peer", "float32", "float32")
+
+
+def test_measures_are_medians_over_rounds() -> None:
+    ours_, theirs = RESULTS["measures"]
+    assert (ours_["seconds"], ours_["rounds"], ours_["peak_memory_mb"]) == (2.0, [2.0, 4.0, 1.0], 501.0)
+    assert ours_["limit_share"] == 0.2
+    assert theirs["seconds"] == 11.0
+    assert "limit_share" not in theirs
+
+
+def test_a_peer_is_compared_with_each_of_our_types() -> None:
+    found = report.summarise([*ROUNDS, record(2, "tunesmith", "bfloat16", [0.5])])["ratios"]
+    assert {r["our_dtype"]: r["rounds"] for r in found} == {"float32": [4.0, 3.0, 11.0], "bfloat16": [22.0]}
+
+
+def test_a_round_in_which_a_measure_failed_is_left_out_of_its_ratios() -> None:
+    (ratio,) = report.summarise(ROUNDS[:3] + ROUNDS[4:])["ratios"]
+    assert ratio["rounds"] == [4.0, 11.0]
+
+
+def test_tables() -> None:
+    header, rows = report.speed_rows(RESULTS)
+    assert header[-1] == "÷ ours float32"
+    assert rows[0] == ["A", "rollout", "tunesmith", "float32", "2.00", "501", ""]
+    assert rows[1] == ["A", "rollout", "peer", "float32", "11.00", "501", "4.0"]
+    assert report.fact_rows(RESULTS)[1] == [["A", "rollout", "tunesmith", "float32", "100", "50", "20.0%", "", ""]]
+
+
+def test_show_says_how_to_install_what_is_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    report.show(RESULTS)
+    assert "trl is absent. To measure it: pip install trl" in capsys.readouterr().out
+
+
+def test_tables_go_into_a_readme_and_come_out_again(tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps(RESULTS))
+    text = report.put_into("before\n<!-- results: old.json -->\nold\n<!-- end of results -->\nafter\n", path)
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert report.readme_results(text) == ("some.json", report.markdown(RESULTS))
+    assert report.put_into(text, path) == text
+
+
+def test_the_readme_shows_the_results_file_it_names() -> None:
+    name, tables = report.readme_results(report.README.read_text(encoding="utf-8"))
+    results = json.loads((report.README.parent / "results" / name).read_text(encoding="utf-8"))
+    assert tables == report.markdown(results), f"run: python -m benchmarks.report benchmarks/results/{name} --readme"
+
+
+def test_workloads_are_what_their_description_says() -> None:
+    lengths = WORKLOADS["A"].lengths()
+    assert (len(lengths), sum(lengths), min(lengths) >= 8, max(lengths) <= 512) == (64, 6153, True, True)
+    assert lengths == WORKLOADS["B"].lengths()
+    assert [len(text.split()) for text in WORKLOADS["B"].texts()] == [512] * 8
+
+
+def test_forced_lengths_end_each_row_at_its_own() -> None:
+    process = peer_generate.forced_lengths(3, [1, 2])
+    first, second = (process(torch.zeros(4, n), torch.zeros(4, 5)) for n in (3, 4))
+    eos = peer_generate.EOS_ID
+    assert first.argmax(-1).tolist()[::2] == [eos, eos]
+    assert first[1, eos] == -torch.inf and first[1, 0] == 0
+    assert second.argmax(-1).tolist() == [eos] * 4
+
+
+def test_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.PEERS, "trl", peers.Peer(("no-such-package",), "NO_SUCH_VARIABLE", "pip install it"))
+    assert peers.find("trl", None) == peers.Found(None, None)
+    with pytest.raises(ValueError, match="trl is not installed in the environment of"):
+        peers.find("trl", sys.executable)
+    with pytest.raises(ValueError, match="does not run"):
+        peers.find("trl", "/no/such/python")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--peers", "trk"], "'trk' is not one of auto, none, generate, trl, vllm"),
+        (["--trl-python", "/no/such/python"], "the interpreter named for trl does not run"),
+        (["--rounds", "0"], "at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run.main(arguments)
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_measure_that_fails_says_why(tmp_path: Path) -> None:
+    wanted = protocol.Measure("peer", "rollout", "tiny", "float32", "", str(tmp_path), 1)
+    with pytest.raises(RuntimeError, match=r"exit code 1\n.*benchmarks.no_such_peer"):
+        protocol.ask("benchmarks.no_such_peer", wanted, sys.executable)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    build_model(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("part", "options", "figures", "tokens"),
+    [
+        ("train", {}, {"train"}, 2 * 8 + 15),
+        ("train", {"system.share_prompts": False}, {"train"}, 4 * 8 + 15),
+        ("step", {}, {"step", "step/rollout", "step/train"}, 15),
+    ],
+)
+def test_our_measures(
+    part: str, options: dict[str, Any], figures: set[str], tokens: int, model: Path, tmp_path: Path
+) -> None:
+    wanted = protocol.Measure("tunesmith", part, "tiny", "float32", str(model), str(tmp_path), 1, options)
+    result = ours.measure(wanted)
+    assert result.seconds.keys() == figures
+    assert all(len(runs) == 1 and runs[0] > 0 for runs in result.seconds.values())
+    assert result.tokens == tokens
+    assert result.facts["limit_share"] > 0
+
+
+def test_a_run_without_peers_writes_the_documented_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results" / "tiny.json"
+    wanted = {"workloads": "tiny", "parts": "rollout", "dtype": "float32", "peers": "none", "rounds": "1"}
+    assert run.main([f"--{key}={value}" for key, value in {**wanted, "out": str(out)}.items()]) == 0
+    results = json.loads(out.read_text())
+    documented = {"date", "rounds", "machine", "workloads", "peers", "measures", "ratios", "records", "failed"}
+    assert results.keys() == documented
+    assert results["machine"].keys() >= {"cpu", "cores", "threads", "memory_gb", "python", "torch", "limits"}
+    (measure,) = results["measures"]
+    assert measure["tokens"] == sum(WORKLOADS["tiny"].lengths()) == results["workloads"]["tiny"]["completion_tokens"]
+    assert measure["mismatch_max"] <= 1e-4
+    assert measure["peak_memory_mb"] > 0
+    assert results["failed"] == []
+    assert "tunesmith" in capsys.readouterr().out

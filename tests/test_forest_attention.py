@@ -1,0 +1,268 @@
+"""Attention on a forest is exact, and gradients do not depend on how a batch is cut, packed or shared."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import tiny
+from tunesmith.data.forest import Segment, plant
+from tunesmith.data.packing import pack
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.forest_attention import ForestAttention
+from tunesmith.types import Sample
+
+TREE = (  # three deep, with segments of one token, two trees
+    Segment(0, 5, -1),
+    Segment(5, 3, 0),
+    Segment(8, 1, 1),
+    Segment(9, 40, 1),
+    Segment(49, 1, 0),
+    Segment(50, 7, -1),
+    Segment(57, 1, -1),
+)
+
+
+def visible(segments: tuple[Segment, ...], window: int | None = None) -> Tensor:
+    """``[T, T]``: which row sees which, spelled out row by row."""
+    total = sum(s.length for s in segments)
+    mask = torch.zeros(total, total, dtype=torch.bool)
+    for i, segment in enumerate(segments):
+        path: list[int] = []
+        at = i
+        while at >= 0:
+            path = [*range(segments[at].start, segments[at].start + segments[at].length), *path]
+            at = segments[at].parent
+        for place in range(len(path) - segment.length, len(path)):
+            first = 0 if window is None else max(0, place - window + 1)
+            mask[path[place], path[first : place + 1]] = True
+    return mask
+
+
+def reference(
+    mask: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    scores = torch.einsum("thd,shd->hts", query, key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights, value)
+
+
+def tensors(total: int, heads: int, kv_heads: int, dtype: torch.dtype, dim: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(total, h, dim, generator=generator, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
+    return [t.to(dtype).requires_grad_() for t in made]
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double(), b.detach()
+    return float((a - b).norm() / max(float(b.norm()), 1.0))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 6e-3)]
+)
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (4, None), (1, None), (None, 1.5), (7, 1.5), (500, None)]
+)
+def test_exact(
+    heads: int, kv_heads: int, dtype: torch.dtype, tolerance: float, window: int | None, softcap: float | None
+) -> None:
+    inputs = tensors(58, heads, kv_heads, dtype)
+    upstream = torch.randn(58, heads, 16, dtype=torch.float64)
+    got = ForestAttention(TREE).attend(0, *inputs, 0.3, window, softcap)
+    got_gradients = torch.autograd.grad(got, inputs, upstream.to(dtype))
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = reference(visible(TREE, window), *exact, 0.3, softcap)
+    assert got.dtype == dtype and got.shape == (58, heads, 16)
+    assert difference(got, want) < tolerance
+    for a, b in zip(got_gradients, torch.autograd.grad(want, exact, upstream.to(dtype).double()), strict=True):
+        assert difference(a, b) < 2 * tolerance
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> tuple[Segment, ...]:
+    """Any table in pre-order: each next parent is the last segment or one of its ancestors, or none."""
+    segments: list[Segment] = []
+    for _ in range(draw(st.integers(1, 8))):
+        path, at = [-1], len(segments) - 1
+        while at >= 0:
+            path.append(at)
+            at = segments[at].parent
+        start = segments[-1].start + segments[-1].length if segments else 0
+        segments.append(Segment(start, draw(st.integers(1, 6)), draw(st.sampled_from(path))))
+    return tuple(segments)
+
+
+@settings(max_examples=60, deadline=None)
+@given(forests(), st.one_of(st.none(), st.integers(1, 8)))
+def test_any_forest(segments: tuple[Segment, ...], window: int | None) -> None:
+    total = sum(s.length for s in segments)
+    inputs = tensors(total, 4, 2, torch.float64, 8)
+    got = ForestAttention(segments).attend(0, *inputs, 0.5, window)
+    want = reference(visible(segments, window), *inputs, 0.5)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    upstream = torch.randn_like(want)
+    gradients = (torch.autograd.grad(out, inputs, upstream) for out in (got, want))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_strided_inputs() -> None:
+    """Queries, keys and values may be parts of one tensor."""
+    joint = torch.randn(58, 8, 16, dtype=torch.float64, requires_grad=True)
+    q, k, v = joint.split([4, 2, 2], 1)
+    got = ForestAttention(TREE).attend(0, q, k, v, 0.3)
+    want = reference(visible(TREE), q, k, v, 0.3)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    upstream = torch.randn_like(want)
+    (a,), (b,) = (torch.autograd.grad(out, joint, upstream, retain_graph=True) for out in (got, want))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_long_rows_cross_the_kernel_blocks() -> None:
+    segments = (Segment(0, 700, -1), Segment(700, 300, 0), Segment(1000, 600, 0))
+    inputs = tensors(1600, 2, 1, torch.float32, 8)
+    got = ForestAttention(segments).attend(0, *inputs, 0.3)
+    exact = [t.detach().double() for t in inputs]
+    assert difference(got, reference(visible(segments), *exact, 0.3)) < 1e-6
+
+
+def test_without_gradients() -> None:
+    inputs = [t.detach() for t in tensors(58, 4, 2, torch.float32)]
+    with torch.inference_mode():
+        got = ForestAttention(TREE).attend(0, *inputs, 0.3)
+    assert difference(got, reference(visible(TREE), *(t.double() for t in inputs), 0.3)) < 1e-6
+
+
+def conversations() -> list[Sample]:
+    """Groups over shared prompts, a fork two deep, several turns with loss, and a loner; with weights."""
+    rng = random.Random(3)
+
+    def draw(count: int) -> list[int]:
+        return [rng.randrange(5, 300) for _ in range(count)]
+
+    made: list[tuple[list[int], list[bool]]] = []
+    for prompt in (12, 5, 9):
+        start = draw(prompt)
+        for _ in range(4):
+            length = rng.randrange(1, 20)
+            made.append((start + draw(length), [False] * prompt + [True] * length))
+    fork = draw(6)
+    for _ in range(2):
+        deeper = fork + draw(5)
+        for _ in range(2):
+            mask = [False] * 11 + [True] * 3 + [False] * 4 + [True] * 2
+            made.append((deeper + draw(9), mask))
+    made.append((draw(8), [False] + [True] * 7))
+    return [Sample(t, m, {"weight": [rng.uniform(-1, 1) for _ in t]}) for t, m in made]
+
+
+def gradient(model: CausalLM, batches: list[list[Sample]], share: bool, entropy: bool = False) -> Tensor:
+    model.module.zero_grad()
+    for batch in batches:
+        forest = plant(batch, share=share)
+        logprobs, entropies = model.logprobs(forest, temperature=0.9, entropy=entropy, chunk=13)
+        # Not linear in the log-probabilities, like a clipped policy loss.
+        loss = (forest.columns["weight"] * torch.exp(0.1 * logprobs)).sum()
+        if entropies is not None:
+            loss = loss + 0.3 * (forest.columns["weight"] * entropies).sum()
+        loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.module.parameters() if p.grad is not None]).clone()
+
+
+def cut(samples: list[Sample], parts: int) -> list[list[Sample]]:
+    edges = [round(i * len(samples) / parts) for i in range(parts + 1)]
+    return [samples[a:b] for a, b in pairwise(edges)]
+
+
+@pytest.fixture
+def default_dtype(request: pytest.FixtureRequest) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default_dtype", [torch.float64, torch.float32], indirect=True)
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gemma2"])
+def test_gradient_does_not_depend_on_the_system(model_type: str, default_dtype: torch.dtype, tmp_path: Path) -> None:
+    """1, 2 or 7 micro-batches, any order, shared prompts or not, checkpointing or not, lean or not."""
+    overrides = {"gemma2": {"sliding_window": 10, "head_dim": 8}, "qwen3": {"head_dim": 8}}.get(model_type, {})
+    model = CausalLM.load(tiny.save_model(tmp_path, model_type, **overrides), dtype=default_dtype)
+    model.module.train()
+    samples = conversations()
+    want = gradient(model, [[s] for s in samples], share=False, entropy=True)
+    tolerance = 1e-10 if default_dtype == torch.float64 else 1e-5
+    rng = random.Random(0)
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.module.gradient_checkpointing_enable({"use_reentrant": False})
+        for parts in (1, 2, 7):
+            for share in (True, False):
+                shuffled = rng.sample(samples, len(samples))
+                got = gradient(model, cut(shuffled, parts), share, entropy=True)
+                assert float((got - want).norm() / want.norm()) < tolerance, (checkpointing, parts, share)
+        packed = [[samples[i] for i in b] for b in pack(samples, 40)]
+        assert len(packed) > 3
+        assert float((gradient(model, packed, True, entropy=True) - want).norm() / want.norm()) < tolerance
+
+
+def test_checkpointing_saves_memory_and_recomputes(tmp_path: Path) -> None:
+    model = CausalLM.load(tiny.save_model(tmp_path, "llama", num_hidden_layers=6))
+    model.module.train()
+    forest = plant(conversations())
+
+    def saved() -> int:
+        total = 0
+
+        def pack_hook(t: Tensor) -> Tensor:
+            nonlocal total
+            total += t.numel()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda t: t):
+            model.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))
+        return total
+
+    without = saved()
+    model.module.gradient_checkpointing_enable({"use_reentrant": False})
+    assert saved() < without / 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_exact_on_cuda(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    inputs = [t.detach().cuda().requires_grad_() for t in tensors(58, heads, kv_heads, dtype, 64)]
+    upstream = torch.randn(58, heads, 64, dtype=torch.float64, device="cuda").to(dtype)
+    attention = ForestAttention(TREE)
+    got = attention.attend(0, *inputs, 0.125)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = reference(visible(TREE).cuda(), *exact, 0.125)
+    assert difference(got, want) < tolerance
+    gradients = torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, exact, upstream.double())
+    for a, b in zip(*gradients, strict=True):
+        assert difference(a, b) < 2 * tolerance
+
+
+def test_one_root_is_plain_causal_attention() -> None:
+    q, k, v = (t.detach() for t in tensors(20, 4, 4, torch.float64))
+    want = scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True, scale=0.3)
+    got = ForestAttention([Segment(0, 20, -1)]).attend(0, q, k, v, 0.3)
+    torch.testing.assert_close(got, want.transpose(0, 1), rtol=0, atol=1e-12)
