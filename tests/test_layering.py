@@ -34,6 +34,7 @@ FLOORS = {
     "build": 5,
     "cli": 6,
     "recipes": 6,
+    "__main__": 6,
 }
 ADAPTER_ROOMS = ("engines", "backends", "weights")
 HEAVY = ("torch", "transformers")
