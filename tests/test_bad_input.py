@@ -95,7 +95,9 @@ def test_what_settings_and_the_first_lines_show_is_refused_without_torch(tmp_pat
         keys = {s.partition("=")[0] for s in said}
         empty = tmp_path / "none.toml"
         empty.touch()
-        first = said if said == ["run.toml"] else [str(empty), *(b for b in base if b.partition("=")[0] not in keys), *said]
+        first = (
+            said if said == ["run.toml"] else [str(empty), *(b for b in base if b.partition("=")[0] not in keys), *said]
+        )
         commands.append(["rl", *first])
     for (said, words), ended in zip(changes, tunesmith(tmp_path, commands), strict=True):
         assert ended.code == 2, (said, ended)
@@ -164,7 +166,9 @@ def test_supervised_training_names_the_line_too(tmp_path: Path, model: Path) -> 
     from tunesmith import build
     from tunesmith.errors import DataError
 
-    data = write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a" * 600, "completion": "b"}])
+    data = write_lines(
+        tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a" * 600, "completion": "b"}]
+    )
     with pytest.raises(DataError, match=r"d\.jsonl:2: 60\d tokens, the limit is 512"):
         build.run_sft(None, sft_settings(tmp_path, model, data__train=str(data)))
     write_lines(tmp_path / "e.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])

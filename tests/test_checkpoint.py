@@ -316,9 +316,7 @@ def test_a_path_resumes_from_that_checkpoint_also_into_another_run(tmp_path: Pat
     settings = sft_settings(tmp_path, model, checkpoint__every=2, checkpoint__keep=5)
     straight = build.run_sft(None, settings)
     second = tmp_path / "sft/checkpoints/step-000002"
-    elsewhere = build.run_sft(
-        None, [*sft_settings(tmp_path, model, "fork"), f'checkpoint.resume="{second}"']
-    )
+    elsewhere = build.run_sft(None, [*sft_settings(tmp_path, model, "fork"), f'checkpoint.resume="{second}"'])
     same_tensors(straight.checkpoint.parent, elsewhere.checkpoint.parent)
     back = build.run_sft(None, [*settings, f'checkpoint.resume="{second}"', "train.steps=3"])
     assert Checkpoints(tmp_path / "sft/checkpoints", 5).steps() == [2, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -196,6 +197,16 @@ def check_row(heading: str, row: KeyRow, section: type[Section]) -> None:
 def test_tables_of_algorithms_are_the_registries() -> None:
     text = ALGORITHMS.read_text(encoding="utf-8")
     assert text == with_tables(text), "run: python tests/docs_tables.py"
+
+
+def test_the_reading_path_is_walkable() -> None:
+    """The functions that docs/architecture.md names are in the files it links to."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    path = text.partition("## The reading path")[2].partition("##")[0]
+    hops = re.findall(r"\[`([\w/]+\.py)`\]\([^)]+\),\s+`(\w+)`", path)
+    assert [file for file, _ in hops] == ["loop/rl.py", "loop/learner.py", "backends/torch.py"]
+    for file, function in hops:
+        assert f"def {function}(" in (ROOT / "src" / "tunesmith" / file).read_text(encoding="utf-8")
 
 
 def test_documents_name_no_place_of_one_machine() -> None:

@@ -67,9 +67,7 @@ class Watching(FakeEngine):
 TASKS = [Task("a", "a", (3, 4)), Task("b", "b", (3, 6))]
 
 
-def measured(
-    engine: FakeEngine, scorer: Any, **changed: Any
-) -> tuple[dict[str, float], list[RolloutGroup]]:
+def measured(engine: FakeEngine, scorer: Any, **changed: Any) -> tuple[dict[str, float], list[RolloutGroup]]:
     settings: dict[str, Any] = {
         "tasks": TASKS,
         "sampling": Sampling(max_new_tokens=9, temperature=0.8, top_p=0.9),

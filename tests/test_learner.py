@@ -383,7 +383,9 @@ def test_a_cap_lowered_for_short_sequences_gives_way_to_a_longer_one() -> None:
     distinct = [replace(s, token_ids=[i, *s.token_ids[1:]]) for i, s in enumerate(short)]
     recorder = Recorder()
     backend.forward_backward = lambda forest, loss: (  # type: ignore[method-assign]
-        recorder.forward_backward(forest, loss) if forest.num_tokens <= 8 else backend.inner.forward_backward(forest, loss)
+        recorder.forward_backward(forest, loss)
+        if forest.num_tokens <= 8
+        else backend.inner.forward_backward(forest, loss)
     )
     learner.step(distinct)
     assert learner.max_tokens == 8
@@ -397,7 +399,9 @@ def test_a_cap_lowered_for_short_sequences_gives_way_to_a_longer_one() -> None:
 def test_what_counts_as_out_of_memory() -> None:
     assert is_out_of_memory(MemoryError()) and is_out_of_memory(DeviceMemoryError("x"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert is_out_of_memory(RuntimeError("std::bad_alloc")) and is_out_of_memory(RuntimeError("can't allocate memory: x"))
+    assert is_out_of_memory(RuntimeError("std::bad_alloc")) and is_out_of_memory(
+        RuntimeError("can't allocate memory: x")
+    )
     assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(ValueError("bad_alloc"))
 
 

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from tiny import save_model
 from tunesmith.engines.base import HardwareLimits
-from tunesmith.engines.local import scheduler
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.kv_cache import KVCache
 from tunesmith.engines.local.prefill_attention import Piece
@@ -83,13 +82,9 @@ def scores(plain: Any, prompt: Sequence[int], completion: Sequence[int], tempera
     return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
 
 
-@pytest.mark.parametrize("copied", [0, 8192], ids=["shared", "copied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_generate_and_logprobs_are_the_trainers(
-    family: str, copied: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_is_generate_and_logprobs_are_the_trainers(family: str, tmp_path: Path) -> None:
     """Prompts of unequal length, alone and in groups, chunked and together; every window is passed."""
-    monkeypatch.setattr(scheduler, "_COPIED_TOKENS", copied)
     save_model(tmp_path, family, **FAMILIES[family])
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     engine = make(CausalLM.load(tmp_path), 16384, max_running=7, max_prefill_tokens=20)

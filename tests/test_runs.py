@@ -142,7 +142,14 @@ def test_evaluation_keeps_the_best_checkpoint(tmp_path: Path, model: Path) -> No
     rows = outcome.evaluations
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     for row in rows:
-        assert {"eval/reward", "eval/accuracy", "eval/length", "eval/failed", "eval/pass@1", "eval/pass@2"} <= row.keys()
+        assert {
+            "eval/reward",
+            "eval/accuracy",
+            "eval/length",
+            "eval/failed",
+            "eval/pass@1",
+            "eval/pass@2",
+        } <= row.keys()
         assert row["eval/pass@1"] <= row["eval/pass@2"]
     trained = rows[1:]
     best = max(rows, key=lambda row: (row["eval/reward"], -row["step"]))

@@ -26,9 +26,7 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
 def start(command: str, folder: Path, settings: list[str]) -> subprocess.Popen[bytes]:
     (folder / "none.toml").touch()
     arguments = [sys.executable, "-m", "tunesmith", command, str(folder / "none.toml"), *settings]
-    return subprocess.Popen(
-        arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT
-    )
+    return subprocess.Popen(arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT)
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
@@ -65,12 +63,8 @@ def settings_of(folder: Path, model: Path, command: str, run: str, dtype: str) -
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("command", "dtype"), [("rl", "float32"), ("rl", "bfloat16"), ("sft", "float32")]
-)
-def test_killed_twice_and_resumed_it_ends_as_if_nothing_had_happened(
-    tmp_path: Path, command: str, dtype: str
-) -> None:
+@pytest.mark.parametrize(("command", "dtype"), [("rl", "float32"), ("rl", "bfloat16"), ("sft", "float32")])
+def test_killed_twice_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: Path, command: str, dtype: str) -> None:
     model = save_model(tmp_path / "model")
     rng = random.Random()
     finish(start(command, tmp_path, settings_of(tmp_path, model, command, "straight", dtype)))

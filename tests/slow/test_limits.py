@@ -96,7 +96,9 @@ def test_one_sequence_that_does_not_fit_ends_with_advice(tmp_path: Path) -> None
 def small_disk(tmp_path: Path) -> Generator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)], capture_output=True, text=True
+    )
     if mounted.returncode != 0:
         pytest.skip(f"cannot mount a file system here: {mounted.stderr.strip()}")
     yield disk

@@ -1,8 +1,8 @@
 """Attention of one new token per running request to its prompt and to what it wrote.
 
-Siblings attend to their prompt together, so its keys and values are read once per group; where rows have a
-lead, each attends to prompt and own tokens at once. All work is batched products on views of the two banks;
-index tensors are made once per step, or only when the rows change, never per layer.
+Siblings attend to their prompt together, so its keys and values are read once per group. All work is
+batched products on views of the two banks; index tensors are made once per step, or only when the rows
+change, never per layer.
 
 Shape legend: ``B`` rows, ``A`` prompts in use, ``M`` most members of a prompt, ``K`` key/value heads,
 ``G`` query heads per key/value head, ``D`` head size, ``P`` longest prompt, ``L`` longest completion.
@@ -64,11 +64,9 @@ class DecodeAttention:
         self._dtype = cache.layout.dtype
         self._device = cache.layout.device
         self._longest = max(lengths) + 1
-        self._lead = cache.completions.lead
-        self._longest_prompt = self._lead or max(grouping.prompt_lengths)
-        self._own = _views(cache.completions, grouping.rows, self._lead + self._longest)
-        if not self._lead:
-            self._prompt = _views(cache.prompts, grouping.prompts, self._longest_prompt)
+        self._longest_prompt = max(grouping.prompt_lengths)
+        self._own = _views(cache.completions, grouping.rows, self._longest)
+        self._prompt = _views(cache.prompts, grouping.prompts, self._longest_prompt)
         self._write = self._writer(cache.completions)
         self._masks: dict[int | None, Tensor | None] = {}
 
@@ -88,33 +86,28 @@ class DecodeAttention:
         self._write(plane, key)
         self._write(plane + 1, value)
         own = (query.to(self._dtype) * scale).view(-1, share, dim)
-        scores = torch.bmm(own, self._own[plane])
-        if not self._lead:
-            to_prompt = torch.bmm(self._together(own, share, dim), self._prompt[plane])
-            scores = torch.cat((self._apart(to_prompt, share, self._longest_prompt), scores), -1)
+        to_prompt = torch.bmm(self._together(own, share, dim), self._prompt[plane])
+        to_prompt = self._apart(to_prompt, share, self._longest_prompt)
+        scores = torch.cat((to_prompt, torch.bmm(own, self._own[plane])), -1)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         mask = self._masks[window] if window in self._masks else self._mask(window, scores.dtype)
         if mask is not None:
             scores.view(rows, -1, scores.shape[-1]).add_(mask)
         weights = torch.softmax(scores, -1)
-        if self._lead:
-            out = torch.bmm(weights, self._own[plane + 1])
-        else:
-            from_prompt, from_own = weights.split_with_sizes((self._longest_prompt, self._longest), -1)
-            out = torch.bmm(self._together(from_prompt, share, self._longest_prompt), self._prompt[plane + 1])
-            out = torch.baddbmm(self._apart(out, share, dim), from_own, self._own[plane + 1])
+        from_prompt, from_own = weights.split_with_sizes((self._longest_prompt, self._longest), -1)
+        out = torch.bmm(self._together(from_prompt, share, self._longest_prompt), self._prompt[plane + 1])
+        out = torch.baddbmm(self._apart(out, share, dim), from_own, self._own[plane + 1])
         return out.view(rows, heads, dim).to(query.dtype)
 
     def _writer(self, bank: Bank) -> Callable[[int, Tensor], object]:
         """A function that puts the new tokens' ``[B, K, D]`` in their slots of a plane."""
         lengths, heads = self._lengths, self._heads
         if self._longest == min(lengths) + 1:
-            slots = bank.memory[:, : len(lengths), :, self._lead + lengths[0]].unbind(0)
+            slots = bank.memory[:, : len(lengths), :, self._longest - 1].unbind(0)
             return lambda plane, new: slots[plane].copy_(new)
-        first = [(row * bank.capacity * heads + bank.lead + n) for row, n in enumerate(lengths)]
-        places = [slot + k * bank.capacity for slot in first for k in range(heads)]
-        index = torch.tensor(places, device=self._device)
+        start = [(row * heads + k) * bank.capacity + n for row, n in enumerate(lengths) for k in range(heads)]
+        index = torch.tensor(start, device=self._device)
         return lambda plane, new: bank.slots[plane].index_copy_(
             0, index, new.reshape(-1, new.shape[-1]).to(self._dtype)
         )
@@ -135,7 +128,7 @@ class DecodeAttention:
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """``[B, 1, P + L]``: -inf past a row's end or out of the window; None if all are seen."""
         lengths, prompts = self._lengths, self._grouping.prompt_lengths
-        even = min(lengths) == max(lengths) and min(prompts) == self._longest_prompt
+        even = min(lengths) == max(lengths) and min(prompts) == max(prompts)
         if even and (window is None or prompts[0] + lengths[0] < window):
             self._masks[window] = None
             return None

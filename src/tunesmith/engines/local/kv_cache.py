@@ -4,9 +4,6 @@ The prompt bank lies at the front and the completion bank at the back of every p
 or the values of one layer; a bank is ``rows`` of ``capacity`` token slots in each plane. Rectangles let
 decode attention work on strided views without a gather; what they waste counts against the budget.
 
-Rows of the completion bank may begin with a lead: a copy of the request's prompt. A lead costs memory, and
-saves the separate attention to shared prompts, which is most of the work where prompts or groups are small.
-
 Shape legend: ``P`` planes (keys and values of each layer), ``R`` rows, ``C`` capacity, ``K`` key/value
 heads, ``D`` head size.
 """
@@ -53,8 +50,6 @@ class Bank:
 
     rows: int
     capacity: int
-    lead: int
-    """Slots at the front of every row that are kept for a copy of its prompt."""
     memory: Tensor  # [P, R, K, C, D]
     slots: tuple[Tensor, ...]  # P x [R * K * C, D]
 
@@ -118,59 +113,31 @@ class KVCache:
         """Row ``i`` of the prompt bank takes the first ``length`` slots of what was row ``order[i]``."""
         self.prompts = self._arrange(self.prompts, order, length, shape, front=True)
 
-    def arrange_completions(self, order: Sequence[int], length: int, shape: tuple[int, int], lead: int) -> None:
-        """The same for the completion bank, for ``length`` slots after the lead. A new lead is empty."""
-        self.completions = self._arrange(self.completions, order, length, shape, front=False, lead=lead)
+    def arrange_completions(self, order: Sequence[int], length: int, shape: tuple[int, int]) -> None:
+        """The same for the completion bank."""
+        self.completions = self._arrange(self.completions, order, length, shape, front=False)
 
-    def copy_prompts(self, rows: Sequence[int], prompt_rows: Sequence[int]) -> None:
-        """Copy prompts from the prompt bank into the lead of rows of the completion bank."""
-        length = min(self.completions.lead, self.prompts.capacity)
-        self._move(self.prompts.memory, prompt_rows, 0, self.completions.memory, rows, 0, length)
-
-    def _bank(self, rows: int, capacity: int, *, front: bool, lead: int = 0) -> Bank:
+    def _bank(self, rows: int, capacity: int, *, front: bool) -> Bank:
         size = rows * capacity * self._width
         start = 0 if front else self._memory.shape[1] - size
         heads, dim = self.layout.kv_heads, self.layout.head_dim
         memory = self._memory[:-1, start : start + size].view(self.layout.planes, rows, heads, capacity, dim)
-        return Bank(rows, capacity, lead, memory, memory.flatten(1, 3).unbind(0))
+        return Bank(rows, capacity, memory, memory.flatten(1, 3).unbind(0))
 
-    def _arrange(
-        self,
-        old: Bank,
-        order: Sequence[int],
-        length: int,
-        shape: tuple[int, int],
-        *,
-        front: bool,
-        lead: int = 0,
-    ) -> Bank:
-        """The bank in its new shape; in an unchanged one, only rows whose place changes are moved."""
-        same = (*shape, lead) == (old.rows, old.capacity, old.lead)
-        new = old if same else self._bank(*shape, front=front, lead=lead)
+    def _arrange(self, old: Bank, order: Sequence[int], length: int, shape: tuple[int, int], *, front: bool) -> Bank:
+        """Move rows through the staging plane; in an unchanged shape, only those whose place changes."""
+        same = shape == (old.rows, old.capacity)
+        new = old if same else self._bank(*shape, front=front)
         targets = [i for i, source in enumerate(order) if not same or i != source]
-        sources = [order[i] for i in targets]
-        if old.lead == lead:
-            self._move(old.memory, sources, 0, new.memory, targets, 0, lead + length)
-        else:
-            self._move(old.memory, sources, old.lead, new.memory, targets, lead, length)
-        return new
-
-    def _move(
-        self,
-        old: Tensor,
-        sources: Sequence[int],
-        old_start: int,
-        new: Tensor,
-        targets: Sequence[int],
-        new_start: int,
-        length: int,
-    ) -> None:
-        """Copy ``length`` slots of rows, plane by plane through the staging plane: places may overlap."""
         if not targets or not length:
-            return
-        source, target = (torch.tensor(rows, device=self._memory.device) for rows in (sources, targets))
+            return new
+        device = self._memory.device
+        source = torch.tensor([order[i] for i in targets], device=device)
+        target = torch.tensor(targets, device=device)
+        heads, dim = self.layout.kv_heads, self.layout.head_dim
         staged = self._memory[-1, : len(targets) * length * self._width]
-        staged = staged.view(len(targets), self.layout.kv_heads, length, self.layout.head_dim)
-        for before, after in zip(old, new, strict=True):
-            torch.index_select(before[:, :, old_start : old_start + length], 0, source, out=staged)
-            after[:, :, new_start : new_start + length].index_copy_(0, target, staged)
+        staged = staged.view(len(targets), heads, length, dim)
+        for before, after in zip(old.memory, new.memory, strict=True):
+            torch.index_select(before[:, :, :length], 0, source, out=staged)
+            after[:, :, :length].index_copy_(0, target, staged)
+        return new

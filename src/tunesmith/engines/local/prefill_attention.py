@@ -64,8 +64,7 @@ class PrefillAttention:
         for plane, new in ((2 * layer, key), (2 * layer + 1, value)):
             for piece, rows in zip(self._pieces, new.split(self._lengths), strict=True):
                 bank = self._cache.completions if piece.prompt_length else self._cache.prompts
-                slots = slice(bank.lead + piece.start, bank.lead + piece.stop)
-                bank.memory[plane, piece.row, :, slots] = rows.transpose(0, 1)
+                bank.memory[plane, piece.row, :, piece.start : piece.stop] = rows.transpose(0, 1)
         out: list[Tensor] = []
         for piece, rows, *new in zip(self._pieces, *(t.split(self._lengths) for t in (query, key, value)), strict=True):
             keys, values = (self._context(piece, 2 * layer + i, t) for i, t in enumerate(new))
@@ -75,13 +74,12 @@ class PrefillAttention:
 
     def _context(self, piece: Piece, plane: int, new: Tensor) -> Tensor:
         """``[K, c, D]``: everything up to the end of the piece, of which ``new`` is ``[n, K, D]``."""
-        prompts, completions = self._cache.prompts.memory, self._cache.completions
+        prompts, completions = self._cache.prompts.memory, self._cache.completions.memory
         if not piece.prompt_length:
             whole = piece.start == 0
             return new.transpose(0, 1) if whole else prompts[plane, piece.row, :, : piece.stop]
         prompt = prompts[plane, piece.prompt_row, :, : piece.prompt_length]
-        written = slice(completions.lead, completions.lead + piece.stop)
-        return torch.cat((prompt, completions.memory[plane, piece.row, :, written]), 1)
+        return torch.cat((prompt, completions[plane, piece.row, :, : piece.stop]), 1)
 
     def _piece(
         self,

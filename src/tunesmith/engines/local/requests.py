@@ -71,8 +71,6 @@ class Request:
     stop_strings: StopStrings | None = None
     prompt: Prompt | None = None
     """While running."""
-    has_lead: bool = False
-    """Its prompt stands in the lead of its row."""
     cached: int = 0
     """Own tokens whose keys and values stand in the completion bank."""
     token_ids: list[int] = field(default_factory=list[int])

@@ -17,9 +17,6 @@ _Item = TypeVar("_Item")
 
 _HEADROOM = 64
 """Tokens that every running request should be able to write before a new one is let in."""
-_COPIED_TOKENS = 8192
-"""Prompts are copied into the rows that use them where rows times longest prompt is at most this. Measured on
-a CPU with 2 key/value heads of 64: above, reading prompts once per group is faster than fewer operations."""
 _SORTED_ROWS = 8
 """Up to so many rows are kept in the order of their prompts: single siblings then need no gather."""
 
@@ -86,12 +83,11 @@ class Scheduler:
         Returns:
             What runs, by row.
         """
-        bank = self.cache.completions
-        if bank.lead + self._length() > bank.capacity:
-            while not self._fits(self._in_use(), len(self.running), self._length()):
-                self._preempt(max(self.running, key=lambda r: r.id))
-            self._reserve(self._in_use(), [], len(self.running), self._length())
-        self._fill_leads()
+        if self._length() <= self.cache.completions.capacity:
+            return list(self.running)
+        while not self._fits(self._in_use(), len(self.running), self._length()):
+            self._preempt(max(self.running, key=lambda r: r.id))
+        self._reserve(self._in_use(), [], len(self.running), self._length())
         return list(self.running)
 
     def release(self, requests: Sequence[Request]) -> None:
@@ -178,57 +174,38 @@ class Scheduler:
         self._shape(kept, rows, length)
 
     def _shape(self, prompts: Sequence[Prompt], rows: int, length: int) -> None:
-        """Give both banks at least the shape needed, with leads and slack where the budget has room."""
-        cache, total = self.cache, self.cache.total
-        longest_prompt = max(map(len, prompts))
-        need_p = (len(prompts), cache.blocks(longest_prompt))
+        """Give both banks at least the shape needed, with slack where the budget has it; shrink first."""
+        cache = self.cache
+        need_p = (len(prompts), cache.blocks(max(map(len, prompts))))
+        need_c = (rows, cache.blocks(length))
         now_p = (cache.prompts.rows, cache.prompts.capacity)
         now_c = (cache.completions.rows, cache.completions.capacity)
-        lead = cache.completions.lead
-        choices = [(need_p, (rows, cache.blocks(length)), 0)]
-        if _covers(now_c, (rows, cache.blocks(lead + length))) and (lead == 0 or lead >= longest_prompt):
-            choices.insert(0, (need_p, now_c, lead))
-        else:
-            most = max([r.kv_length for r in self.running] + [length])
-            roomy = min(most, length + length // 2)
-            slack_rows = min(self.max_running, rows + len(self.waiting))
-            choices.insert(0, (need_p, (slack_rows, cache.blocks(roomy)), 0))
-            if rows * longest_prompt <= _COPIED_TOKENS:
-                copied = longest_prompt
-                choices.insert(0, (need_p, (rows, cache.blocks(copied + length)), copied))
-                choices.insert(0, (need_p, (slack_rows, cache.blocks(copied + roomy)), copied))
-        if _covers(now_p, need_p):
-            choices = [(now_p, *rest) for _, *rest in choices[:-1]] + choices
-        new_p, new_c, lead = next(c for c in choices if _slots(c[0]) + _slots(c[1]) <= total)
-        if _slots(new_p) < _slots(now_p):
-            self._shape_prompts(new_p)
-        if (new_c, lead) != (now_c, cache.completions.lead):
-            by_prompt = sorted(range(len(self.running)), key=lambda i: _prompt_row(self.running[i]))
-            self._order_running(by_prompt, new_c, lead)
-        self._shape_prompts(new_p)
+        keep_p, keep_c = _covers(now_p, need_p), _covers(now_c, need_c)
+        if keep_p and keep_c:
+            return
+        longest = max([r.kv_length for r in self.running] + [length])
+        slack_rows = min(self.max_running, rows + len(self.waiting))
+        slack_c = (slack_rows, min(cache.blocks(longest), cache.blocks(length + length // 2)))
+        choices = [
+            (now_p if keep_p else need_p, now_c if keep_c else slack_c),
+            (now_p if keep_p else need_p, now_c if keep_c else need_c),
+            (need_p, need_c),
+        ]
+        new_p, new_c = next(c for c in choices if sum(r * n for r, n in c) <= cache.total)
+        for bank in sorted(("prompts", "completions"), key=lambda b: _growth(b, now_p, new_p, now_c, new_c)):
+            if bank == "prompts" and new_p != now_p:
+                used = max(map(len, self.prompts), default=0)
+                cache.arrange_prompts(range(len(self.prompts)), used, new_p)
+            elif bank == "completions" and new_c != now_c:
+                by_prompt = sorted(range(len(self.running)), key=lambda i: _prompt_row(self.running[i]))
+                self._order_running(by_prompt, new_c)
 
-    def _shape_prompts(self, shape: tuple[int, int]) -> None:
-        longest = max(map(len, self.prompts), default=0)
-        self.cache.arrange_prompts(range(len(self.prompts)), longest, shape)
-
-    def _order_running(self, order: list[int], shape: tuple[int, int] | None = None, lead: int | None = None) -> None:
+    def _order_running(self, order: list[int], shape: tuple[int, int] | None = None) -> None:
         """Row ``i`` becomes what row ``order[i]`` was; rows not named are dropped."""
         bank = self.cache.completions
-        shape, lead = shape or (bank.rows, bank.capacity), bank.lead if lead is None else lead
         used = max((self.running[i].cached for i in order), default=0)
-        if lead != bank.lead:
-            for request in self.running:
-                request.has_lead = False
-        self.cache.arrange_completions(order, used, shape, lead)
+        self.cache.arrange_completions(order, used, shape or (bank.rows, bank.capacity))
         self.running = [self.running[i] for i in order]
-
-    def _fill_leads(self) -> None:
-        """Copy prompts into the rows that have room for them and lack them."""
-        if self.cache.completions.lead:
-            rows = [i for i, request in enumerate(self.running) if not request.has_lead]
-            self.cache.copy_prompts(rows, [_prompt_row(self.running[i]) for i in rows])
-            for i in rows:
-                self.running[i].has_lead = True
 
     def _settle(self, gone: set[Request] | None = None, evicted_prompts: set[Prompt] | None = None) -> None:
         """Close the gaps: prompts in use first, then cached ones; without those that ended or are stale."""
@@ -247,7 +224,7 @@ class Scheduler:
         for row, prompt in enumerate(self.prompts):
             prompt.row = row
         staying = compact(self.running, lambda r: None if gone and r in gone else 0)
-        if len(staying) <= _SORTED_ROWS and not self.cache.completions.lead:
+        if len(staying) <= _SORTED_ROWS:
             staying.sort(key=lambda i: _prompt_row(self.running[i]))
         self._order_running(staying)
 
@@ -262,7 +239,7 @@ class Scheduler:
         request.prompt.running -= 1
         request.prompt.used_at = self._clock
         request.prompt = None
-        request.cached, request.has_lead = 0, False
+        request.cached = 0
 
 
 def _prompt_row(request: Request) -> int:
@@ -274,5 +251,9 @@ def _covers(shape: tuple[int, int], need: tuple[int, int]) -> bool:
     return shape[0] >= need[0] and shape[1] >= need[1]
 
 
-def _slots(shape: tuple[int, int]) -> int:
-    return shape[0] * shape[1]
+def _growth(
+    bank: str, now_p: tuple[int, int], new_p: tuple[int, int], now_c: tuple[int, int], new_c: tuple[int, int]
+) -> int:
+    """Slots that a bank gains; the one that shrinks goes first."""
+    now, new = (now_p, new_p) if bank == "prompts" else (now_c, new_c)
+    return new[0] * new[1] - now[0] * now[1]
