@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tiny import save_model
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW, learning_rate
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.data.forest import Forest, plant
@@ -274,7 +274,7 @@ def test_resumed_in_another_precision_nothing_learned_is_lost(
 
 def test_another_models_checkpoint_is_refused_by_tensor(models: dict[str, Path], tmp_path: Path) -> None:
     backend_of(models["wide"]).save(tmp_path)
-    with pytest.raises(CheckpointError, match="another model than this run's: '.*mlp.*' differs"):
+    with pytest.raises(CheckpointError, match=r"another model than this run's: '.*mlp.*' differs"):
         backend_of(models["llama"]).load(tmp_path)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tiny import save_model, tokenizer
 from tiny_runs import rl_settings, sft_settings, sums, write_lines
 

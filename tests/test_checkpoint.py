@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, sums, tensors, untimed, write_lines
-
 from tunesmith import build
 from tunesmith.errors import CheckpointError, StorageError
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
@@ -295,7 +295,7 @@ def test_another_model_is_refused_before_anything_is_loaded(tmp_path: Path, mode
     settings = sft_settings(tmp_path, model, train__steps=1)
     build.run_sft(None, settings)
     other = save_model(tmp_path / "other", hidden_size=64)
-    with pytest.raises(CheckpointError, match="another model: its hidden_size is 32, that of .* is 64"):
+    with pytest.raises(CheckpointError, match=r"another model: its hidden_size is 32, that of .* is 64"):
         build.run_sft(None, [*settings, "checkpoint.resume=true", f'model.path="{other}"'])
     check_same_model(tmp_path / "sft/checkpoints/step-000001", str(model))
     check_same_model(tmp_path / "sft/checkpoints/step-000001", "hub/name")

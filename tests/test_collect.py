@@ -151,7 +151,7 @@ def test_what_the_user_has_to_mend_comes_out_plainly_and_ends_the_rest(error: Ex
     engine = FailingEngine({10: None, 11: error if isinstance(error, UserError) else None})
 
     class Raising(Scorer):
-        async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
+        async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:  # noqa: ARG002
             if isinstance(error, RewardError):
                 raise error
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, sums, untimed, write_lines
-
 from tunesmith import build
 from tunesmith.errors import ConfigError, RewardError
 from tunesmith.loop.checkpoint import Checkpoints, read_state
@@ -69,8 +69,8 @@ def test_presets_run_and_tell_what_they_should(
 def test_dapo_replaces_groups_without_contrast_and_shapes_long_answers(tmp_path: Path, model: Path) -> None:
     rl_settings(tmp_path, model)
     outcome, lines = rl(
-        tmp_path, model, algorithm__name="dapo", algorithm__overlong_buffer=4, reward__functions=[f"{tmp_path}/rewards.py:sometimes"],
-        rollout__prompts_per_step=3, monitor__samples=20,
+        tmp_path, model, algorithm__name="dapo", algorithm__overlong_buffer=4, rollout__prompts_per_step=3,
+        reward__functions=[f"{tmp_path}/rewards.py:sometimes"], monitor__samples=20,
     )  # fmt: skip
     for line in lines:
         assert 0 < line["groups_kept"] <= 1
@@ -84,8 +84,8 @@ def test_filtering_ends_when_the_data_is_exhausted(tmp_path: Path, model: Path) 
     rl_settings(tmp_path, model)
     (tmp_path / "rewards.py").write_text("def same(completions, **_):\n    return [1.0 for _ in completions]\n")
     outcome, lines = rl(
-        tmp_path, model, algorithm__name="dapo", algorithm__overlong_buffer=2, reward__functions=[f"{tmp_path}/rewards.py:same"],
-        train__steps=2,
+        tmp_path, model, algorithm__name="dapo", algorithm__overlong_buffer=2, train__steps=2,
+        reward__functions=[f"{tmp_path}/rewards.py:same"],
     )  # fmt: skip
     assert [line["rollouts"] for line in lines] == [48, 48], "all 12 tasks once a step, four rollouts each"
     assert [line["optimizer_steps"] for line in lines] == [0, 0] and lines[0]["groups_kept"] == 0
@@ -115,7 +115,8 @@ def test_a_step_whose_rollouts_all_fail_is_no_step_or_ends_the_run(tmp_path: Pat
 def test_some_failures_leave_the_others_to_learn_from(tmp_path: Path, model: Path) -> None:
     rl_settings(tmp_path, model)
     (tmp_path / "rewards.py").write_text(
-        "def share(completions, **_):\n    return [float('nan') if 'A' < t[:1] < 'a' else len(t) / 8 for t in completions]\n"
+        "def share(completions, **_):\n"
+        "    return [float('nan') if 'A' < t[:1] < 'a' else len(t) / 8 for t in completions]\n"
     )
     _, lines = rl(tmp_path, model, reward__max_failed_share=1.0, train__batch_size=8)
     assert any(0 < line["rollouts/failed"] < 1 for line in lines)
@@ -184,7 +185,7 @@ def test_the_target_ends_the_run_early_with_a_checkpoint(tmp_path: Path, model: 
 def test_an_unknown_metric_for_the_best_is_refused_at_the_first_evaluation(tmp_path: Path, model: Path) -> None:
     rl_settings(tmp_path, model)
     held_out = str(write_lines(tmp_path / "held_out.jsonl", sums(3, 50)))
-    with pytest.raises(ConfigError, match="eval/acuracy.*Did you mean 'eval/accuracy'"):
+    with pytest.raises(ConfigError, match=r"eval/acuracy.*Did you mean 'eval/accuracy'"):
         rl(tmp_path, model, data__eval=held_out, eval__metric="eval/acuracy")
 
 

@@ -53,7 +53,7 @@ def run_rl(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
     check(config)
     base_dir = path.parent if path else Path.cwd()
     check_rewards(config.reward, base_dir)
-    formats = check_inputs(config, "rl")
+    check_inputs(config, "rl")
     with ExitStack() as stack:
         run_dir = stack.enter_context(enter_run_dir(config, path))
         checkpoint = checkpoint_to_resume(config, run_dir)
@@ -66,7 +66,7 @@ def run_rl(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
         rewards.check_tasks([*train.items, *(held_out.items if held_out else [])])
         longest = max(len(t.prompt_ids) for part in (train, held_out) if part for t in part.items)
         resolved = resolve_run(config, train, held_out, longest)
-        config = announce(resolved, run_dir, formats, train, held_out)
+        config = announce(resolved, run_dir, train, held_out)
         session = open_session(stack, config, run_dir, checkpoint, config.eval.metric or "eval/reward")
         from tunesmith.loop import rl
 
@@ -81,7 +81,7 @@ def run_sft(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
     """``tunesmith sft``: supervised fine-tuning as a run file says."""
     config = load_config(SFTConfig, path, overrides)
     check(config)
-    formats = check_inputs(config, "sft")
+    check_inputs(config, "sft")
     with ExitStack() as stack:
         run_dir = stack.enter_context(enter_run_dir(config, path))
         checkpoint = checkpoint_to_resume(config, run_dir)
@@ -91,7 +91,7 @@ def run_sft(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
         held_out = load_samples(data, data.eval, tokenizer) if data.eval else None
         longest = max(len(s.token_ids) for part in (train, held_out) if part for s in part.items)
         resolved = resolve_run(config, train, held_out, longest)
-        config = announce(resolved, run_dir, formats, train, held_out)
+        config = announce(resolved, run_dir, train, held_out)
         session = open_session(stack, config, run_dir, checkpoint, config.eval.metric or "eval/loss")
         from tunesmith.loop import supervised
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, sums, untimed, write_lines
-
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-STEPS, EVERY = 40, 5
+STEPS, EVERY = 24, 4
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
 
 
@@ -50,7 +50,7 @@ def kill_after(process: subprocess.Popen[bytes], checkpoints: Checkpoints, steps
 def settings_of(folder: Path, model: Path, command: str, run: str, dtype: str) -> list[str]:
     common: dict[str, Any] = {
         "model__dtype": dtype, "train__steps": STEPS, "checkpoint__every": EVERY, "train__lr": 1e-3,
-        "train__schedule": "cosine", "train__warmup_steps": 3, "eval__every": 10,
+        "train__schedule": "cosine", "train__warmup_steps": 3, "eval__every": 6,
     }  # fmt: skip
     if command == "sft":
         lines = [{"prompt": s["prompt"], "completion": s["answer"]} for s in sums(4, 60)]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import save_model
-from tiny_runs import rl_settings, sft_settings, write_lines
 from transformers import AutoModelForCausalLM
 
+from tiny import save_model
+from tiny_runs import rl_settings, sft_settings, write_lines
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.monitor.metrics import read_metrics
 

@@ -73,9 +73,7 @@ class MasterAdamW:
         finite = bool(torch.isfinite(norm))
         if finite:
             if self.settings.max_grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(
-                    list(self.masters.values()), self.settings.max_grad_norm, norm
-                )
+                torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, norm)
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()

@@ -57,9 +57,7 @@ class TorchBackend:
         assert model is not None, "this run has no reference model"
         model.module.eval()
         with memory_boundary(f"scoring {forest.num_tokens} tokens"):
-            logprobs, _ = model.logprobs(
-                forest.to(model.device), temperature=self.temperature, chunk=self.chunk
-            )
+            logprobs, _ = model.logprobs(forest.to(model.device), temperature=self.temperature, chunk=self.chunk)
         return logprobs.cpu()
 
     def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:

@@ -73,9 +73,7 @@ class Checkpoints:
                 raise
             kept = self.newest()
             safe = f"the last good checkpoint is {kept}" if kept else "no checkpoint was written yet"
-            raise StorageError(
-                f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume."
-            ) from error
+            raise StorageError(f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume.") from error
         self._rotate(step, best)
         return target
 
@@ -131,9 +129,7 @@ def check_same_model(checkpoint: Path, model_path: str) -> None:
 def _is_storage_failure(error: Exception) -> bool:
     # safetensors reports a full disk as its own error, with the system's words inside.
     words = str(error).lower()
-    return (
-        isinstance(error, OSError) or "no space left" in words or "file too large" in words or "i/o" in words
-    )
+    return isinstance(error, OSError) or "no space left" in words or "file too large" in words or "i/o" in words
 
 
 def _flush(directory: Path) -> None:

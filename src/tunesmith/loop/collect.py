@@ -44,10 +44,7 @@ class Collector:
     ) -> list[RolloutGroup]:
         """One group per task, in order. What a rollout draws depends on ``seed`` and its place."""
         return await _together(
-            [
-                self._group(task, sampling, group_size, derive_seed(seed, place))
-                for place, task in enumerate(tasks)
-            ]
+            [self._group(task, sampling, group_size, derive_seed(seed, place)) for place, task in enumerate(tasks)]
         )
 
     async def _group(self, task: Task, sampling: Sampling, size: int, seed: int) -> RolloutGroup:

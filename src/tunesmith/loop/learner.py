@@ -122,9 +122,7 @@ class Learner:
                 f"{failure}, and no micro-batch can be smaller than the longest sequence ({longest} tokens). "
                 "Set system.gradient_checkpointing=true, lower system.logprob_chunk or shorten the sequences."
             )
-        self.report(
-            f"{failure}; max_tokens_per_microbatch lowered from {before} to {self.max_tokens} and kept"
-        )
+        self.report(f"{failure}; max_tokens_per_microbatch lowered from {before} to {self.max_tokens} and kept")
 
     def _cap(self, samples: Sequence[Sample]) -> int:
         """Tokens of a micro-batch of these: a cap shrunk for shorter sequences gives way to a longer one."""
@@ -150,9 +148,7 @@ def forest_cost(forest: Forest, cost: CostModel) -> float:
     return cost.linear * forest.num_tokens + cost.quadratic * pairs + cost.head * forest.targets.numel()
 
 
-def _batches(
-    samples: Sequence[Sample], size: int, group_size: int, rng: np.random.Generator
-) -> Iterator[list[Sample]]:
+def _batches(samples: Sequence[Sample], size: int, group_size: int, rng: np.random.Generator) -> Iterator[list[Sample]]:
     """Cut into optimizer batches, groups in a random order; all at once where they fit one batch."""
     if size >= len(samples):
         yield list(samples)

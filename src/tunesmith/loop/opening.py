@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 from tunesmith.config.resolved import Resolved, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
+from tunesmith.data.formats import Goal
 from tunesmith.data.prepare import Prepared, peek
 from tunesmith.errors import CheckpointError
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
@@ -39,11 +39,12 @@ class Outcome:
     """By phase."""
 
 
-def check_inputs(config: RunConfig, goal: Any) -> list[str]:
-    """What can be refused by a look at the settings and the first lines of the data; the formats found."""
+def check_inputs(config: RunConfig, goal: Goal) -> None:
+    """Refuse what a look at the settings and the first lines of the data can tell."""
     check_sinks(config.monitor.sinks)
-    formats = peek(config.data, config.data.train, goal)
-    return formats + (peek(config.data, config.data.eval, goal) if config.data.eval else [])
+    for source in (config.data.train, config.data.eval):
+        if source is not None:
+            peek(config.data, source, goal)
 
 
 def enter_run_dir(config: RunConfig, path: Path | None) -> RunDir:
@@ -95,10 +96,11 @@ def resolve_run(config: C, train: Prepared[T], held_out: Prepared[T] | None, lon
     return resolve(config, facts)
 
 
-def announce(resolved: Resolved[C], run_dir: RunDir, formats: Sequence[str], *loaded: Prepared[Any] | None) -> C:
+def announce(resolved: Resolved[C], run_dir: RunDir, *loaded: Prepared[Any] | None) -> C:
     """Print and save what the run will do and what became of the data, before anything heavy loads."""
-    for line in [*formats, *(data.report.summary() for data in loaded if data)]:
-        print(line)
+    for data in loaded:
+        if data:
+            print(data.report.summary())
     print_resolved(resolved)
     save_resolved(resolved, run_dir.path)
     for data in loaded:

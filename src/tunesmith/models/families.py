@@ -35,11 +35,11 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax", "kimi_linear"), _RECURRENT),
     **dict.fromkeys(("olmo_hybrid",), _RECURRENT),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTION),
-    **dict.fromkeys(("bloom", "mpt", "falcon"), _ALIBI),
+    **dict.fromkeys(("bloom", "mpt"), _ALIBI),
     **dict.fromkeys(("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot"), _ENCODER),
     **dict.fromkeys(("bert", "roberta", "electra", "xlm-roberta", "camembert", "modernbert-decoder"), _ENCODER),
     **dict.fromkeys(
-        ("gptj", "gpt_neo", "codegen", "stablelm", "nemotron", "openai-gpt", "ctrl", "xlnet"), _OWN_ATTENTION
+        ("gptj", "gpt_neo", "codegen", "stablelm", "nemotron", "openai-gpt", "xlnet", "falcon"), _OWN_ATTENTION
     ),
     **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa"), _SINKS),
     **dict.fromkeys(("llama4", "llama4_text"), _CHUNKED),

@@ -56,7 +56,7 @@ class DecodeModel:
 @contextmanager
 def bfloat16_operands(wanted: bool) -> Generator[None]:
     """Let float32 products on a CPU multiply in bfloat16; exact where both operands were bfloat16 before."""
-    settings = cast(Any, torch.backends.mkldnn.matmul)
+    settings = cast(Any, torch.backends.mkldnn).matmul
     before = settings.fp32_precision
     settings.fp32_precision = "bf16" if wanted else before
     try:

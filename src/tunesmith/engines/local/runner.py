@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ def probe(model: CausalLM) -> tuple[KVLayout, ModelCost]:
             f"of this {type(model.module).__name__} have (heads, key/value heads, head size) {sorted(shapes)}"
         )
     heads, kv_heads, head_dim = shapes.pop()
-    head, embedding = model.head.weight, model.module.get_input_embeddings().weight
+    head, embedding = model.head.weight, cast(Tensor, model.module.get_input_embeddings().weight)
     weights = sum(p.numel() for p in model.module.parameters())
     weights -= 0 if head is embedding else embedding.numel()
     dtype = torch.float32 if model.device.type == "cpu" else head.dtype
@@ -166,19 +166,29 @@ class Runner:
     def _logits(self, hidden: Tensor) -> Tensor:
         """``[B, V]`` float32, never rounded to bfloat16: that would move log-probabilities by up to 0.03.
 
-        For a bfloat16 model this takes a float32 copy of the head, once per version.
+        On a CPU a bfloat16 model's head is copied in float32, once per version.
         """
-        if self._head is None:
-            head = self.model.head
-            self._head = head.weight.float(), None if head.bias is None else head.bias.float()
-        rounded = hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu"
-        with bfloat16_operands(rounded and len(hidden) > FEW_ROWS):
-            logits = F.linear(hidden.float(), *self._head)
+        if hidden.device.type == "cpu":
+            logits = self._product_on_cpu(hidden)
+        else:
+            weight, bias = self.model.head.weight, cast("Tensor | None", self.model.head.bias)
+            options: dict[str, Any] = {} if hidden.dtype == torch.float32 else {"out_dtype": torch.float32}
+            logits = torch.mm(hidden, weight.t(), **options)
+            logits = logits if bias is None else logits + bias
         if self._scale != 1:
             logits = logits * self._scale
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+    def _product_on_cpu(self, hidden: Tensor) -> Tensor:
+        if self._head is None:
+            head = self.model.head
+            bias = cast("Tensor | None", head.bias)
+            self._head = head.weight.float(), None if bias is None else bias.float()
+        rounded = hidden.dtype == torch.bfloat16
+        with bfloat16_operands(rounded and len(hidden) > FEW_ROWS):
+            return F.linear(hidden.float(), *self._head)
 
     def _forward_pieces(self, pieces: Sequence[Piece]) -> Tensor:
         """``[pieces, d]``: the hidden state at the end of each."""
