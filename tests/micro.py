@@ -50,9 +50,7 @@ def forest_of(samples: Sequence[Sample], indices: Sequence[int]) -> Forest:
     place = {i: k for k, i in enumerate(indices)}
     names = samples[indices[0]].columns if len(indices) else {}
     empty = torch.zeros(len(rows), dtype=torch.int64)
-    columns = {
-        n: torch.tensor([samples[i].columns[n][t] for i, t in rows], dtype=torch.float64) for n in names
-    }
+    columns = {n: torch.tensor([samples[i].columns[n][t] for i, t in rows], dtype=torch.float64) for n in names}
     sample = torch.tensor([place[i] for i, _ in rows], dtype=torch.int64)
     return Forest(empty, empty, (), empty, empty, sample, tuple(indices), columns)
 

@@ -25,9 +25,7 @@ UNWHITENED = ("grpo", "dr_grpo", "rloo", "opo", "gpg")
 
 
 def group(rewards: Sequence[float], lengths: Sequence[int] | None = None, index: int = 0) -> list[Outcome]:
-    return [
-        Outcome(index, r, n, {"r": r}) for r, n in zip(rewards, lengths or [2] * len(rewards), strict=True)
-    ]
+    return [Outcome(index, r, n, {"r": r}) for r, n in zip(rewards, lengths or [2] * len(rewards), strict=True)]
 
 
 def scalars(name: str, rollouts: Sequence[Outcome], params: AdvantageParams | None = None) -> list[float]:
@@ -118,14 +116,10 @@ def test_reinforce_baseline_centres_the_reward_but_not_the_kl() -> None:
     assert found == pytest.approx((flat - flat.mean()) / (flat.std(ddof=1) + 1e-6), abs=1e-12)
 
 
-def brute_gae(
-    rewards: Sequence[float], values: Sequence[float], final: float, gamma: float, lam: float
-) -> list[float]:
+def brute_gae(rewards: Sequence[float], values: Sequence[float], final: float, gamma: float, lam: float) -> list[float]:
     following = [*values, final][1:]
     deltas = [r + gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
-    return [
-        sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))
-    ]
+    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
 
 
 def test_gae_by_hand() -> None:
@@ -175,9 +169,7 @@ def test_tokens_of_the_environment_are_skipped() -> None:
 def test_vapo_lambda_grows_with_length() -> None:
     n, alpha = 40, 0.05
     values = np.linspace(0.1, 0.5, n)
-    found = compute_advantages(
-        "vapo", [Outcome(0, 1.0, n, values=values)], AdvantageParams(lambda_alpha=alpha)
-    )
+    found = compute_advantages("vapo", [Outcome(0, 1.0, n, values=values)], AdvantageParams(lambda_alpha=alpha))
     lam = 1 - 1 / (alpha * n + 1)
     assert lam == pytest.approx(2 / 3)
     rewards = [0.0] * (n - 1) + [1.0]
@@ -192,9 +184,7 @@ def test_vapo_lambda_grows_with_length() -> None:
     st.lists(st.integers(0, 5), min_size=1, max_size=6),
 )
 def test_equal_rewards_give_exactly_zero(name: str, reward: float, lengths: list[int]) -> None:
-    rollouts = [
-        Outcome(0, reward, n, {"r": reward}, values=np.full(n, reward), greedy_reward=reward) for n in lengths
-    ]
+    rollouts = [Outcome(0, reward, n, {"r": reward}, values=np.full(n, reward), greedy_reward=reward) for n in lengths]
     found = compute_advantages(name, rollouts)
     for n, advantages in zip(lengths, found.advantages, strict=True):
         assert advantages.shape == (n,)

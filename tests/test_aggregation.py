@@ -48,9 +48,7 @@ def test_nothing_left_is_no_error() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_token_that_is_not_finite_leaves_numerator_and_denominator(bad: float) -> None:
-    sample = Sample(
-        [1, 2, 3], [False, True, True], {"advantages": [bad, 1.0, bad], "old_logprobs": [0.0] * 3}
-    )
+    sample = Sample([1, 2, 3], [False, True, True], {"advantages": [bad, 1.0, bad], "old_logprobs": [0.0] * 3})
     other = Sample([1, 2], [False, True], {"advantages": [0.0, 1.0], "old_logprobs": [0.0] * 2})
     assert finite_mask(sample).tolist() == [False, True, False]
     assert token_weights([sample, other], "token_mean") == [[0, 0.5, 0], [0, 0.5]]

@@ -184,9 +184,7 @@ def test_all_problems_are_listed_at_once_in_the_order_of_the_file(folder: Path) 
 
 def test_a_problem_inside_a_union_names_its_place_only(folder: Path) -> None:
     (folder / "run.toml").write_text(
-        RUN.replace(
-            'train = "train.jsonl"', 'train = [\n  "train.jsonl",\n  {path = "train.jsonl", weight = -1},\n]'
-        )
+        RUN.replace('train = "train.jsonl"', 'train = [\n  "train.jsonl",\n  {path = "train.jsonl", weight = -1},\n]')
     )
     with pytest.raises(ConfigError) as caught:
         load_config(RLConfig, folder / "run.toml", [])
@@ -196,8 +194,7 @@ def test_a_problem_inside_a_union_names_its_place_only(folder: Path) -> None:
 def test_unknown_keys_of_a_source(folder: Path) -> None:
     message = refused(folder, 'data.eval={path="train.jsonl", wight=1}')
     assert message == (
-        "override 'data.eval={path=\"train.jsonl\", wight=1}': unknown key data.eval.wight. "
-        "Did you mean 'weight'?"
+        "override 'data.eval={path=\"train.jsonl\", wight=1}': unknown key data.eval.wight. Did you mean 'weight'?"
     )
 
 
@@ -274,9 +271,7 @@ def test_rewards_that_are_not_there(folder: Path, reward: str, told: str) -> Non
 
 
 def test_rewards_may_be_imported_or_assigned(folder: Path) -> None:
-    (folder / "many.py").write_text(
-        "from os.path import join as f, exists\ng = f\nif True:\n    def h(): ...\n"
-    )
+    (folder / "many.py").write_text("from os.path import join as f, exists\ng = f\nif True:\n    def h(): ...\n")
     for name in ("f", "exists", "g", "h"):
         load(folder, f'reward.functions=["many.py:{name}"]')
     (folder / "star.py").write_text("from os.path import *\n")
@@ -348,12 +343,8 @@ z = {inner = 1}
     assert line_of(("nowhere",), lines) is None
 
 
-plain = st.one_of(
-    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=20)
-)
-values = st.recursive(
-    plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3)
-)
+plain = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=20))
+values = st.recursive(plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3))
 
 
 @settings(deadline=None)

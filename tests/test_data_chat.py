@@ -79,9 +79,7 @@ def runs(tok: Any, text: Rendered) -> tuple[list[str], str]:
 @pytest.mark.parametrize("family", KEEPS_EARLIER_TURNS)
 @settings(max_examples=15, deadline=None)
 @given(talk=TALK)
-def test_learned_tokens_are_exactly_the_assistants(
-    family: str, kind: str, talk: list[tuple[str, str]]
-) -> None:
+def test_learned_tokens_are_exactly_the_assistants(family: str, kind: str, talk: list[tuple[str, str]]) -> None:
     tok = tokenizer(family, kind)
     texts = template(family, kind).learned(conversation(talk))
     assert len(texts) == 1
@@ -109,9 +107,7 @@ def test_a_template_that_strips_thinking_is_learned_turn_by_turn(
 
 
 def test_qwen3_thinking_is_learned_and_earlier_thinking_is_not_shown() -> None:
-    messages = conversation(
-        [("1+1?", "<think>\nadd\n</think>\n\n2"), ("2+2?", "<think>\nmore\n</think>\n\n4")]
-    )
+    messages = conversation([("1+1?", "<think>\nadd\n</think>\n\n2"), ("2+2?", "<think>\nmore\n</think>\n\n4")])
     first, second = template("qwen3").learned(messages)
     assert first.text[slice(*first.spans[0])] == "<think>\nadd\n</think>\n\n2<|im_end|>"
     assert second.text[slice(*second.spans[0])] == "<think>\nmore\n</think>\n\n4<|im_end|>"
@@ -128,8 +124,7 @@ def test_qwen3_tool_steps_after_one_question_stay_one_text() -> None:
     ]
     (text,) = template("qwen3").learned(messages)
     assert [text.text[a:b] for a, b in text.spans] == [
-        "<think>\nuse it\n</think>\n\n"
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+        '<think>\nuse it\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
         "<think>\ndone\n</think>\n\n2<|im_end|>",
     ]
 
@@ -199,17 +194,13 @@ def test_a_template_that_drops_part_of_the_turn_is_refused() -> None:
 
 
 def test_marks_that_miss_a_turn_are_refused() -> None:
-    source = kit.template("smollm3_marked").replace(
-        "'assistant' -%}", "'assistant' and loop.index0 > 1 -%}", 1
-    )
+    source = kit.template("smollm3_marked").replace("'assistant' -%}", "'assistant' and loop.index0 > 1 -%}", 1)
     found = ChatTemplate.of(kit.byte_level(source))
     with pytest.raises(DataError, match="do not mark"):
         found.learned(conversation([("a", "b")]))
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"), [("gemma", "not supported"), ("drops_system", "leaves out message 1")]
-)
+@pytest.mark.parametrize(("family", "reason"), [("gemma", "not supported"), ("drops_system", "leaves out message 1")])
 def test_a_system_message_that_the_template_cannot_hold_is_refused(family: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         template(family).check_system()

@@ -151,6 +151,4 @@ def test_formats_describe_themselves() -> None:
         "prompts in 'instruction' (and 'input' where given), completions in 'output'"
     )
     talk = detect(Row("a", 1, {"messages": []}), "rl")
-    assert (
-        talk.describe("rl") == "conversations in 'messages'; a final assistant turn is not part of the prompt"
-    )
+    assert talk.describe("rl") == "conversations in 'messages'; a final assistant turn is not part of the prompt"

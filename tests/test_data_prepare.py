@@ -47,10 +47,7 @@ def with_bos(tokenizer: Any, eos: bool = False) -> Any:
     from tokenizers import processors
 
     core = tokenizer._tokenizer
-    ids = [
-        (token, tokenizer.convert_tokens_to_ids(token))
-        for token in (tokenizer.bos_token, tokenizer.eos_token)
-    ]
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.bos_token, tokenizer.eos_token)]
     single = f"{ids[0][0]} $A" + (f" {ids[1][0]}" if eos else "")
     core.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
     return tokenizer
@@ -186,9 +183,7 @@ def test_a_prompt_over_the_limit(tmp_path: Path) -> None:
 def test_truncating_a_conversation_keeps_the_template_whole(tmp_path: Path) -> None:
     tok = tiny.tokenizer()
     path = put(tmp_path / "a.jsonl", [{"prompt": "0123456789🙂🙂"}])
-    empty = len(
-        tok.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)["input_ids"]
-    )
+    empty = len(tok.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)["input_ids"])
     for side, kept in (("truncate_left", "89🙂🙂"), ("truncate_right", "0123456789")):
         (task,) = tasks(path, tok, max_prompt_tokens=empty + 10, too_long=side).items
         assert tok.decode(task.prompt_ids) == f"<|im_start|>user\n{kept}<|im_end|>\n<|im_start|>assistant\n"

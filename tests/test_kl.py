@@ -68,9 +68,7 @@ def test_k2_has_the_gradient_of_the_kl_on_policy() -> None:
     p = logits.log_softmax(0)
     (true,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
     for estimator in ("k2", "k1+", "k3+"):
-        (found,) = torch.autograd.grad(
-            (p.exp().detach() * kl_loss(p, q, estimator)).sum(), logits, retain_graph=True
-        )
+        (found,) = torch.autograd.grad((p.exp().detach() * kl_loss(p, q, estimator)).sum(), logits, retain_graph=True)
         assert torch.allclose(found, true, atol=1e-12)
     (k1,) = torch.autograd.grad((p.exp().detach() * kl_loss(p, q, "k1")).sum(), logits)
     assert torch.allclose(k1, torch.zeros(3).double(), atol=1e-12)

@@ -102,8 +102,7 @@ def test_every_module_has_a_floor() -> None:
 
 def test_imports_point_downward() -> None:
     upward = [
-        f"{relative(path)}:{line} (floor {floor(dotted(path))}) "
-        f"imports {'.'.join(name)} (floor {floor(name)})"
+        f"{relative(path)}:{line} (floor {floor(dotted(path))}) imports {'.'.join(name)} (floor {floor(name)})"
         for path in modules()
         for line, name in own_imports(path)
         if (not name or name[0] in FLOORS) and floor(name) > floor(dotted(path))
@@ -181,8 +180,7 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
         "engines/other.py": "",
         "data/heavy.py": "if True:\n    import torch.nn\n",
         "data/light.py": (
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"
-            "def f():\n    import torch\n"
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import torch\n"
         ),
         "models/long.py": "def f():\n" + "    pass\n" * 401,
     }

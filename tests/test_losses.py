@@ -257,9 +257,7 @@ def test_gradient_by_finite_differences(name: str) -> None:
         )  # fmt: skip
         return float((coefficients * POLICY_LOSSES[name].fn(moved, params).loss).sum())
 
-    (gradient,) = torch.autograd.grad(
-        (coefficients * POLICY_LOSSES[name].fn(micro, params).loss).sum(), micro.logprobs
-    )
+    (gradient,) = torch.autograd.grad((coefficients * POLICY_LOSSES[name].fn(micro, params).loss).sum(), micro.logprobs)
     start, h = micro.logprobs.detach(), 1e-6
     for k in range(n):
         step = torch.zeros(n, dtype=torch.float64)
@@ -373,9 +371,7 @@ def test_the_scalar_by_hand() -> None:
     assert metrics["ratio"].item() == pytest.approx(1.0)
     assert metrics["policy_kl"].item() == pytest.approx(0.0)
     assert metrics["clip_low"].item() == metrics["clip_high"].item() == 0.0
-    doubled, _ = policy_objective(section, kl_coef=0.2)(
-        forest_of(samples, [0, 1]), logprobs, double([2.0, 1.0, 3.0])
-    )
+    doubled, _ = policy_objective(section, kl_coef=0.2)(forest_of(samples, [0, 1]), logprobs, double([2.0, 1.0, 3.0]))
     assert doubled.item() - scalar.item() == pytest.approx(0.1 * kl)
 
 
@@ -428,9 +424,7 @@ def test_a_new_logprob_that_is_not_finite_reaches_no_gradient(name: str) -> None
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_batch_without_loss_tokens_gives_zero(name: str) -> None:
     section = resolved(loss=name)
-    samples = [
-        Sample(s.token_ids, s.loss_mask, s.columns, s.group) for s in random_samples(3, lengths=(2, 2))
-    ]
+    samples = [Sample(s.token_ids, s.loss_mask, s.columns, s.group) for s in random_samples(3, lengths=(2, 2))]
     for s in samples:
         s.columns["advantages"] = [math.nan] * 4
     ready = weigh(prepare_columns(samples, section, seed=1), "seq_mean_token_mean")
@@ -444,9 +438,7 @@ def test_columns_that_were_not_made_are_named() -> None:
     samples = random_samples(0, lengths=(2,))
     with pytest.raises(AssertionError, match=r"aggregation\.weigh"):
         policy_objective(resolved())(forest_of(samples, [0]), torch.zeros(2), None)
-    ready = weigh(
-        [Sample([1, 2], [False, True], {"advantages": [0, 1.0], "old_logprobs": [0, 0.0]})], "token_mean"
-    )
+    ready = weigh([Sample([1, 2], [False, True], {"advantages": [0, 1.0], "old_logprobs": [0, 0.0]})], "token_mean")
     with pytest.raises(AssertionError, match="ref_logprobs"):
         policy_objective(resolved(kl_coef=0.1))(forest_of(ready, [0]), torch.zeros(1), None)
     with pytest.raises(AssertionError, match="entropy"):

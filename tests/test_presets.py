@@ -44,9 +44,7 @@ def test_every_preset_resolves_with_a_reason_for_each_key(name: str) -> None:
     for key, value, reason in reasons:
         assert getattr(found, key.removeprefix("algorithm.")) == value
         assert reason
-    changed = {
-        k for k in AlgorithmSection.model_fields if getattr(found, k) != getattr(section(name=name), k)
-    }
+    changed = {k for k in AlgorithmSection.model_fields if getattr(found, k) != getattr(section(name=name), k)}
     assert changed == {key.removeprefix("algorithm.") for key, _, _ in reasons}
 
 

@@ -76,9 +76,7 @@ def test_an_unusable_answer_is_a_data_error_and_a_missing_one_does_not_apply() -
     with pytest.raises(DataError, match="task t9: the column 'answer' 'many' holds no number"):
         rewards.check_tasks([Task("t9", "q", (), {"answer": "many"})])
     bad, missing = judge(rewards, [("many", "7"), (None, "7")])
-    assert (
-        bad.status is Status.REWARD_FAILED and "task t0" in str(bad.error) and "data error" in str(bad.error)
-    )
+    assert bad.status is Status.REWARD_FAILED and "task t0" in str(bad.error) and "data error" in str(bad.error)
     assert missing.status is Status.REWARD_FAILED and "no reward function applies" in str(missing.error)
     rewards.close()
 

@@ -173,7 +173,5 @@ def test_checking_and_loading_do_not_import_torch(directory: Path) -> None:
         "load_rewards(RewardSection(functions=('math', 'rewards.py:correct')), Path('.')).close()\n"
         "print([m for m in ('torch', 'transformers', 'sympy', 'numpy') if m in sys.modules])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=directory, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=directory, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

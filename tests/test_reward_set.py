@@ -23,9 +23,7 @@ from tunesmith.errors import ConfigError, DataError, RewardError
 from tunesmith.types import Completion, Message, Rollout, Status, Task
 
 
-def rollout(
-    task: str = "t", prompt: str | list[Message] = "q", ids: Sequence[int] = (7, 2), **columns: Any
-) -> Rollout:
+def rollout(task: str = "t", prompt: str | list[Message] = "q", ids: Sequence[int] = (7, 2), **columns: Any) -> Rollout:
     made = Rollout(Task(task, prompt, (1, 5), columns))
     made.observe((1, 5))
     made.act(Completion(list(ids), [0.0] * len(ids), [0] * len(ids), "stop"))

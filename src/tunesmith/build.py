@@ -105,12 +105,14 @@ def run_sft(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
 def _load_tokenizer(config: RunConfig) -> Any:
     from transformers.utils import logging
 
-    from tunesmith.models.tokenizer import load_tokenizer
+    from tunesmith.models.loading import load_tokenizer
 
     logging.disable_progress_bar()  # its bars would be drawn over ours
 
     section = config.model
-    return load_tokenizer(section.path, section.trust_remote_code, section.chat_template)
+    return load_tokenizer(
+        section.path, trust_remote_code=section.trust_remote_code, chat_template=section.chat_template
+    )
 
 
 def _load_model(config: RunConfig, tokenizer: Any) -> CausalLM:
@@ -121,14 +123,13 @@ def _load_model(config: RunConfig, tokenizer: Any) -> CausalLM:
     if config.system.threads is not None:
         torch.set_num_threads(config.system.threads)
     assert config.model.dtype is not None and config.system.device is not None, "not resolved"
-    model = CausalLM.load(
+    return CausalLM.load(
         config.model.path,
         dtype=getattr(torch, config.model.dtype),
         device=config.system.device,
         trust_remote_code=config.model.trust_remote_code,
+        tokenizer=tokenizer,
     )
-    model.tokenizer = tokenizer
-    return model
 
 
 def _limits(config: RunConfig) -> Limits:

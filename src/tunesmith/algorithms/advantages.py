@@ -112,9 +112,7 @@ CRITIC = frozenset({"critic"})
 GREEDY = frozenset({"greedy_rollout"})
 
 
-def compute_advantages(
-    name: str, outcomes: Sequence[Outcome], params: AdvantageParams | None = None
-) -> Advantages:
+def compute_advantages(name: str, outcomes: Sequence[Outcome], params: AdvantageParams | None = None) -> Advantages:
     """Advantages of a whole batch. Rewards are finite here: a reward that is not is a failed rollout."""
     for o in outcomes:
         assert np.isfinite(o.total), f"a reward of {o.total} reached the estimator"

@@ -41,9 +41,7 @@ def finite_mask(sample: Sample) -> NDArray[np.bool_]:
     return mask
 
 
-def sequence_weights(
-    counts: Sequence[int], aggregation: str, max_new_tokens: int | None = None
-) -> list[float]:
+def sequence_weights(counts: Sequence[int], aggregation: str, max_new_tokens: int | None = None) -> list[float]:
     """Weight of each token of sequences with ``counts`` loss tokens, one number per sequence.
 
     Example:
@@ -66,9 +64,7 @@ def sequence_weights(
     return [1.0 / d if c else 0.0 for c, d in zip(counts, divisors, strict=True)]
 
 
-def token_weights(
-    samples: Sequence[Sample], aggregation: str, max_new_tokens: int | None = None
-) -> list[list[float]]:
+def token_weights(samples: Sequence[Sample], aggregation: str, max_new_tokens: int | None = None) -> list[list[float]]:
     """Weight of every token of an optimizer batch, ``[L]`` per sample; 0 where there is no loss."""
     masks = [finite_mask(s) for s in samples]
     weights = sequence_weights([int(m.sum()) for m in masks], aggregation, max_new_tokens)
@@ -80,6 +76,5 @@ def weigh(samples: Sequence[Sample], aggregation: str, max_new_tokens: int | Non
     weights = token_weights(samples, aggregation, max_new_tokens)
     shares = token_weights(samples, "token_mean")
     return [
-        replace(s, columns={**s.columns, WEIGHT: w, SHARE: m})
-        for s, w, m in zip(samples, weights, shares, strict=True)
+        replace(s, columns={**s.columns, WEIGHT: w, SHARE: m}) for s, w, m in zip(samples, weights, shares, strict=True)
     ]

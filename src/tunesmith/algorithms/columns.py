@@ -85,9 +85,7 @@ def covariances(logprobs: Floats, advantages: Floats) -> Floats:
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
-def choose_clip_cov(
-    cov: Floats, share: float, low: float, high: float, rng: np.random.Generator
-) -> NDArray[np.intp]:
+def choose_clip_cov(cov: Floats, share: float, low: float, high: float, rng: np.random.Generator) -> NDArray[np.intp]:
     """A random ``share`` of all tokens (at least one) among those with ``low < cov < high``."""
     candidates = np.flatnonzero((cov > low) & (cov < high))
     return rng.permutation(candidates)[: max(int(share * cov.size), 1)]

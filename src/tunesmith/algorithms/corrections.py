@@ -66,9 +66,7 @@ def _everywhere(value: np.float64, log_weights: Floats) -> Floats:
 _BOUNDS = {"correction_low": 0.5, "correction_high": 2.0}
 
 
-@_register(
-    "token_truncate", "min(w, C)", "TIS, https://fengyao.notion.site/off-policy-rl", {"correction_high": 2.0}
-)
+@_register("token_truncate", "min(w, C)", "TIS, https://fengyao.notion.site/off-policy-rl", {"correction_high": 2.0})
 def token_truncate(log_weights: Floats, low: float, high: float) -> Floats:  # noqa: ARG001
     return np.minimum(_exp(log_weights), high)
 
@@ -105,9 +103,7 @@ def geometric(log_weights: Floats, low: float, high: float) -> Floats:
     return _everywhere(_inside(_exp(log_weights.mean(keepdims=True)), low, high)[0], log_weights)
 
 
-def correction_weights(
-    name: str, old_logprobs: Floats, sampler_logprobs: Floats, low: float, high: float
-) -> Floats:
+def correction_weights(name: str, old_logprobs: Floats, sampler_logprobs: Floats, low: float, high: float) -> Floats:
     """Weights ``[n]`` of one sample's policy tokens.
 
     A token whose log-probabilities are not finite gets NaN, which takes it out of the loss

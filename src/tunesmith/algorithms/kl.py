@@ -53,9 +53,7 @@ def _k3(delta: Tensor) -> Tensor:
     return (-delta).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 + delta
 
 
-def kl_values(
-    logprobs: NDArray[np.float64], ref_logprobs: NDArray[np.float64], estimator: str
-) -> NDArray[np.float64]:
+def kl_values(logprobs: NDArray[np.float64], ref_logprobs: NDArray[np.float64], estimator: str) -> NDArray[np.float64]:
     """KL per token without gradient, in NumPy: what is subtracted from rewards, ``−β·kl``."""
     delta = logprobs - ref_logprobs
     match estimator:

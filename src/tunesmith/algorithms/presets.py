@@ -51,9 +51,7 @@ def _needs(advantage: str, loss: str) -> frozenset[str]:
     return ESTIMATORS[advantage].needs | POLICY_LOSSES[loss].needs
 
 
-def _preset(
-    source: str, description: str, advantage: str, loss: str, aggregation: str, **settings: Setting
-) -> Preset:
+def _preset(source: str, description: str, advantage: str, loss: str, aggregation: str, **settings: Setting) -> Preset:
     base: dict[str, Setting] = {"advantage": advantage, "loss": loss, "aggregation": aggregation}
     return Preset(source, description, {**base, **settings})
 
@@ -275,9 +273,7 @@ def _check_needs(filling: _Filling, supported: frozenset[str]) -> None:
         )
 
 
-def _fill_keys(
-    filling: _Filling, kind: str, registry: Mapping[str, Estimator] | Mapping[str, PolicyLoss]
-) -> None:
+def _fill_keys(filling: _Filling, kind: str, registry: Mapping[str, Estimator] | Mapping[str, PolicyLoss]) -> None:
     """The constants of the chosen loss or estimator; the preset's only where the choice is the preset's."""
     name = str(filling[kind])
     own = filling.preset.settings[kind] == name
@@ -352,9 +348,7 @@ def _refuse_unread(filling: _Filling) -> None:
                 raise ConfigError(f"algorithm.{key} would have no effect: {why}.")
         if key in _READ_BY_CHOICE and key not in filling.read:
             kind = _READ_BY_CHOICE[key]
-            raise ConfigError(
-                f"algorithm.{key} would have no effect: the {kind} '{filling[kind]}' does not read it."
-            )
+            raise ConfigError(f"algorithm.{key} would have no effect: the {kind} '{filling[kind]}' does not read it.")
 
 
 def _said(section: AlgorithmSection) -> list[str]:

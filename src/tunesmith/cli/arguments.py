@@ -10,7 +10,5 @@ import typer
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[section.key=value]...", help="Settings that replace the file's.", show_default=False
-    ),
+    typer.Argument(metavar="[section.key=value]...", help="Settings that replace the file's.", show_default=False),
 ]

@@ -104,9 +104,7 @@ def _read(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Source]:
         said[keys] = override
         if blocked := _put(data, keys, value):
             found = show(_at(data, blocked))
-            problems.append(
-                Problem(keys, f"{dotted(blocked)} is {found}, so it has no key {keys[len(blocked)]}")
-            )
+            problems.append(Problem(keys, f"{dotted(blocked)} is {found}, so it has no key {keys[len(blocked)]}"))
     return data, Source(path, key_lines(text), said, problems)
 
 
@@ -115,9 +113,7 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path} is a directory; name a TOML run file")
     if not path.exists():
         siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        raise ConfigError(
-            f"run file {path} does not exist.{nearest(str(path), siblings) if siblings else ''}"
-        )
+        raise ConfigError(f"run file {path} does not exist.{nearest(str(path), siblings) if siblings else ''}")
     with boundary(ConfigError, f"cannot read {path}", (OSError, UnicodeDecodeError)):
         return path.read_text(encoding="utf-8")
 

@@ -65,12 +65,10 @@ def print_resolved(resolved: Resolved[Any]) -> None:
         if key not in changed:
             table.add_row(Text(key), Text(_shown(value), style="bold"), Text("as you said", style="dim"))
     for entry in resolved.derived:
-        table.add_row(
-            Text(entry.key), Text(_shown(entry.value), style="bold cyan"), Text(entry.reason, "dim")
-        )
+        table.add_row(Text(entry.key), Text(_shown(entry.value), style="bold cyan"), Text(entry.reason, "dim"))
     console = Console()
     if not console.is_terminal:
-        console.width = 140
+        console.width = 1000  # a log has no right edge
     console.print(table)
     for note in resolved.notes:
         console.print(Text(f"note: {note}", style="yellow"))
@@ -129,6 +127,4 @@ def _json(resolved: Resolved[Any]) -> str:
         source = "derived" if key in reasons else "said" if key in resolved.said else "default"
         entry = {"value": value, "source": source}
         entries[key] = {**entry, "reason": reasons[key]} if key in reasons else entry
-    return (
-        json.dumps({"settings": entries, "notes": list(resolved.notes)}, indent=2, ensure_ascii=False) + "\n"
-    )
+    return json.dumps({"settings": entries, "notes": list(resolved.notes)}, indent=2, ensure_ascii=False) + "\n"

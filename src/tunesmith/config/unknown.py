@@ -42,9 +42,7 @@ def _walk(
             yield from _walk_value(inner, value, (*path, key))
 
 
-def _walk_value(
-    sections: list[type[BaseModel]], value: Any, path: KeyPath
-) -> Iterator[tuple[KeyPath, list[str]]]:
+def _walk_value(sections: list[type[BaseModel]], value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, list[str]]]:
     if isinstance(value, dict):
         yield from _walk(sections, cast(dict[str, Any], value), path)
     elif isinstance(value, list):

@@ -69,18 +69,14 @@ class ChatTemplate:
         )
         return replace(plain, turn_end=plain.probe_turn_end())
 
-    def render(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
-    ) -> str:
+    def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
         """The conversation as text; with ``prompt``, up to where the assistant begins to write.
 
         Raises:
             DataError: the template refuses the conversation, or has no place for the tools.
         """
         if tools and not self.takes_tools:
-            raise DataError(
-                "the chat template has no place for tools; name one that has with model.chat_template"
-            )
+            raise DataError("the chat template has no place for tools; name one that has with model.chat_template")
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tools, add_generation_prompt=prompt, tokenize=False
@@ -90,9 +86,7 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses this conversation ({roles}): {error}") from error
         return cast("str", text)
 
-    def whole(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
-    ) -> str:
+    def whole(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
         """As ``render``, and certain that nothing the user or the system said is lost.
 
         Raises:
@@ -150,9 +144,7 @@ class ChatTemplate:
                 f"system messages (data.system_prompt) do not work with this tokenizer: {error}."
             ) from error
 
-    def learned(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0
-    ) -> list[Rendered]:
+    def learned(self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0) -> list[Rendered]:
         """Texts in which each assistant turn from message ``first`` on is learned exactly once.
 
         One text, where the template renders earlier turns as they were; more, where it does not.

@@ -75,9 +75,7 @@ def fit_prompt(
         return cast("str", kept), ids
     fitted = _shorten(prompt, ids, limit, left, tokenizer, lambda shorter: encode_prompt(example, shorter))
     if fitted is None:
-        report.bad(
-            BadLine(example.where, f"{reason}, and shortening its last user message does not make it fit")
-        )
+        report.bad(BadLine(example.where, f"{reason}, and shortening its last user message does not make it fit"))
         return None
     report.truncated += 1
     return fitted

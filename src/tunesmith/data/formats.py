@@ -96,9 +96,7 @@ def _detect_rl(row: Row, named: str | None) -> Format:
     prompt = named or _only(row, PROMPTS, "data.prompt")
     if prompt is None:
         needed = f"{', '.join(PROMPTS)} or {CONVERSATIONS[0]}"
-        raise BadLine(
-            row.where, f"no prompt; found columns: {_found(row)}; needs one of {needed}, or set data.prompt"
-        )
+        raise BadLine(row.where, f"no prompt; found columns: {_found(row)}; needs one of {needed}, or set data.prompt")
     if named in CONVERSATIONS:
         return Format("messages", messages=named)
     return Format("prompt", prompt=prompt, context=_context(prompt))
@@ -145,9 +143,7 @@ def _only(row: Row, names: tuple[str, ...], key: str) -> str | None:
     if "instruction" in present and "input" in present:
         present.remove("input")
     if len(present) > 1 and present[0] != names[0]:
-        raise BadLine(
-            row.where, f"the columns {', '.join(present)} could each be meant; say which with {key}"
-        )
+        raise BadLine(row.where, f"the columns {', '.join(present)} could each be meant; say which with {key}")
     return present[0] if present else None
 
 

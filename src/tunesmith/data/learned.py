@@ -14,9 +14,7 @@ from tunesmith.errors import ConfigError, DataError
 from tunesmith.types import Message, Prompt
 
 
-def choose_template(
-    section: DataSection, tokenizer: Tokenizer, examples: list[Example]
-) -> ChatTemplate | None:
+def choose_template(section: DataSection, tokenizer: Tokenizer, examples: list[Example]) -> ChatTemplate | None:
     """The chat template to use, or None where prompts are plain text.
 
     Raises:
@@ -24,13 +22,9 @@ def choose_template(
     """
     talks = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
     if talks is not None and section.chat is False:
-        raise ConfigError(
-            f"data.chat = false, but {talks.where} is a conversation, which needs the chat template."
-        )
+        raise ConfigError(f"data.chat = false, but {talks.where} is a conversation, which needs the chat template.")
     prompts = any(e.prompt is not None for e in examples)
-    wanted = talks is not None or (
-        prompts and (section.chat or (section.chat is None and tokenizer.chat_template))
-    )
+    wanted = talks is not None or (prompts and (section.chat or (section.chat is None and tokenizer.chat_template)))
     if not wanted:
         if section.system_prompt is not None:
             raise ConfigError(
@@ -57,15 +51,12 @@ def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Rep
     """Say so when what is learned never ends with a token to stop at."""
     marker = template.stop_marker
     if not template.ends_turns:
-        report.note(
-            "The chat template ends assistant turns with no special token: the model does not learn to stop."
-        )
+        report.note("The chat template ends assistant turns with no special token: the model does not learn to stop.")
     elif template.marks_assistant and any(
         text.text.startswith(marker, stop) for text in texts for _, stop in text.spans
     ):
         report.note(
-            f"The chat template's {{% generation %}} tags leave {marker.strip()} out: the model does not "
-            "learn to stop."
+            f"The chat template's {{% generation %}} tags leave {marker.strip()} out: the model does not learn to stop."
         )
 
 

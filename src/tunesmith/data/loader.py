@@ -61,9 +61,7 @@ class Loader(Generic[T]):
         self._taken = [0] * len(self.parts)
         self._orders: list[tuple[int, list[int]]] = [(-1, [])] * len(self.parts)
         assert batch_size > 0, "batch_size must be positive"
-        assert all(len(part) > 0 and part.weight > 0 for part in self.parts), (
-            "a part has no item or no weight"
-        )
+        assert all(len(part) > 0 and part.weight > 0 for part in self.parts), "a part has no item or no weight"
 
     def __len__(self) -> int:
         """Items in all parts."""

@@ -197,9 +197,7 @@ def _check_limit(section: DataSection, key: str) -> None:
 # Reading ------------------------------------------------------------------------------------------------
 
 
-def _examples(
-    section: DataSection, source: Sources, goal: Goal
-) -> tuple[list[tuple[int, Example]], Report, str]:
+def _examples(section: DataSection, source: Sources, goal: Goal) -> tuple[list[tuple[int, Example]], Report, str]:
     """Every usable line with the index of its source; the report; the fingerprint of the data."""
     sources = as_sources(source)
     report = Report(skip_bad=section.skip_bad)
@@ -269,9 +267,7 @@ def _each(
     return made
 
 
-def _prepared(
-    items: list[tuple[int, T]], sources: tuple[Source, ...], report: Report, fingerprint: str
-) -> Prepared[T]:
+def _prepared(items: list[tuple[int, T]], sources: tuple[Source, ...], report: Report, fingerprint: str) -> Prepared[T]:
     """Items of each source side by side. Without weights, sources are simply joined.
 
     Raises:

@@ -79,6 +79,4 @@ class Report:
     def write_skipped(self, path: Path) -> None:
         """Every skipped line as JSON Lines: ``where``, ``kind``, ``reason``. No file if there is none."""
         if self.skipped:
-            path.write_text(
-                "".join(json.dumps(asdict(skip)) + "\n" for skip in self.skipped), encoding="utf-8"
-            )
+            path.write_text("".join(json.dumps(asdict(skip)) + "\n" for skip in self.skipped), encoding="utf-8")

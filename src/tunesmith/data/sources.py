@@ -89,9 +89,7 @@ def directory_files(directory: Path, split: str) -> list[Path]:
     files = sorted(
         p
         for p in directory.rglob("*")
-        if p.is_file()
-        and p.suffix.lower() in READERS
-        and not p.relative_to(directory).parts[0].startswith(".")
+        if p.is_file() and p.suffix.lower() in READERS and not p.relative_to(directory).parts[0].startswith(".")
     )
     if not files:
         raise DataError(f"{directory}: no data file in this directory. Valid: {', '.join(READERS)}.")
@@ -302,9 +300,7 @@ def _items(scan: _Scanner) -> Rows:
         if isinstance(value, dict):
             yield Row(str(scan.path), line, cast("Columns", value))
         else:
-            yield BadLine(
-                f"{scan.path}:{line}", f"holds {_kind(value)}, needs a JSON object with named columns"
-            )
+            yield BadLine(f"{scan.path}:{line}", f"holds {_kind(value)}, needs a JSON object with named columns")
         if scan.peek() != "]":
             scan.take(",")
     scan.take("]")

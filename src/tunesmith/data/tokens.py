@@ -31,9 +31,7 @@ class Tokenizer(Protocol):
     def all_special_tokens(self) -> list[str]: ...
     @property
     def special_tokens_map(self) -> dict[str, Any]: ...
-    def __call__(
-        self, text: Any, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False
-    ) -> Any: ...
+    def __call__(self, text: Any, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False) -> Any: ...
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any: ...
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str: ...
     def apply_chat_template(
@@ -76,9 +74,7 @@ def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[
             "be masked exactly. Use a model with a fast tokenizer (a tokenizer.json)."
         )
     for start in range(0, len(texts), CHUNK):
-        out = tokenizer(
-            list(texts[start : start + CHUNK]), add_special_tokens=False, return_offsets_mapping=True
-        )
+        out = tokenizer(list(texts[start : start + CHUNK]), add_special_tokens=False, return_offsets_mapping=True)
         for ids, offsets in zip(out["input_ids"], out["offset_mapping"], strict=True):
             yield Encoded(ids, offsets)
 

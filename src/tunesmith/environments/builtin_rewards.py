@@ -42,24 +42,18 @@ def check_builtins(section: RewardSection) -> None:
     extracting = [name for name in used if name in ("exact_match", "numeric_match")]
     if section.pattern is None:
         if "regex_format" in used:
-            raise ConfigError(
-                "reward.pattern is missing; regex_format gives 1 where it matches a whole completion."
-            )
+            raise ConfigError("reward.pattern is missing; regex_format gives 1 where it matches a whole completion.")
     else:
         groups = _groups(section.pattern)
         if "regex_format" not in used and not extracting:
-            raise ConfigError(
-                "reward.pattern is set, but regex_format, exact_match and numeric_match are not used."
-            )
+            raise ConfigError("reward.pattern is set, but regex_format, exact_match and numeric_match are not used.")
         if "regex_format" not in used and not groups:
             raise ConfigError(
                 f"reward.pattern has no group for {extracting[0]} to extract; "
                 "put parentheses around the answer, as in '#### (.+)'."
             )
     if section.answer in RESERVED:
-        raise ConfigError(
-            f"reward.answer: '{section.answer}' is not a data column but an argument of every reward."
-        )
+        raise ConfigError(f"reward.answer: '{section.answer}' is not a data column but an argument of every reward.")
     if "answer" in section.model_fields_set and not any(name in COMPARING for name in used):
         raise ConfigError(
             f"reward.answer is set, but none of {', '.join(COMPARING)} is in reward.functions; "
@@ -85,9 +79,7 @@ def _exact_match(section: RewardSection) -> RewardFunction:
     """1 where completion and answer are equal but for whitespace at the ends and its amount inside."""
     extractor = _Extractor(section)
 
-    async def exact_match(
-        completions: Sequence[Any], log_extra: LogExtra, **columns: Sequence[Any]
-    ) -> list[Score]:
+    async def exact_match(completions: Sequence[Any], log_extra: LogExtra, **columns: Sequence[Any]) -> list[Score]:
         golds = columns[section.answer]
         found = await extractor.extract(completions, golds)
         answers = [" ".join(f.split()) if isinstance(f, str) else f for f in found]
@@ -101,9 +93,7 @@ def _numeric_match(section: RewardSection) -> RewardFunction:
     """1 where the last number of the completion (or of what the pattern extracts) equals the answer's."""
     extractor = _Extractor(section)
 
-    async def numeric_match(
-        completions: Sequence[Any], log_extra: LogExtra, **columns: Sequence[Any]
-    ) -> list[Score]:
+    async def numeric_match(completions: Sequence[Any], log_extra: LogExtra, **columns: Sequence[Any]) -> list[Score]:
         golds = columns[section.answer]
         found = await extractor.extract(completions, golds)
         answers = [last_number(f) if isinstance(f, str) else f for f in found]
@@ -136,9 +126,7 @@ def _regex_format(section: RewardSection) -> RewardFunction:
         return [o if isinstance(o, ItemFailure) else float(o) for o in outcomes]
 
     accepts = frozenset({"completions"})
-    return RewardFunction(
-        "regex_format", "regex_format", regex_format, frozenset(), accepts, True, pool.close
-    )
+    return RewardFunction("regex_format", "regex_format", regex_format, frozenset(), accepts, True, pool.close)
 
 
 def _math(section: RewardSection) -> RewardFunction:
@@ -208,9 +196,7 @@ class _Extractor:
         self._pattern = section.pattern if section.pattern is not None and _groups(section.pattern) else None
         self._pool = _pattern_pool(section, "extract") if self._pattern is not None else None
 
-    async def extract(
-        self, completions: Sequence[Any], golds: Sequence[Any]
-    ) -> list[str | ItemFailure | None]:
+    async def extract(self, completions: Sequence[Any], golds: Sequence[Any]) -> list[str | ItemFailure | None]:
         texts = [text_of(completion) for completion in completions]
         if self._pool is None:
             return list(texts)

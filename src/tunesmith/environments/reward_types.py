@@ -56,9 +56,7 @@ class RewardFunction:
     """Why a value of the answer column cannot be used, if it cannot."""
 
 
-def signature_of(
-    function: Callable[..., Any], reference: str
-) -> tuple[frozenset[str], frozenset[str] | None]:
+def signature_of(function: Callable[..., Any], reference: str) -> tuple[frozenset[str], frozenset[str] | None]:
     """Data columns the function requires, and the keywords it accepts (None: all).
 
     Raises:
@@ -113,8 +111,7 @@ def arguments_for(
     given: dict[str, Any] = {
         "prompts": [_copy_prompt(r.task.prompt) for r in rollouts],
         "completions": [
-            text if isinstance(r.task.prompt, str) else [{"role": "assistant", "content": text}]
-            for r, text in pairs
+            text if isinstance(r.task.prompt, str) else [{"role": "assistant", "content": text}] for r, text in pairs
         ],
         "completion_ids": [r.completion_ids for r in rollouts],
         "trainer_state": state,

@@ -138,9 +138,7 @@ class RewardSet:
                 problem = f.check_gold(gold)
                 # In a mixture, a task without an answer may be another reward's.
                 if problem is not None and (gold is not None or len(self.functions) == 1):
-                    raise DataError(
-                        f"task {task.id}: the column '{column}' {problem}; '{f.name}' compares with it."
-                    )
+                    raise DataError(f"task {task.id}: the column '{column}' {problem}; '{f.name}' compares with it.")
 
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
         """Fill in ``rewards``, ``reward`` and ``metrics``, or mark the rollout failed.
@@ -166,9 +164,7 @@ class RewardSet:
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """``reward_metrics``, means of what ``log_metric`` got since the last call, abandoned threads."""
         logged, self._logged = self._logged, {}
-        metrics = reward_metrics(rollouts) | {
-            f"logged/{name}": fmean(values) for name, values in logged.items()
-        }
+        metrics = reward_metrics(rollouts) | {f"logged/{name}": fmean(values) for name, values in logged.items()}
         if self._calls.abandoned:
             metrics["reward/abandoned_threads"] = float(self._calls.abandoned)
         return metrics
@@ -265,9 +261,7 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         key = f"reward/{name}" if name in ("answered", "correct") else f"logged/{name}"
         metrics[key] = fmean(r.metrics[name] for r in usable if name in r.metrics)
     if metrics.get("reward/answered"):
-        metrics["reward/correct_of_answered"] = (
-            metrics.get("reward/correct", 0.0) / metrics["reward/answered"]
-        )
+        metrics["reward/correct_of_answered"] = metrics.get("reward/correct", 0.0) / metrics["reward/answered"]
     return metrics
 
 
@@ -279,9 +273,7 @@ def _record(rollout: Rollout, function: RewardFunction, score: Score) -> None:
     if not isinstance(score, ItemFailure):
         rollout.rewards[function.name] = score
     elif rollout.status is Status.OK:
-        rollout.fail(
-            score.status, f"task {rollout.task.id}: the reward '{function.reference}' {score.reason}"
-        )
+        rollout.fail(score.status, f"task {rollout.task.id}: the reward '{function.reference}' {score.reason}")
 
 
 def _note(rollout: Rollout, function: RewardFunction, noted: dict[str, Any]) -> None:

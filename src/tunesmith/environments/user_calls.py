@@ -71,9 +71,7 @@ class UserCalls:
             self._loop.stop()
             self._loop = None
 
-    async def _run_plain(
-        self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float
-    ) -> object:
+    async def _run_plain(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
         key = id(function)
         call = self._thread.submit(key, functools.partial(function, **kwargs))
         try:
@@ -90,9 +88,7 @@ class UserCalls:
             if not call.result.done() and not call.result.cancel():
                 self.abandoned += self._thread.abandon(call)
 
-    async def _run_async(
-        self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float
-    ) -> object:
+    async def _run_async(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
         loop = self._loop = self._loop or _LoopThread()
         result = loop.submit(functools.partial(function, **kwargs))
         if await _done_within(result, timeout):

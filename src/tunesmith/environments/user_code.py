@@ -97,9 +97,7 @@ def load_function(location: Location) -> Callable[..., Any]:
             module = _import(location)
         except (Exception, SystemExit) as error:
             tail = describe_exception(error, skip=_is_machinery)
-            raise ConfigError(
-                f"importing {location.place} for '{location.reference}' failed:\n{tail}"
-            ) from error
+            raise ConfigError(f"importing {location.place} for '{location.reference}' failed:\n{tail}") from error
     try:
         function = getattr(module, location.function)
     except AttributeError:

@@ -39,14 +39,18 @@ class CausalLM:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> CausalLM:
         """Load from a directory or a hub name; safetensors only, dropout off.
+
+        Args:
+            tokenizer: one that is loaded already.
 
         Raises:
             ModelError: there is no such model, something of it is missing, or its family cannot work here.
         """
         load_config(path, trust_remote_code=trust_remote_code)  # refuses a family before reading more
-        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
         module = load_module(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         return cls(module, tokenizer, LeanDecoder.of(module.base_model))
 

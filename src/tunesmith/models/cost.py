@@ -15,9 +15,8 @@ def training_cost(model: CausalLM) -> CostModel:
     config: Any = model.module.config.get_text_config()
     embedding = cast(nn.Embedding, model.module.get_input_embeddings()).weight.numel()
     heads = config.num_attention_heads
-    base = cast(nn.Module, model.module.base_model)
     return CostModel.of_decoder(
-        parameters=sum(p.numel() for p in base.parameters()) - embedding,
+        parameters=sum(p.numel() for p in model.module.base_model.parameters()) - embedding,
         layers=config.num_hidden_layers,
         heads=heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,

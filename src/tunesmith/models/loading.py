@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tunesmith.errors import ModelError, boundary
+from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.families import check_family
 
@@ -37,14 +37,23 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     return config
 
 
-def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """
+def load_tokenizer(
+    path: str | Path, *, trust_remote_code: bool = False, chat_template: Path | None = None
+) -> PreTrainedTokenizerBase:
+    """A model's tokenizer, with its chat template replaced by a file where one is given.
+
     Raises:
         ModelError: there is no tokenizer, or it cannot be read.
+        ConfigError: the chat template cannot be read.
     """
     check_directory(path)
     with boundary(ModelError, f"cannot load the tokenizer of model '{path}'", _FOREIGN):
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
+        found = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    tokenizer = cast(PreTrainedTokenizerBase, found)
+    if chat_template is not None:
+        with boundary(ConfigError, f"model.chat_template: cannot read {chat_template}", (OSError, ValueError)):
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+    return tokenizer
 
 
 def load_module(

@@ -57,9 +57,7 @@ class Metrics:
             twice; None starts a new file.
     """
 
-    def __init__(
-        self, path: Path, sinks: Sequence[Sink] = (), every: int = 1, resume_step: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, sinks: Sequence[Sink] = (), every: int = 1, resume_step: int | None = None) -> None:
         drop_after(path, -1 if resume_step is None else resume_step)
         self._lines = JsonLines(path)
         self._sinks = tuple(sinks)
@@ -108,9 +106,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
-        return [
-            json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")
-        ]
+        return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def open_sinks(names: Sequence[str], directory: Path, resume_step: int | None = None) -> list[Sink]:

@@ -253,9 +253,7 @@ class LivePanel:
         if watched is None or len(self._course) < 2:
             return Text()
         line = Text().append(f"{watched[0]} ", style="dim").append(f"{number(self._course[0])} ")
-        return line.append(sparkline(list(self._course)), style="green").append(
-            f" {number(self._course[-1])}"
-        )
+        return line.append(sparkline(list(self._course)), style="green").append(f" {number(self._course[-1])}")
 
     def __enter__(self) -> Self:
         self._live.start(refresh=True)

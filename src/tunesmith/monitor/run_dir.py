@@ -101,8 +101,7 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Path) -> RunDir
     if not continued and holds_run(path):
         run.release()
         raise ConfigError(
-            f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, "
-            "or delete it"
+            f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, or delete it"
         )
     return run
 

@@ -16,9 +16,7 @@ def time_table(totals: Mapping[str, float]) -> list[str]:
         totals: seconds by phase, as ``Clock.totals`` gives them.
     """
     whole = sum(totals.values())
-    rows = [
-        (n, s) for n, s in sorted(totals.items(), key=lambda row: -row[1]) if s >= 0.0005 * whole and s > 0
-    ]
+    rows = [(n, s) for n, s in sorted(totals.items(), key=lambda row: -row[1]) if s >= 0.0005 * whole and s > 0]
     width = max((len(name) for name, _ in rows), default=0)
     lines: list[str] = []
     for name, seconds in rows:

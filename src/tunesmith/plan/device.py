@@ -19,7 +19,7 @@ from tunesmith.plan.hardware import Gpu
 STATE_BYTES = 16
 """Per trained parameter: weight, gradient, master weight and AdamW's two moments, in either number format."""
 
-MOST_TOKENS = {"cpu": 4096, "cuda": 32768}
+MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 """Larger micro-batches are no faster: every matrix product is long enough by then."""
 
 UNKNOWN_MODEL_TOKENS = 4096
@@ -34,9 +34,7 @@ def device_problem(device: str, gpus: tuple[Gpu, ...]) -> str | None:
         return f"system.device = '{device}' is no device; say 'cpu', 'cuda' or 'cuda:0'"
     index = int(match[1] or 0)
     if gpus and device != "cpu" and index >= len(gpus):
-        return (
-            f"system.device = '{device}', but there are {len(gpus)} GPUs; the last is 'cuda:{len(gpus) - 1}'"
-        )
+        return f"system.device = '{device}', but there are {len(gpus)} GPUs; the last is 'cuda:{len(gpus) - 1}'"
     return None
 
 
@@ -103,9 +101,7 @@ def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: s
         reason = "the model's size is not known"
         filling.fill(key, max(UNKNOWN_MODEL_TOKENS, longest), reason)
         return
-    per_token = model.activation_bytes_per_token(
-        bytes_per_number(config), config.system.gradient_checkpointing
-    )
+    per_token = model.activation_bytes_per_token(bytes_per_number(config), config.system.gradient_checkpointing)
     fitting = budget // 2 // per_token
     most = MOST_TOKENS[kind]
     if longest >= min(fitting, most):

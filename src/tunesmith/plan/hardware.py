@@ -205,9 +205,7 @@ def _cgroup_memory() -> tuple[int, int]:
     ):
         text = _read(folder / limit)
         if text and text.isdigit():
-            stat = dict(
-                line.split()[:2] for line in _read(folder / "memory.stat").splitlines() if " " in line
-            )
+            stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines() if " " in line)
             current = int(_read(folder / used) or 0) - int(stat.get(cache_key, 0))
             return int(text), max(0, current)
     return _NO_LIMIT, 0

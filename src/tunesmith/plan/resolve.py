@@ -102,9 +102,7 @@ def _derive_lr(filling: Filling[Any], facts: Facts) -> None:
     if parameters >= size:
         reason = f"the usual one for models as large as this ({millions})"
     else:
-        reason = (
-            f"{anchor:g} × {size / 1e6:g}M / {millions}, at most {largest:g}: small models need larger steps"
-        )
+        reason = f"{anchor:g} × {size / 1e6:g}M / {millions}, at most {largest:g}: small models need larger steps"
     filling.fill("train.lr", lr, reason)
 
 

@@ -71,9 +71,7 @@ def _write(path: Path, records: Sequence[dict[str, str]]) -> Path:
     return path
 
 
-def make_model(
-    directory: Path, seed: int, hidden: int = 128, layers: int = 4, alphabet: str = ALPHABET
-) -> Path:
+def make_model(directory: Path, seed: int, hidden: int = 128, layers: int = 4, alphabet: str = ALPHABET) -> Path:
     """An untrained Llama, by default of about a million parameters, with a token per character of ``alphabet``."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -85,9 +83,7 @@ def make_model(
     core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=hidden,
