@@ -27,7 +27,7 @@ test-slow: $(INSTALLED)
 lint: $(INSTALLED)
 	$(RUN)/ruff format --check src tests examples benchmarks
 	$(RUN)/ruff check src tests examples benchmarks
-	$(RUN)/pyright
+	$(RUN)/pyright --pythonpath $(RUN)/python
 
 bench: $(INSTALLED)
 	$(RUN)/python -m benchmarks.run
