@@ -151,8 +151,8 @@ def test_intervals_longer_than_the_run_are_shortened_and_it_says_so() -> None:
 
 
 def test_limits_come_from_the_models_context() -> None:
-    assert resolve(rl(), facts()).config.data.max_prompt_tokens == 4096 - 512
-    assert resolve(sft(), facts()).config.data.max_tokens == 4096
+    assert resolve(rl(), facts()).config.data.max_prompt_tokens == 2048 - 512
+    assert resolve(sft(), facts()).config.data.max_tokens == 2048
     assert resolve(rl("data.eval=org/e", "eval.samples=8"), facts()).config.eval.pass_at == (1, 2, 4, 8)
 
 

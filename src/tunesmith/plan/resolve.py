@@ -127,14 +127,16 @@ def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
         powers = tuple(2**n for n in range(config.eval.samples.bit_length()))
         filling.fill("eval.pass_at", powers, "powers of two up to eval.samples")
     context = facts.model.context if facts.model else None
-    if context is None:
+    cap = filling.get("system.max_tokens_per_microbatch")
+    limits = [(n, what) for n, what in ((context, "the model's context"), (cap, "a micro-batch's size")) if n]
+    if not limits or context is None:
         return
+    room, what = min(limits)
     if not isinstance(config, RLConfig):
-        filling.fill("data.max_tokens", context, "the model's context")
-    elif context > config.rollout.max_new_tokens:
-        room = context - config.rollout.max_new_tokens
-        reason = f"the model's context of {context} less rollout.max_new_tokens"
-        filling.fill("data.max_prompt_tokens", room, reason)
+        filling.fill("data.max_tokens", room, what)
+    elif room > config.rollout.max_new_tokens:
+        reason = f"{what} of {room} less rollout.max_new_tokens"
+        filling.fill("data.max_prompt_tokens", room - config.rollout.max_new_tokens, reason)
 
 
 def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
