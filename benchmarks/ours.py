@@ -22,14 +22,13 @@ from tunesmith.build import run_rl
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.sizes import parse_size
-from tunesmith.engines.base import HardwareLimits
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cost import training_cost
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan.facts import Facts, read_model_facts
-from tunesmith.plan.hardware import measure_limits, read_hardware
+from tunesmith.plan.hardware import Limits, measure_limits, read_hardware
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Completion, Sample, Sampling
 
@@ -197,9 +196,8 @@ def _model(wanted: Measure) -> CausalLM:
     return CausalLM.load(wanted.model, dtype=getattr(torch, wanted.dtype))
 
 
-def _limits(wanted: Measure) -> HardwareLimits:
-    limits = measure_limits("cpu", "bfloat16" if wanted.dtype == "bfloat16" else "float32")
-    return HardwareLimits(limits.bytes_per_second, limits.flops_per_second)
+def _limits(wanted: Measure) -> Limits:
+    return measure_limits("cpu", "bfloat16" if wanted.dtype == "bfloat16" else "float32")
 
 
 def _learner(wanted: Measure, model: CausalLM) -> Learner:

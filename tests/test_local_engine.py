@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tiny import save_model
-from tunesmith.engines.base import HardwareLimits
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.kv_cache import KVCache
 from tunesmith.engines.local.prefill_attention import Piece
@@ -24,6 +23,7 @@ from tunesmith.engines.local.runner import split_pieces
 from tunesmith.engines.local.scheduler import compact
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.hardware import Limits
 from tunesmith.types import Completion, Sampling
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -293,11 +293,11 @@ def test_eos_comes_from_the_generation_config_and_can_be_ignored(llama: CausalLM
 
 def test_attainable_time_by_hand(llama: CausalLM) -> None:
     """One prompt of 4 and 3 tokens: a prefill of 4, then decodes that read 5 and 6 cached tokens."""
-    by_bytes = make(llama, limits=HardwareLimits(bytes_per_second=1.0, flops_per_second=1e30))
+    by_bytes = make(llama, limits=Limits(bytes_per_second=1.0, flops_per_second=1e30))
     run(by_bytes, (prompts(4)[0], free(3)))
     weights = sum(p.numel() for p in llama.module.parameters()) - 300 * 32
     assert by_bytes.stats().attainable_seconds == pytest.approx(3 * 4 * weights + (5 + 6) * TOKEN_BYTES)
-    by_flops = make(llama, limits=HardwareLimits(bytes_per_second=1e30, flops_per_second=1.0))
+    by_flops = make(llama, limits=Limits(bytes_per_second=1e30, flops_per_second=1.0))
     run(by_flops, (prompts(4)[0], free(3)))
     pairs = 4 * 5 // 2 + 5 + 6
     assert by_flops.stats().attainable_seconds == pytest.approx(2 * weights * 6 + 4 * 2 * 4 * 8 * pairs)

@@ -252,17 +252,16 @@ def _sampling(config: RLConfig, tokenizer: Any) -> Sampling:
 
 
 def _engine(config: RLConfig, model: CausalLM) -> RolloutEngine:
-    from tunesmith.engines.base import HardwareLimits
     from tunesmith.engines.local.engine import LocalEngine
 
-    system, limits = config.system, _limits(config)
+    system = config.system
     assert system.kv_memory, "not resolved"
     return LocalEngine(
         model,
         kv_bytes=parse_size(system.kv_memory),
         max_running=system.max_running,
         max_prefill_tokens=system.max_prefill_tokens,
-        limits=HardwareLimits(limits.bytes_per_second, limits.flops_per_second),
+        limits=_limits(config),
     )
 
 

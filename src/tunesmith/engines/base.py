@@ -11,14 +11,6 @@ from tunesmith.types import Completion, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class HardwareLimits:
-    """What the hardware can do at best."""
-
-    bytes_per_second: float
-    flops_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the last call of ``stats``; times in seconds, memory in bytes."""
 

@@ -87,7 +87,7 @@ class _FusedLogprobs(torch.autograd.Function):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(hidden), dtype=exact, device=hidden.device)
         entropies = torch.empty_like(logprobs) if entropy else None
-        with _exact_products(hidden):
+        with bfloat16_operands(hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16):
             w = _operand(weight, exact)
             for start in range(0, len(hidden), rows):
                 at = slice(start, start + rows)
@@ -118,7 +118,7 @@ class _FusedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros(bias.shape, **options) if bias is not None and needs[2] else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(len(hidden), **options)
-        with _exact_products(hidden):
+        with bfloat16_operands(hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16):
             w = _operand(weight, exact)
             for start in range(0, len(hidden), rows):
                 at = slice(start, start + rows)
@@ -188,18 +188,15 @@ def _grad_logits(
 
 
 @contextmanager
-def _exact_products(inputs: Tensor) -> Generator[None]:
-    """Let float32 products on a CPU multiply in bfloat16 where the inputs were bfloat16 to begin with.
+def bfloat16_operands(wanted: bool) -> Generator[None]:
+    """Let float32 products on a CPU multiply in bfloat16: exact where both operands were bfloat16 before.
 
     A plain bfloat16 product rounds its result to bfloat16 as well; this way nothing is lost, at the same
     speed. Gradients of the logits are rounded to bfloat16 as any bfloat16 backward does.
     """
-    if inputs.device.type != "cpu" or inputs.dtype != torch.bfloat16:
-        yield
-        return
     settings = cast(Any, torch.backends.mkldnn).matmul
     before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
+    settings.fp32_precision = "bf16" if wanted else before
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from itertools import count
 
 import torch
 
-from tunesmith.engines.base import EngineStats, HardwareLimits, check_sampling
+from tunesmith.engines.base import EngineStats, check_sampling
 from tunesmith.engines.local.kv_cache import KVCache
 from tunesmith.engines.local.metering import Meter
 from tunesmith.engines.local.requests import Request, Uniforms
@@ -23,6 +23,7 @@ from tunesmith.engines.local.scheduler import Scheduler
 from tunesmith.engines.local.stopping import StopStrings
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.hardware import Limits
 from tunesmith.types import Completion, FinishReason, Sampling
 
 
@@ -50,7 +51,7 @@ class LocalEngine:
         max_prefill_tokens: int,
         block_size: int = 16,
         eos_token_ids: Iterable[int] | None = None,
-        limits: HardwareLimits | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._model = model
         self._kv_bytes = kv_bytes

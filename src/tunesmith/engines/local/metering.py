@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tunesmith.engines.base import EngineStats, HardwareLimits
+from tunesmith.engines.base import EngineStats
 from tunesmith.engines.local.prefill_attention import Piece
 from tunesmith.engines.local.requests import Request
+from tunesmith.plan.hardware import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class ModelCost:
     attention_flops: int
     """Per pair of query and key, all layers: ``4 * layers * heads * head_dim``."""
 
-    def seconds(self, limits: HardwareLimits, tokens: int, kv_read: int, pairs: int) -> float:
+    def seconds(self, limits: Limits, tokens: int, kv_read: int, pairs: int) -> float:
         """Of a pass over ``tokens`` new tokens that reads ``kv_read`` cached ones."""
         read = self.weight_bytes + self.kv_bytes * kv_read
         flops = 2 * self.weights * tokens + self.attention_flops * pairs
@@ -34,7 +35,7 @@ class Meter:
     """Counters since the last ``take``."""
 
     cost: ModelCost
-    limits: HardwareLimits | None
+    limits: Limits | None
     sampled_tokens: int = 0
     prefilled_tokens: int = 0
     decode_steps: int = 0

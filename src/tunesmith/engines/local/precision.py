@@ -8,9 +8,6 @@ few rows. Its results are those of the bfloat16 weights, computed more exactly.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 
@@ -51,15 +48,3 @@ class DecodeModel:
                     mine.copy_(new)
             self._current = True
         return self._copy
-
-
-@contextmanager
-def bfloat16_operands(wanted: bool) -> Generator[None]:
-    """Let float32 products on a CPU multiply in bfloat16; exact where both operands were bfloat16 before."""
-    settings = cast(Any, torch.backends.mkldnn).matmul
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16" if wanted else before
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before

@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from tunesmith.engines.local.decode_attention import DecodeAttention, Grouping
 from tunesmith.engines.local.kv_cache import KVCache, KVLayout
 from tunesmith.engines.local.metering import ModelCost
-from tunesmith.engines.local.precision import FEW_ROWS, DecodeModel, bfloat16_operands
+from tunesmith.engines.local.precision import FEW_ROWS, DecodeModel
 from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention
 from tunesmith.engines.local.requests import Prompt, Request
 from tunesmith.engines.local.sampler import SamplingPlan, sample
 from tunesmith.errors import ModelError
 from tunesmith.models.causal_lm import CausalLM, logit_scale
+from tunesmith.models.head import bfloat16_operands
 
 
 def text_config(model: CausalLM) -> Any:
