@@ -204,7 +204,7 @@ def _learner(wanted: Measure, model: CausalLM) -> Learner:
     config = _config(wanted)
     assert config.algorithm.aggregation and config.system.max_tokens_per_microbatch, "not resolved"
     return Learner(
-        backend=TorchBackend(model, AdamWSettings()),
+        backend=TorchBackend(model, AdamWSettings(), CausalLM.predict),
         objective=policy_objective(config.algorithm),
         aggregation=config.algorithm.aggregation,
         max_new_tokens=config.rollout.max_new_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tunesmith.backends.base import LossFn
 from tunesmith.backends.memory import is_out_of_memory
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
-from tunesmith.data.forest import Forest
+from tunesmith.data.forest import Forest, Predictions
 from tunesmith.data.packing import CostModel, SampleTooLong
 from tunesmith.errors import DeviceMemoryError, UserError
 from tunesmith.loop.learner import Learner
@@ -38,8 +39,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def backend_of(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> TorchBackend:
-    return TorchBackend(CausalLM.load(path, dtype=dtype), AdamWSettings(max_grad_norm=None), **options)
+def backend_of(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> TorchBackend[CausalLM]:
+    settings = AdamWSettings(max_grad_norm=None)
+    return TorchBackend(CausalLM.load(path, dtype=dtype), settings, **{"predict": CausalLM.predict, **options})
 
 
 def learner_of(backend: Any, max_tokens: int = 4096, **options: Any) -> Learner:
@@ -188,8 +190,8 @@ class Recorder:
         self.steps: list[list[int]] = []
         self.rates: list[float] = []
 
-    def score(self, forest: Forest, *, reference: bool = False) -> Tensor:
-        return torch.arange(forest.targets.numel(), dtype=torch.float32) + 100 * reference
+    def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
+        return Predictions(torch.arange(forest.targets.numel(), dtype=torch.float32) + 100 * reference)
 
     def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:  # noqa: ARG002
         self.seen.append(sorted({int(t) for t in forest.targets}))
@@ -261,7 +263,7 @@ def test_scores_come_back_in_the_samples_order() -> None:
 
 def test_scores_are_those_of_one_sequence_at_a_time(models: dict[str, Path]) -> None:
     samples = samples_of(4)
-    backend = backend_of(models["qwen3"], temperature=0.7)
+    backend = backend_of(models["qwen3"], predict=partial(CausalLM.predict, temperature=0.7))
     together = learner_of(backend, 64).score(samples, "x", reference=False)
     for i, s in enumerate(samples):
         alone = learner_of(backend).score([s], "x", reference=False)
@@ -290,7 +292,7 @@ class Failing:
     def _fails(self, forest: Forest, call: int) -> bool:
         return call in self.at or (self.above is not None and forest.num_tokens > self.above)
 
-    def score(self, forest: Forest, *, reference: bool = False) -> Tensor:
+    def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
         self.score_calls += 1
         if self._fails(forest, self.score_calls):
             raise DeviceMemoryError("scoring did not fit in memory")

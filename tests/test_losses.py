@@ -21,6 +21,7 @@ from tunesmith.algorithms.losses import POLICY_LOSSES, LossParams, PolicyBatch, 
 from tunesmith.algorithms.objective import policy_objective, sft_objective, value_objective
 from tunesmith.algorithms.presets import NEEDS, resolve_algorithm
 from tunesmith.config.schema import AlgorithmSection
+from tunesmith.data.forest import Predictions
 from tunesmith.types import Sample
 
 LOSSES = sorted(POLICY_LOSSES)
@@ -314,7 +315,7 @@ def evaluated(
     for indices in cuts:
         current = gather(leaves, indices)
         entropy = (current * current.exp()).neg() if section.entropy_coef else None
-        scalar, found = objective(forest_of(samples, indices), current, entropy)
+        scalar, found = objective(forest_of(samples, indices), Predictions(current, entropy))
         if scalar.requires_grad:
             scalar.backward()
         total += scalar.item()
@@ -360,7 +361,9 @@ def test_the_scalar_by_hand() -> None:
     samples = weigh(samples, "seq_mean_token_mean")
     section = resolved(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
     logprobs = double([-1.0, -1.0, -2.0]).requires_grad_()
-    scalar, metrics = policy_objective(section)(forest_of(samples, [0, 1]), logprobs, double([2.0, 1.0, 3.0]))
+    scalar, metrics = policy_objective(section)(
+        forest_of(samples, [0, 1]), Predictions(logprobs, double([2.0, 1.0, 3.0]))
+    )
     policy = -0.5 * (0.5 * 1 + 0.25 * 1 + 0.25 * 0.5)
     kl = 0.25 * 0.5
     entropy = 0.5 * 2.0 + 0.25 * 1.0 + 0.25 * 3.0
@@ -371,7 +374,9 @@ def test_the_scalar_by_hand() -> None:
     assert metrics["ratio"].item() == pytest.approx(1.0)
     assert metrics["policy_kl"].item() == pytest.approx(0.0)
     assert metrics["clip_low"].item() == metrics["clip_high"].item() == 0.0
-    doubled, _ = policy_objective(section, kl_coef=0.2)(forest_of(samples, [0, 1]), logprobs, double([2.0, 1.0, 3.0]))
+    doubled, _ = policy_objective(section, kl_coef=0.2)(
+        forest_of(samples, [0, 1]), Predictions(logprobs, double([2.0, 1.0, 3.0]))
+    )
     assert doubled.item() - scalar.item() == pytest.approx(0.1 * kl)
 
 
@@ -437,23 +442,23 @@ def test_a_batch_without_loss_tokens_gives_zero(name: str) -> None:
 def test_columns_that_were_not_made_are_named() -> None:
     samples = random_samples(0, lengths=(2,))
     with pytest.raises(AssertionError, match=r"aggregation\.weigh"):
-        policy_objective(resolved())(forest_of(samples, [0]), torch.zeros(2), None)
+        policy_objective(resolved())(forest_of(samples, [0]), Predictions(torch.zeros(2)))
     ready = weigh([Sample([1, 2], [False, True], {"advantages": [0, 1.0], "old_logprobs": [0, 0.0]})], "token_mean")
     with pytest.raises(AssertionError, match="ref_logprobs"):
-        policy_objective(resolved(kl_coef=0.1))(forest_of(ready, [0]), torch.zeros(1), None)
+        policy_objective(resolved(kl_coef=0.1))(forest_of(ready, [0]), Predictions(torch.zeros(1)))
     with pytest.raises(AssertionError, match="entropy"):
-        policy_objective(resolved(entropy_coef=0.1))(forest_of(ready, [0]), torch.zeros(1), None)
+        policy_objective(resolved(entropy_coef=0.1))(forest_of(ready, [0]), Predictions(torch.zeros(1)))
 
 
 def test_sft_objective_is_the_mean_nll() -> None:
     samples = weigh([Sample([1, 2], [False, True]), Sample([1, 2, 3], [False, True, True])], "token_mean")
     logprobs = double([-1.0, -2.0, -6.0]).requires_grad_()
-    scalar, metrics = sft_objective()(forest_of(samples, [0, 1]), logprobs, None)
+    scalar, metrics = sft_objective()(forest_of(samples, [0, 1]), Predictions(logprobs))
     assert scalar.item() == pytest.approx(3.0) == metrics["nll"].item()
     scalar.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-1 / 3] * 3)
-    dropped, found = sft_objective()(forest_of(samples, [0, 1]), double([-1.0, math.nan, -6.0]), None)
+    dropped, found = sft_objective()(forest_of(samples, [0, 1]), Predictions(double([-1.0, math.nan, -6.0])))
     assert dropped.item() == pytest.approx(7 / 3)
     assert found["nonfinite_tokens"].item() == 1
 
@@ -466,7 +471,7 @@ def test_value_objective_adds_up_over_micro_batches() -> None:
     ready = weigh(samples, "token_mean")
     predicted = [x.detach() for x in random_logprobs(samples, 1)]
     objective = value_objective(0.1)
-    whole, metrics = objective(forest_of(ready, [0, 1]), gather(predicted, [0, 1]), None)
-    parts = [objective(forest_of(ready, [i]), predicted[i], None) for i in (1, 0)]
+    whole, metrics = objective(forest_of(ready, [0, 1]), Predictions(values=gather(predicted, [0, 1])))
+    parts = [objective(forest_of(ready, [i]), Predictions(values=predicted[i])) for i in (1, 0)]
     assert sum(p[0].item() for p in parts) == pytest.approx(whole.item())
     assert sum(p[1]["value_error"].item() for p in parts) == pytest.approx(metrics["value_error"].item())

@@ -1,6 +1,6 @@
 """What a backend minimises, composed from a loss, a KL and an entropy bonus.
 
-An objective is ``(forest, logprobs [N], entropy [N] | None) -> (scalar, metrics)``. The scalar is
+An objective is ``(forest, predictions) -> (scalar, metrics)``. The scalar is
 ``sum(weight · (loss · correction + β·KL − c·H))`` over this forest's tokens with weights that are already
 divided by the optimizer batch's denominators, so forests add up. Metrics are summed with the column
 ``share`` and add up to means over the optimizer batch's tokens.
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tunesmith.config.schema import AlgorithmSection
-    from tunesmith.data.forest import Forest
+    from tunesmith.data.forest import Forest, Predictions
 
 Metrics = dict[str, "Tensor"]
-Objective = Callable[["Forest", "Tensor", "Tensor | None"], "tuple[Tensor, Metrics]"]
+Objective = Callable[["Forest", "Predictions"], "tuple[Tensor, Metrics]"]
 
 
 def loss_params(section: AlgorithmSection) -> LossParams:
@@ -58,7 +58,9 @@ def policy_objective(section: AlgorithmSection, *, kl_coef: float | None = None)
     beta = coef if section.kl_in == "loss" else 0.0
     bonus = section.entropy_coef or 0.0
 
-    def objective(forest: Forest, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:
+    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
+        logprobs, entropy = predictions.logprobs, predictions.entropy
+        assert logprobs is not None, "a policy objective needs log-probabilities"
         if not logprobs.numel():
             return logprobs.sum(), {}
         batch, drop = _policy_batch(forest, logprobs)
@@ -91,7 +93,9 @@ def policy_objective(section: AlgorithmSection, *, kl_coef: float | None = None)
 def sft_objective() -> Objective:
     """``sum(weight · −logπ)``: with ``token_mean`` weights, the mean over the batch's loss tokens."""
 
-    def objective(forest: Forest, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:  # noqa: ARG001
+    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
+        logprobs = predictions.logprobs
+        assert logprobs is not None, "supervised training needs log-probabilities"
         if not logprobs.numel():
             return logprobs.sum(), {}
         drop = _dropped(forest, logprobs)
@@ -104,9 +108,11 @@ def sft_objective() -> Objective:
 
 
 def value_objective(clip: float | None) -> Objective:
-    """The critic's objective; the backend passes values ``[N]`` where others pass log-probabilities."""
+    """The critic's objective, on the predictions' ``values``."""
 
-    def objective(forest: Forest, values: Tensor, entropy: Tensor | None) -> tuple[Tensor, Metrics]:  # noqa: ARG001
+    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
+        values = predictions.values
+        assert values is not None, "a critic gives values"
         if not values.numel():
             return values.sum(), {}
         drop = _dropped(forest, values)

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tunesmith.data.forest import Forest
+from tunesmith.data.forest import Forest, Predictions
 
-LossFn = Callable[[Forest, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
-"""``loss(forest, logprobs [N], entropy [N] | None) -> (scalar to minimise, metrics)``.
+LossFn = Callable[[Forest, Predictions], tuple[Tensor, dict[str, Tensor]]]
+"""``loss(forest, predictions) -> (scalar to minimise, metrics)``.
 
 The scalar is a sum over this forest's tokens of terms already divided by their global denominator, so
 the losses of a step's forests add up. Metrics are sums too.
@@ -24,8 +24,8 @@ class TrainBackend(Protocol):
         """Optimizer steps taken."""
         ...
 
-    def score(self, forest: Forest, *, reference: bool = False) -> Tensor:
-        """Log-probabilities ``[N]`` of the forest's predictions, without gradient."""
+    def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
+        """What the model, or the frozen reference, says of the forest: without gradient, on the CPU."""
         ...
 
     def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:

@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tunesmith.backends.base import LossFn
 from tunesmith.backends.memory import memory_boundary
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
-from tunesmith.data.forest import Forest
+from tunesmith.data.forest import Forest, Predictions
 from tunesmith.errors import CheckpointError, boundary
-from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.decoder import Decoder
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 MODEL_DIRECTORY = "model"
 
 
-class TorchBackend:
+M = TypeVar("M", bound=Decoder)
+
+
+class TorchBackend(Generic[M]):
     """One model, its optimizer and, where a KL needs it, a frozen reference.
 
-    ``temperature`` divides the logits in training as it does in sampling. ``entropy`` asks for the
-    entropy of every prediction beside its log-probability.
+    ``predict`` runs a model on a forest: ``partial(CausalLM.predict, temperature=0.7)``, ``ScoreModel.predict``.
     """
 
     def __init__(
         self,
-        model: CausalLM,
+        model: M,
         settings: AdamWSettings,
+        predict: Callable[[M, Forest], Predictions],
         *,
-        reference: CausalLM | None = None,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        chunk: int | None = None,
+        reference: M | None = None,
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
-        self.model, self.reference = model, reference
-        self.temperature, self.entropy, self.chunk = temperature, entropy, chunk
+        self.model, self.reference, self.predict = model, reference, predict
         self.optimizer = MasterAdamW(model.module, settings)
         self._version = 0
         torch.manual_seed(seed)
@@ -52,22 +52,19 @@ class TorchBackend:
         return self._version
 
     @torch.no_grad()
-    def score(self, forest: Forest, *, reference: bool = False) -> Tensor:
+    def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
         model = self.reference if reference else self.model
         assert model is not None, "this run has no reference model"
         model.module.eval()
         with memory_boundary(f"scoring {forest.num_tokens} tokens"):
-            logprobs, _ = model.logprobs(forest.to(model.device), temperature=self.temperature, chunk=self.chunk)
-        return logprobs.cpu()
+            found = self.predict(model, forest.to(model.device))
+        return Predictions(*(t if t is None else t.cpu() for t in (found.logprobs, found.entropy, found.values)))
 
     def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:
         self.model.module.train()
         with memory_boundary(f"a micro-batch of {forest.num_tokens} tokens"):
             forest = forest.to(self.model.device)
-            logprobs, entropy = self.model.logprobs(
-                forest, temperature=self.temperature, entropy=self.entropy, chunk=self.chunk
-            )
-            value, metrics = loss(forest, logprobs, entropy)
+            value, metrics = loss(forest, self.predict(self.model, forest))
             value.backward()  # pyright: ignore[reportUnknownMemberType]
         return {"loss": value.item(), **{name: float(m) for name, m in metrics.items()}}
 
@@ -81,8 +78,7 @@ class TorchBackend:
         return metrics
 
     def save(self, directory: Path) -> None:
-        self.model.module.save_pretrained(directory / MODEL_DIRECTORY)
-        self.model.tokenizer.save_pretrained(directory / MODEL_DIRECTORY)
+        self.model.save(directory / MODEL_DIRECTORY)
         tensors = self.optimizer.state()
         tensors["random:cpu"] = torch.get_rng_state()
         if self.model.device.type == "cuda":
@@ -102,7 +98,7 @@ class TorchBackend:
         self._version = int(_metadata(directory / OPTIMIZER_FILE)["version"])
 
     def _load_weights(self, directory: Path) -> None:
-        saved = CausalLM.load(directory, dtype=self.model.module.dtype, device="cpu").module.state_dict()
+        saved = type(self.model).load(directory, dtype=self.model.module.dtype, device="cpu").module.state_dict()
         current = self.model.module.state_dict()
         different = [k for k, v in current.items() if k not in saved or saved[k].shape != v.shape]
         if different or len(saved) != len(current):

@@ -25,7 +25,7 @@ from torch import Tensor
 from tunesmith.data.trie import Node, build_nodes, num_forest_tokens, prefix_order
 from tunesmith.types import Sample
 
-__all__ = ["Forest", "Segment", "num_forest_tokens", "plant"]
+__all__ = ["Forest", "Predictions", "Segment", "num_forest_tokens", "plant"]
 
 
 class Segment(NamedTuple):
@@ -79,6 +79,19 @@ class Forest:
             self.sample_ids,
             {name: move(column) for name, column in self.columns.items()},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What a model says at a forest's predictions, all ``[N]``; each model fills in what it has.
+
+    A language model gives ``logprobs`` of the targets and, when asked, the ``entropy`` of the distributions they
+    are drawn from; a critic or a reward model gives ``values``, a scalar at each source row.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
 
 
 def plant(samples: Sequence[Sample], indices: Sequence[int] | None = None, *, share: bool = True) -> Forest:

@@ -7,14 +7,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from tunesmith.algorithms.advantages import AdvantageParams, Outcome, compute_advantages, outcomes, spread
+from tunesmith.algorithms.advantages import (
+    ESTIMATORS,
+    AdvantageParams,
+    Floats,
+    Outcome,
+    compute_advantages,
+    outcomes,
+    spread,
+)
 from tunesmith.algorithms.columns import prepare_columns
 from tunesmith.algorithms.kl import kl_values
 from tunesmith.algorithms.objective import needs_reference
 from tunesmith.algorithms.shaping import clip_reward, overlong_penalty
 from tunesmith.config.schema import AlgorithmSection
 from tunesmith.loop.learner import Learner, Metrics
-from tunesmith.types import Rollout, RolloutGroup, Sample
+from tunesmith.types import Record, Rollout, RolloutGroup, Sample
 
 
 def experience(
@@ -31,26 +39,32 @@ def experience(
     A rollout that failed is not here. One that is masked for hitting the length limit still counts in its
     group's baseline, and is left out after that.
     """
+    assert algorithm.advantage is not None, "the algorithm is not resolved"
     rollouts = [r for g in groups for r in g.usable if r.num_sampled]
     seen = [
         replace(outcome, reward=_shaped(outcome.reward, rollout, algorithm, max_new_tokens))
         for outcome, rollout in zip(outcomes(groups), (r for g in groups for r in g.usable), strict=True)
         if rollout.num_sampled
     ]
-    samples = [_sample(r, o.group) for r, o in zip(rollouts, seen, strict=True)]
+    # One sample per record; an outcome is the whole rollout's, its tokens record after record.
+    owners = [i for i, r in enumerate(rollouts) for record in r.records if record.num_sampled]
+    records = [record for r in rollouts for record in r.records if record.num_sampled]
+    if "gamma" in ESTIMATORS[algorithm.advantage].keys:  # others do not look at when a reward was paid
+        seen = [_with_turn_rewards(o, r) for o, r in zip(seen, rollouts, strict=True)]
+    samples = [_sample(record, seen[i].group) for record, i in zip(records, owners, strict=True)]
     if algorithm.decoupled:
-        samples = learner.score(samples, "old_logprobs", reference=False)
+        samples = learner.score(samples, "old_logprobs")
     if needs_reference(algorithm):
         samples = learner.score(samples, "ref_logprobs", reference=True)
         if algorithm.kl_in == "reward":
-            seen = [_with_kl_penalty(o, s, algorithm, kl_coef) for o, s in zip(seen, samples, strict=True)]
-    assert algorithm.advantage is not None, "the algorithm is not resolved"
+            old, reference = (written(samples, owners, name) for name in ("old_logprobs", "ref_logprobs"))
+            seen = [_with_kl_penalty(*one, algorithm, kl_coef) for one in zip(seen, old, reference, strict=True)]
     found = compute_advantages(algorithm.advantage, seen, advantage_params(algorithm)).advantages
-    samples = [_with(s, "advantages", spread(a, s.loss_mask)) for s, a in zip(samples, found, strict=True)]
+    samples = with_written(samples, found, "advantages")
     trained = [
         s
-        for s, r in zip(samples, rollouts, strict=True)
-        if not (algorithm.mask_truncated and r.finish_reason == "length")
+        for s, i in zip(samples, owners, strict=True)
+        if not (algorithm.mask_truncated and rollouts[i].finish_reason == "length")
     ]
     return prepare_columns(trained, algorithm, seed)
 
@@ -79,21 +93,45 @@ def batch_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
 
 def _shaped(reward: float, rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) -> float:
     buffer, factor = algorithm.overlong_buffer or 0, algorithm.overlong_factor or 0.0
-    reward += overlong_penalty(rollout.num_sampled, max_new_tokens, buffer, factor)
+    longest = max(turn.stop - turn.start for record in rollout.records for turn in record.turns)
+    reward += overlong_penalty(longest, max_new_tokens, buffer, factor)
     return clip_reward(reward, *algorithm.reward_clip) if algorithm.reward_clip else reward
 
 
-def _sample(rollout: Rollout, group: int) -> Sample:
-    """Nothing is tokenized again: the tokens, and who wrote them, are the rollout's own."""
-    columns = {"old_logprobs": rollout.logprobs, "behaviour_logprobs": rollout.logprobs}
-    return Sample(rollout.token_ids, rollout.sampled, columns, group)
+def _sample(record: Record, group: int) -> Sample:
+    """Nothing is tokenized again: the tokens, and who wrote them, are the record's own."""
+    columns = {"old_logprobs": record.logprobs, "behaviour_logprobs": record.logprobs}
+    return Sample(record.token_ids, record.sampled, columns, group)
 
 
-def _with_kl_penalty(outcome: Outcome, sample: Sample, algorithm: AlgorithmSection, coef: float) -> Outcome:
-    mask = np.array(sample.loss_mask)
-    old, reference = (np.array(sample.columns[name])[mask] for name in ("old_logprobs", "ref_logprobs"))
+def written(samples: Sequence[Sample], owners: Sequence[int], name: str) -> list[Floats]:
+    """A column at the tokens the policy wrote, ``[n]`` per rollout: the samples of one ``owner`` joined in order."""
+    parts: dict[int, list[Floats]] = {}
+    for sample, owner in zip(samples, owners, strict=True):
+        parts.setdefault(owner, []).append(np.array(sample.columns[name])[np.array(sample.loss_mask)])
+    return [np.concatenate(part) for part in parts.values()]
+
+
+def with_written(samples: Sequence[Sample], values: Sequence[Floats], name: str) -> list[Sample]:
+    """The inverse of ``written``: values per rollout as a column of its samples."""
+    cuts = np.cumsum([s.num_loss_tokens for s in samples])[:-1]
+    parts = np.split(np.concatenate([np.zeros(0), *values]), cuts) if samples else []
+    return [_with(s, name, spread(part, s.loss_mask)) for s, part in zip(samples, parts, strict=True)]
+
+
+def _with_turn_rewards(outcome: Outcome, rollout: Rollout) -> Outcome:
+    """What was paid on the way stands where its turn ended, and no longer at the end."""
+    paid = np.array([reward for record in rollout.records for reward in record.token_rewards])
+    return replace(outcome, reward=outcome.reward - float(paid.sum()), token_rewards=paid) if paid.any() else outcome
+
+
+def _with_kl_penalty(
+    outcome: Outcome, old: Floats, reference: Floats, algorithm: AlgorithmSection, coef: float
+) -> Outcome:
     assert algorithm.kl_estimator is not None, "the algorithm is not resolved"
-    return replace(outcome, token_rewards=-coef * kl_values(old, reference, algorithm.kl_estimator))
+    penalty = -coef * kl_values(old, reference, algorithm.kl_estimator)
+    paid = penalty if outcome.token_rewards is None else outcome.token_rewards + penalty
+    return replace(outcome, token_rewards=paid)
 
 
 def _with(sample: Sample, name: str, column: list[float]) -> Sample:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -74,15 +74,22 @@ class Learner:
         lr = self.learning_rate(self.backend.version)
         return {**metrics, **self.backend.step(lr), "lr": lr}
 
-    def score(self, samples: Sequence[Sample], column: str, *, reference: bool) -> list[Sample]:
-        """The samples with their log-probabilities in ``column``, zero where there is no loss."""
+    def score(
+        self,
+        samples: Sequence[Sample],
+        column: str,
+        *,
+        reference: bool = False,
+        of: Literal["logprobs", "values"] = "logprobs",
+    ) -> list[Sample]:
+        """The samples with what the model predicts in ``column``, zero where there is no loss."""
 
         def scored() -> dict[int, list[float]]:
             found: dict[int, list[float]] = {}
             for forest in self._forests(samples):
-                logprobs = iter(self.backend.score(forest, reference=reference).tolist())
+                predicted = iter(getattr(self.backend.score(forest, reference=reference), of).tolist())
                 for index in forest.sample_ids:
-                    found[index] = [next(logprobs) if m else 0.0 for m in samples[index].loss_mask]
+                    found[index] = [next(predicted) if m else 0.0 for m in samples[index].loss_mask]
             return found
 
         found = self._fitting(samples, scored)

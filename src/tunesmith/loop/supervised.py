@@ -51,7 +51,7 @@ def _evaluate(parts: SupervisedParts, session: Session) -> None:
 
 def held_out_loss(learner: Learner, samples: Sequence[Sample]) -> Metrics:
     """``eval/loss``: mean negative log-probability of the loss tokens, in nats."""
-    scored = learner.score(samples, "logprobs", reference=False)
+    scored = learner.score(samples, "logprobs")
     total = sum(sum(s.columns["logprobs"]) for s in scored)
     return {"eval/loss": -total / sum(s.num_loss_tokens for s in scored)}
 

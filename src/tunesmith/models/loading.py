@@ -57,23 +57,33 @@ def load_tokenizer(
 
 
 def load_module(
-    path: str | Path, *, dtype: torch.dtype, device: str | torch.device, trust_remote_code: bool = False
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    trust_remote_code: bool = False,
+    auto: Any = AutoModelForCausalLM,
+    **settings: Any,
 ) -> PreTrainedModel:
     """The model, from safetensors only, with its attention asking an ``AttentionContext`` and without dropout.
 
     Dropout would make the trainer's log-probabilities differ from the sampler's, and from themselves.
+
+    Args:
+        auto: the transformers class that chooses the architecture's own, by the head that is wanted.
+        settings: entries of the configuration to set.
 
     Raises:
         ModelError: as ``load_config``, or the weights are missing or damaged.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     dropouts = {k: v for k, v in config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0}
-    for key in dropouts:
-        setattr(config, key, 0.0)
+    for key, value in {**dict.fromkeys(dropouts, 0.0), **settings}.items():
+        setattr(config, key, value)
     with boundary(ModelError, f"cannot load the weights of model '{path}'", _FOREIGN):
         module = cast(
             PreTrainedModel,
-            AutoModelForCausalLM.from_pretrained(
+            auto.from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,

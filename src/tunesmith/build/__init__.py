@@ -1,0 +1,11 @@
+"""The composition root: the one room that names adapters and puts runs together.
+
+Order matters: everything that can be refused is refused before a model is loaded, and the resolved
+configuration is printed and saved before that too.
+"""
+
+from tunesmith.build.rl import run_rl
+from tunesmith.build.sft import run_sft
+from tunesmith.loop.opening import Outcome
+
+__all__ = ["Outcome", "run_rl", "run_sft"]

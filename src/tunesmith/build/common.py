@@ -1,0 +1,112 @@
+"""Parts that every run is built of."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tunesmith.config.schema import RunConfig
+from tunesmith.plan.hardware import Limits, measure_limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tunesmith.backends.base import LossFn
+    from tunesmith.backends.torch import TorchBackend
+    from tunesmith.data.forest import Forest, Predictions
+    from tunesmith.loop.learner import Learner
+    from tunesmith.loop.session import Session
+    from tunesmith.models.decoder import Decoder
+
+    M = TypeVar("M", bound=Decoder)
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    from transformers.utils import logging
+
+    from tunesmith.models import loading
+
+    logging.disable_progress_bar()  # its bars would be drawn over ours
+
+    section = config.model
+    return loading.load_tokenizer(
+        section.path, trust_remote_code=section.trust_remote_code, chat_template=section.chat_template
+    )
+
+
+def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | None = None) -> M:
+    """The run's model, or another one at ``path``, as a ``CausalLM`` or a ``ScoreModel``."""
+    import torch
+
+    if config.system.threads is not None:
+        torch.set_num_threads(config.system.threads)
+    assert config.model.dtype is not None and config.system.device is not None, "not resolved"
+    return kind.load(
+        path or config.model.path,
+        dtype=getattr(torch, config.model.dtype),
+        device=config.system.device,
+        trust_remote_code=config.model.trust_remote_code,
+        tokenizer=tokenizer,
+    )
+
+
+def limits_of(config: RunConfig) -> Limits:
+    assert config.system.device is not None and config.model.dtype is not None, "not resolved"
+    return measure_limits(config.system.device, config.model.dtype)
+
+
+def make_backend(
+    config: RunConfig, model: M, predict: Callable[[M, Forest], Predictions], reference: M | None = None
+) -> TorchBackend[M]:
+    from tunesmith.backends.optimizer import AdamWSettings
+    from tunesmith.backends.torch import TorchBackend
+
+    train = config.train
+    return TorchBackend(
+        model,
+        AdamWSettings(train.weight_decay, train.betas, train.eps, train.max_grad_norm),
+        predict,
+        reference=reference,
+        gradient_checkpointing=config.system.gradient_checkpointing,
+        seed=train.seed,
+    )
+
+
+def make_learner(
+    config: RunConfig,
+    session: Session,
+    backend: TorchBackend[Any],
+    objective: LossFn,
+    aggregation: str,
+    optimizer_steps: int,
+    max_new_tokens: int | None = None,
+) -> Learner:
+    from tunesmith.backends.optimizer import learning_rate
+    from tunesmith.loop.learner import Learner
+    from tunesmith.models.cost import training_cost
+
+    train, system = config.train, config.system
+    assert train.lr is not None and system.max_tokens_per_microbatch is not None, "not resolved"
+    return Learner(
+        backend=backend,
+        objective=objective,
+        aggregation=aggregation,
+        max_new_tokens=max_new_tokens,
+        learning_rate=partial(
+            learning_rate,
+            peak=train.lr,
+            total=optimizer_steps,
+            warmup=train.warmup_steps or 0,
+            schedule=train.schedule,
+            min_ratio=train.min_lr_ratio,
+        ),
+        max_tokens=system.max_tokens_per_microbatch,
+        cost=training_cost(backend.model),
+        share_prompts=system.share_prompts,
+        flops_per_second=limits_of(config).flops_per_second,
+        report=session.note,
+    )
+
+
+def data_seed(config: RunConfig) -> int:
+    return config.train.seed if config.data.seed is None else config.data.seed

@@ -1,0 +1,81 @@
+"""What language models and score models share: a Hugging Face decoder run over a token forest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.models.attention import AttentionContext
+from tunesmith.models.lean import LeanDecoder
+
+
+@dataclass(slots=True)
+class Decoder:
+    """A Hugging Face decoder whose attention asks an ``AttentionContext``, and its tokenizer.
+
+    ``module`` is the untouched Hugging Face model, with whatever head it has: save it, inspect it, adapt it.
+    """
+
+    module: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    lean: LeanDecoder | None = field(default=None, repr=False)
+    """The same decoder in fewer operations, where its family allows; None runs the Hugging Face modules."""
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Self:
+        """Load from a directory or a hub name; safetensors only, dropout off.
+
+        Args:
+            tokenizer: one that is loaded already.
+
+        Raises:
+            ModelError: there is no such model, something of it is missing, or its family cannot work here.
+        """
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.dtype
+
+    def hidden(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+        """Last hidden states after the final norm.
+
+        Args:
+            token_ids: ``[T]``.
+            position_ids: ``[T]``, each token's place in its own sequence.
+            attention: what each token may see.
+
+        Returns:
+            ``[T, d]``.
+        """
+        if self.lean is not None and self.lean.usable:
+            return self.lean(token_ids, position_ids, attention)
+        out = self.module.base_model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            attention_context=attention,
+        )
+        return out.last_hidden_state[0]
+
+    def save(self, directory: str | Path) -> None:
+        """Write model and tokenizer in Hugging Face format."""
+        self.module.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
