@@ -1,7 +1,7 @@
 """A world to learn in: three-digit addition, with a tiny model and tokenizer made from nothing.
 
-Examples answer in two ways: at once (``378+594=`` → ``972``), which a tiny model finds hard, or worked
-digit by digit (``;8+4=12;7+9+1=17;3+5+1=9;972``), which it finds easy. Nothing in them says which is better.
+Examples answer in two ways: at once (``378+594=`` → ``:972``), which a tiny model finds hard, or worked
+digit by digit (``;8+4+0=12;7+9+1=17;3+5+1=09;972``), which it finds easy. Nothing in them says which is better.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ALPHABET = "0123456789+=;"
+ALPHABET = "0123456789+=:;"
 ANSWER = r"(\d+)$"
 """Where the answer stands in a completion: the number at its end."""
 DIGITS = 3
@@ -24,6 +24,8 @@ class Problem:
 
     prompt: str
     answer: str
+    direct: str
+    """The answer at once."""
     worked: str
     """The answer with its working before it."""
 
@@ -33,14 +35,14 @@ def problem(a: int, b: int) -> Problem:
 
     Example:
         >>> problem(378, 594)
-        Problem(prompt='378+594=', answer='972', worked=';8+4=12;7+9+1=17;3+5+1=9;972')
+        Problem(prompt='378+594=', answer='972', direct=':972', worked=';8+4+0=12;7+9+1=17;3+5+1=09;972')
     """
     steps, carry = "", 0
     for place in range(DIGITS):
         x, y = a // 10**place % 10, b // 10**place % 10
-        steps += f";{x}+{y}{'+1' if carry else ''}={x + y + carry}"
+        steps += f";{x}+{y}+{carry}={x + y + carry:02}"
         carry = (x + y + carry) // 10
-    return Problem(f"{a}+{b}=", str(a + b), f"{steps};{a + b}")
+    return Problem(f"{a}+{b}=", str(a + b), f":{a + b}", f"{steps};{a + b}")
 
 
 def problems(seed: int, train: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
@@ -63,7 +65,7 @@ def write_examples(path: Path, lines: Sequence[Problem], worked_share: float, se
     """Lines with ``prompt`` and ``completion``; a share of the completions shows its working."""
     rng = random.Random(seed)
     chosen = [(p, rng.random() < worked_share) for p in lines]
-    return _write(path, [{"prompt": p.prompt, "completion": p.worked if w else p.answer} for p, w in chosen])
+    return _write(path, [{"prompt": p.prompt, "completion": p.worked if w else p.direct} for p, w in chosen])
 
 
 def _write(path: Path, records: Sequence[dict[str, str]]) -> Path:
@@ -71,7 +73,9 @@ def _write(path: Path, records: Sequence[dict[str, str]]) -> Path:
     return path
 
 
-def make_model(directory: Path, seed: int, hidden: int = 128, layers: int = 4, alphabet: str = ALPHABET) -> Path:
+def make_model(
+    directory: Path, seed: int, hidden: int = 128, layers: int = 4, alphabet: str = ALPHABET, context: int = 64
+) -> Path:
     """An untrained Llama, by default of about a million parameters, with a token per character of ``alphabet``."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -91,7 +95,7 @@ def make_model(directory: Path, seed: int, hidden: int = 128, layers: int = 4, a
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=64,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=words["<eos>"],

@@ -22,7 +22,7 @@ from tunesmith.monitor.summary import time_table
 from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
 
 TRAIN, HELD_OUT = 20_000, 200
-WORKED_SHARE = 0.4
+WORKED_SHARE = 0.45
 SHOWN = 6
 
 SFT = """\
@@ -39,7 +39,7 @@ chat = false
 [train]
 steps = {sft_steps}
 batch_size = 64
-lr = 1e-3
+lr = 2e-3
 schedule = "cosine"
 min_lr_ratio = 0.1
 warmup_steps = 20
@@ -75,7 +75,7 @@ max_new_tokens = 40
 
 [train]
 steps = {rl_steps}
-lr = 1e-4
+lr = 5e-5
 schedule = "linear"
 min_lr_ratio = 0.1
 warmup_steps = 5
@@ -100,7 +100,7 @@ class DemoResult:
     checkpoint: str
 
 
-def run_demo(directory: Path, seed: int, sft_steps: int = 400, rl_steps: int = 80) -> DemoResult:
+def run_demo(directory: Path, seed: int, sft_steps: int = 500, rl_steps: int = 40) -> DemoResult:
     """Make model and data in ``directory``, run both stages, and show what came of it.
 
     Raises:
