@@ -1,0 +1,49 @@
+"""The page of the peers, the list it is made from and the tests the list names. No peer is needed here."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from peers import comparisons
+from tunesmith.algorithms.advantages import ESTIMATORS
+from tunesmith.algorithms.corrections import CORRECTIONS
+from tunesmith.algorithms.kl import KL_IN_LOSS, KL_IN_REWARD
+from tunesmith.algorithms.losses import POLICY_LOSSES
+
+PEERS = Path(__file__).parent / "peers"
+
+
+def functions() -> set[str]:
+    """Names of all tests that ``make test-peers`` runs."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PEERS.glob("agree_*.py")]
+    defined = (node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {name for name in defined if name.startswith(("agree_", "differ_"))}
+
+
+def test_the_page_is_the_list() -> None:
+    text = comparisons.PAGE.read_text(encoding="utf-8")
+    assert text == comparisons.with_tables(text), "run: python tests/peers/comparisons.py"
+    for version in comparisons.versions().values():
+        assert version in text
+
+
+def test_every_entry_names_a_test_and_every_test_has_an_entry() -> None:
+    entries = [*comparisons.COMPARISONS, *comparisons.DIFFERENCES]
+    assert {entry.test for entry in entries} == functions()
+    assert all(d.test.startswith("differ_") and d.reason for d in comparisons.DIFFERENCES)
+
+
+def test_everything_in_the_registries_is_compared_or_says_why_not() -> None:
+    registered = {
+        "advantage": set(ESTIMATORS),
+        "loss": set(POLICY_LOSSES),
+        "correction": set(CORRECTIONS),
+        "kl": {*KL_IN_LOSS, *KL_IN_REWARD},
+    }
+    missing = {
+        f"{kind} {name}"
+        for kind, names in registered.items()
+        for name in names - {o for c in comparisons.COMPARISONS if c.kind == kind for o in c.ours}
+    }
+    assert missing == comparisons.NOT_COMPARED.keys()
