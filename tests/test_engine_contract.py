@@ -14,6 +14,7 @@ from engine_contract import CHECKS, Subject
 from tiny import save_model
 from tunesmith.engines.fake import FakeEngine
 from tunesmith.engines.local.engine import LocalEngine
+from tunesmith.engines.local.speculation import Speculation
 from tunesmith.models.causal_lm import CausalLM
 
 CONTEXT = 64
@@ -38,7 +39,7 @@ def model(directory: Path) -> CausalLM:
     return CausalLM.load(path)
 
 
-def local(directory: Path) -> Subject:
+def local(directory: Path, speculation: Speculation | None = None) -> Subject:
     from transformers import AutoModelForCausalLM
 
     lm = model(directory)
@@ -49,8 +50,16 @@ def local(directory: Path) -> Subject:
         logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
         return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
 
-    engine = LocalEngine(lm, kv_bytes=1 << 20, max_running=6, max_prefill_tokens=32)
+    engine = LocalEngine(lm, kv_bytes=1 << 20, max_running=6, max_prefill_tokens=32, speculation=speculation)
     return Subject(engine, lambda ids: lm.tokenizer.decode(list(ids)), score, CONTEXT)
+
+
+def ngrams(directory: Path) -> Subject:
+    return local(directory, Speculation(2))
+
+
+def drafts(directory: Path) -> Subject:
+    return local(directory, Speculation(2, model(directory)))
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +67,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tiny_llama")
 
 
-@pytest.mark.parametrize("make", [fake, local])
+@pytest.mark.parametrize("make", [fake, local, ngrams, drafts])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
 def test_contract(
     make: Callable[[Path], Subject], check: Callable[[Subject], Awaitable[None]], directory: Path

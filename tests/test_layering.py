@@ -15,7 +15,7 @@ import tunesmith
 ROOT = Path(tunesmith.__file__).parent
 
 FLOORS = {
-    "": 0,
+    "": 6,
     "types": 0,
     "errors": 0,
     "config": 0,

@@ -19,7 +19,7 @@ from tunesmith.algorithms.columns import (
 )
 from tunesmith.algorithms.losses import POLICY_LOSSES, LossParams, PolicyBatch, value_loss
 from tunesmith.algorithms.objective import policy_objective, sft_objective, value_objective
-from tunesmith.algorithms.presets import NEEDS, resolve_algorithm
+from tunesmith.algorithms.presets import resolve_algorithm
 from tunesmith.config.schema import AlgorithmSection
 from tunesmith.data.forest import Predictions
 from tunesmith.types import Sample
@@ -299,7 +299,7 @@ def test_extreme_ratios_stay_finite(name: str) -> None:
 
 def resolved(**keys: object) -> AlgorithmSection:
     section = AlgorithmSection.model_validate({"name": "grpo", **keys})
-    return resolve_algorithm(section, max_new_tokens=8, supported=NEEDS)[0]
+    return resolve_algorithm(section, max_new_tokens=8)[0]
 
 
 def evaluated(

@@ -2,15 +2,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from tiny import save_model
+from tiny_runs import rl_settings
+from tunesmith import build
 from tunesmith.algorithms.advantages import ESTIMATORS, AdvantageParams
 from tunesmith.algorithms.corrections import CORRECTIONS
 from tunesmith.algorithms.losses import POLICY_LOSSES, LossParams
-from tunesmith.algorithms.presets import NEEDS, PRESETS, SUPPORTED, algorithm_needs, resolve_algorithm
+from tunesmith.algorithms.presets import NEEDS, PRESETS, algorithm_needs, resolve_algorithm
 from tunesmith.config.schema import AlgorithmSection
 from tunesmith.errors import ConfigError
+from tunesmith.monitor.metrics import read_metrics
 
 
 def section(**keys: object) -> AlgorithmSection:
@@ -18,12 +24,12 @@ def section(**keys: object) -> AlgorithmSection:
 
 
 def resolve(**keys: object) -> AlgorithmSection:
-    return resolve_algorithm(section(**keys), max_new_tokens=100, supported=NEEDS)[0]
+    return resolve_algorithm(section(**keys), max_new_tokens=100)[0]
 
 
 def refused(**keys: object) -> str:
     with pytest.raises(ConfigError) as error:
-        resolve_algorithm(section(**keys), max_new_tokens=100, supported=NEEDS)
+        resolve_algorithm(section(**keys), max_new_tokens=100)
     return str(error.value)
 
 
@@ -34,7 +40,7 @@ def test_the_named_presets_exist() -> None:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_resolves_with_a_reason_for_each_key(name: str) -> None:
-    found, reasons = resolve_algorithm(section(name=name), max_new_tokens=100, supported=NEEDS)
+    found, reasons = resolve_algorithm(section(name=name), max_new_tokens=100)
     preset = PRESETS[name]
     assert preset.source and preset.description.endswith(".")
     assert preset.settings.keys() <= AlgorithmSection.model_fields.keys()
@@ -51,7 +57,7 @@ def test_every_preset_resolves_with_a_reason_for_each_key(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_resolving_twice_changes_nothing(name: str) -> None:
     once = resolve(name=name)
-    assert resolve_algorithm(once, max_new_tokens=7, supported=NEEDS) == (once, [])
+    assert resolve_algorithm(once, max_new_tokens=7) == (once, [])
     written = {k: v for k, v in once.model_dump().items() if v is not None}
     assert resolve(**written) == once
 
@@ -106,6 +112,7 @@ def test_unknown_names(keys: dict[str, object], words: str) -> None:
         ({"loss": "reinforce", "clip_low": 0.1}, "the loss 'reinforce' does not read it"),
         ({"kl_in": "reward"}, "kl_coef is 0"),
         ({"kl_coef": 0.1, "kl_horizon": 5}, "there is no kl_target"),
+        ({"reference_every": 5}, "kl_coef is 0"),
         ({"overlong_factor": 2.0}, "overlong_buffer is 0"),
         ({"filter_low": 0.2}, "dynamic_filter is off"),
         ({"correction_high": 3.0}, "the correction 'none' does not read it"),
@@ -137,19 +144,12 @@ def test_corrections() -> None:
         assert {k: getattr(resolve(correction=name), k) for k in entry.keys} == entry.keys
 
 
-@pytest.mark.parametrize("name", ["ppo", "vapo", "remax"])
-def test_what_the_loop_cannot_provide_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="does not provide yet") as error:
-        resolve_algorithm(section(name=name), max_new_tokens=100, supported={"group"})
-    assert "dr_grpo" in str(error.value) and ", ppo" not in str(error.value)
-    with pytest.raises(ConfigError, match="a value model"):
-        resolve_algorithm(section(advantage="gae"), max_new_tokens=100, supported={"group"})
-    with pytest.raises(ConfigError, match="kl_target"):
-        resolve_algorithm(section(kl_coef=0.1, kl_target=0.1), max_new_tokens=100, supported={"group"})
-
-
-def test_supported_needs_have_words() -> None:
-    assert set(NEEDS) >= SUPPORTED
+@pytest.mark.parametrize("key", ["overlong_buffer", "stop_properly", "reward_clip"])
+def test_gdpo_refuses_shaping_which_its_rewards_one_by_one_do_not_see(key: str) -> None:
+    value = {"overlong_buffer": 10, "stop_properly": 0.5, "reward_clip": (0.0, 1.0)}[key]
+    assert "takes each reward as it is given" in refused(name="gdpo", **{key: value})
+    assert "takes each reward" in refused(name="gdpo", kl_coef=0.1, kl_in="reward")
+    assert resolve(name="gdpo", kl_coef=0.1, kl_in="loss", overlong_buffer=0).kl_estimator == "k3"
 
 
 def test_registries_name_real_settings() -> None:
@@ -166,3 +166,28 @@ def test_registries_name_real_settings() -> None:
 def test_presets_load_without_torch() -> None:
     code = "import sys, tunesmith.algorithms.presets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("name", sorted(n for n, p in PRESETS.items() if "teacher" not in p.needs))
+def test_every_preset_runs_from_end_to_end(tmp_path: Path, model: Path, name: str) -> None:
+    rewards = [f"{tmp_path / 'rewards.py'}:{function}" for function in ("share", "sometimes")]
+    settings = rl_settings(
+        tmp_path, model, algorithm__name=name, train__steps=2, reward__functions=rewards, reward__weights=[1.0, 0.5],
+        train__batch_size=8, train__lr=1e-2,
+    )  # fmt: skip
+    outcome = build.run_rl(None, settings)
+    lines = read_metrics(outcome.run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(
+        line["grad_norm"] > 0 and line["nonfinite_tokens"] == 0 and line["optimizer_steps"] > 0 for line in lines
+    )
+    start, end = (load_file(path / "model.safetensors") for path in (model, outcome.checkpoint))
+    assert any(not end[key].equal(start[key]) for key in start)
+    if "critic" in PRESETS[name].needs:
+        assert lines[-1]["value_loss"] > 0 and lines[-1]["critic/grad_norm"] > 0
+        assert lines[0]["value_explained"] == 0 != lines[1]["value_explained"]

@@ -35,6 +35,10 @@ class RewardError(TunesmithError, RuntimeError):
     """A reward raised, hung or returned nonsense on too large a share of the rollouts."""
 
 
+class EpisodeError(TunesmithError, RuntimeError):
+    """An environment, an agent or a tool raised or answered nonsense: one rollout fails."""
+
+
 class ModelError(UserError):
     """A model or tokenizer cannot be loaded, or belongs to a family that cannot work here."""
 

@@ -6,7 +6,7 @@ Shape legend: ``L`` is the number of tokens of one rollout or sample.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -81,37 +81,31 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One call of the policy inside a rollout: tokens ``[start, stop)`` of it were sampled."""
+    """One call of the policy inside a record: tokens ``[start, stop)`` of it were sampled."""
 
     start: int
     stop: int
     finish_reason: FinishReason
+    reward: float = 0.0
+    """What the environment paid for this turn; part of the rollout's ``reward``."""
 
 
 @dataclass(slots=True)
-class Rollout:
-    """An append-only record of token ids: who wrote each, how likely it was, and under which policy.
+class Record:
+    """An append-only run of token ids: who wrote each, how likely it was, and under which policy.
 
-    ``sampled`` is True where the policy wrote the token; ``logprobs`` and ``versions`` mean something
-    only there (0.0 and -1 elsewhere). Text is derived from tokens, never the reverse.
+    ``sampled`` is True where the policy wrote the token in this record; ``logprobs`` and ``versions`` mean
+    something only there (0.0 and -1 elsewhere). Text is derived from tokens, never the reverse.
     """
 
-    task: Task
     token_ids: list[int] = field(default_factory=list[int])
     sampled: list[bool] = field(default_factory=list[bool])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     turns: list[Turn] = field(default_factory=list[Turn])
-    reward: float | None = None
-    rewards: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
-    status: Status = Status.OK
-    error: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-    notes: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What reward functions logged about it that is not a number (TRL's ``log_extra``)."""
 
     def observe(self, token_ids: list[int] | tuple[int, ...]) -> None:
-        """Append tokens the policy did not write: a prompt, a tool's answer."""
+        """Append tokens that are not learned here: a prompt, a tool's answer, what another record holds already."""
         self.token_ids.extend(token_ids)
         self.sampled.extend([False] * len(token_ids))
         self.logprobs.extend([0.0] * len(token_ids))
@@ -126,18 +120,98 @@ class Rollout:
         self.versions.extend(completion.versions)
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
 
+    def cut(self, length: int) -> None:
+        """Forget what was to be answered after the last turn, and never was."""
+        assert not self.turns or length >= self.turns[-1].stop, "what the policy wrote stays"
+        for column in (self.token_ids, self.sampled, self.logprobs, self.versions):
+            del column[length:]
+
+    def pay(self, reward: float) -> None:
+        """Add a reward to the last turn."""
+        self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + reward)
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """Everything after the prompt: from the first token the policy wrote."""
+        return self.token_ids[self.turns[0].start :] if self.turns else []
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.sampled)
+
+    @property
+    def token_rewards(self) -> list[float]:
+        """``[num_sampled]``: what each turn was paid, at its last token."""
+        paid = [0.0] * self.num_sampled
+        written = 0
+        for turn in self.turns:
+            written += turn.stop - turn.start
+            if written:
+                paid[written - 1] += turn.reward
+        return paid
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One try at a task: what was sampled, and what came of it.
+
+    A conversation that only grows is one record. Where its history is edited (thinking dropped, a summary in
+    the place of what was said) the record forks: the edited conversation becomes a further record, in which
+    only what the policy writes from then on counts as sampled, so that no token is learned twice.
+    """
+
+    task: Task
+    records: list[Record] = field(default_factory=lambda: [Record()])
+    reward: float | None = None
+    """The sum of what all turns, the end and the reward functions gave."""
+    rewards: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
+    status: Status = Status.OK
+    error: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What reward functions logged about it that is not a number (TRL's ``log_extra``)."""
+    messages: list[Message] | None = None
+    """What was said after the prompt, where an environment kept a conversation."""
+
+    def observe(self, token_ids: list[int] | tuple[int, ...]) -> None:
+        """Append tokens the policy did not write to the last record."""
+        self.records[-1].observe(token_ids)
+
+    def act(self, completion: Completion) -> None:
+        """Append what the policy wrote to the last record."""
+        self.records[-1].act(completion)
+
     def fail(self, status: Status, error: str) -> None:
         """Mark as failed, keeping what was sampled. A failed rollout never becomes a reward of zero."""
         self.status, self.error, self.reward = status, error, None
 
     @property
+    def token_ids(self) -> list[int]:
+        """Of the last record, as ``sampled``, ``turns`` and ``completion_ids`` are."""
+        return self.records[-1].token_ids
+
+    @property
+    def sampled(self) -> list[bool]:
+        return self.records[-1].sampled
+
+    @property
+    def turns(self) -> list[Turn]:
+        return self.records[-1].turns
+
+    @property
     def completion_ids(self) -> list[int]:
-        """Everything after the prompt."""
-        return self.token_ids[len(self.task.prompt_ids) :]
+        """Everything after the prompt of the last record."""
+        return self.records[-1].completion_ids
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """What the policy wrote last: its only turn, or its final answer after several."""
+        return self.token_ids[self.turns[-1].start : self.turns[-1].stop] if self.turns else []
 
     @property
     def num_sampled(self) -> int:
-        return sum(self.sampled)
+        """Over all records."""
+        return sum(record.num_sampled for record in self.records)
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -151,6 +225,8 @@ class RolloutGroup:
 
     task: Task
     rollouts: list[Rollout]
+    greedy: Rollout | None = None
+    """What the policy does greedily, to compare with (ReMax); nothing is learned from it."""
 
     @property
     def usable(self) -> list[Rollout]:

@@ -40,7 +40,8 @@ class Outcome:
     values: Floats | None = None
     """``[n]``, the critic's value of the state each token was written in (``gae``, ``vapo``)."""
     final_value: float = 0.0
-    """The critic's value after the last token: 0 at a real end, a bootstrap where the length limit cut."""
+    """The critic's value after the last token: 0, as the episode ends there. The length limit is an end too, since
+    the reward judges what was written; TRL, verl and OpenRLHF do the same."""
     greedy_reward: float | None = None
     """Reward of the greedy rollout of the same task (``remax``)."""
 
@@ -110,6 +111,7 @@ GROUP = frozenset({"group"})
 """The estimator compares siblings, so a group has at least two."""
 CRITIC = frozenset({"critic"})
 GREEDY = frozenset({"greedy_rollout"})
+TEACHER = frozenset({"teacher"})
 
 
 def compute_advantages(name: str, outcomes: Sequence[Outcome], params: AdvantageParams | None = None) -> Advantages:
@@ -377,6 +379,20 @@ def _generalised(outcomes: Sequence[Outcome], gamma: float, lambdas: Sequence[fl
 
 def _plus_values(outcomes: Sequence[Outcome], advantages: Sequence[Floats]) -> list[Floats]:
     return [a + o.values for a, o in zip(advantages, outcomes, strict=True) if o.values is not None]
+
+
+@estimator("token_reward", "r_t − mean(r)", "on-policy distillation, Thinking Machines 2025", needs=TEACHER)
+def token_reward(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
+    """What is paid on each token, less the batch's mean: with the KL to a teacher in the reward, logπ_T − logπ.
+
+    No return: a token's own difference is the gradient of the reverse KL at that token. The rollout's reward is not
+    read. The mean takes no part in the gradient's expectation, and most of its noise away.
+    """
+    del params
+    paid = [np.zeros(o.length) if o.token_rewards is None else o.token_rewards for o in outcomes]
+    every = np.concatenate([np.zeros(0), *paid])
+    equal = every.size == 0 or every.min() == every.max()
+    return Advantages([0.0 * r if equal else r - every.mean() for r in paid])
 
 
 GROUP_ESTIMATORS = frozenset(name for name, entry in ESTIMATORS.items() if "group" in entry.needs)

@@ -107,7 +107,20 @@ def sft_objective() -> Objective:
     return objective
 
 
-def value_objective(clip: float | None) -> Objective:
+def actor_critic_objective(policy: Objective, clip: float | None, coef: float) -> Objective:
+    """A policy's objective and ``coef`` times the value loss, a mean over tokens: both in one backward pass."""
+    value = value_objective(clip, "share")
+
+    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
+        loss, metrics = policy(forest, predictions)
+        value_loss, more = value(forest, predictions)
+        more.pop("nonfinite_tokens", None)
+        return loss + coef * value_loss, metrics | more
+
+    return objective
+
+
+def value_objective(clip: float | None, weight_column: str = "weight") -> Objective:
     """The critic's objective, on the predictions' ``values``."""
 
     def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
@@ -116,13 +129,14 @@ def value_objective(clip: float | None) -> Objective:
         if not values.numel():
             return values.sum(), {}
         drop = _dropped(forest, values)
-        weight, share = (_column(forest, name, drop) for name in ("weight", "share"))
+        weight, share = (_column(forest, name, drop) for name in (weight_column, "share"))
         returns, old = (_column(forest, name, drop) for name in ("returns", "old_values"))
         values = values.masked_fill(drop, 0.0)
         token = value_loss(values, returns, old, clip)
         error = (values.detach() - returns).square()
         metrics = {
             "value": (share * values.detach()).sum(),
+            "value_loss": (share * token.loss.detach()).sum(),
             "value_error": (share * error).sum(),
             **_clip_metrics(token, share, "value_"),
             "nonfinite_tokens": _num_nonfinite(forest, drop),

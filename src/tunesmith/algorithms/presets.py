@@ -19,18 +19,16 @@ from tunesmith.errors import ConfigError, nearest
 Setting = float | int | bool | str | None
 Reasons = list[tuple[str, object, str]]
 
-SUPPORTED = frozenset({"group", "group_logprobs", "selection", "adaptive_kl"})
-"""Needs of losses and estimators that the training loop can meet."""
-
 NEEDS: Mapping[str, str] = {
     "group": "several rollouts per prompt",
     "critic": "a value model",
     "greedy_rollout": "a greedy rollout per prompt",
     "group_logprobs": "the sampling probabilities of the whole group",
     "selection": "a choice of tokens by covariance over the batch",
-    "reward_weights": "the weight of each reward by itself",
-    "adaptive_kl": "a KL coefficient that adapts to a target",
+    "reward_weights": "each reward by itself",
+    "teacher": "a teacher (`tunesmith distill`)",
 }
+"""What losses and estimators ask of the loop, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +174,13 @@ PRESETS: dict[str, Preset] = {
         "A trust region in probability instead of in the ratio: rare tokens may move far.",
         "grpo", "dppo_tv", "token_mean",
     ),
+    "distill": _preset(
+        "on-policy distillation, Thinking Machines 2025; MiniLLM, arXiv:2306.08543; GKD, arXiv:2306.13649",
+        "Reverse KL to a teacher on the student's own samples: each token's advantage is how much likelier the "
+        "teacher finds it.",
+        "token_reward", "ppo", "token_mean",
+        kl_coef=1.0, kl_in="reward", kl_estimator="k1",
+    ),
 }  # fmt: skip
 
 _COMMON: Mapping[str, tuple[Setting, str]] = {
@@ -189,23 +194,19 @@ _COMMON: Mapping[str, tuple[Setting, str]] = {
 """What holds where a preset says nothing."""
 
 
-def resolve_algorithm(
-    section: AlgorithmSection, *, max_new_tokens: int, supported: Iterable[str] = SUPPORTED
-) -> tuple[AlgorithmSection, Reasons]:
+def resolve_algorithm(section: AlgorithmSection, *, max_new_tokens: int) -> tuple[AlgorithmSection, Reasons]:
     """Fill in every key that was left out; return the section and ``(key, value, reason)`` for each.
 
     ``max_new_tokens`` sizes DAPO's overlong buffer, a fifth of it as in the paper.
 
     Raises:
-        ConfigError: an unknown name, a combination that cannot learn, a key that nothing would read, or
-            a need that ``supported`` does not hold.
+        ConfigError: an unknown name, a combination that cannot learn, or a key that nothing would read.
     """
     preset = PRESETS[_known("name", section.name, PRESETS)]
     filling = _Filling(section, preset)
     for key, registry in (("advantage", ESTIMATORS), ("loss", POLICY_LOSSES)):
         _known(key, filling.fill(key, preset.settings[key]), registry)
     filling.fill("aggregation", preset.settings["aggregation"])
-    _check_needs(filling, frozenset(supported))
     _fill_keys(filling, "loss", POLICY_LOSSES)
     _fill_keys(filling, "advantage", ESTIMATORS)
     for key, (value, why) in _COMMON.items():
@@ -255,22 +256,6 @@ def _known(key: str, name: object, names: Iterable[str]) -> str:
 def algorithm_needs(section: AlgorithmSection) -> frozenset[str]:
     """What a resolved section asks of the loop (keys of ``NEEDS``); ``group`` refuses groups of one."""
     return _needs(str(section.advantage), str(section.loss))
-
-
-def _check_needs(filling: _Filling, supported: frozenset[str]) -> None:
-    advantage, loss = str(filling["advantage"]), str(filling["loss"])
-    if filling.section.kl_target is not None and "adaptive_kl" not in supported:
-        raise ConfigError(
-            f"algorithm.kl_target needs {NEEDS['adaptive_kl']}, which training does not provide yet. "
-            "Set algorithm.kl_coef instead."
-        )
-    if missing := sorted(_needs(advantage, loss) - supported):
-        wanting = [n for n, p in PRESETS.items() if p.needs <= supported]
-        raise ConfigError(
-            f"algorithm: '{filling.section.name}' (advantage '{advantage}', loss '{loss}') needs "
-            f"{' and '.join(NEEDS[m] for m in missing)}, which training does not provide yet. "
-            f"Presets that work: {', '.join(sorted(wanting))}."
-        )
 
 
 def _fill_keys(filling: _Filling, kind: str, registry: Mapping[str, Estimator] | Mapping[str, PolicyLoss]) -> None:
@@ -331,20 +316,24 @@ def _fill_correction(filling: _Filling) -> None:
 
 _OVERLONG, _HORIZON = frozenset({"overlong_factor"}), frozenset({"kl_horizon"})
 _FILTER = frozenset({"filter_low", "filter_high"})
-_KL = frozenset({"kl_in", "kl_estimator", "kl_target", "kl_horizon"})
+_KL = frozenset({"kl_in", "kl_estimator", "kl_target", "kl_horizon", "reference_every"})
+_SHAPING = frozenset({"overlong_buffer", "reward_clip", "stop_properly", "kl_in"})
 _CONDITIONS: list[tuple[frozenset[str], str, Callable[[_Filling], bool]]] = [
     (_OVERLONG, "overlong_buffer is 0", lambda f: not f["overlong_buffer"]),
     (_FILTER, "dynamic_filter is off", lambda f: not f["dynamic_filter"]),
     (_KL, "kl_coef is 0", lambda f: not f["kl_coef"]),
     (_HORIZON, "there is no kl_target", lambda f: f["kl_target"] is None),
+    (_SHAPING, "the advantage 'gdpo' takes each reward as it is given", lambda f: f["advantage"] == "gdpo"),
 ]
+_OFF = {"overlong_buffer": 0, "kl_in": "loss"}
+"""Values with which keys of ``_SHAPING`` leave the reward alone."""
 
 
 def _refuse_unread(filling: _Filling) -> None:
     """A key that was said and that nothing reads is an error."""
     for key in _said(filling.section):
         for keys, why, holds in _CONDITIONS:
-            if key in keys and holds(filling):
+            if key in keys and holds(filling) and (keys is not _SHAPING or filling[key] != _OFF.get(key)):
                 raise ConfigError(f"algorithm.{key} would have no effect: {why}.")
         if key in _READ_BY_CHOICE and key not in filling.read:
             kind = _READ_BY_CHOICE[key]

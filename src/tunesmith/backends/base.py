@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -42,8 +43,16 @@ class TrainBackend(Protocol):
         """Clip, take one optimizer step, clear gradients; return ``grad_norm``."""
         ...
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model computes with the moving average of its weights while inside."""
+        ...
+
+    def refresh_reference(self) -> None:
+        """Copy the model's weights into the reference."""
+        ...
+
     def save(self, directory: Path) -> None:
-        """Write model (Hugging Face format), optimizer and random state below ``directory``."""
+        """Write model (Hugging Face format), optimizer, random state and all else it keeps below ``directory``."""
         ...
 
     def load(self, directory: Path) -> None: ...

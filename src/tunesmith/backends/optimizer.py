@@ -24,17 +24,24 @@ class MasterAdamW:
     A parameter of float32 or wider is its own master. A narrower one (bfloat16) gets a float32 master:
     each micro-batch's gradient is added to the master's in float32, the step is taken there, and the
     result is rounded into the parameter. Matrices decay, vectors (norms, biases) do not.
+
+    A ``head`` trains beside the module, undecayed, at ``head_lr_ratio`` times its learning rate.
     """
 
-    def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
+    def __init__(
+        self, module: nn.Module, settings: AdamWSettings, head: nn.Module | None = None, head_lr_ratio: float = 1.0
+    ) -> None:
         self.settings = settings
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        own = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        beside = {f"value_head.{name}": p for name, p in head.named_parameters()} if head else {}
+        self.parameters = {**own, **beside}
         self.masters = {name: self._master_of(p) for name, p in self.parameters.items()}
-        decay = [m for m in self.masters.values() if m.ndim >= 2]
-        others = [m for m in self.masters.values() if m.ndim < 2]
-        groups = [
+        decay = [m for name, m in self.masters.items() if name in own and m.ndim >= 2]
+        others = [m for name, m in self.masters.items() if name in own and m.ndim < 2]
+        groups: list[dict[str, Any]] = [
             {"params": decay, "weight_decay": settings.weight_decay},
             {"params": others, "weight_decay": 0.0},
+            {"params": [self.masters[name] for name in beside], "weight_decay": 0.0, "lr_ratio": head_lr_ratio},
         ]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=0.0, betas=settings.betas, eps=settings.eps, fused=True
@@ -75,7 +82,7 @@ class MasterAdamW:
             if self.settings.max_grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, norm)
             for group in self.adamw.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_ratio", 1.0)
             self.adamw.step()
             for name, parameter in self.parameters.items():
                 if self.masters[name] is not parameter:

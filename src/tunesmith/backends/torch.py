@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from tunesmith.backends.base import LossFn
 from tunesmith.backends.memory import memory_boundary
@@ -19,6 +21,8 @@ from tunesmith.models.decoder import Decoder
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 MODEL_DIRECTORY = "model"
+AVERAGE_DIRECTORY, REFERENCE_DIRECTORY = "ema", "reference"
+HEAD_FILE = "value_head.safetensors"
 
 
 M = TypeVar("M", bound=Decoder)
@@ -28,6 +32,8 @@ class TorchBackend(Generic[M]):
     """One model, its optimizer and, where a KL needs it, a frozen reference.
 
     ``predict`` runs a model on a forest: ``partial(CausalLM.predict, temperature=0.7)``, ``ScoreModel.predict``.
+    A ``value_head`` that it uses is trained and saved beside the model. With ``ema_decay`` a float32 average of
+    the weights, ``a ← decay·a + (1 − decay)·w``, follows every optimizer step.
     """
 
     def __init__(
@@ -37,11 +43,18 @@ class TorchBackend(Generic[M]):
         predict: Callable[[M, Forest], Predictions],
         *,
         reference: M | None = None,
+        value_head: nn.Linear | None = None,
+        head_lr_ratio: float = 1.0,
+        ema_decay: float | None = None,
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
         self.model, self.reference, self.predict = model, reference, predict
-        self.optimizer = MasterAdamW(model.module, settings)
+        self.value_head, self.ema_decay = value_head, ema_decay
+        self.optimizer = MasterAdamW(model.module, settings, value_head, head_lr_ratio)
+        masters = self.optimizer.masters if ema_decay is not None else {}
+        self.average = {name: m.detach().clone() for name, m in masters.items()}
+        self._reference_is_new = False
         self._version = 0
         torch.manual_seed(seed)
         if gradient_checkpointing:
@@ -53,12 +66,19 @@ class TorchBackend(Generic[M]):
 
     @torch.no_grad()
     def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
-        model = self.reference if reference else self.model
-        assert model is not None, "this run has no reference model"
+        model, seen = self._scored(reference)
         model.module.eval()
-        with memory_boundary(f"scoring {forest.num_tokens} tokens"):
+        with seen, memory_boundary(f"scoring {forest.num_tokens} tokens"):
             found = self.predict(model, forest.to(model.device))
-        return Predictions(*(t if t is None else t.cpu() for t in (found.logprobs, found.entropy, found.values)))
+        every = (found.logprobs, found.entropy, found.values, found.divergence)
+        return Predictions(*(t if t is None else t.cpu() for t in every))
+
+    def _scored(self, reference: bool) -> tuple[M, AbstractContextManager[None]]:
+        """The model to run, and how: the reference of one with an adapter is the same model without it."""
+        if not reference or self.reference is not None:
+            return (self.reference if reference and self.reference is not None else self.model), nullcontext()
+        assert self.model.adapter is not None, "this run has no reference model"
+        return self.model, self.model.adapter.reference()
 
     def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:
         self.model.module.train()
@@ -74,12 +94,49 @@ class TorchBackend(Generic[M]):
     def step(self, lr: float) -> dict[str, float]:
         with memory_boundary("the optimizer step"):
             metrics = self.optimizer.step(lr)
+            self._follow()
         self._version += 1
         return metrics
 
+    @torch.no_grad()
+    def _follow(self) -> None:
+        if self.ema_decay is not None:
+            for name, average in self.average.items():
+                average.lerp_(self.optimizer.masters[name], 1.0 - self.ema_decay)
+
+    @contextmanager
+    def averaged(self) -> Generator[None]:
+        assert self.average, "this run keeps no average"
+        parameters = {name: p.detach() for name, p in self.optimizer.parameters.items()}
+        held = {name: p.to("cpu", copy=True) for name, p in parameters.items()}
+        try:
+            self._put(self.average)
+            yield
+        finally:
+            self._put(held)
+
+    def _put(self, weights: dict[str, Tensor]) -> None:
+        """In place: a sampler in this process reads the same memory."""
+        for name, parameter in self.optimizer.parameters.items():
+            parameter.detach().copy_(weights[name])
+
+    @torch.no_grad()
+    def refresh_reference(self) -> None:
+        assert self.reference is not None, "this run has no reference model"
+        for ours, theirs in zip(self.model.module.parameters(), self.reference.module.parameters(), strict=True):
+            theirs.copy_(ours)
+        self._reference_is_new = True
+
     def save(self, directory: Path) -> None:
         self.model.save(directory / MODEL_DIRECTORY)
-        tensors = self.optimizer.state()
+        if self.average:
+            with self.averaged():
+                self.model.save(directory / AVERAGE_DIRECTORY)
+        if self._reference_is_new and self.reference is not None:
+            self.reference.save(directory / REFERENCE_DIRECTORY)
+        if self.value_head is not None:
+            save_file({n: t.cpu() for n, t in self.value_head.state_dict().items()}, directory / HEAD_FILE)
+        tensors = self.optimizer.state() | {f"ema:{name}": t for name, t in self.average.items()}
         tensors["random:cpu"] = torch.get_rng_state()
         if self.model.device.type == "cuda":
             tensors["random:cuda"] = torch.cuda.get_rng_state(self.model.device)
@@ -87,29 +144,29 @@ class TorchBackend(Generic[M]):
         save_file(contiguous, directory / OPTIMIZER_FILE, metadata={"version": str(self._version)})
 
     def load(self, directory: Path) -> None:
-        self._load_weights(directory / MODEL_DIRECTORY)
+        _load_weights(self.model, directory / MODEL_DIRECTORY)
+        if self.reference is not None and (directory / REFERENCE_DIRECTORY).is_dir():
+            _load_weights(self.reference, directory / REFERENCE_DIRECTORY)
+            self._reference_is_new = True
+        if self.value_head is not None:
+            with boundary(CheckpointError, f"cannot read the value head {directory / HEAD_FILE}", Exception):
+                self.value_head.load_state_dict(load_file(directory / HEAD_FILE))
         with boundary(CheckpointError, f"cannot read {directory / OPTIMIZER_FILE}", Exception):
             tensors = load_file(directory / OPTIMIZER_FILE)
         torch.set_rng_state(tensors.pop("random:cpu"))
         if (state := tensors.pop("random:cuda", None)) is not None and self.model.device.type == "cuda":
             torch.cuda.set_rng_state(state, self.model.device)
+        averages = {key.split(":", 1)[1]: tensors.pop(key) for key in list(tensors) if key.startswith("ema:")}
         self._check_names(directory, {key.split(":", 1)[1] for key in tensors})
-        self.optimizer.load_state(tensors)
-        self._version = int(_metadata(directory / OPTIMIZER_FILE)["version"])
-
-    def _load_weights(self, directory: Path) -> None:
-        saved = type(self.model).load(directory, dtype=self.model.module.dtype, device="cpu").module.state_dict()
-        current = self.model.module.state_dict()
-        different = [k for k, v in current.items() if k not in saved or saved[k].shape != v.shape]
-        if different or len(saved) != len(current):
-            name = different[0] if different else next(k for k in saved if k not in current)
+        if missing := self.average.keys() - averages.keys():
             raise CheckpointError(
-                f"{directory} holds another model than this run's: '{name}' differs. "
-                "Resume with the model the run was started with, or start a new run_dir."
+                f"{directory} holds no average of '{sorted(missing)[0]}': the run was made without train.ema_decay. "
+                "Resume without it, or start a new run from the checkpoint's model."
             )
-        with torch.no_grad():
-            for key, value in current.items():
-                value.copy_(saved[key])
+        self.optimizer.load_state(tensors)
+        for name, average in self.average.items():
+            average.copy_(averages[name])
+        self._version = int(_metadata(directory / OPTIMIZER_FILE)["version"])
 
     def _check_names(self, directory: Path, names: set[str]) -> None:
         if unknown := names - set(self.optimizer.masters):
@@ -121,3 +178,21 @@ class TorchBackend(Generic[M]):
 def _metadata(path: Path) -> dict[str, str]:
     with safe_open(path, framework="pt") as opened:
         return dict(opened.metadata())
+
+
+def _load_weights(model: Decoder, directory: Path) -> None:
+    if model.adapter is not None:
+        model.adapter.load(directory)
+        return
+    saved = type(model).load(directory, dtype=model.module.dtype, device="cpu").module.state_dict()
+    current = model.module.state_dict()
+    different = [k for k, v in current.items() if k not in saved or saved[k].shape != v.shape]
+    if different or len(saved) != len(current):
+        name = different[0] if different else next(k for k in saved if k not in current)
+        raise CheckpointError(
+            f"{directory} holds another model than this run's: '{name}' differs. "
+            "Resume with the model the run was started with, or start a new run_dir."
+        )
+    with torch.no_grad():
+        for key, value in current.items():
+            value.copy_(saved[key])

@@ -5,11 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tunesmith.config.schema import RunConfig
+from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.plan.hardware import Limits, measure_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import nn
 
     from tunesmith.backends.base import LossFn
     from tunesmith.backends.torch import TorchBackend
@@ -35,19 +37,33 @@ def load_tokenizer(config: RunConfig) -> Any:
 
 
 def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | None = None) -> M:
-    """The run's model, or another one at ``path``, as a ``CausalLM`` or a ``ScoreModel``."""
+    """The run's model, or another one at ``path``, with the adapter that ``[lora]`` asks for."""
     import torch
 
     if config.system.threads is not None:
         torch.set_num_threads(config.system.threads)
     assert config.model.dtype is not None and config.system.device is not None, "not resolved"
-    return kind.load(
+    trust_remote_code, lora = config.model.trust_remote_code, config.lora
+    if lora.on:
+        from tunesmith.models import adapters
+
+        adapters.check_targets(path or config.model.path, lora, trust_remote_code=trust_remote_code)
+    model = kind.load(
         path or config.model.path,
         dtype=getattr(torch, config.model.dtype),
         device=config.system.device,
-        trust_remote_code=config.model.trust_remote_code,
+        trust_remote_code=trust_remote_code,
         tokenizer=tokenizer,
+        quantize=config.model.quantize,
     )
+    if lora.on:
+        from tunesmith.models import adapters
+
+        torch.manual_seed(config.train.seed)
+        start = None if path else lora.path
+        trained, total = adapters.attach(model, lora, path=start, trust_remote_code=trust_remote_code).counts()
+        print(f"LoRA: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})", flush=True)
+    return model
 
 
 def limits_of(config: RunConfig) -> Limits:
@@ -56,17 +72,25 @@ def limits_of(config: RunConfig) -> Limits:
 
 
 def make_backend(
-    config: RunConfig, model: M, predict: Callable[[M, Forest], Predictions], reference: M | None = None
+    config: RunConfig,
+    model: M,
+    predict: Callable[[M, Forest], Predictions],
+    reference: M | None = None,
+    value_head: nn.Linear | None = None,
 ) -> TorchBackend[M]:
     from tunesmith.backends.optimizer import AdamWSettings
     from tunesmith.backends.torch import TorchBackend
 
     train = config.train
+    head_lr = config.critic.lr if isinstance(config, RLConfig) and value_head is not None else None
     return TorchBackend(
         model,
         AdamWSettings(train.weight_decay, train.betas, train.eps, train.max_grad_norm),
         predict,
         reference=reference,
+        value_head=value_head,
+        head_lr_ratio=head_lr / train.lr if head_lr and train.lr else 1.0,
+        ema_decay=train.ema_decay,
         gradient_checkpointing=config.system.gradient_checkpointing,
         seed=train.seed,
     )

@@ -8,8 +8,17 @@ from typing import Annotated
 import typer
 
 from tunesmith.cli.demo import demo
+from tunesmith.cli.distill import distill
+from tunesmith.cli.dpo import dpo
+from tunesmith.cli.generate import generate
 from tunesmith.cli.guard import guarded
+from tunesmith.cli.kto import kto
+from tunesmith.cli.merge import merge
+from tunesmith.cli.prm import prm
+from tunesmith.cli.rft import rft
 from tunesmith.cli.rl import rl
+from tunesmith.cli.rm import rm
+from tunesmith.cli.serve_reward import serve_reward
 from tunesmith.cli.sft import sft
 from tunesmith.cli.show_config import show_config
 
@@ -24,8 +33,17 @@ app = typer.Typer(
 )
 app.command("rl")(guarded(rl))
 app.command("sft")(guarded(sft))
+app.command("rm")(guarded(rm))
+app.command("dpo")(guarded(dpo))
+app.command("kto")(guarded(kto))
+app.command("prm")(guarded(prm))
+app.command("distill")(guarded(distill))
+app.command("rft")(guarded(rft))
+app.command("generate")(guarded(generate))
+app.command("merge")(guarded(merge))
 app.command("demo")(guarded(demo))
 app.command("config")(guarded(show_config))
+app.command("serve-reward")(guarded(serve_reward))
 
 
 def _print_version(wanted: bool) -> None:

@@ -12,6 +12,7 @@ from tunesmith.config.problems import Problem
 from tunesmith.errors import nearest
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+ADAPTER_CONFIG = "adapter_config.json"
 
 Tree = dict[str, Any]
 
@@ -46,7 +47,11 @@ def _named_files(data: Tree) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
     yield from _text(data, "run_dir", (), _output)
     for section, key, find in (
         ("model", "path", _model),
+        ("critic", "path", _model),
         ("model", "chat_template", _existing),
+        ("lora", "path", _adapter),
+        ("teacher", "path", _model),
+        ("rft", "few_shot", _existing),
         ("checkpoint", "resume", _existing),
     ):
         yield from _text(data.get(section), key, (section,), find)
@@ -57,6 +62,23 @@ def _named_files(data: Tree) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
     if isinstance(functions, list):
         for index in range(len(cast(list[Any], functions))):
             yield from _text(functions, index, ("reward", "functions"), _reward)
+    yield from _environments(data.get("environment"))
+    models: Any = cast(Tree, reward).get("models") if isinstance(reward, dict) else None
+    if isinstance(models, list):
+        for index, model in enumerate(cast(list[Any], models)):
+            if isinstance(model, dict):
+                yield from _text(model, "path", ("reward", "models", index), _model)
+
+
+def _environments(section: Any) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
+    """One reference, or a table of them, and the tools."""
+    yield from _text(section, "path", ("environment",), _code)
+    for name in ("path", "tools"):
+        inner = _item(section, name)
+        keys: Any = list(cast(Tree, inner)) if isinstance(inner, dict) else range(len(cast(list[Any], inner or [])))
+        if isinstance(inner, dict | list):
+            for key in keys:
+                yield from _text(inner, key, ("environment", name), _code)
 
 
 def _text(holder: Any, key: Any, above: KeyPath, find: Finder) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
@@ -110,12 +132,24 @@ def _model(text: str, bases: list[Path]) -> str:
     if found and not found.is_dir():
         raise _NotFound(f"{text} is a file; name the model's directory")
     if found and not (found / "config.json").is_file():
+        if (found / ADAPTER_CONFIG).is_file():
+            raise _NotFound(
+                f"{found} holds a LoRA adapter and no whole model. Name its base here and the adapter as lora.path, "
+                f"or merge the two: tunesmith merge {text} OUT_DIR"
+            )
         raise _NotFound(f"{found} holds no model: there is no config.json in it")
     if found:
         return str(found)
     if _looks_local(text) or text.count("/") > 1 or not text:
         raise _missing(text, bases)
     return text
+
+
+def _adapter(text: str, bases: list[Path]) -> str:
+    found = _existing(text, bases)
+    if not (Path(found) / ADAPTER_CONFIG).is_file():
+        raise _NotFound(f"{found} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it")
+    return found
 
 
 def _data(text: str, bases: list[Path]) -> str:
@@ -135,16 +169,23 @@ def _looks_local(text: str) -> bool:
 
 def _reward(text: str, bases: list[Path]) -> str:
     """``file.py:function``, or the name of a built-in reward, which is left as it is."""
-    file, colon, function = text.rpartition(":")
-    if not colon:
+    if ":" not in text:
         if text.endswith(".py"):
             raise _NotFound(f"{text} names no function; write {text}:name")
         return text
+    return _code(text, bases)
+
+
+def _code(text: str, bases: list[Path]) -> str:
+    """``file.py:name`` of the user's own code."""
+    file, _, name = text.rpartition(":")
+    if not file:
+        raise _NotFound(f"{text} names nothing in a file; write file.py:name")
     found = _search(file, bases)
     if not found or not found.is_file():
         raise _missing(file, bases)
-    _check_function(found, function)
-    return f"{found}:{function}"
+    _check_function(found, name)
+    return f"{found}:{name}"
 
 
 def _check_function(file: Path, function: str) -> None:
@@ -156,7 +197,7 @@ def _check_function(file: Path, function: str) -> None:
         raise _NotFound(f"{file}{line} is not valid Python: {error}") from error
     names = {name for node in ast.walk(tree) for name in _names(node)}
     if "*" not in names and function not in names:
-        defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
         raise _NotFound(f"{file} has no function '{function}'.{nearest(function, defined)}")
 
 

@@ -17,8 +17,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tunesmith.config.describe import choices_at, describe_at, show
+from tunesmith.config.distillation import distill_kind
 from tunesmith.config.files import locate_files
+from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.places import KeyPath, dotted, key_lines
+from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.problems import Problem, Source, raise_problems
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.unknown import unknown_keys
@@ -59,10 +62,19 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
     return config
 
 
-def find_kind(path: Path, overrides: Sequence[str] = ()) -> type[RLConfig] | type[SFTConfig]:
-    """``RLConfig`` for a run with a reward, ``SFTConfig`` for one without."""
+def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
+    """By the sections that only one command has; else ``RLConfig`` for a run with a reward, ``SFTConfig`` without."""
     data, _ = _read(path, overrides)
-    return RLConfig if {"reward", "rollout", "algorithm"} & data.keys() else SFTConfig
+    for name, kind in (("rm", RMConfig), ("dpo", DPOConfig), ("kto", KTOConfig), ("prm", PRMConfig)):
+        if name in data:
+            return kind
+    if {"distill", "teacher"} & data.keys():
+        return distill_kind(data)
+    if "rft" in data:
+        return RFTConfig
+    if {"sampling", "output"} & data.keys():
+        return GenerateConfig
+    return RLConfig if {"reward", "rollout", "algorithm", "environment"} & data.keys() else SFTConfig
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
@@ -140,7 +152,7 @@ def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | Non
 
 
 def _checked_kind(kind: type[RunConfig], data: Mapping[str, Any]) -> list[Problem]:
-    if kind is RLConfig and "reward" not in data:
+    if kind is RLConfig and not {"reward", "environment"} & data.keys():
         text = (
             '[reward] is missing: say functions = ["rewards.py:name"] or a built-in reward there, '
             "or train without one: tunesmith sft"

@@ -1,6 +1,6 @@
 """What a run file may say. Frozen models, unknown keys refused; a key left out is derived.
 
-``[model] [data] [reward] [algorithm] [rollout] [train] [eval]`` say what is learned. ``[system]`` says how
+``[model] [data] [reward] [algorithm] [critic] [rollout] [train] [eval]`` say what is learned. ``[system]`` says how
 fast, and never changes what is learned. ``[monitor] [checkpoint]`` say what is kept.
 ``None`` means "derive it"; ``resolve`` fills such keys in and gives the reason for each.
 """
@@ -8,24 +8,11 @@ fast, and never changes what is learned. ``[monitor] [checkpoint]`` say what is 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, ConfigDict, Field
 
-from tunesmith.config.sizes import checked_size
-
-PositiveInt = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Size = Annotated[str, AfterValidator(checked_size), Field(description="a size such as '512MB' or '4GB'")]
-
-
-def _zero_is_off(value: object) -> object:
-    return None if value == 0 and not isinstance(value, bool) else value
-
-
-def _off_is_zero(value: float | None) -> float:
-    return value or 0.0
+from tunesmith.config.values import Beta, GradNorm, PositiveInt, Share, Size, Url
 
 
 class Section(BaseModel):
@@ -40,6 +27,26 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own template."""
+    quantize: Literal["int8", "nf4"] | None = None
+    """Keep the frozen weights under an adapter in 8 or 4 bits (bitsandbytes); needs ``lora``."""
+
+
+class LoraSection(Section):
+    """A low-rank adapter (LoRA) trained in place of the model's own weights; on with ``rank`` or ``path``."""
+
+    rank: PositiveInt | None = None
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    targets: Literal["all-linear"] | tuple[str, ...] | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the adapter's input, in supervised training only."""
+    path: Path | None = None
+    """A saved adapter to continue, with its rank, alpha and targets."""
+    save_merged: bool = False
+    """Write the whole model, with the adapter merged in, beside each checkpoint's adapter."""
+
+    @property
+    def on(self) -> bool:
+        return self.rank is not None or self.path is not None
 
 
 class Source(Section):
@@ -74,10 +81,41 @@ class DataSection(Section):
     seed: int | None = None
 
 
+class ModelReward(Section):
+    """A trained reward model: ``[[reward.models]]``."""
+
+    path: str
+    """A directory or a hub name: ``AutoModelForSequenceClassification`` with one label."""
+    name: str = "reward_model"
+    """What it is called in the metrics."""
+    weight: float = 1.0
+    normalize: bool = False
+    """Give ``(score - mean) / std``, with the numbers of the model's ``reward_stats.json``."""
+
+
+class RemoteReward(Section):
+    """A reward behind HTTP: ``[[reward.remote]]``."""
+
+    urls: tuple[Url, ...]
+    """Servers that give the same reward; each request goes to the one with the fewest outstanding."""
+    name: str = "remote"
+    weight: float = 1.0
+    protocol: Literal["tunesmith", "openrlhf"] = "tunesmith"
+    batch_size: PositiveInt = 64
+    """Completions in one request, at most."""
+    timeout: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds that one attempt may take."""
+    retries: Annotated[int, Field(ge=0)] = 3
+    """Further attempts after a failed connection, an overrun or an answer of 5xx, with growing pauses."""
+
+
 class RewardSection(Section):
     functions: tuple[str, ...] = ()
     """``file.py:function``, or a built-in: exact_match, numeric_match, regex_format, math."""
     weights: tuple[float, ...] | None = None
+    """Of ``functions``; models and remote rewards have their own."""
+    models: tuple[ModelReward, ...] = ()
+    remote: tuple[RemoteReward, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that one call of a reward may take."""
     max_failed_share: Share = 0.1
@@ -86,6 +124,29 @@ class RewardSection(Section):
     """The column the built-in rewards compare with."""
     pattern: str | None = None
     """Regular expression of regex_format; with a group, also what exact_match and numeric_match extract."""
+
+
+class EnvironmentSection(Section):
+    path: Annotated[str | dict[str, str] | None, Field(description="'file.py:name', or a table of such by name")] = None
+    """The class or agent that plays every task; or several by name, of which ``column`` chooses."""
+    column: str = "environment"
+    """The column that says which environment plays a task, where there are several."""
+    tools: tuple[str, ...] = ()
+    """``file.py:function`` of typed functions with docstrings that the policy may call."""
+    max_turns: PositiveInt = 8
+    """Calls of the policy in one episode."""
+    max_tokens: PositiveInt | None = None
+    """Longest conversation of an episode; None: prompt and ``max_turns`` turns with answers."""
+    timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that one call of ``reset``, ``step`` or a tool may take; an episode has ``rollout.timeout``."""
+    concurrency: PositiveInt = 128
+    """Episodes that are played at once."""
+    bad_call: Literal["tell", "end"] = "tell"
+    """Whether the policy is told what was wrong with a tool call, or the episode ends."""
+
+    @property
+    def used(self) -> bool:
+        return self.path is not None or bool(self.tools)
 
 
 class AlgorithmSection(Section):
@@ -153,6 +214,31 @@ class AlgorithmSection(Section):
     filter_low: float = 0.0
     filter_high: float = 1.0
     reward_clip: tuple[float, float] | None = None
+    stop_properly: Annotated[float, Field(le=1)] | None = None
+    """What a rollout that hit the length limit keeps of its reward; a negative number replaces it (ProRL)."""
+    reference_every: PositiveInt | None = None
+    """Steps after which the policy becomes the reference of the KL; None: the starting model throughout."""
+
+
+class CriticSection(Section):
+    """The value model of an estimator that has one (``gae``, ``vapo``)."""
+
+    path: str | None = None
+    """A language model, reward model or critic to start from; None: the policy's model, with a head of zero."""
+    shared_trunk: bool = False
+    """A value head on the policy itself instead of a model of its own; one backward pass trains both."""
+    value_coef: Annotated[float, Field(gt=0)] | None = None
+    """Weight of the value loss beside the policy's, with ``shared_trunk``."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Of the critic, or of the head with ``shared_trunk``."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: Share = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_grad_norm: GradNorm = 1.0
+    updates_per_batch: PositiveInt | None = None
+    """Passes of the critic over one rollout batch; None: as the policy's."""
+    freeze_actor_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which only the critic learns."""
 
 
 class RolloutSection(Section):
@@ -163,6 +249,8 @@ class RolloutSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """With ``algorithm.dynamic_filter``, prompts tried at once for each that is still wanted."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 3600.0
@@ -187,13 +275,10 @@ class TrainSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    max_grad_norm: Annotated[
-        Annotated[float, Field(gt=0)] | None,
-        BeforeValidator(_zero_is_off),
-        PlainSerializer(_off_is_zero),
-        Field(description="a number above 0, or 0 for no clipping"),
-    ] = 1.0
+    max_grad_norm: GradNorm = 1.0
     """Gradients of a larger norm are scaled down to it; 0 in a run file (None here) is no clipping."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep an average of the weights that moves by ``1 − ema_decay`` of the difference per optimizer step."""
     seed: int = 0
 
 
@@ -211,6 +296,8 @@ class EvalSection(Section):
     """What the best checkpoint is judged by; None: ``eval/reward`` (RL) or ``eval/loss`` (supervised)."""
     target: float | None = None
     """End the run when an evaluation's ``metric`` is this good."""
+    use_ema: bool = False
+    """Evaluate the average of the weights that ``train.ema_decay`` keeps."""
 
 
 class SystemSection(Section):
@@ -227,6 +314,12 @@ class SystemSection(Section):
     """Requests decoded together at most."""
     max_prefill_tokens: PositiveInt = 8192
     """Prompt tokens prefilled in one forward."""
+    speculative: Literal["off", "ngram", "draft"] = "off"
+    """Guess tokens ahead while sampling, where measured to be faster; what is written stays the same."""
+    speculative_tokens: PositiveInt = 4
+    """Guessed at most, per completion and step."""
+    draft_model: str | None = None
+    """A directory or a hub name: a smaller model with the same vocabulary, for ``speculative = "draft"``."""
 
 
 class MonitorSection(Section):
@@ -251,9 +344,12 @@ class CheckpointSection(Section):
 class RunConfig(Section):
     """What every command shares."""
 
+    goal: ClassVar[Literal["rl", "sft", "pairs", "judged", "steps"]] = "sft"
+    """What its lines of data hold."""
     run_dir: Path | None = None
     model: ModelSection
     data: DataSection
+    lora: LoraSection = LoraSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
     system: SystemSection = SystemSection()
@@ -264,8 +360,11 @@ class RunConfig(Section):
 class RLConfig(RunConfig):
     """``tunesmith rl``."""
 
-    reward: RewardSection
+    goal = "rl"
+    reward: RewardSection = RewardSection()
+    environment: EnvironmentSection = EnvironmentSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection = CriticSection()
     rollout: RolloutSection = RolloutSection()
 
 

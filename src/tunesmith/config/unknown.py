@@ -11,7 +11,7 @@ from tunesmith.config.describe import sections_of
 from tunesmith.config.places import KeyPath, dotted
 from tunesmith.config.problems import Problem
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.synonyms import RENAMED, WITHOUT_EQUIVALENT
+from tunesmith.config.synonyms import PREFERENCE, RENAMED, WITHOUT_EQUIVALENT
 from tunesmith.errors import nearest
 
 
@@ -53,11 +53,13 @@ def _walk_value(sections: list[type[BaseModel]], value: Any, path: KeyPath) -> I
 def _explain(kind: type[RunConfig], path: KeyPath, valid: list[str], everywhere: list[str]) -> str:
     name, word = dotted(path), str(path[-1])
     elsewhere = [key for key in everywhere if key.rpartition(".")[2] == word]
+    if path == ("rollout",) and "sampling" in kind.model_fields:
+        return "[rollout] is called [sampling] here, and its group_size n."
     if len(path) == 1 and word in RLConfig.model_fields and word not in kind.model_fields:
         return f"[{word}] has no meaning for supervised training; train with a reward with: tunesmith rl"
     if reason := WITHOUT_EQUIVALENT.get(word):
         return f"there is no {name}: {reason}."
-    if renamed := [key for key in RENAMED.get(word, ()) if key in everywhere]:
+    if renamed := [key for key in (*RENAMED.get(word, ()), *PREFERENCE.get(word, ())) if key in everywhere]:
         return f"{name} is called {' and '.join(renamed)} here."
     if elsewhere:
         return f"unknown key {name}; did you mean {' or '.join(elsewhere)}?"

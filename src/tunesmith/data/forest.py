@@ -92,6 +92,8 @@ class Predictions:
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    divergence: Tensor | None = None
+    """Of a student: KL(teacher ‖ student), in nats."""
 
 
 def plant(samples: Sequence[Sample], indices: Sequence[int] | None = None, *, share: bool = True) -> Forest:

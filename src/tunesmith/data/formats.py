@@ -15,7 +15,7 @@ from tunesmith.data.sources import BadLine, Columns, Row
 from tunesmith.errors import nearest
 from tunesmith.types import Message, Prompt
 
-Goal = Literal["rl", "sft"]
+Goal = Literal["rl", "sft", "pairs", "judged", "steps"]
 
 PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input")
 COMPLETIONS = ("completion", "response", "output", "answer", "solution", "target")
@@ -38,7 +38,7 @@ SHAREGPT_ROLES = {
 class Format:
     """Which columns hold what. ``context`` is Alpaca's optional ``input`` beside ``instruction``."""
 
-    kind: Literal["text", "prompt", "prompt_completion", "messages"]
+    kind: Literal["text", "prompt", "prompt_completion", "messages", "pairs", "judged", "steps"]
     prompt: str | None = None
     completion: str | None = None
     context: str | None = None
@@ -58,6 +58,15 @@ class Format:
             case "messages":
                 tail = "; a final assistant turn is not part of the prompt" if goal == "rl" else ""
                 return f"conversations in '{self.messages}'{tail}"
+            case "pairs":
+                before = f"prompts in {prompt}" if self.prompt else "prompts as far as both begin alike"
+                return f"{before}, answers in 'chosen' and 'rejected'"
+            case "judged":
+                return f"prompts in {prompt}, completions in '{self.completion}', judged by 'label'"
+            case "steps":
+                if self.text:
+                    return f"answers in '{self.text}', judged at their separators by '{self.completion}'"
+                return f"prompts in {prompt}, steps in 'completions', judged by 'labels'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,15 @@ class Example:
     text: str | None = None
     prompt: Prompt | None = None
     completion: Prompt | None = None
+    rejected: Prompt | None = None
+    """The answer that ``completion`` is preferred to."""
+    margin: float = 0.0
+    desirable: bool | None = None
+    steps: tuple[str, ...] = ()
+    labels: tuple[float, ...] = ()
+    """How likely each step is good: 0 or 1, or anything between."""
+    tags: str | list[Any] | None = None
+    """Labels of the steps of ``text``: a copy of it with labels for separators, or a list."""
     tools: list[Any] | None = None
     columns: Columns = field(default_factory=dict[str, Any])
 
@@ -85,7 +103,7 @@ def detect(row: Row, goal: Goal, prompt: str | None = None, completion: str | No
     for name, key in ((prompt, "data.prompt"), (completion, "data.completion")):
         if name is not None and name not in row.columns:
             close = nearest(name, row.columns)
-            raise BadLine(row.where, f"no column '{name}' ({key}), found: {_found(row)}.{close}".rstrip("."))
+            raise BadLine(row.where, f"no column '{name}' ({key}), found: {found_columns(row)}.{close}".rstrip("."))
     return _detect_rl(row, prompt) if goal == "rl" else _detect_sft(row, prompt, completion)
 
 
@@ -93,13 +111,15 @@ def _detect_rl(row: Row, named: str | None) -> Format:
     conversation = next((name for name in CONVERSATIONS if name in row.columns), None)
     if named is None and conversation and "prompt" not in row.columns:
         return Format("messages", messages=conversation)
-    prompt = named or _only(row, PROMPTS, "data.prompt")
+    prompt = named or only_column(row, PROMPTS, "data.prompt")
     if prompt is None:
         needed = f"{', '.join(PROMPTS)} or {CONVERSATIONS[0]}"
-        raise BadLine(row.where, f"no prompt; found columns: {_found(row)}; needs one of {needed}, or set data.prompt")
+        raise BadLine(
+            row.where, f"no prompt; found columns: {found_columns(row)}; needs one of {needed}, or set data.prompt"
+        )
     if named in CONVERSATIONS:
         return Format("messages", messages=named)
-    return Format("prompt", prompt=prompt, context=_context(prompt))
+    return Format("prompt", prompt=prompt, context=context_of(prompt))
 
 
 def _detect_sft(row: Row, named_prompt: str | None, named_completion: str | None) -> Format:
@@ -112,24 +132,24 @@ def _detect_sft(row: Row, named_prompt: str | None, named_completion: str | None
             return Format("text", text=TEXT)
     if named_prompt in CONVERSATIONS and named_completion is None:
         return Format("messages", messages=named_prompt)
-    prompt = named_prompt or _only(row, PROMPTS, "data.prompt")
-    completion = named_completion or _only(row, COMPLETIONS, "data.completion")
+    prompt = named_prompt or only_column(row, PROMPTS, "data.prompt")
+    completion = named_completion or only_column(row, COMPLETIONS, "data.completion")
     if prompt is None or completion is None:
         missing = "prompt" if prompt is None else "completion"
         raise BadLine(
             row.where,
-            f"no {missing}; found columns: {_found(row)}; supervised training needs 'messages', 'text', or a "
+            f"no {missing}; found columns: {found_columns(row)}; supervised training needs 'messages', 'text', or a "
             f"prompt ({', '.join(PROMPTS)}) with a completion ({', '.join(COMPLETIONS)}), or set "
             f"data.{missing}",
         )
-    return Format("prompt_completion", prompt=prompt, completion=completion, context=_context(prompt))
+    return Format("prompt_completion", prompt=prompt, completion=completion, context=context_of(prompt))
 
 
-def _context(prompt: str) -> str | None:
+def context_of(prompt: str) -> str | None:
     return "input" if prompt == "instruction" else None
 
 
-def _found(row: Row) -> str:
+def found_columns(row: Row) -> str:
     return ", ".join(row.columns) or "none"
 
 
@@ -137,7 +157,7 @@ def _has(row: Row, names: tuple[str, ...]) -> bool:
     return any(name in row.columns for name in names)
 
 
-def _only(row: Row, names: tuple[str, ...], key: str) -> str | None:
+def only_column(row: Row, names: tuple[str, ...], key: str) -> str | None:
     """The one of ``names`` that the line has. The first name is canonical; two others are ambiguous."""
     present = [name for name in names if name in row.columns]
     if "instruction" in present and "input" in present:
@@ -156,12 +176,12 @@ def convert(row: Row, form: Format, goal: Goal) -> Example:
     columns = {name: value for name, value in row.columns.items() if name != "prompt"}
     identity = row.columns.get("id")
     made_id = str(identity) if isinstance(identity, str | int) and str(identity) else row.where
-    tools = _tools(row)
+    tools = read_tools(row)
     if form.kind == "text":
-        text = _text(row, cast("str", form.text))
+        text = read_text(row, cast("str", form.text))
         return Example(row.where, made_id, text=text, columns=columns)
     if form.kind == "messages":
-        messages = _messages(row, cast("str", form.messages))
+        messages = read_messages(row, cast("str", form.messages))
         if goal == "sft":
             return Example(row.where, made_id, prompt=[], completion=messages, tools=tools, columns=columns)
         if messages[-1]["role"] == "assistant":
@@ -169,18 +189,18 @@ def convert(row: Row, form: Format, goal: Goal) -> Example:
         if not messages:
             raise BadLine(row.where, f"'{form.messages}' holds nothing before the assistant's turn")
         return Example(row.where, made_id, prompt=messages, tools=tools, columns=columns)
-    prompt = _prompt(row, form)
+    prompt = read_prompt(row, form)
     if goal == "rl":
         return Example(row.where, made_id, prompt=prompt, tools=tools, columns=columns)
-    completion = _text_or_messages(row, cast("str", form.completion))
+    completion = read_side(row, cast("str", form.completion))
     if isinstance(completion, list) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return Example(row.where, made_id, prompt=prompt, completion=completion, tools=tools, columns=columns)
 
 
-def _prompt(row: Row, form: Format) -> Prompt:
+def read_prompt(row: Row, form: Format) -> Prompt:
     name = cast("str", form.prompt)
-    prompt = _text_or_messages(row, name)
+    prompt = read_side(row, name)
     if isinstance(prompt, list):
         if prompt[-1]["role"] == "assistant":
             raise BadLine(row.where, f"'{name}' ends with an assistant turn, so nothing is left to answer")
@@ -188,31 +208,31 @@ def _prompt(row: Row, form: Format) -> Prompt:
     context = row.columns.get(form.context) if form.context else None
     if not context:
         return prompt
-    return f"{prompt}\n\n{_text(row, cast('str', form.context))}"
+    return f"{prompt}\n\n{read_text(row, cast('str', form.context))}"
 
 
-def _value(row: Row, name: str) -> Any:
+def read_value(row: Row, name: str) -> Any:
     if name not in row.columns:
-        raise BadLine(row.where, f"no column '{name}', found: {_found(row)}")
+        raise BadLine(row.where, f"no column '{name}', found: {found_columns(row)}")
     value = row.columns[name]
     if value is None:
         raise BadLine(row.where, f"'{name}' is null")
     return value
 
 
-def _text(row: Row, name: str) -> str:
-    value = _value(row, name)
+def read_text(row: Row, name: str) -> str:
+    value = read_value(row, name)
     if not isinstance(value, str):
-        raise BadLine(row.where, f"'{name}' is {type(value).__name__} ({_short(value)}), needs text")
+        raise BadLine(row.where, f"'{name}' is {type(value).__name__} ({shortened(value)}), needs text")
     if not value:
         raise BadLine(row.where, f"'{name}' is empty")
     _check_unicode(row, name, value)
     return value
 
 
-def _text_or_messages(row: Row, name: str) -> Prompt:
-    value = _value(row, name)
-    return _messages(row, name) if isinstance(value, list) else _text(row, name)
+def read_side(row: Row, name: str) -> Prompt:
+    value = read_value(row, name)
+    return read_messages(row, name) if isinstance(value, list) else read_text(row, name)
 
 
 def _check_unicode(row: Row, name: str, text: str) -> None:
@@ -223,12 +243,12 @@ def _check_unicode(row: Row, name: str, text: str) -> None:
         raise BadLine(row.where, reason) from error
 
 
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _tools(row: Row) -> list[Any] | None:
+def read_tools(row: Row) -> list[Any] | None:
     """The tools a conversation may call: a list of JSON schemas, or the same as JSON text."""
     value = row.columns.get("tools")
     if not value:
@@ -243,8 +263,8 @@ def _tools(row: Row) -> list[Any] | None:
     return cast("list[Any]", value)
 
 
-def _messages(row: Row, name: str) -> list[Message]:
-    value = _value(row, name)
+def read_messages(row: Row, name: str) -> list[Message]:
+    value = read_value(row, name)
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -292,6 +312,6 @@ def _part(row: Row, place: str, part: Any) -> str:
     if known.get("type", "text") != "text" or not isinstance(text, str):
         raise BadLine(
             row.where,
-            f"{place} has a part that is not text ({_short(cast('object', part))}); only text can be trained",
+            f"{place} has a part that is not text ({shortened(cast('object', part))}); only text can be trained",
         )
     return text

@@ -17,7 +17,7 @@ from tunesmith.data.trie import PrefixOrder, num_forest_tokens, prefix_order
 from tunesmith.errors import DataError
 from tunesmith.types import Sample
 
-__all__ = ["CostModel", "SampleTooLong", "balance", "num_forest_tokens", "pack"]
+__all__ = ["CostModel", "GroupTooLong", "SampleTooLong", "balance", "group_tokens", "num_forest_tokens", "pack"]
 
 EXCHANGES = 200
 """Most moves and swaps made to equalise costs; each one lowers the highest."""
@@ -36,6 +36,17 @@ class SampleTooLong(DataError):
             "raise system.max_tokens_per_microbatch or shorten the sample"
         )
         self.index, self.tokens, self.limit = index, tokens, limit
+
+
+class GroupTooLong(DataError):
+    """Samples that have to share a micro-batch are over the cap together."""
+
+    def __init__(self, group: int, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the samples of group {group} have {tokens} tokens together, more than a micro-batch may hold ({limit}): "
+            "raise system.max_tokens_per_microbatch or shorten them"
+        )
+        self.group, self.tokens, self.limit = group, tokens, limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +70,19 @@ class CostModel:
 
 
 def pack(
-    samples: Sequence[Sample], max_tokens: int, *, share: bool = True, cost: CostModel | None = None
+    samples: Sequence[Sample],
+    max_tokens: int,
+    *,
+    share: bool = True,
+    cost: CostModel | None = None,
+    keep_groups: bool = False,
 ) -> list[list[int]]:
     """Partition ``samples`` into micro-batches whose forests have at most ``max_tokens`` tokens.
 
     A tree that is over the cap is split with its prefix repeated.
+
+    Args:
+        keep_groups: samples of one ``group`` go into one micro-batch, as a loss that compares them needs.
 
     Returns:
         Indices into ``samples``, ascending in each micro-batch; the costliest micro-batch first, so that one
@@ -71,15 +90,45 @@ def pack(
 
     Raises:
         SampleTooLong: one sample alone is over ``max_tokens``.
+        GroupTooLong: a group that is to be kept together is.
     """
     for index, sample in enumerate(samples):
         if len(sample.token_ids) > max_tokens:
             raise SampleTooLong(index, len(sample.token_ids), max_tokens)
-    weights = _Weights(samples, prefix_order(samples, share=share), cost or CostModel())
+    prefixes = prefix_order(samples, share=share)
+    if keep_groups:
+        prefixes = _grouped(samples, prefixes, share)
+    weights = _Weights(samples, prefixes, cost or CostModel(), keep_groups)
     bins = _fewest(weights, _items(weights, max_tokens), max_tokens)
     _equalise(weights, bins, max_tokens)
     bins.sort(key=lambda b: (-b.cost, b.items[0].low))
     return [sorted(weights.order[r] for item in b.items for r in range(item.low, item.high)) for b in bins]
+
+
+def group_tokens(samples: Sequence[Sample], *, share: bool = True) -> int:
+    """Tokens of the largest group of samples, as ``pack`` counts them."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    return max((num_forest_tokens(members, share) for members in groups.values()), default=0)
+
+
+def _grouped(samples: Sequence[Sample], prefixes: PrefixOrder, share: bool) -> PrefixOrder:
+    """The ranks with each group's beside each other, where the first of them was.
+
+    What two ranks have in common is at least the least that neighbours between them have, in any order; so sizes
+    may come out too large where groups interleave, and never too small.
+    """
+    members: dict[int, list[int]] = {}
+    for index in prefixes.order:
+        assert samples[index].group >= 0, "samples without a group cannot be kept together"
+        members.setdefault(samples[index].group, []).append(index)
+    order = [index for group in members.values() for index in group]
+    shared = [0] * len(order)
+    for rank in range(1, len(order) if share else 0):
+        pair = [samples[order[rank - 1]], samples[order[rank]]]
+        shared[rank] = prefix_order(pair).shared[1]
+    return PrefixOrder(order, shared)
 
 
 class _Item(NamedTuple):
@@ -107,8 +156,11 @@ class _Bin:
 class _Weights:
     """What sets of samples, sorted by rank, weigh together."""
 
-    def __init__(self, samples: Sequence[Sample], prefixes: PrefixOrder, model: CostModel) -> None:
+    def __init__(
+        self, samples: Sequence[Sample], prefixes: PrefixOrder, model: CostModel, keep_groups: bool = False
+    ) -> None:
         self.order, self.shared, self.model = prefixes.order, prefixes.shared, model
+        self.groups = [samples[i].group for i in self.order] if keep_groups else list(range(len(self.order)))
         self.lengths = [len(samples[i].token_ids) for i in self.order]
         self.heads = [model.head * samples[i].num_loss_tokens for i in self.order]
         self.shared_by_all = min(self.shared[1:], default=0)
@@ -147,21 +199,26 @@ class _Weights:
 def _items(weights: _Weights, cap: int) -> list[_Item]:
     """The largest subtrees that fit under the cap."""
     items: list[_Item] = []
-    stack = [((0, 0), run) for run in _cut(weights.shared, 0, len(weights.order), 0)]
+    stack = [((0, 0), run) for run in _cut(weights, 0, len(weights.order), 0)]
     while stack:
         split, (low, high) = stack.pop()
         item = weights.item(low, high, split)
         if item.tokens <= cap:
             items.append(item)
         else:
-            at = min(weights.shared[low + 1 : high])
-            stack.extend(((at, low), run) for run in _cut(weights.shared, low, high, at))
+            between = [r for r in range(low + 1, high) if weights.groups[r] != weights.groups[r - 1]]
+            if not between:
+                raise GroupTooLong(weights.groups[low], item.tokens, cap)
+            at = min(weights.shared[r] for r in between)
+            stack.extend(((at, low), run) for run in _cut(weights, low, high, at))
     return items
 
 
-def _cut(shared: Sequence[int], low: int, high: int, at: int) -> list[tuple[int, int]]:
-    """Cut ranks wherever neighbours share no more than ``at`` tokens."""
-    return list(pairwise([low, *(r for r in range(low + 1, high) if shared[r] <= at), high])) if high > low else []
+def _cut(weights: _Weights, low: int, high: int, at: int) -> list[tuple[int, int]]:
+    """Cut ranks wherever neighbours share no more than ``at`` tokens and are not to be kept together."""
+    groups, shared = weights.groups, weights.shared
+    cuts = (r for r in range(low + 1, high) if shared[r] <= at and groups[r] != groups[r - 1])
+    return list(pairwise([low, *cuts, high])) if high > low else []
 
 
 def _fewest(weights: _Weights, items: list[_Item], cap: int) -> list[_Bin]:

@@ -13,6 +13,7 @@ from tunesmith.config.schema import DataSection, Source
 from tunesmith.data.chat import Rendered
 from tunesmith.data.fit import fit_prompt, fit_sample
 from tunesmith.data.formats import Example, Format, Goal, convert, detect
+from tunesmith.data.judgements import convert_judgement, detect_judgement
 from tunesmith.data.learned import choose_template, learned_texts, note_turn_end, with_system
 from tunesmith.data.loader import Loader, Part, fingerprint_of
 from tunesmith.data.report import Report
@@ -98,8 +99,8 @@ def load_tasks(section: DataSection, source: Sources, tokenizer: Tokenizer) -> T
         ConfigError: a setting does not apply to this data or tokenizer.
     """
     check_section(section, "rl")
-    _check_limit(section, "max_prompt_tokens")
-    examples, report, fingerprint = _examples(section, source, "rl")
+    check_limit(section, "max_prompt_tokens")
+    examples, report, fingerprint = read_examples(section, source, "rl")
     template = choose_template(section, tokenizer, [example for _, example in examples])
     leading = leading_ids(tokenizer)
 
@@ -116,7 +117,7 @@ def load_tasks(section: DataSection, source: Sources, tokenizer: Tokenizer) -> T
     def encode_prompt(example: Example, prompt: Prompt) -> list[int]:
         return encode(tokenizer, [text_of(example, prompt)])[0]
 
-    rendered = _each(examples, report, lambda example: (p := prompt_of(example), text_of(example, p)))
+    rendered = each_example(examples, report, lambda example: (p := prompt_of(example), text_of(example, p)))
     encoded = encode(tokenizer, [text for _, _, (_, text) in rendered])
     tasks: list[tuple[int, Task]] = []
     for (index, example, (prompt, _)), bare in zip(rendered, encoded, strict=True):
@@ -129,7 +130,7 @@ def load_tasks(section: DataSection, source: Sources, tokenizer: Tokenizer) -> T
             # Rewards see a prompt in the shape that it has in the data.
             prompt = cast("str", prompt[-1]["content"])
         tasks.append((index, Task(example.id, prompt, tuple(ids), example.columns)))
-    return _prepared(tasks, as_sources(source), report, fingerprint)
+    return prepared(tasks, as_sources(source), report, fingerprint)
 
 
 def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) -> SampleSet:
@@ -144,13 +145,13 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
         ConfigError: a setting does not apply to this data or tokenizer.
     """
     check_section(section, "sft")
-    _check_limit(section, "max_tokens")
-    examples, report, fingerprint = _examples(section, source, "sft")
+    check_limit(section, "max_tokens")
+    examples, report, fingerprint = read_examples(section, source, "sft")
     template = choose_template(section, tokenizer, [example for _, example in examples])
     leading = leading_ids(tokenizer)
     if template is None and tokenizer.eos_token_id is None:
         report.note("The tokenizer has no EOS token: the model does not learn to stop.")
-    made = _each(examples, report, lambda example: learned_texts(section, example, template))
+    made = each_example(examples, report, lambda example: learned_texts(section, example, template))
     split = sum(len(texts) > 1 for _, _, texts in made)
     if split:
         report.note(
@@ -165,14 +166,14 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
     for (index, example, text), joint in zip(flat, encoded, strict=True):
         plain = template is None or example.text is not None
         try:
-            sample = _sample(text, joint, tokenizer, leading, plain)
+            sample = sample_of(text, joint, tokenizer, leading, plain)
         except DataError as error:
             report.bad(BadLine(example.where, str(error)))
             continue
         fitted = fit_sample(section, example, sample, leading, report)
         if fitted is not None:
             samples.append((index, fitted))
-    return _prepared(samples, as_sources(source), report, fingerprint)
+    return prepared(samples, as_sources(source), report, fingerprint)
 
 
 def check_section(section: DataSection, goal: Goal) -> None:
@@ -185,11 +186,17 @@ def check_section(section: DataSection, goal: Goal) -> None:
         for key in ("completion", "loss_on", "max_tokens"):
             if getattr(section, key) is not None:
                 raise ConfigError(f"data.{key} is for supervised training; leave it out of tunesmith rl.")
-    elif section.max_prompt_tokens is not None:
+        return
+    if section.max_prompt_tokens is not None:
         raise ConfigError("data.max_prompt_tokens is for tunesmith rl; use data.max_tokens here.")
+    if goal != "sft" and section.loss_on is not None:
+        raise ConfigError("data.loss_on is for tunesmith sft; here it is always the answers that count. Leave it out.")
+    if goal in ("pairs", "steps") and section.completion is not None:
+        columns = "'chosen' and 'rejected'" if goal == "pairs" else "'completions' and 'labels'"
+        raise ConfigError(f"data.completion has no effect here: the columns are {columns}. Leave it out.")
 
 
-def _check_limit(section: DataSection, key: str) -> None:
+def check_limit(section: DataSection, key: str) -> None:
     if section.too_long != "error" and getattr(section, key) is None:
         raise ConfigError(f"data.too_long = '{section.too_long}' needs a limit: set data.{key}.")
 
@@ -197,7 +204,7 @@ def _check_limit(section: DataSection, key: str) -> None:
 # Reading ------------------------------------------------------------------------------------------------
 
 
-def _examples(section: DataSection, source: Sources, goal: Goal) -> tuple[list[tuple[int, Example]], Report, str]:
+def read_examples(section: DataSection, source: Sources, goal: Goal) -> tuple[list[tuple[int, Example]], Report, str]:
     """Every usable line with the index of its source; the report; the fingerprint of the data."""
     sources = as_sources(source)
     report = Report(skip_bad=section.skip_bad)
@@ -227,7 +234,7 @@ def _examples_of(section: DataSection, source: Source, goal: Goal, report: Repor
             continue
         try:
             form = formats.get(row.file) or _detected(section, row, goal)
-            example = convert(row, form, goal)
+            example = convert(row, form, goal) if goal in ("rl", "sft") else convert_judgement(row, form)
         except BadLine as line:
             report.bad(line)
             continue
@@ -238,7 +245,8 @@ def _examples_of(section: DataSection, source: Source, goal: Goal, report: Repor
 
 
 def _detected(section: DataSection, row: Row, goal: Goal) -> Format:
-    form = detect(row, goal, section.prompt, section.completion)
+    find = detect if goal in ("rl", "sft") else detect_judgement
+    form = find(row, goal, section.prompt, section.completion)
     if form.kind == "text":
         for key, value in (("chat", section.chat), ("system_prompt", section.system_prompt)):
             if value:
@@ -254,7 +262,7 @@ def _nothing_left(path: str, report: Report) -> DataError:
     return DataError(f"{path}: no usable line.\n{report.summary()}")
 
 
-def _each(
+def each_example(
     examples: list[tuple[int, Example]], report: Report, make: Callable[[Example], U]
 ) -> list[tuple[int, Example, U]]:
     """``make`` of every example; where it refuses one, that line is bad."""
@@ -267,7 +275,7 @@ def _each(
     return made
 
 
-def _prepared(items: list[tuple[int, T]], sources: tuple[Source, ...], report: Report, fingerprint: str) -> Prepared[T]:
+def prepared(items: list[tuple[int, T]], sources: tuple[Source, ...], report: Report, fingerprint: str) -> Prepared[T]:
     """Items of each source side by side. Without weights, sources are simply joined.
 
     Raises:
@@ -301,7 +309,7 @@ def _weights(sources: tuple[Source, ...]) -> list[float] | None:
     return weights or None
 
 
-def _sample(text: Rendered, joint: Encoded, tokenizer: Tokenizer, leading: list[int], plain: bool) -> Sample:
+def sample_of(text: Rendered, joint: Encoded, tokenizer: Tokenizer, leading: list[int], plain: bool) -> Sample:
     """Token ids and mask; plain text gets the tokenizer's BOS before it and EOS after it."""
     ids, mask = mask_spans(tokenizer, text.text, joint, text.spans)
     if plain:

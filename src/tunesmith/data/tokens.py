@@ -79,6 +79,19 @@ def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[
             yield Encoded(ids, offsets)
 
 
+def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """Token ids of ``text`` as it stands after ``before``, which is not tokenized with it: no token reaches across.
+
+    Some tokenizers put a blank before what they take for the start of a text; it is not one here.
+    """
+    if getattr(tokenizer, "is_fast", False):
+        for guard in (before, "a", ".", "\n"):
+            tokens = _continuation(tokenizer, guard, text) if guard else None
+            if tokens is not None:
+                return tokens
+    return encode(tokenizer, [text])[0]
+
+
 def leading_ids(tokenizer: Tokenizer) -> list[int]:
     """What the tokenizer puts before a text of its own accord: usually BOS or nothing.
 

@@ -21,6 +21,9 @@ class EngineStats:
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    """Guessed by speculative decoding and verified; ``accepted_tokens`` of them were kept."""
+    accepted_tokens: int = 0
     peak_running: int = 0
     peak_kv_bytes: int = 0
     kv_budget_bytes: int = 0

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from tunesmith.types import Completion, Rollout
 
-Generate = Callable[[Sequence[int]], Awaitable[Completion]]
-"""Completes a run of tokens with the current policy."""
+
+class Generate(Protocol):
+    """Completes a run of tokens with the current policy."""
+
+    async def __call__(
+        self, prompt_ids: Sequence[int], /, *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Completion:
+        """Sample as the run says; at most ``max_new_tokens`` where that is fewer, ending at ``stop`` as well."""
+        ...
 
 
 class Environment(Protocol):

@@ -54,7 +54,8 @@ def check_builtins(section: RewardSection) -> None:
             )
     if section.answer in RESERVED:
         raise ConfigError(f"reward.answer: '{section.answer}' is not a data column but an argument of every reward.")
-    if "answer" in section.model_fields_set and not any(name in COMPARING for name in used):
+    labelled = any(entry.protocol == "openrlhf" for entry in section.remote)
+    if "answer" in section.model_fields_set and not labelled and not any(name in COMPARING for name in used):
         raise ConfigError(
             f"reward.answer is set, but none of {', '.join(COMPARING)} is in reward.functions; "
             "your own functions get every column by its name."

@@ -54,6 +54,8 @@ class RewardFunction:
     close: Callable[[], None] = lambda: None
     check_gold: Callable[[Any], str | None] | None = None
     """Why a value of the answer column cannot be used, if it cannot."""
+    of_rollouts: bool = False
+    """It is a coroutine function of the rollouts and their texts, which keeps its own deadlines."""
 
 
 def signature_of(function: Callable[..., Any], reference: str) -> tuple[frozenset[str], frozenset[str] | None]:
@@ -107,23 +109,34 @@ def arguments_for(
     Conversational prompts give completions as ``[{"role": "assistant", "content": text}]``, text prompts as
     the text.
     """
-    pairs = list(zip(rollouts, texts, strict=True))
     given: dict[str, Any] = {
         "prompts": [_copy_prompt(r.task.prompt) for r in rollouts],
-        "completions": [
-            text if isinstance(r.task.prompt, str) else [{"role": "assistant", "content": text}] for r, text in pairs
-        ],
+        "completions": completions_of(rollouts, texts),
         "completion_ids": [r.completion_ids for r in rollouts],
         "trainer_state": state,
         "log_extra": notes.log_extra,
         "log_metric": notes.log_metric,
     }
-    names = dict.fromkeys(name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS)
-    for name in (*names, *(function.columns - names.keys())):
-        given[name] = [r.task.columns.get(name) for r in rollouts]
+    given |= columns_of(rollouts, function.columns)
     if function.accepts is None:
         return given
     return {name: value for name, value in given.items() if name in function.accepts}
+
+
+def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Any]:
+    """Texts in the shape of their prompts: what the policy wrote last, or all that was said after the prompt."""
+    return [
+        text
+        if isinstance(r.task.prompt, str)
+        else [dict(m) for m in r.messages or [{"role": "assistant", "content": text}]]
+        for r, text in zip(rollouts, texts, strict=True)
+    ]
+
+
+def columns_of(rollouts: Sequence[Rollout], needed: frozenset[str] = frozenset()) -> dict[str, list[Any]]:
+    """The data's columns and those that are ``needed``, one entry per rollout; None where a task lacks one."""
+    names = dict.fromkeys(name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS)
+    return {name: [r.task.columns.get(name) for r in rollouts] for name in (*names, *(needed - names.keys()))}
 
 
 def _copy_prompt(prompt: Prompt) -> Prompt:
@@ -180,8 +193,8 @@ def _shown(value: object) -> str:
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion in either of its forms."""
+    """The text of a completion in either of its forms; of a conversation, the policy's last turn."""
     if isinstance(completion, str):
         return completion
     messages = cast("Sequence[Mapping[str, Any]]", completion)
-    return "".join(str(message["content"]) for message in messages)
+    return next((str(m["content"]) for m in reversed(messages) if m.get("role", "assistant") == "assistant"), "")

@@ -25,6 +25,7 @@ from typing import Any
 from tunesmith.config.schema import RewardSection
 from tunesmith.environments import user_calls, user_code
 from tunesmith.environments.builtin_rewards import BUILTINS, check_builtins, make_builtin
+from tunesmith.environments.reward_stats import check_reward_model
 from tunesmith.environments.reward_types import (
     ItemFailure,
     Notes,
@@ -47,10 +48,10 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     Raises:
         ConfigError: an unknown file, function or built-in, wrong weights, a pattern that does not parse.
     """
-    if not section.functions:
+    if not (section.functions or section.models or section.remote):
         raise ConfigError(
             "reward.functions is empty; give a function of yours, as in functions = ['rewards.py:correct'], "
-            f"or a built-in: {', '.join(BUILTINS)}."
+            f"a built-in ({', '.join(BUILTINS)}), [[reward.models]] or [[reward.remote]]."
         )
     repeated = [name for name, count in Counter(section.functions).items() if count > 1]
     if repeated:
@@ -65,10 +66,17 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
                 " A function of yours is written file.py:function."
             )
     check_builtins(section)
+    for entry in section.models:
+        check_reward_model(entry)
+    for entry in section.remote:
+        if not entry.urls:
+            raise ConfigError(f"reward.remote: '{entry.name}' has no urls; give one or more, on which it is served.")
 
 
 def load_rewards(section: RewardSection, base_dir: Path) -> RewardSet:
     """Check the section, import the user's files and make the built-ins ready (their processes start later).
+
+    ``weights`` has every reward of the section; models and remote ones are to be added with ``add``.
 
     Raises:
         ConfigError: as ``check_rewards``; or a file does not import, or a function cannot be called.
@@ -82,24 +90,41 @@ def load_rewards(section: RewardSection, base_dir: Path) -> RewardSet:
         function = user_code.load_function(user_code.locate(entry, base_dir))
         columns, accepts = signature_of(function, entry)
         functions.append(RewardFunction(entry.rpartition(":")[2], entry, function, columns, accepts))
-    names = Counter(f.name for f in functions)
-    # Functions of one name, in two files: told apart by the whole reference.
-    unique = tuple(replace(f, name=f.reference) if names[f.name] > 1 else f for f in functions)
-    return RewardSet(unique, section.weights or (1.0,) * len(unique), section.timeout)
+    weights = _weights(section)
+    named = [replace(f, name=name) for f, name in zip(functions, weights, strict=False)]
+    made = RewardSet(named, [weights[f.name] for f in named], section.timeout)
+    made.weights = weights
+    return made
+
+
+def _weights(section: RewardSection) -> dict[str, float]:
+    """The weight of every reward by its name: functions in their order, then models, then remote ones.
+
+    Functions of one name, in two files, are told apart by the whole reference.
+    """
+    short = [reference.rpartition(":")[2] for reference in section.functions]
+    names = [s if short.count(s) == 1 else whole for s, whole in zip(short, section.functions, strict=True)]
+    given = section.weights or (1.0,) * len(names)
+    others = [(entry.name, entry.weight) for entry in (*section.models, *section.remote)]
+    return dict([*zip(names, given, strict=True), *others])
 
 
 def _check_weights(section: RewardSection) -> None:
     weights, functions = section.weights, section.functions
-    if weights is None:
-        return
-    if len(weights) != len(functions):
+    if weights is not None and len(weights) != len(functions):
         raise ConfigError(
             f"reward.weights has {len(weights)} entries for {len(functions)} functions; give one for each."
         )
-    if not all(isfinite(w) for w in weights):
+    if weights is not None and not all(isfinite(w) for w in weights):
         raise ConfigError(f"reward.weights must be finite numbers, not {list(weights)}.")
-    if not any(weights):
+    all_weights = _weights(section)
+    if not any(all_weights.values()):
         raise ConfigError("reward.weights are all 0, so that no rollout would have a reward.")
+    if len(all_weights) < len(functions) + len(section.models) + len(section.remote):
+        raise ConfigError(
+            f"two of the rewards {', '.join(all_weights)} have the same name; give each of reward.models and "
+            "reward.remote its own `name`, which is what it is called in the metrics."
+        )
 
 
 class RewardSet:
@@ -113,6 +138,13 @@ class RewardSet:
         self._timeout = timeout
         self._calls = user_calls.UserCalls()
         self._logged: dict[str, list[float]] = {}
+
+    def add(self, function: RewardFunction, weight: float | None = None) -> None:
+        """One more reward; without a weight, one that ``weights`` has already."""
+        if weight is not None:
+            self.weights[function.name] = weight
+        assert function.name in self.weights, f"the reward '{function.name}' has no weight"
+        self.functions = (*self.functions, function)
 
     def check_tasks(self, tasks: Iterable[Task]) -> None:
         """Refuse data the functions cannot work with: call it before training.
@@ -137,7 +169,7 @@ class RewardSet:
                 gold = task.columns.get(column)
                 problem = f.check_gold(gold)
                 # In a mixture, a task without an answer may be another reward's.
-                if problem is not None and (gold is not None or len(self.functions) == 1):
+                if problem is not None and (gold is not None or len(self.weights) == 1):
                     raise DataError(f"task {task.id}: the column '{column}' {problem}; '{f.name}' compares with it.")
 
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
@@ -180,6 +212,8 @@ class RewardSet:
     ) -> tuple[list[Score], Notes]:
         size = len(rollouts)
         notes = Notes(size)
+        if f.of_rollouts:
+            return scores_from(await f.function(rollouts, texts), size), notes
         arguments = arguments_for(f, rollouts, texts, self.state, notes)
         try:
             if f.builtin:

@@ -92,6 +92,19 @@ def load_function(location: Location) -> Callable[..., Any]:
     Raises:
         ConfigError: the import failed (with the end of its traceback), or the name is not a function.
     """
+    function = load_object(location)
+    if isinstance(function, type) or not callable(function):
+        kind = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
+        raise ConfigError(f"'{location.reference}' is {kind}; a function is needed.")
+    return cast(Callable[..., Any], function)
+
+
+def load_object(location: Location) -> object:
+    """What stands under the name, as ``load_function`` finds it, of whatever kind.
+
+    Raises:
+        ConfigError: the import failed (with the end of its traceback), or there is no such name.
+    """
     with _importable(location.search):
         try:
             module = _import(location)
@@ -99,16 +112,12 @@ def load_function(location: Location) -> Callable[..., Any]:
             tail = describe_exception(error, skip=_is_machinery)
             raise ConfigError(f"importing {location.place} for '{location.reference}' failed:\n{tail}") from error
     try:
-        function = getattr(module, location.function)
+        return getattr(module, location.function)
     except AttributeError:
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ConfigError(
             f"{location.place} has no function '{location.function}'.{nearest(location.function, names)}"
         ) from None
-    if isinstance(function, type) or not callable(function):
-        kind = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
-        raise ConfigError(f"'{location.reference}' is {kind}; a function is needed.")
-    return cast(Callable[..., Any], function)
 
 
 def describe_exception(error: BaseException, skip: Callable[[str], bool]) -> str:

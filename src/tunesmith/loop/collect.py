@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Protocol, TypeVar
 
 from tunesmith.engines.base import RolloutEngine
-from tunesmith.environments.base import Environment
-from tunesmith.errors import EngineError, UserError
-from tunesmith.types import Rollout, RolloutGroup, Sampling, Status, Task
+from tunesmith.environments.base import Environment, Generate
+from tunesmith.errors import EngineError, EpisodeError, UserError
+from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 T = TypeVar("T")
 
@@ -37,33 +39,38 @@ class Collector:
     environments: Mapping[str, Environment]
     decode: Callable[[Sequence[int]], str]
     timeout: float
-    """Seconds that one rollout may take."""
+    """Seconds that one rollout may take; waiting for its turn does not count."""
+    turn: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext[None])
+    """What a rollout holds while it is played: a semaphore limits how many are at once."""
 
     async def collect(
         self, tasks: Sequence[Task], sampling: Sampling, group_size: int, seed: int
     ) -> list[RolloutGroup]:
         """One group per task, in order. What a rollout draws depends on ``seed`` and its place."""
-        return await _together(
+        return await together(
             [self._group(task, sampling, group_size, derive_seed(seed, place)) for place, task in enumerate(tasks)]
         )
 
     async def _group(self, task: Task, sampling: Sampling, size: int, seed: int) -> RolloutGroup:
         samplings = [replace(sampling, seed=derive_seed(seed, member)) for member in range(size)]
-        rollouts = await _together([self._rollout(task, s) for s in samplings])
+        rollouts = await together([self._rollout(task, s) for s in samplings])
         played = [r for r in rollouts if r.status is Status.OK]
         if played:
-            await self.scorer.score(played, [self.decode(r.completion_ids) for r in played])
+            await self.scorer.score(played, [self.decode(r.answer_ids) for r in played])
         return RolloutGroup(task, rollouts)
 
     async def _rollout(self, task: Task, sampling: Sampling) -> Rollout:
         rollout = Rollout(task)
         rollout.observe(task.prompt_ids)
+        async with self.turn:
+            await self._play(rollout, self._generate(sampling))
+        return rollout
+
+    async def _play(self, rollout: Rollout, generate: Generate) -> None:
         deadline = asyncio.timeout(self.timeout)
         try:
             async with deadline:
-                await self.environments[task.environment].play(
-                    rollout, lambda prompt_ids: self.engine.generate(prompt_ids, sampling)
-                )
+                await self.environments[rollout.task.environment].play(rollout, generate)
         except TimeoutError as error:
             own = f"not finished within {self.timeout:g} s (rollout.timeout)"
             rollout.fail(Status.TIMED_OUT, own if deadline.expired() else f"{type(error).__name__}: {error}")
@@ -71,12 +78,31 @@ class Collector:
             raise
         except EngineError as error:
             rollout.fail(Status.ENGINE_FAILED, str(error))
+        except EpisodeError as error:
+            rollout.fail(Status.ENVIRONMENT_FAILED, str(error))
         except Exception as error:
             rollout.fail(Status.ENVIRONMENT_FAILED, f"{type(error).__name__}: {error}")
-        return rollout
+
+    def _generate(self, sampling: Sampling) -> Generate:
+        """The policy for one rollout. Each call draws from a seed of its own, the first from the rollout's."""
+        calls = count()
+
+        async def generate(
+            prompt_ids: Sequence[int], /, *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        ) -> Completion:
+            number, seed = next(calls), sampling.seed
+            changed = replace(
+                sampling,
+                max_new_tokens=min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens),
+                stop=sampling.stop + stop,
+                seed=seed if seed is None or number == 0 else derive_seed(seed, number),
+            )
+            return await self.engine.generate(prompt_ids, changed)
+
+        return generate
 
 
-async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """The results in order. The first error ends all of the work and is raised as it is."""
     try:
         async with asyncio.TaskGroup() as running:

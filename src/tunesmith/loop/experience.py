@@ -1,8 +1,8 @@
-"""From rewarded groups to samples: shaping, reference log-probabilities, advantages."""
+"""From rewarded groups to samples: shaping, reference log-probabilities, values, advantages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +19,9 @@ from tunesmith.algorithms.advantages import (
 from tunesmith.algorithms.columns import prepare_columns
 from tunesmith.algorithms.kl import kl_values
 from tunesmith.algorithms.objective import needs_reference
-from tunesmith.algorithms.shaping import clip_reward, overlong_penalty
+from tunesmith.algorithms.shaping import clip_reward, overlong_penalty, stop_properly
 from tunesmith.config.schema import AlgorithmSection
+from tunesmith.loop.critic import Critic
 from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.types import Record, Rollout, RolloutGroup, Sample
 
@@ -33,6 +34,8 @@ def experience(
     kl_coef: float,
     max_new_tokens: int,
     seed: int,
+    critic: Critic | None = None,
+    reward_weights: Mapping[str, float] | None = None,
 ) -> list[Sample]:
     """The batch's samples with every column its loss reads.
 
@@ -41,9 +44,10 @@ def experience(
     """
     assert algorithm.advantage is not None, "the algorithm is not resolved"
     rollouts = [r for g in groups for r in g.usable if r.num_sampled]
+    baselines = [g.greedy and _shaped(g.greedy, algorithm, max_new_tokens) for g in groups]
     seen = [
-        replace(outcome, reward=_shaped(outcome.reward, rollout, algorithm, max_new_tokens))
-        for outcome, rollout in zip(outcomes(groups), (r for g in groups for r in g.usable), strict=True)
+        replace(o, reward=_shaped(rollout, algorithm, max_new_tokens), greedy_reward=baselines[o.group])
+        for o, rollout in zip(outcomes(groups), (r for g in groups for r in g.usable), strict=True)
         if rollout.num_sampled
     ]
     # One sample per record; an outcome is the whole rollout's, its tokens record after record.
@@ -59,8 +63,14 @@ def experience(
         if algorithm.kl_in == "reward":
             old, reference = (written(samples, owners, name) for name in ("old_logprobs", "ref_logprobs"))
             seen = [_with_kl_penalty(*one, algorithm, kl_coef) for one in zip(seen, old, reference, strict=True)]
-    found = compute_advantages(algorithm.advantage, seen, advantage_params(algorithm)).advantages
-    samples = with_written(samples, found, "advantages")
+    if critic:
+        samples = critic.appraise(samples)
+        values = written(samples, owners, "old_values")
+        seen = [replace(outcome, values=v) for outcome, v in zip(seen, values, strict=True)]
+    found = compute_advantages(algorithm.advantage, seen, advantage_params(algorithm, reward_weights))
+    samples = with_written(samples, found.advantages, "advantages")
+    if found.returns is not None:
+        samples = with_written(samples, found.returns, "returns")
     trained = [
         s
         for s, i in zip(samples, owners, strict=True)
@@ -69,9 +79,10 @@ def experience(
     return prepare_columns(trained, algorithm, seed)
 
 
-def advantage_params(algorithm: AlgorithmSection) -> AdvantageParams:
+def advantage_params(algorithm: AlgorithmSection, reward_weights: Mapping[str, float] | None = None) -> AdvantageParams:
     """The estimator's constants; what the section leaves open keeps its default."""
     given = {name: getattr(algorithm, name, None) for name in AdvantageParams.__dataclass_fields__}
+    given["component_weights"] = reward_weights
     return AdvantageParams(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -91,9 +102,13 @@ def batch_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
     }
 
 
-def _shaped(reward: float, rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) -> float:
+def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) -> float:
+    assert rollout.reward is not None, "a rollout without a reward is not learned from"
+    reward = rollout.reward
+    if algorithm.stop_properly is not None:
+        reward = stop_properly(reward, rollout.finish_reason, algorithm.stop_properly)
     buffer, factor = algorithm.overlong_buffer or 0, algorithm.overlong_factor or 0.0
-    longest = max(turn.stop - turn.start for record in rollout.records for turn in record.turns)
+    longest = max((turn.stop - turn.start for record in rollout.records for turn in record.turns), default=0)
     reward += overlong_penalty(longest, max_new_tokens, buffer, factor)
     return clip_reward(reward, *algorithm.reward_clip) if algorithm.reward_clip else reward
 

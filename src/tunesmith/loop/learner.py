@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
@@ -11,7 +12,7 @@ import numpy as np
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.backends.base import LossFn, TrainBackend
 from tunesmith.data.forest import Forest, plant
-from tunesmith.data.packing import CostModel, pack
+from tunesmith.data.packing import CostModel, group_tokens, pack
 from tunesmith.errors import DeviceMemoryError
 from tunesmith.types import Sample
 
@@ -35,6 +36,8 @@ class Learner:
     max_tokens: int
     cost: CostModel
     share_prompts: bool = True
+    keep_groups: bool = False
+    """Samples of one group share a micro-batch, because the objective compares them."""
     flops_per_second: float | None = None
     """What the device attains, for ``attainable_seconds``; None leaves that out."""
     report: Callable[[str], None] = print
@@ -95,6 +98,27 @@ class Learner:
         found = self._fitting(samples, scored)
         return [replace(s, columns={**s.columns, column: found[i]}) for i, s in enumerate(samples)]
 
+    def evaluate(self, samples: Sequence[Sample]) -> Metrics:
+        """The objective on samples as if they were one batch, without a gradient: ``loss`` and its metrics.
+
+        Training drops what is not finite; an evaluation in which the model predicts such a thing is NaN throughout.
+        """
+        samples = weigh(samples, self.aggregation, self.max_new_tokens)
+
+        def summed() -> Metrics:
+            total: Metrics = {"loss": 0.0}
+            finite = True
+            for forest in self._forests(samples):
+                predictions = self.backend.score(forest)
+                found = (predictions.logprobs, predictions.values)
+                finite &= all(bool(t.isfinite().all()) for t in found if t is not None)
+                loss, metrics = self.objective(forest, predictions)
+                for name, value in {"loss": loss, **metrics}.items():
+                    total[name] = total.get(name, 0.0) + float(value)
+            return total if finite else dict.fromkeys(total, math.nan)
+
+        return self._fitting(samples, summed)
+
     def _accumulate(self, samples: Sequence[Sample]) -> Metrics:
         """Gradients of all micro-batches, and their metrics, which are sums like the loss itself."""
 
@@ -120,28 +144,32 @@ class Learner:
                 return attempt()
             except DeviceMemoryError as error:
                 failure = str(error)
-            self._halve(failure, _longest(samples), self._cap(samples))
+            self._halve(failure, self._longest(samples), self._cap(samples))
 
     def _halve(self, failure: str, longest: int, before: int) -> None:
         self.max_tokens = min(self.max_tokens, max(longest, before // 2))
         if max(longest, self.max_tokens) >= before:
             raise DeviceMemoryError(
-                f"{failure}, and no micro-batch can be smaller than the longest sequence ({longest} tokens). "
+                f"{failure}, and no micro-batch can be smaller than the longest "
+                f"{'group' if self.keep_groups else 'sequence'} ({longest} tokens). "
                 "Set system.gradient_checkpointing=true, lower system.logprob_chunk or shorten the sequences."
             )
         self.report(f"{failure}; max_tokens_per_microbatch lowered from {before} to {self.max_tokens} and kept")
 
     def _cap(self, samples: Sequence[Sample]) -> int:
         """Tokens of a micro-batch of these: a cap shrunk for shorter sequences gives way to a longer one."""
-        return max(self.max_tokens, min(self.limit, _longest(samples)))
+        return max(self.max_tokens, min(self.limit, self._longest(samples)))
+
+    def _longest(self, samples: Sequence[Sample]) -> int:
+        """Tokens that cannot be parted: of the longest sequence or, where groups are kept, of the largest group."""
+        if self.keep_groups:
+            return group_tokens(samples, share=self.share_prompts)
+        return max((len(s.token_ids) for s in samples), default=0)
 
     def _forests(self, samples: Sequence[Sample]) -> Iterator[Forest]:
-        for indices in pack(samples, self._cap(samples), share=self.share_prompts, cost=self.cost):
+        options = {"share": self.share_prompts, "keep_groups": self.keep_groups}
+        for indices in pack(samples, self._cap(samples), cost=self.cost, **options):
             yield plant(samples, indices, share=self.share_prompts)
-
-
-def _longest(samples: Sequence[Sample]) -> int:
-    return max((len(s.token_ids) for s in samples), default=0)
 
 
 def forest_cost(forest: Forest, cost: CostModel) -> float:

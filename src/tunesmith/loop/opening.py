@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tunesmith.config.preference import ScoreConfig
 from tunesmith.config.resolved import Resolved, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.formats import Goal
@@ -18,7 +19,7 @@ from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, Metrics, check_sinks, drop_after, open_sinks, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir, open_run_dir
-from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
+from tunesmith.plan.facts import Facts, ModelFacts, count_parameters, read_model_facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
 
@@ -75,7 +76,7 @@ def limited_data(config: RunConfig) -> DataSection:
     room = [n for n in (facts and facts.context, config.system.max_tokens_per_microbatch) if n is not None]
     if getattr(config.data, key) is not None or not room:
         return config.data
-    limit = min(room) - (config.rollout.max_new_tokens if is_rl else 0)
+    limit = min(room) - (config.rollout.max_new_tokens if is_rl else int(isinstance(config, ScoreConfig)))
     # Where nothing is left for a prompt, it is other settings that are at odds, and they are refused later.
     return config.data.model_copy(update={key: limit}) if limit > 0 else config.data
 
@@ -85,13 +86,22 @@ def _model_facts(config: RunConfig) -> ModelFacts | None:
     return read_model_facts(model) if model.is_dir() else None
 
 
-def resolve_run(config: C, train: Prepared[T], held_out: Prepared[T] | None, longest: int) -> Resolved[C]:
+def _reward_parameters(config: RunConfig) -> int:
+    paths = [Path(model.path) for model in config.reward.models] if isinstance(config, RLConfig) else []
+    return sum(count_parameters(path) or 0 for path in paths)
+
+
+def resolve_run(
+    config: C, train: Prepared[T], held_out: Prepared[T] | None, longest: int, together: int | None = None
+) -> Resolved[C]:
     facts = Facts(
         hardware=read_hardware(),
         model=_model_facts(config),
         train_size=len(train),
         eval_size=len(held_out) if held_out else None,
         longest=longest,
+        together=together,
+        reward_parameters=_reward_parameters(config),
     )
     return resolve(config, facts)
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
-from tunesmith.algorithms.filtering import filter_groups
 from tunesmith.algorithms.kl import AdaptiveController
 from tunesmith.algorithms.objective import policy_objective
-from tunesmith.backends.base import TrainBackend
+from tunesmith.backends.base import LossFn, TrainBackend
 from tunesmith.config.schema import RLConfig
 from tunesmith.data.loader import Loader
 from tunesmith.engines.base import RolloutEngine
-from tunesmith.environments.reward_types import TrainerState
-from tunesmith.environments.rewards import FailureGate, RewardSet
+from tunesmith.environments.rewards import RewardSet
 from tunesmith.loop.collect import Collector, derive_seed
+from tunesmith.loop.critic import Critic
 from tunesmith.loop.evaluate import Evaluation, evaluate
-from tunesmith.loop.experience import batch_metrics, experience
+from tunesmith.loop.experience import experience
+from tunesmith.loop.gather import gather
 from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.loop.samples import write_samples
 from tunesmith.loop.session import Session
-from tunesmith.types import RolloutGroup, Sampling, Task
+from tunesmith.types import RolloutGroup, Sample, Sampling, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,11 @@ class RLParts:
     engine: RolloutEngine
     backend: TrainBackend
     learner: Learner
+    critic: Critic | None
     kl: AdaptiveController
     evaluation: Evaluation | None
+    objective: LossFn | None = None
+    """Minimised on the samples in place of the algorithm's loss."""
 
 
 async def run(parts: RLParts, session: Session) -> None:
@@ -52,6 +57,8 @@ async def run(parts: RLParts, session: Session) -> None:
             learned = learn(parts, groups, session.step)
         attainable = metrics["attainable_seconds"] + learned.get("attainable_seconds", 0.0)
         session.finish_step(metrics | learned | {"attainable_seconds": attainable})
+        if (every := parts.config.algorithm.reference_every) and session.step % every == 0:
+            parts.backend.refresh_reference()
         write_samples(session, parts.collector.decode, groups, parts.config.monitor.samples)
         if session.evaluation_due():
             await _evaluate(parts, session)
@@ -61,59 +68,42 @@ async def run(parts: RLParts, session: Session) -> None:
         save(parts, session)
 
 
-async def gather(parts: RLParts, session: Session) -> tuple[list[RolloutGroup], Metrics]:
-    """The step's groups, rewarded.
-
-    With dynamic filtering (DAPO, arXiv:2503.14476, section 3.2) groups without contrast are replaced by new
-    tasks, until the batch is full or as many were tried as the data has.
-    """
-    config, algorithm = parts.config, parts.config.algorithm
-    wanted = config.rollout.prompts_per_step
-    parts.rewards.state = TrainerState(session.step, session.total_steps, float(parts.tasks.epoch))
-    kept: list[RolloutGroup] = []
-    tried: list[RolloutGroup] = []
-    while len(kept) < wanted and len(tried) < max(wanted, len(parts.tasks)):
-        tasks = parts.tasks.next_batch(wanted - len(kept))
-        seed = derive_seed(config.train.seed, config.rollout.seed or 0, session.step, len(tried))
-        groups = await parts.collector.collect(tasks, parts.sampling, config.rollout.group_size, seed)
-        FailureGate(config.reward.max_failed_share).check([r for g in groups for r in g.rollouts])
-        tried += groups
-        if algorithm.dynamic_filter:
-            low, high, weights = algorithm.filter_low, algorithm.filter_high, parts.rewards.weights
-            kept += filter_groups(groups, low, high, weights).kept
-        else:
-            kept += groups
-    stats = parts.engine.stats()
-    return kept, {
-        **batch_metrics(tried),
-        **(rewards := parts.rewards.metrics([r for g in tried for r in g.rollouts])),
-        **({"reward": rewards["reward/mean"]} if "reward/mean" in rewards else {}),
-        "groups_kept": len(kept) / len(tried),
-        "sampled_tokens": float(stats.sampled_tokens),
-        "reused_prompt_tokens": float(stats.reused_prompt_tokens),
-        "preemptions": float(stats.preemptions),
-        "attainable_seconds": stats.attainable_seconds,
-    }
-
-
 def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
-    """Advantages, then optimizer steps. A batch from which nothing can be learned takes none."""
-    config, learner = parts.config, parts.learner
+    """Advantages, then optimizer steps: the critic's, and the policy's unless it is frozen yet.
+
+    A batch from which nothing can be learned takes none.
+    """
+    config = parts.config
     seed = derive_seed(config.train.seed, step)
     samples = experience(
         groups,
         config.algorithm,
-        learner,
+        parts.learner,
         kl_coef=parts.kl.coef,
         max_new_tokens=config.rollout.max_new_tokens,
         seed=seed,
+        critic=parts.critic,
+        reward_weights=parts.rewards.weights,
     )
+    metrics: Metrics = {"optimizer_steps": 0.0}
     if not samples:
-        return {"optimizer_steps": 0.0}
-    learner.objective = policy_objective(config.algorithm, kl_coef=parts.kl.coef)
+        return metrics
     batch_size = config.train.batch_size or len(samples)
+    if parts.critic:
+        metrics |= parts.critic.learn(samples, batch_size, seed, config.rollout.group_size)
+    spent = metrics.pop("critic/attainable_seconds", 0.0)
+    if step >= config.critic.freeze_actor_steps:
+        metrics |= improve(parts, samples, batch_size, seed)
+    return metrics | {"attainable_seconds": spent + metrics.get("attainable_seconds", 0.0)}
+
+
+def improve(parts: RLParts, samples: Sequence[Sample], batch_size: int, seed: int) -> Metrics:
+    """The policy's optimizer steps, and the KL coefficient's."""
+    config, learner = parts.config, parts.learner
+    objective = parts.objective or policy_objective(config.algorithm, kl_coef=parts.kl.coef)
+    learner.objective = parts.critic.joined(objective) if parts.critic else objective
     metrics = learner.update(samples, batch_size, config.train.updates_per_batch, seed, config.rollout.group_size)
-    metrics["kl"] = metrics.get("ref_kl", metrics["policy_kl"])
+    metrics["kl"] = next(metrics[name] for name in ("teacher_kl", "ref_kl", "policy_kl") if name in metrics)
     if config.algorithm.kl_target is not None:
         metrics["kl_coef"] = parts.kl.update(metrics["kl"], len(samples))
     return metrics
@@ -122,7 +112,7 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
 async def _evaluate(parts: RLParts, session: Session) -> None:
     if parts.evaluation is None:
         return
-    with session.phase("eval"):
+    with session.phase("eval"), parts.backend.averaged() if parts.config.eval.use_ema else nullcontext():
         await parts.engine.load_weights(parts.backend.version)
         metrics, groups = await evaluate(parts.collector, parts.evaluation)
     parts.engine.stats()  # Dropped, so that the next step counts its own alone.
@@ -131,17 +121,29 @@ async def _evaluate(parts: RLParts, session: Session) -> None:
 
 
 def save(parts: RLParts, session: Session) -> None:
+    def write(directory: Path) -> None:
+        for part in filter(None, (parts.backend, parts.critic)):
+            part.save(directory)
+
     state = {
         "tasks": parts.tasks.state_dict(),
         "max_tokens": parts.learner.max_tokens,
         "kl": parts.kl.state_dict(),
+        "critic": parts.critic.state_dict() if parts.critic else None,
     }
-    session.save(state, parts.backend.save)
+    session.save(state, write)
 
 
 def restore(parts: RLParts, session: Session) -> None:
     """Continue from the session's checkpoint, if there is one."""
-    if (state := session.restore(parts.backend.load)) is not None:
+
+    def load(directory: Path) -> None:
+        for part in filter(None, (parts.backend, parts.critic)):
+            part.load(directory)
+
+    if (state := session.restore(load)) is not None:
         parts.tasks.load_state_dict(state["tasks"])
         parts.learner.resume(state["max_tokens"])
         parts.kl.load_state_dict(state["kl"])
+        if parts.critic:
+            parts.critic.load_state_dict(state["critic"])

@@ -1,9 +1,11 @@
-"""Supervised training: batches of samples, one optimizer step each."""
+"""Training on given data: batches of lines, one optimizer step each. SFT, reward models, DPO and their kin."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
 
 from tunesmith.backends.base import TrainBackend
 from tunesmith.data.loader import Loader
@@ -11,28 +13,38 @@ from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.loop.session import Session
 from tunesmith.types import Sample
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
-class SupervisedParts:
-    """What the loop is given; built by ``tunesmith.build``."""
+class SupervisedParts(Generic[T]):
+    """What the loop is given; built by ``tunesmith.build``. A ``T`` is one line of data, ready for use."""
 
-    samples: Loader[Sample]
+    items: Loader[T]
     backend: TrainBackend
     learner: Learner
-    evaluation: Sequence[Sample] | None
+    prepare: Callable[[Sequence[T]], list[Sample]]
+    """The samples of an optimizer batch with every column the objective reads; it may score models for them."""
+    evaluate: Callable[[], Metrics] | None
+    """The held-out set's metrics, by names that begin with ``eval/``."""
     evaluate_at_start: bool
+    summarise: Callable[[Metrics], Metrics] = dict
+    """A step's metrics from the objective's, which are sums over micro-batches."""
+    save_beside: Callable[[Path], None] | None = None
+    """Writes what else belongs into a checkpoint, after the backend has written the model."""
 
 
-def run(parts: SupervisedParts, session: Session) -> None:
+def run(parts: SupervisedParts[T], session: Session) -> None:
     """Train until the configured step; evaluate and save on the way."""
     if session.step == 0 and parts.evaluate_at_start:
         _evaluate(parts, session)
     while session.running:
-        batch = parts.samples.next_batch()
+        items = parts.items.next_batch()
         with session.phase("train"):
-            metrics = parts.learner.step(batch)
+            batch = parts.prepare(items)
+            metrics = parts.summarise(parts.learner.step(batch))
         tokens = float(sum(len(s.token_ids) for s in batch))
-        session.finish_step(metrics | {"tokens": tokens, "epoch": float(parts.samples.epoch)})
+        session.finish_step(metrics | {"tokens": tokens, "epoch": float(parts.items.epoch)})
         if session.evaluation_due():
             _evaluate(parts, session)
         if session.checkpoint_due():
@@ -41,28 +53,30 @@ def run(parts: SupervisedParts, session: Session) -> None:
         save(parts, session)
 
 
-def _evaluate(parts: SupervisedParts, session: Session) -> None:
-    if parts.evaluation is None:
+def _evaluate(parts: SupervisedParts[T], session: Session) -> None:
+    if parts.evaluate is None:
         return
     with session.phase("eval"):
-        metrics = held_out_loss(parts.learner, parts.evaluation)
+        metrics = parts.evaluate()
     session.finish_evaluation(metrics)
 
 
 def held_out_loss(learner: Learner, samples: Sequence[Sample]) -> Metrics:
     """``eval/loss``: mean negative log-probability of the loss tokens, in nats."""
-    scored = learner.score(samples, "logprobs")
-    total = sum(sum(s.columns["logprobs"]) for s in scored)
-    return {"eval/loss": -total / sum(s.num_loss_tokens for s in scored)}
+    return {"eval/loss": learner.evaluate(samples)["loss"]}
 
 
-def save(parts: SupervisedParts, session: Session) -> None:
-    state = {"samples": parts.samples.state_dict(), "max_tokens": parts.learner.max_tokens}
-    session.save(state, parts.backend.save)
+def save(parts: SupervisedParts[T], session: Session) -> None:
+    def write(directory: Path) -> None:
+        parts.backend.save(directory)
+        if parts.save_beside is not None:
+            parts.save_beside(directory)
+
+    session.save({"samples": parts.items.state_dict(), "max_tokens": parts.learner.max_tokens}, write)
 
 
-def restore(parts: SupervisedParts, session: Session) -> None:
+def restore(parts: SupervisedParts[T], session: Session) -> None:
     """Continue from the session's checkpoint, if there is one."""
     if (state := session.restore(parts.backend.load)) is not None:
-        parts.samples.load_state_dict(state["samples"])
+        parts.items.load_state_dict(state["samples"])
         parts.learner.resume(state["max_tokens"])

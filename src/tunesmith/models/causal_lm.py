@@ -16,6 +16,7 @@ from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.models.head import fused_logprobs
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.loading import load_config, load_module, load_tokenizer
+from tunesmith.models.quantised import Quantize
 
 
 @dataclass(slots=True)
@@ -34,10 +35,11 @@ class CausalLM(Decoder):
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        quantize: Quantize | None = None,
     ) -> Self:
         load_config(path, trust_remote_code=trust_remote_code)  # refuses a family before reading more
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
-        module = load_module(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        module = load_module(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, quantize=quantize)
         return cls(module, tokenizer, LeanDecoder.of(module.base_model))
 
     @property
@@ -46,19 +48,27 @@ class CausalLM(Decoder):
         assert isinstance(head, nn.Linear)
         return head
 
-    def logprobs(
-        self, forest: Forest, *, temperature: float = 1.0, entropy: bool = False, chunk: int | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities ``[N]`` of the forest's targets, and on request the entropies ``[N]`` there.
+    def predict(
+        self,
+        forest: Forest,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        chunk: int | None = None,
+        value_head: nn.Linear | None = None,
+    ) -> Predictions:
+        """Log-probabilities of the forest's targets; on request the entropies there, and values of the states before.
 
         Args:
             temperature: divides the logits, as in sampling.
             chunk: rows of logits at a time; None derives it from the vocabulary.
+            value_head: gives a scalar in float32 from the hidden state that predicts a target.
         """
         hidden = self.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))
+        rows = hidden.index_select(0, forest.source)
         head = self.head
-        return fused_logprobs(
-            hidden.index_select(0, forest.source),
+        logprobs, entropies = fused_logprobs(
+            rows,
             head.weight,
             forest.targets,
             bias=head.bias,
@@ -68,12 +78,16 @@ class CausalLM(Decoder):
             chunk=chunk,
             entropy=entropy,
         )
+        values = None if value_head is None else value_head(rows.to(value_head.weight.dtype)).squeeze(1)
+        return Predictions(logprobs, entropies, values)
 
-    def predict(
+    def logprobs(
         self, forest: Forest, *, temperature: float = 1.0, entropy: bool = False, chunk: int | None = None
-    ) -> Predictions:
-        """``logprobs`` as the trainer's backends take it."""
-        return Predictions(*self.logprobs(forest, temperature=temperature, entropy=entropy, chunk=chunk))
+    ) -> tuple[Tensor, Tensor | None]:
+        """``predict``'s log-probabilities and entropies, each ``[N]``."""
+        found = self.predict(forest, temperature=temperature, entropy=entropy, chunk=chunk)
+        assert found.logprobs is not None
+        return found.logprobs, found.entropy
 
 
 def logit_scale(config: Any) -> float:

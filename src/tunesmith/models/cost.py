@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 
 from tunesmith.data.packing import CostModel
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.quantised import num_weights
 
 
 def training_cost(model: CausalLM) -> CostModel:
@@ -15,11 +17,17 @@ def training_cost(model: CausalLM) -> CostModel:
     config: Any = model.module.config.get_text_config()
     embedding = cast(nn.Embedding, model.module.get_input_embeddings()).weight.numel()
     heads = config.num_attention_heads
-    return CostModel.of_decoder(
-        parameters=sum(p.numel() for p in model.module.base_model.parameters()) - embedding,
+    weights = list(model.module.base_model.parameters())
+    cost = CostModel.of_decoder(
+        parameters=sum(map(num_weights, weights)) - embedding,
         layers=config.num_hidden_layers,
         heads=heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocabulary=model.head.out_features,
         hidden=model.head.in_features,
     )
+    if model.adapter is None:
+        return cost
+    # A frozen weight has no gradient of its own: two products instead of three.
+    frozen = sum(num_weights(p) for p in weights if not p.requires_grad) - embedding
+    return replace(cost, linear=cost.linear - 2.0 * frozen, head=cost.head * 2 / 3)

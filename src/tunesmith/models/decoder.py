@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.models.attention import AttentionContext
 from tunesmith.models.lean import LeanDecoder
+from tunesmith.models.quantised import Quantize
+
+if TYPE_CHECKING:
+    from tunesmith.models.adapters import Adapter
 
 
 @dataclass(slots=True)
@@ -25,6 +29,8 @@ class Decoder:
     tokenizer: PreTrainedTokenizerBase
     lean: LeanDecoder | None = field(default=None, repr=False)
     """The same decoder in fewer operations, where its family allows; None runs the Hugging Face modules."""
+    adapter: Adapter | None = field(default=None, repr=False)
+    """What is trained in place of the module's own weights; see ``adapters.attach``."""
 
     @classmethod
     def load(
@@ -35,11 +41,13 @@ class Decoder:
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        quantize: Quantize | None = None,
     ) -> Self:
         """Load from a directory or a hub name; safetensors only, dropout off.
 
         Args:
             tokenizer: one that is loaded already.
+            quantize: keep the linear modules' weights in so few bits, frozen.
 
         Raises:
             ModelError: there is no such model, something of it is missing, or its family cannot work here.
@@ -76,6 +84,9 @@ class Decoder:
         return out.last_hidden_state[0]
 
     def save(self, directory: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face format."""
-        self.module.save_pretrained(directory)
+        """Write model and tokenizer in Hugging Face format; of a model with an adapter, the adapter alone."""
+        if self.adapter is None:
+            self.module.save_pretrained(directory)
+        else:
+            self.adapter.save(Path(directory))
         self.tokenizer.save_pretrained(directory)

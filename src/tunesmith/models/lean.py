@@ -11,6 +11,7 @@ Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/valu
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -24,6 +25,9 @@ from tunesmith.models.lean_ops import Activation, gated, linear, rms_norm, rotat
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+
+PACKED_ROWS = 32
+"""The number of rows that the order of packed weights is chosen for."""
 
 
 class Projection:
@@ -51,7 +55,7 @@ class Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, d]`` to the modules' outputs side by side."""
-        if not self._intact():
+        if not self.intact():
             return torch.cat([cast(nn.Module, self._owner[name])(x) for name in self._names], -1)
         if torch.is_grad_enabled() and len(self._weights) > 1:
             return linear(x, self.weight, self.bias, self._weights, self._biases)
@@ -59,7 +63,8 @@ class Projection:
             return F.linear(x, self.weight, self.bias)
         return F.linear(x, self._weights[0], self._biases[0] if self._biases else None)
 
-    def _intact(self) -> bool:
+    def intact(self) -> bool:
+        """Whether the one product is what the modules would give."""
         if not self._fusable:
             return False
         for name, module, own, place in self._expected:
@@ -77,6 +82,20 @@ def _one_storage(parameters: Sequence[Tensor]) -> Tensor:
         for parameter, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
             parameter.data = view
     return whole
+
+
+class PackedProjection:
+    """The same product in bfloat16 on a CPU, without gradients, on a copy of the weights as they are now.
+
+    The copy stands in the order in which the CPU's matrix units read it; else every product makes it anew.
+    """
+
+    def __init__(self, projection: Projection) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(projection.weight, PACKED_ROWS)
+        self._bias = projection.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
 
 
 class Norm:
@@ -172,6 +191,20 @@ class LeanDecoder:
         if factor != 1.0 or head_dim % 2 or getattr(config, "use_bidirectional_attention", False):
             return None
         return cls(model)
+
+    def packed(self) -> LeanDecoder | None:
+        """This decoder with its weights packed for decoding; None where they are not plain or not bfloat16 on a CPU."""
+        names = ("qkv", "out", "gate_up", "down")
+        projections = [cast(Projection, getattr(layer, name)) for layer in self.layers for name in names]
+        plain = all(p.intact() and p.weight.dtype == torch.bfloat16 and p.weight.is_cpu for p in projections)
+        if not plain or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return None
+        decoder = copy.copy(self)
+        decoder.layers = [copy.copy(layer) for layer in self.layers]
+        for layer in decoder.layers:
+            for name in names:
+                setattr(layer, name, PackedProjection(getattr(layer, name)))
+        return decoder
 
     @property
     def usable(self) -> bool:

@@ -110,8 +110,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return torch.mul(x, cos).add_(swapped.mul_(sin))
+    return torch.mul(x, cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class _Rotate(torch.autograd.Function):

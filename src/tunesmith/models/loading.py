@@ -16,9 +16,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from tunesmith.config.files import ADAPTER_CONFIG
 from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.families import check_family
+from tunesmith.models.quantised import Quantize, let_gradients_pass, quantised_settings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _FOREIGN = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, AttributeError, SafetensorError)
@@ -63,6 +65,7 @@ def load_module(
     device: str | torch.device,
     trust_remote_code: bool = False,
     auto: Any = AutoModelForCausalLM,
+    quantize: Quantize | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
     """The model, from safetensors only, with its attention asking an ``AttentionContext`` and without dropout.
@@ -71,6 +74,7 @@ def load_module(
 
     Args:
         auto: the transformers class that chooses the architecture's own, by the head that is wanted.
+        quantize: keep the linear modules' weights in so few bits; they cannot be trained.
         settings: entries of the configuration to set.
 
     Raises:
@@ -80,6 +84,7 @@ def load_module(
     dropouts = {k: v for k, v in config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0}
     for key, value in {**dict.fromkeys(dropouts, 0.0), **settings}.items():
         setattr(config, key, value)
+    placed = quantised_settings(quantize, dtype, device) if quantize else {}
     with boundary(ModelError, f"cannot load the weights of model '{path}'", _FOREIGN):
         module = cast(
             PreTrainedModel,
@@ -90,6 +95,7 @@ def load_module(
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
+                **placed,
             ),
         )
     for part in module.modules():
@@ -97,6 +103,9 @@ def load_module(
             part.p = 0.0
     for key, value in dropouts.items():  # a checkpoint keeps what the model came with
         setattr(module.config, key, value)
+    if placed:
+        let_gradients_pass(module)
+        return module.eval()
     return cast(PreTrainedModel, cast(nn.Module, module).to(device).eval())
 
 
@@ -114,6 +123,10 @@ def check_directory(path: str | Path) -> None:
     if not directory.is_dir():
         raise ModelError(f"'{path}' is a file; give the directory of a model in Hugging Face format")
     if not (directory / "config.json").exists():
+        if (directory / ADAPTER_CONFIG).exists():
+            raise ModelError(
+                f"'{path}' is a LoRA adapter and no whole model; make one of it and its base: tunesmith merge"
+            )
         raise ModelError(f"'{path}' has no config.json: it is no model in Hugging Face format")
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(

@@ -18,6 +18,7 @@ from tunesmith.models.decoder import Decoder
 from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.loading import load_config, load_module, load_tokenizer
+from tunesmith.models.quantised import Quantize
 from tunesmith.types import Sample
 
 
@@ -42,6 +43,7 @@ class ScoreModel(Decoder):
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        quantize: Quantize | None = None,
     ) -> Self:
         """Load a reward model, or a language model, whose head is then new: zero, so every first score is 0.
 
@@ -59,6 +61,7 @@ class ScoreModel(Decoder):
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
+            quantize=quantize,
             num_labels=1,
         )
         head = getattr(module, "score", None)

@@ -61,6 +61,8 @@ COLUMNS = (
     Column(("tokens_per_second",), "tok/s", count),
     Column(("limit_share",), "of limit", share),
     Column(("loss",), "loss", number),
+    Column(("accuracy",), "accuracy", number),
+    Column(("margin",), "margin", number),
     Column(("grad_norm",), "grad norm", number),
     Column(("lr",), "lr", number),
 )

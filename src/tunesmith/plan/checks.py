@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from math import ceil
 
 from tunesmith.algorithms.presets import algorithm_needs, resolve_algorithm
+from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, ScoreConfig
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
+from tunesmith.plan.distillation import distill_problems, teacher_problems
+from tunesmith.plan.generation import generation_problems
 
 
 def check(config: RunConfig) -> None:
@@ -17,11 +22,13 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: naming the keys, why they do not go together, and what to change.
     """
-    problems = [*_check_train(config), *_check_eval(config)]
+    problems = [*_check_train(config), *_check_eval(config), *_check_lora(config), *generation_problems(config)]
+    problems += _check_speculation(config)
+    problems += distill_problems(config)
     if isinstance(config, RLConfig):
         problems += [*_check_rl(config), *_check_algorithm(config)]
-    if isinstance(config, SFTConfig):
-        problems += _check_sft(config)
+    if isinstance(config, SFTConfig | ScoreConfig | DPOConfig | KTOConfig):
+        problems += [*_check_sft(config), *_check_preference(config)]
     if config.checkpoint.resume is True and config.run_dir is None:
         problems.append("checkpoint.resume = true needs the run to continue: say run_dir")
     raise_all(problems)
@@ -44,8 +51,14 @@ def optimizer_steps(config: RunConfig, steps: int) -> int:
     """Optimizer steps in ``steps`` steps of a run."""
     if not isinstance(config, RLConfig):
         return steps
-    samples = rollout_samples(config)
+    samples, steps = rollout_samples(config), max(1, steps - config.critic.freeze_actor_steps)
     return steps * config.train.updates_per_batch * ceil(samples / (config.train.batch_size or samples))
+
+
+def critic_steps(config: RLConfig, steps: int) -> int:
+    """Optimizer steps of a critic with its own model in ``steps`` steps of a run."""
+    samples, passes = rollout_samples(config), config.critic.updates_per_batch or config.train.updates_per_batch
+    return steps * passes * ceil(samples / (config.train.batch_size or samples))
 
 
 def check_warmup(config: RunConfig, steps: int) -> Iterator[str]:
@@ -73,6 +86,39 @@ def _check_train(config: RunConfig) -> Iterator[str]:
         yield from check_warmup(config, train.steps)
 
 
+def _check_lora(config: RunConfig) -> Iterator[str]:
+    lora, said = config.lora, [k for k in settings(config, said_only=True) if k.startswith("lora.")]
+    if not lora.on:
+        if idle := [k for k in said if k != "lora.save_merged" or lora.save_merged]:
+            yield f"{' and '.join(idle)} without an adapter to train: say lora.rank, such as 16, or lora.path"
+        if config.model.quantize:
+            yield (
+                f"model.quantize = '{config.model.quantize}' keeps the weights in a form that cannot be trained; "
+                "train an adapter on them: say lora.rank, such as 16"
+            )
+    if lora.path is not None:
+        for key in ("rank", "alpha", "targets"):
+            if getattr(lora, key) is not None and f"lora.{key}" in said:
+                yield f"lora.{key} has no effect with lora.path: the saved adapter has its own; leave it out"
+    if lora.targets == ():
+        yield "lora.targets names no module; leave it out for all linear ones"
+    if isinstance(config, RLConfig) and lora.dropout > 0:
+        yield (
+            f"lora.dropout = {lora.dropout:g}: in reinforcement learning the trainer's log-probabilities have to be "
+            "those the tokens were sampled with, and dropout would change them; leave it out"
+        )
+    if isinstance(config, RLConfig) and lora.on and config.algorithm.reference_every is not None:
+        yield (
+            "algorithm.reference_every does not go with an adapter, whose reference is the model without it; "
+            "leave one of the two out"
+        )
+    if config.model.quantize and find_spec("bitsandbytes") is None:
+        yield (
+            f"model.quantize = '{config.model.quantize}' needs bitsandbytes, which is not installed: "
+            "pip install 'tunesmith[quantize]', or leave model.quantize out"
+        )
+
+
 def _check_eval(config: RunConfig) -> Iterator[str]:
     section, said = config.eval, settings(config, said_only=True)
     keys = [key for key in said if key.startswith("eval.") and said[key] not in (None, False)]
@@ -80,6 +126,8 @@ def _check_eval(config: RunConfig) -> Iterator[str]:
         if keys:
             yield f"{' and '.join(keys)} without an eval set: say data.eval, or leave [eval] out"
         return
+    if section.use_ema and config.train.ema_decay is None:
+        yield "eval.use_ema evaluates an average of the weights: say train.ema_decay, such as 0.999, or leave it out"
     if section.samples == 1:
         yield from (
             f"{key} has no effect with eval.samples = 1, which is greedy; raise eval.samples"
@@ -93,7 +141,17 @@ def _check_eval(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _check_sft(config: SFTConfig) -> Iterator[str]:
+def _check_speculation(config: RunConfig) -> Iterator[str]:
+    system = config.system
+    if system.speculative == "off" and "system.speculative_tokens" in settings(config, said_only=True):
+        yield 'system.speculative_tokens has no effect with system.speculative = "off"; say "ngram" or "draft"'
+    if system.speculative == "draft" and system.draft_model is None:
+        yield 'system.speculative = "draft" needs system.draft_model; without one say "ngram"'
+    if system.speculative != "draft" and system.draft_model is not None:
+        yield f'system.draft_model has no effect with system.speculative = "{system.speculative}"; say "draft"'
+
+
+def _check_sft(config: RunConfig) -> Iterator[str]:
     said = settings(config, said_only=True)
     for_sampling = (
         "eval.samples",
@@ -102,6 +160,9 @@ def _check_sft(config: SFTConfig) -> Iterator[str]:
         "system.kv_memory",
         "system.max_running",
         "system.max_prefill_tokens",
+        "system.speculative",
+        "system.speculative_tokens",
+        "system.draft_model",
         "monitor.samples",
         "data.max_prompt_tokens",
         "train.updates_per_batch",
@@ -117,10 +178,40 @@ def _check_sft(config: SFTConfig) -> Iterator[str]:
         )
 
 
+def _check_preference(config: RunConfig) -> Iterator[str]:
+    if isinstance(config, DPOConfig) and config.dpo.label_smoothing > 0 and config.dpo.loss != "sigmoid":
+        yield (
+            f"dpo.label_smoothing has no effect on dpo.loss = '{config.dpo.loss}'; leave it out, "
+            "or say dpo.loss = 'sigmoid'"
+        )
+    if isinstance(config, KTOConfig) and not config.kto.desirable_weight + config.kto.undesirable_weight:
+        yield "kto.desirable_weight and kto.undesirable_weight are both 0, so that nothing would be learned"
+    if isinstance(config, PRMConfig) and config.prm.good == config.prm.bad:
+        yield f"prm.good and prm.bad are both '{config.prm.good}'; a good step and a bad one need different tokens"
+
+
+def _check_environment(config: RLConfig) -> Iterator[str]:
+    section = config.environment
+    said = [key for key in settings(config, said_only=True) if key.startswith("environment.")]
+    if said and not section.used:
+        yield f"{' and '.join(said)} without an environment: say environment.path or environment.tools"
+    if "environment.column" in said and not isinstance(section.path, dict):
+        yield "environment.column has no effect with one environment, which plays every task; leave it out"
+    if "environment.bad_call" in said and not section.tools and section.path is None:
+        yield "environment.bad_call has no effect without tools; leave it out"
+    if isinstance(section.path, dict) and not section.path:
+        yield "environment.path is empty: say path = 'env.py:Game', or a table of name = 'file.py:name'"
+
+
 def _check_rl(config: RLConfig) -> Iterator[str]:
+    yield from _check_environment(config)
     rollout, reward = config.rollout, config.reward
-    if not reward.functions:
-        yield 'reward.functions is empty: say functions = ["rewards.py:name"] or a built-in such as "math"'
+    rewarded = reward.functions or reward.models or reward.remote or config.environment.path
+    if not rewarded and not isinstance(config, DistillConfig):
+        yield (
+            'reward.functions is empty: say functions = ["rewards.py:name"] or a built-in such as "math", '
+            "or give [[reward.models]] or [[reward.remote]]"
+        )
     if reward.weights is not None and len(reward.weights) != len(reward.functions):
         yield (
             f"reward.weights has {len(reward.weights)} numbers for {len(reward.functions)} reward.functions; "
@@ -161,6 +252,33 @@ def _check_algorithm(config: RLConfig) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
+    yield from _check_critic(config, "critic" in algorithm_needs(section))
+    yield from teacher_problems(config, section)
+    every, steps = section.reference_every, config.train.steps
+    if every is not None and steps is not None and every > steps:
+        yield (
+            f"algorithm.reference_every = {every} is longer than the run of {steps} "
+            "steps, in which the reference would stay the starting model; leave it out"
+        )
+    if every is not None and "teacher" in algorithm_needs(section):
+        yield "algorithm.reference_every would copy the policy over its teacher; leave it out"
+    if every is not None and config.lora.on:
+        yield (
+            "algorithm.reference_every copies the policy into a second model, and with [lora] the reference is the "
+            "policy without its adapter; leave it out"
+        )
+    if "reward_weights" in algorithm_needs(section) and not (
+        config.reward.functions or config.reward.models or config.reward.remote
+    ):
+        yield (
+            f"algorithm.advantage = '{section.advantage}' standardises each reward by itself, and there is none "
+            "but the environment's own; add [reward] functions, or take algorithm.name = 'grpo'"
+        )
+    if config.rollout.oversample > 1 and not section.dynamic_filter:
+        yield (
+            f"rollout.oversample = {config.rollout.oversample:g} tries more prompts than are wanted because some "
+            "are filtered out, and algorithm.dynamic_filter is off; leave it out"
+        )
     if "group" in algorithm_needs(section) and config.rollout.group_size == 1:
         yield (
             f"algorithm.advantage = '{section.advantage}' compares the rollouts of a prompt with each other, "
@@ -172,6 +290,11 @@ def _check_algorithm(config: RLConfig) -> Iterator[str]:
             f"algorithm.overlong_buffer = {section.overlong_buffer} is longer than "
             f"rollout.max_new_tokens = {limit}, so that no answer would be free of it"
         )
+    if section.dynamic_filter and any(model.weight > 0 for model in config.reward.models):
+        yield (
+            "algorithm.dynamic_filter needs rewards between 0 and 1, and a reward model's score has no bounds; "
+            "say algorithm.dynamic_filter = false"
+        )
     if section.filter_low >= section.filter_high:
         yield (
             f"algorithm.filter_low = {section.filter_low:g} must be below "
@@ -179,3 +302,56 @@ def _check_algorithm(config: RLConfig) -> Iterator[str]:
         )
     if section.reward_clip is not None and section.reward_clip[0] >= section.reward_clip[1]:
         yield f"algorithm.reward_clip = {list(section.reward_clip)}: the lower bound comes first"
+
+
+def _check_critic(config: RLConfig, needed: bool) -> Iterator[str]:
+    critic = config.critic
+    said = [key for key in settings(config, said_only=True) if key.startswith("critic.")]
+    own = [f"critic.{key}" for key in _OF_ITS_OWN if f"critic.{key}" in said]
+    if not needed:
+        if said:
+            yield (
+                f"{' and '.join(said)} without a critic: say algorithm.name = 'ppo' or 'vapo', "
+                "or an algorithm.advantage that needs one ('gae', 'vapo'), or leave [critic] out"
+            )
+        return
+    if critic.shared_trunk and own:
+        yield (
+            f"{' and '.join(own)} with critic.shared_trunk: the critic is a head on the policy and is trained in the "
+            "policy's own optimizer steps; leave one of the two out"
+        )
+    if not critic.shared_trunk and "critic.value_coef" in said:
+        yield (
+            "critic.value_coef weighs the value loss on a shared trunk; leave it out, or say critic.shared_trunk = true"
+        )
+    if critic.schedule == "constant" and critic.min_lr_ratio > 0:
+        yield "critic.min_lr_ratio has no effect on the constant schedule; leave it out, or change critic.schedule"
+    if config.train.steps is not None:
+        yield from check_critic_steps(config, config.train.steps)
+
+
+def check_critic_steps(config: RLConfig, steps: int) -> Iterator[str]:
+    """What of a critic is longer than the run."""
+    critic = config.critic
+    if critic.freeze_actor_steps >= steps:
+        yield (
+            f"critic.freeze_actor_steps = {critic.freeze_actor_steps} leaves the policy none of the run's {steps} "
+            "steps; lower it"
+        )
+    if critic.warmup_steps > critic_steps(config, steps):
+        yield (
+            f"critic.warmup_steps = {critic.warmup_steps} is longer than the critic's {critic_steps(config, steps)} "
+            "optimizer steps; lower it"
+        )
+
+
+_OF_ITS_OWN = (
+    "path",
+    "schedule",
+    "min_lr_ratio",
+    "warmup_steps",
+    "max_grad_norm",
+    "updates_per_batch",
+    "freeze_actor_steps",
+)
+"""Keys of a critic that has its own model and optimizer."""

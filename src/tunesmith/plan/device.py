@@ -10,6 +10,9 @@ import re
 from math import ceil
 from typing import Any
 
+from tunesmith.algorithms.presets import algorithm_needs
+from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.preference import DPOConfig, KTOConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size
 from tunesmith.plan.facts import Facts
@@ -18,6 +21,10 @@ from tunesmith.plan.hardware import Gpu
 
 STATE_BYTES = 16
 """Per trained parameter: weight, gradient, master weight and AdamW's two moments, in either number format."""
+
+QUANTISED_BYTES = {"int8": 1.1, "nf4": 0.7}
+"""Per parameter of a quantised model; embeddings and head stay as they are."""
+USUAL_RANK = 16
 
 MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 """Larger micro-batches are no faster: every matrix product is long enough by then."""
@@ -47,20 +54,51 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     filling.fill("system.threads", machine.cores, "the physical cores this process may use")
     gpu = _gpu(filling.config, facts)
     _derive_dtype(filling, facts, gpu)
-    free = gpu.memory_free if gpu else machine.memory_available
-    budget = max(0, free - state_bytes(filling.config, facts))
+    rewards = facts.reward_parameters * bytes_per_number(filling.config)
+    budget = max(0, free_memory(filling.config, facts) - state_bytes(filling.config, facts) - rewards)
     _derive_microbatch(filling, facts, budget, "cuda" if _on_gpu(filling.config) else "cpu")
     if isinstance(filling.config, RLConfig):
         _derive_kv_memory(filling, facts, budget)
 
 
+def free_memory(config: RunConfig, facts: Facts) -> int:
+    """Bytes of the device that are free before anything is loaded."""
+    gpu = _gpu(config, facts)
+    return gpu.memory_free if gpu else facts.hardware.memory_available
+
+
 def state_bytes(config: RunConfig, facts: Facts) -> int:
-    """Weights, gradients and optimizer, and the weights of a reference; 0 for an unknown model."""
+    """Weights, gradients and optimizer; of a critic too, and a reference's weights; 0 for an unknown model."""
     parameters = facts.model.parameters if facts.model else None
     if parameters is None:
         return 0
-    has_reference = isinstance(config, RLConfig) and bool(config.algorithm.kl_coef)
-    return parameters * (STATE_BYTES + (bytes_per_number(config) if has_reference else 0))
+    if config.lora.on:
+        return _adapter_bytes(config, facts, parameters)
+    average = 4 if config.train.ema_decay is not None else 0
+    if not isinstance(config, RLConfig):
+        return parameters * (STATE_BYTES + average + (bytes_per_number(config) if keeps_reference(config) else 0))
+    reference = bytes_per_number(config) if config.algorithm.kl_coef else 0
+    # A critic of another size is taken for one of the policy's.
+    has_critic = "critic" in algorithm_needs(config.algorithm) and not config.critic.shared_trunk
+    return parameters * (STATE_BYTES * (2 if has_critic else 1) + average + reference)
+
+
+def _adapter_bytes(config: RunConfig, facts: Facts, parameters: int) -> int:
+    """Frozen weights, and the adapter as if on the linear modules of a Llama-shaped decoder; no reference."""
+    assert facts.model is not None, "its parameters are known"
+    hidden, wide = facts.model.hidden_size, facts.model.intermediate_size
+    adapter = (config.lora.rank or USUAL_RANK) * facts.model.layers * (4 * 2 * hidden + 3 * (hidden + wide))
+    frozen = QUANTISED_BYTES.get(config.model.quantize or "", bytes_per_number(config))
+    models = 1
+    if isinstance(config, RLConfig) and not config.critic.shared_trunk:
+        models += "critic" in algorithm_needs(config.algorithm)
+    return models * (int(parameters * frozen) + STATE_BYTES * adapter)
+
+
+def keeps_reference(config: RunConfig) -> bool:
+    """Whether a frozen copy of the model is held for a preference loss; an adapter is switched off instead."""
+    section = config.dpo if isinstance(config, DPOConfig) else config.kto if isinstance(config, KTOConfig) else None
+    return section is not None and not section.precompute_reference and not config.lora.on
 
 
 def bytes_per_number(config: RunConfig) -> int:
@@ -68,11 +106,16 @@ def bytes_per_number(config: RunConfig) -> int:
 
 
 def longest_sample(config: RunConfig, facts: Facts) -> int | None:
-    """Tokens of the longest sample that may come; None where neither data nor settings say it."""
+    """Tokens of the longest sample, or of samples that stay together; None where neither data nor settings say it."""
+    if isinstance(config, GenerateConfig | RFTConfig):
+        prompt = facts.longest or config.data.max_prompt_tokens
+        return None if prompt is None else prompt + config.new_tokens
     if isinstance(config, RLConfig):
+        if config.environment.max_tokens is not None:
+            return config.environment.max_tokens
         prompt = facts.longest or config.data.max_prompt_tokens
         return None if prompt is None else prompt + config.rollout.max_new_tokens
-    return facts.longest or config.data.max_tokens
+    return facts.together or facts.longest or config.data.max_tokens
 
 
 def _on_gpu(config: RunConfig) -> bool:

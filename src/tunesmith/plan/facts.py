@@ -52,7 +52,8 @@ class Facts:
     """None where not known yet: what depends on it is then left underived.
 
     ``train_size`` counts tasks or examples; ``longest`` is the longest prompt (reinforcement learning) or
-    sequence (supervised) of the data, in tokens.
+    sequence (supervised) of the data, in tokens; ``together`` the most tokens that have to share a micro-batch,
+    where a loss compares sequences.
     """
 
     hardware: Hardware
@@ -60,6 +61,9 @@ class Facts:
     train_size: int | None = None
     eval_size: int | None = None
     longest: int | None = None
+    together: int | None = None
+    reward_parameters: int = 0
+    """Of all reward models of the run."""
 
 
 def read_model_facts(directory: Path) -> ModelFacts | None:

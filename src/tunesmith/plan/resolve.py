@@ -6,20 +6,30 @@ from collections.abc import Iterator
 from math import ceil
 from typing import Any, TypeVar
 
-from tunesmith.algorithms.presets import resolve_algorithm
+from tunesmith.algorithms.presets import algorithm_needs, resolve_algorithm
+from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size
-from tunesmith.plan.checks import check, check_warmup, optimizer_steps, raise_all, rollout_samples
+from tunesmith.plan.checks import check, check_critic_steps, check_warmup, optimizer_steps, raise_all, rollout_samples
 from tunesmith.plan.device import derive_system, device_problem, state_bytes
+from tunesmith.plan.distillation import derive_distill
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
+from tunesmith.plan.generation import derive_kv_memory, derive_sampling, length_problems
 
 C = TypeVar("C", bound=RunConfig)
 
 SFT_LR, SFT_SIZE, SFT_LARGEST_LR = 2e-5, 1e8, 1e-3
 RL_LR, RL_SIZE, RL_LARGEST_LR = 1e-6, 5e8, 3e-4
+RM_LR = 1e-5
+LORA_LR_RATIO = 10
+"""An adapter learns best at about ten times the rate of the whole model (Thinking Machines, "LoRA Without Regret")."""
 SFT_BATCH = 32
+LEAST_ANSWER = 128
+"""Tokens that an environment's answer to a turn is taken to have, where turns are no longer than that."""
+CRITIC_LR_RATIO = 10
 
 
 def resolve(config: C, facts: Facts) -> Resolved[C]:
@@ -32,13 +42,24 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     """
     check(config)
     filling = Filling(config)
+    samples_only, sampling = isinstance(config, GenerateConfig), isinstance(config, GenerateConfig | RFTConfig)
+    if sampling:
+        derive_sampling(filling)
     _derive_algorithm(filling)
-    _derive_length(filling, facts)
-    _derive_lr(filling, facts)
-    _derive_intervals(filling)
+    if not samples_only:
+        _derive_length(filling, facts)
+        _derive_lora(filling)
+        derive_distill(filling)
+        _derive_lr(filling, facts)
+        _derive_critic(filling)
+        _derive_intervals(filling)
+    _derive_episode(filling, facts)
     # Before the limits, which are often far above what the data needs.
     derive_system(filling, facts)
-    _derive_limits(filling, facts)
+    if sampling:
+        derive_kv_memory(filling, facts)
+    if not samples_only:
+        _derive_limits(filling, facts)
     raise_all([*_problems(filling.config, facts)])
     said = settings(config, said_only=True)
     return Resolved(filling.config, said, tuple(filling.derived), tuple(_notes(filling.config, facts)))
@@ -85,14 +106,28 @@ def _derive_warmup(filling: Filling[Any], total: int) -> None:
         filling.clear("train.warmup_ratio")
 
 
+def _derive_lora(filling: Filling[Any]) -> None:
+    if (rank := filling.get("lora.rank")) is not None:
+        filling.fill("lora.alpha", 2.0 * rank, "twice lora.rank")
+        filling.fill("lora.targets", "all-linear", "every linear module of the decoder")
+
+
 def _derive_lr(filling: Filling[Any], facts: Facts) -> None:
     """Inversely proportional to the size of the model, as small ones bear and need larger steps.
 
     Anchors: 1e-6 for reinforcement learning of half a billion parameters and more (TRL's and verl's default),
-    2e-5 for supervised training of a hundred million and more (transformers' scripts, OpenRLHF's examples).
+    as for DPO and KTO; 1e-5 for reward models (OpenRLHF's 9e-6, TRL's 1e-5 for process reward models); 2e-5 for
+    supervised training of a hundred million and more (transformers' scripts, OpenRLHF's examples).
     """
-    is_rl = isinstance(filling.config, RLConfig)
-    anchor, size, largest = (RL_LR, RL_SIZE, RL_LARGEST_LR) if is_rl else (SFT_LR, SFT_SIZE, SFT_LARGEST_LR)
+    match filling.config:
+        case RLConfig() | DPOConfig() | KTOConfig():
+            anchor, size, largest = RL_LR, RL_SIZE, RL_LARGEST_LR
+        case ScoreConfig():
+            anchor, size, largest = RM_LR, RL_SIZE, SFT_LARGEST_LR
+        case _:
+            anchor, size, largest = SFT_LR, SFT_SIZE, SFT_LARGEST_LR
+    if filling.config.lora.on:
+        anchor, largest = LORA_LR_RATIO * anchor, LORA_LR_RATIO * largest
     parameters = facts.model.parameters if facts.model else None
     if parameters is None:
         filling.fill("train.lr", anchor, "the usual one for large models; this model's size is not known")
@@ -104,6 +139,18 @@ def _derive_lr(filling: Filling[Any], facts: Facts) -> None:
     else:
         reason = f"{anchor:g} × {size / 1e6:g}M / {millions}, at most {largest:g}: small models need larger steps"
     filling.fill("train.lr", lr, reason)
+
+
+def _derive_critic(filling: Filling[Any]) -> None:
+    config = filling.config
+    if not isinstance(config, RLConfig) or "critic" not in algorithm_needs(config.algorithm):
+        return
+    lr = float(f"{CRITIC_LR_RATIO * filling.get('train.lr'):.2g}")
+    filling.fill("critic.lr", lr, f"{CRITIC_LR_RATIO} × train.lr, as verl has it: values have further to go")
+    if config.critic.shared_trunk:
+        filling.fill("critic.value_coef", 0.1, "as TRL's vf_coef")
+    else:
+        filling.fill("critic.updates_per_batch", config.train.updates_per_batch, "train.updates_per_batch")
 
 
 def _derive_intervals(filling: Filling[Any]) -> None:
@@ -121,6 +168,27 @@ def _derive_intervals(filling: Filling[Any]) -> None:
             filling.set(key, steps, f"shortened from {every}: the run has {steps} steps")
 
 
+def _derive_episode(filling: Filling[Any], facts: Facts) -> None:
+    """The longest conversation: micro-batches and the sampler's memory have to take it."""
+    config = filling.config
+    if not isinstance(config, RLConfig) or not config.environment.used or facts.longest is None:
+        return
+    turns, new = config.environment.max_turns, config.rollout.max_new_tokens
+    answer = max(new, LEAST_ANSWER)
+    wanted = facts.longest + turns * (new + answer)
+    reason = f"the longest prompt and {turns} turns, each answered with {answer} tokens"
+    context = facts.model.context if facts.model else None
+    room = [
+        (n, what)
+        for n, what in (
+            (context, "the model's context"),
+            (config.system.max_tokens_per_microbatch, "a micro-batch's size"),
+        )
+        if n
+    ]
+    filling.fill("environment.max_tokens", *min([(wanted, reason), *room]))
+
+
 def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
     config = filling.config
     if config.data.eval is not None and config.eval.samples > 1:
@@ -132,7 +200,9 @@ def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
     if not limits or context is None:
         return
     room, what = min(limits)
-    if not isinstance(config, RLConfig):
+    if isinstance(config, ScoreConfig):
+        filling.fill("data.max_tokens", room - 1, f"{what} of {room} less one token for what is predicted")
+    elif not isinstance(config, RLConfig):
         filling.fill("data.max_tokens", room, what)
     elif room > config.rollout.max_new_tokens:
         reason = f"{what} of {room} less rollout.max_new_tokens"
@@ -143,9 +213,13 @@ def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
     """Contradictions with what is known about machine, model and data."""
     if config.train.steps is not None:
         yield from check_warmup(config, config.train.steps)
+        if isinstance(config, RLConfig):
+            yield from check_critic_steps(config, config.train.steps)
     if problem := device_problem(config.system.device or "cpu", facts.hardware.gpus):
         yield problem
     context = facts.model.context if facts.model else None
+    if isinstance(config, GenerateConfig | RFTConfig):
+        yield from length_problems(config, facts)
     if isinstance(config, RLConfig):
         new, prompt, limit = config.rollout.max_new_tokens, facts.longest, config.data.max_prompt_tokens
         if context is not None and new >= context:
@@ -156,6 +230,12 @@ def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
                 "shorten it, lower rollout.max_new_tokens, or say what happens with data.too_long"
             )
         sample = None if prompt is None else prompt + new
+        if config.environment.used and (most := config.environment.max_tokens) is not None:
+            sample = most
+            if context is not None and most > context:
+                yield f"environment.max_tokens = {most} is longer than the model's context of {context}"
+            if prompt is not None and prompt >= most:
+                yield f"environment.max_tokens = {most} leaves no room after the longest prompt of {prompt} tokens"
     else:
         sample = facts.longest
         if sample is not None and config.data.max_tokens is not None and sample > config.data.max_tokens:
@@ -163,6 +243,7 @@ def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
                 f"the longest sample has {sample} tokens, and {config.data.max_tokens} are allowed "
                 "(data.max_tokens); say what happens with data.too_long"
             )
+        sample = facts.together or sample
     cap = config.system.max_tokens_per_microbatch
     if cap is not None and sample is not None and sample > cap:
         yield (

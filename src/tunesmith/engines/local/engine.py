@@ -10,16 +10,19 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Sequence
-from itertools import count
+from itertools import count, islice
 
 import torch
 
 from tunesmith.engines.base import EngineStats, check_sampling
+from tunesmith.engines.local.draft_model import DraftModel
 from tunesmith.engines.local.kv_cache import KVCache
 from tunesmith.engines.local.metering import Meter
-from tunesmith.engines.local.requests import Request, Uniforms
+from tunesmith.engines.local.ngrams import NgramDrafter
+from tunesmith.engines.local.requests import Prompt, Request, Uniforms
 from tunesmith.engines.local.runner import Runner, probe, text_config
 from tunesmith.engines.local.scheduler import Scheduler
+from tunesmith.engines.local.speculation import Drafter, Guesses, Speculation
 from tunesmith.engines.local.stopping import StopStrings
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
@@ -37,9 +40,11 @@ class LocalEngine:
         block_size: tokens by which KV memory is counted and grows.
         eos_token_ids: None takes the model's generation config and its tokenizer.
         limits: of the hardware, for ``stats().attainable_seconds``.
+        speculation: guess tokens ahead where that is faster; what is written stays the same.
 
     Raises:
-        UserError: the budget is too small for a single request, or another size is not positive.
+        UserError: the budget is too small for a single request, another size is not positive, or the draft
+            model does not fit the model.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class LocalEngine:
         block_size: int = 16,
         eos_token_ids: Iterable[int] | None = None,
         limits: Limits | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._model = model
         self._kv_bytes = kv_bytes
@@ -65,7 +71,17 @@ class LocalEngine:
         self._aborted: list[Request] = []
         self._loop: asyncio.Task[None] | None = None
         self._closed = self._asleep = False
-        cache = KVCache(layout, kv_bytes, block_size)
+        follower, self._guesses = None, None
+        if speculation is not None:
+            speculation.check(model)
+            drafter: Drafter = NgramDrafter()
+            if speculation.draft is not None:
+                smaller = probe(speculation.draft)[0]
+                share = kv_bytes * smaller.token_bytes // (smaller.token_bytes + layout.token_bytes)
+                follower, kv_bytes = KVCache(smaller, share, block_size), kv_bytes - share
+                drafter = DraftModel(Runner(speculation.draft, follower, max_prefill_tokens))
+            self._guesses = Guesses(drafter, speculation)
+        cache = KVCache(layout, kv_bytes, block_size, follower)
         self._scheduler = Scheduler(cache, max_running, max_prefill_tokens)
         self._runner = Runner(model, cache, max_prefill_tokens)
 
@@ -117,6 +133,8 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Fail what is in flight and free the memory."""
+        if self._guesses is not None and not self._closed:
+            self._guesses.close()
         self._closed = True
         if self._loop is not None:
             self._loop.cancel()
@@ -198,42 +216,87 @@ class LocalEngine:
             await asyncio.sleep(0)
 
     def _step(self) -> None:
-        """Prefill what can be admitted, else decode one token of every running request."""
+        """Prefill what can be admitted, else decode a token, or several, of every running request."""
         started = time.perf_counter()
         prompts, rows = self._scheduler.admit()
-        if rows:
-            hidden, pieces = self._runner.prefill(prompts, rows, self._scheduler.running)
-            tokens, logprobs = self._runner.draw(hidden, rows)
-            self._meter.prefilled(pieces, rows, self._slots, time.perf_counter() - started)
-        else:
-            rows = self._scheduler.grow()
-            hidden = self._runner.decode(rows)
-            tokens, logprobs = self._runner.draw(hidden, rows)
-            self._meter.decoded(rows, self._slots, time.perf_counter() - started)
-        ended = self._append(rows, tokens, logprobs)
+        ended = self._prefill(prompts, rows, started) if rows else self._decode(started)
         if ended:
             self._scheduler.release(list(ended))
+            self._forget(ended)
             _deliver(ended)
 
-    def _append(
-        self, rows: Sequence[Request], tokens: Sequence[int], logprobs: Sequence[float]
+    def _prefill(
+        self, prompts: Sequence[Prompt], rows: Sequence[Request], started: float
     ) -> dict[Request, FinishReason]:
-        """Give each request its token; those that ended, and why."""
+        hidden, pieces = self._runner.prefill(prompts, rows, self._scheduler.running)
+        drawn = self._runner.draw(hidden, rows, [len(r.token_ids) for r in rows])
+        if self._guesses is not None:
+            self._guesses.fill(pieces)
+        self._meter.prefilled(pieces, rows, self._slots, time.perf_counter() - started)
+        return self._append(rows, [[] for _ in rows], *drawn)[0]
+
+    def _decode(self, started: float) -> dict[Request, FinishReason]:
+        rows = self._scheduler.grow()
+        drafts: list[list[int]] = [[] for _ in rows]
+        if self._guesses is not None:
+            drafts = self._guesses.propose(rows, self._scheduler.cache.completions.capacity)
+        tokens = [[r.token_ids[-1], *draft] for r, draft in zip(rows, drafts, strict=True)]
+        hidden = self._runner.decode(rows, [r.cached for r in rows], tokens)
+        requests = [r for r, new in zip(rows, tokens, strict=True) for _ in new]
+        places = [len(r.token_ids) + i for r, new in zip(rows, tokens, strict=True) for i in range(len(new))]
+        ended, accepted = self._append(rows, drafts, *self._runner.draw(hidden, requests, places))
+        seconds = time.perf_counter() - started
+        self._meter.decoded(rows, sum(map(len, drafts)), accepted, self._slots, seconds)
+        if self._guesses is not None:
+            self._guesses.measured(len(rows), seconds, len(rows) + accepted)
+        return ended
+
+    def _append(
+        self,
+        rows: Sequence[Request],
+        drafts: Sequence[Sequence[int]],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+    ) -> tuple[dict[Request, FinishReason], int]:
+        """Give each request what was drawn, up to the first token that is not its draft's.
+
+        Args:
+            tokens: of each row one per drafted token and one more.
+
+        Returns:
+            The requests that ended, and why; and the number of drafted tokens that were taken.
+        """
         if any(map(math.isnan, logprobs)):
             raise EngineError("the model's logits are not finite: the weights may have diverged")
         ended: dict[Request, FinishReason] = {}
-        for request, token, logprob in zip(rows, tokens, logprobs, strict=True):
-            reason = request.append(token, logprob, self._version)
-            if reason is not None:
-                ended[request] = reason
-        return ended
+        drawn = zip(tokens, logprobs, strict=True)
+        accepted = 0
+        for request, draft in zip(rows, drafts, strict=True):
+            before = len(request.token_ids)
+            taking = True
+            for guess, (token, logprob) in zip([*draft, None], islice(drawn, len(draft) + 1), strict=True):
+                if taking:
+                    reason = request.append(token, logprob, self._version)
+                    if reason is not None:
+                        ended[request] = reason
+                    taking = reason is None and token == guess
+            accepted += len(request.token_ids) - before - 1
+            request.cached = len(request.token_ids) - 1
+        return ended, accepted
 
     def _drop_aborted(self) -> None:
         if self._aborted:
             self._scheduler.release(self._aborted)
+            self._forget(self._aborted)
             self._aborted = []
 
+    def _forget(self, requests: Iterable[Request]) -> None:
+        if self._guesses is not None:
+            self._guesses.finished(requests)
+
     def _fail(self, requests: Iterable[Request], cause: Exception) -> None:
+        requests = list(requests)
+        self._forget(requests)
         for request in requests:
             if not request.future.done():
                 error = EngineError(f"generation failed: {type(cause).__name__}: {cause}")

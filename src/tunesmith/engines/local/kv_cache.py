@@ -61,8 +61,10 @@ class KVCache:
     is exactly this one tensor.
     """
 
-    def __init__(self, layout: KVLayout, kv_bytes: int, block_size: int) -> None:
+    def __init__(self, layout: KVLayout, kv_bytes: int, block_size: int, follower: KVCache | None = None) -> None:
+        """``follower`` is another model's cache, whose rows are always arranged as these."""
         self.layout = layout
+        self.follower = follower
         self.block_size = block_size
         self._width = layout.kv_heads * layout.head_dim
         slot_bytes = (layout.planes + 1) * layout.plane_bytes
@@ -73,16 +75,22 @@ class KVCache:
                 f"a KV budget of {kv_bytes} bytes holds {self.total} tokens: this model needs at least "
                 f"{2 * block_size * slot_bytes} bytes, two blocks of {block_size} tokens (system.kv_memory)"
             )
+        if follower is not None:
+            self.total = min(self.total, follower.total)
         self.allocate()
 
     def allocate(self) -> None:
         """Take the memory, zeroed: even a slot that is masked must be finite, for 0 times NaN is NaN."""
+        if self.follower is not None:
+            self.follower.allocate()
         shape = (self.layout.planes + 1, self.total * self._width)
         self._memory = torch.zeros(shape, dtype=self.layout.dtype, device=self.layout.device)
         self._reset()
 
     def free(self) -> None:
         """Give the memory back."""
+        if self.follower is not None:
+            self.follower.free()
         self._memory = self._memory.new_zeros(self.layout.planes + 1, 0)
         self._reset()
 
@@ -111,10 +119,14 @@ class KVCache:
 
     def arrange_prompts(self, order: Sequence[int], length: int, shape: tuple[int, int]) -> None:
         """Row ``i`` of the prompt bank takes the first ``length`` slots of what was row ``order[i]``."""
+        if self.follower is not None:
+            self.follower.arrange_prompts(order, length, shape)
         self.prompts = self._arrange(self.prompts, order, length, shape, front=True)
 
     def arrange_completions(self, order: Sequence[int], length: int, shape: tuple[int, int]) -> None:
         """The same for the completion bank."""
+        if self.follower is not None:
+            self.follower.arrange_completions(order, length, shape)
         self.completions = self._arrange(self.completions, order, length, shape, front=False)
 
     def _bank(self, rows: int, capacity: int, *, front: bool) -> Bank:

@@ -42,12 +42,16 @@ class Meter:
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
     attainable_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     peak_running: int = 0
     peak_kv_slots: int = 0
 
-    def decoded(self, running: Sequence[Request], kv_slots: int, seconds: float) -> None:
-        """One decode step of ``running``, before they end."""
-        self.sampled_tokens += len(running)
+    def decoded(self, running: Sequence[Request], drafted: int, accepted: int, kv_slots: int, seconds: float) -> None:
+        """One decode step of ``running``, which verified ``drafted`` tokens, before they end."""
+        self.sampled_tokens += len(running) + accepted
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
         self.decode_steps += 1
         self.decode_seconds += seconds
         self._peak(len(running), kv_slots)
@@ -55,7 +59,7 @@ class Meter:
             own = sum(r.cached for r in running)
             shared = sum(len(p) for p in {r.prompt for r in running} if p is not None)
             pairs = own + sum(len(r.prompt_ids) for r in running)
-            self.attainable_seconds += self.cost.seconds(self.limits, len(running), own + shared, pairs)
+            self.attainable_seconds += self.cost.seconds(self.limits, len(running) + drafted, own + shared, pairs)
 
     def prefilled(self, pieces: Sequence[Piece], admitted: Sequence[Request], kv_slots: int, seconds: float) -> None:
         """One prefill, from which the ``admitted`` drew a token."""
@@ -82,12 +86,14 @@ class Meter:
             decode_seconds=self.decode_seconds,
             prefill_seconds=self.prefill_seconds,
             preemptions=preemptions,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             peak_running=self.peak_running,
             peak_kv_bytes=self.peak_kv_slots * self.cost.kv_bytes,
             kv_budget_bytes=budget,
             attainable_seconds=self.attainable_seconds,
         )
         self.sampled_tokens = self.prefilled_tokens = self.decode_steps = 0
-        self.peak_running = self.peak_kv_slots = 0
+        self.drafted_tokens = self.accepted_tokens = self.peak_running = self.peak_kv_slots = 0
         self.decode_seconds = self.prefill_seconds = self.attainable_seconds = 0.0
         return stats

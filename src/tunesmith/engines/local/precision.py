@@ -2,17 +2,22 @@
 
 A bfloat16 product of few rows costs 20 to 40 us however small it is, several times a float32 one; from about
 16 rows up it is the faster. So a small model gets a float32 copy, made again for every version, that decodes
-few rows. Its results are those of the bfloat16 weights, computed more exactly.
+few rows. Its results are those of the bfloat16 weights, computed more exactly. Many rows are decoded with
+bfloat16 weights that are packed once per version instead of in every product.
+
+A small model with an adapter gets a float32 copy too, into which the adapter is merged once per version.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import torch
 
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import LeanDecoder
+from tunesmith.models.quantised import is_quantised
 
 FEW_ROWS = 12
 LARGEST_COPY = 256 << 20
@@ -20,31 +25,55 @@ LARGEST_COPY = 256 << 20
 
 
 class DecodeModel:
-    """The model that decodes: the trainer's, or the copy."""
+    """The model that decodes: the trainer's, or one of the copies."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
         size = 4 * sum(p.numel() for p in model.module.parameters())
         mixed = model.device.type == "cpu" and model.module.dtype == torch.bfloat16
-        self._copy: CausalLM | None = None
-        self._copies = mixed and size <= LARGEST_COPY
-        self._current = False
+        copied = size <= LARGEST_COPY and not is_quantised(model.module)
+        self._copies = mixed and copied
+        self._merges = model.adapter is not None and model.device.type == "cpu" and copied
+        self._merged: CausalLM | None = None
+        self._exact: CausalLM | None = None
+        self._exact_is_current = False
+        self._packed: CausalLM | None = None
 
     def refresh(self) -> None:
         """The trainer's weights are new."""
-        self._current = False
+        self._exact_is_current, self._packed, self._merged = False, None, None
 
     def for_rows(self, rows: int) -> CausalLM:
         """The model to run so many rows on."""
-        if not self._copies or rows > FEW_ROWS:
+        if self._merges:
+            return self._with_adapter_merged()
+        if not self._copies:
             return self._model
-        if self._copy is None:
+        return self._in_float32() if rows <= FEW_ROWS else self._with_packed_weights()
+
+    def _in_float32(self) -> CausalLM:
+        if self._exact is None:
             module = copy.deepcopy(self._model.module).float().requires_grad_(False)
             lean = None if self._model.lean is None else LeanDecoder.of(module.base_model)
-            self._copy, self._current = CausalLM(module, self._model.tokenizer, lean), True
-        if not self._current:
+            self._exact, self._exact_is_current = CausalLM(module, self._model.tokenizer, lean), True
+        if not self._exact_is_current:
             with torch.no_grad():
-                for mine, new in zip(self._copy.module.parameters(), self._model.module.parameters(), strict=True):
+                for mine, new in zip(self._exact.module.parameters(), self._model.module.parameters(), strict=True):
                     mine.copy_(new)
-            self._current = True
-        return self._copy
+            self._exact_is_current = True
+        return self._exact
+
+    def _with_adapter_merged(self) -> CausalLM:
+        """An adapter's layers add two small products and more Python to each large one; merged they cost nothing."""
+        if self._merged is None:
+            assert self._model.adapter is not None
+            module = self._model.adapter.merged()
+            lean = None if self._model.lean is None else LeanDecoder.of(module.base_model)
+            self._merged = CausalLM(module, self._model.tokenizer, lean)
+        return self._merged
+
+    def _with_packed_weights(self) -> CausalLM:
+        if self._packed is None:
+            lean = None if self._model.lean is None else self._model.lean.packed()
+            self._packed = self._model if lean is None else dataclasses.replace(self._model, lean=lean)
+        return self._packed

@@ -73,6 +73,10 @@ class Request:
     """While running."""
     cached: int = 0
     """Own tokens whose keys and values stand in the completion bank."""
+    draft_cached: int = 0
+    """Own tokens of which the same is true in a draft model's bank."""
+    draft: list[int] = field(default_factory=list[int])
+    """What the draft model last proposed behind those; in its bank stands all but the last."""
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])

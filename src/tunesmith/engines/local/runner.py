@@ -130,31 +130,50 @@ class Runner:
                 row, prompt = running.index(request), request.prompt
                 pieces.append(Piece(request, row, 0, request.cached, prompt.row, len(prompt)))
         resumed: dict[Request, Tensor] = {}
-        for batch in split_pieces(pieces, self.max_prefill_tokens):
-            for piece, end in zip(batch, self._forward_pieces(batch), strict=True):
-                if isinstance(piece.owner, Prompt):
-                    piece.owner.last_hidden = end
-                else:
-                    resumed[piece.owner] = end
+        for owner, end in self.fill(pieces):
+            if isinstance(owner, Prompt):
+                owner.last_hidden = end
+            else:
+                resumed[owner] = end
         states = [resumed.get(r, r.prompt.last_hidden if r.prompt else None) for r in admitted]
         return torch.stack([s for s in states if s is not None]), pieces
 
-    def decode(self, running: Sequence[Request]) -> Tensor:
-        """One token further for every row; hidden states ``[B, d]``."""
-        lengths = [r.cached for r in running]
-        attention = DecodeAttention(self.cache, self._group(running), lengths)
-        tokens = torch.tensor([r.token_ids[-1] for r in running], device=self.model.device)
-        places = [len(r.prompt_ids) + n for r, n in zip(running, lengths, strict=True)]
-        positions = torch.tensor(places, device=self.model.device)
-        hidden = self._decoder.for_rows(len(running)).hidden(tokens, positions, attention)
-        for request in running:
-            request.cached += 1
-        return hidden
+    def fill(self, pieces: Sequence[Piece]) -> Iterator[tuple[Prompt | Request, Tensor]]:
+        """Compute the pieces' keys and values; yields the hidden state ``[d]`` at the end of each, chunk by chunk."""
+        for batch in split_pieces(pieces, self.max_prefill_tokens):
+            for piece, end in zip(batch, self._forward_pieces(batch), strict=True):
+                yield piece.owner, end
 
-    def draw(self, hidden: Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
-        """Sample the next token of each request and its log-probability."""
+    def decode(self, running: Sequence[Request], lengths: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Go on with every row.
+
+        Args:
+            running: all requests, by row.
+            lengths: own tokens of each row that are cached.
+            tokens: of each row those that come next, possibly none.
+
+        Returns:
+            Hidden states ``[N, d]`` of the tokens, row by row.
+        """
+        counts = [len(new) for new in tokens]
+        attention = DecodeAttention(self.cache, self._group(running), lengths, counts)
+        flat = torch.tensor([t for new in tokens for t in new], device=self.model.device)
+        starts = [len(r.prompt_ids) + n for r, n in zip(running, lengths, strict=True)]
+        places = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
+        positions = torch.tensor(places, device=self.model.device)
+        return self._decoder.for_rows(len(places)).hidden(flat, positions, attention)
+
+    def draw(self, hidden: Tensor, requests: Sequence[Request], places: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Sample a token from each hidden state, and its log-probability.
+
+        Args:
+            hidden: ``[N, d]``.
+            requests: whose states they are.
+            places: which of its request's tokens each state predicts; the token depends on the state, the
+                request's seed and this number alone.
+        """
         logits = self._logits(hidden)
-        numbers = [r.uniforms[len(r.token_ids)] for r in requests]
+        numbers = [r.uniforms[place] for r, place in zip(requests, places, strict=True)]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
         tokens, logprobs = sample(logits, self._sampling_plan(requests, logits), uniforms)
         return tokens.tolist(), logprobs.tolist()
@@ -209,7 +228,7 @@ class Runner:
         return self._grouping[1]
 
     def _sampling_plan(self, requests: Sequence[Request], logits: Tensor) -> SamplingPlan:
-        if self._plan is None or self._plan[0] != requests:
+        if self._plan is None or self._plan[0] != list(requests):
             samplings = [r.sampling for r in requests]
             self._plan = (list(requests), SamplingPlan.of(samplings, logits.shape[1], logits.device))
         return self._plan[1]

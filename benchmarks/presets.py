@@ -1,0 +1,205 @@
+"""Every preset on the same task with the same budget: ``python -m benchmarks.presets --help``.
+
+A tiny model is taught three-digit addition by example, once per seed, as ``tunesmith demo`` does; then each
+preset gets the same number of steps, prompts and rollouts, its own defaults, and a seed's same start. Runs go
+one to a core. The results file holds each run's curve; the page's table and picture come from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from tunesmith.algorithms.presets import PRESETS
+from tunesmith.plan.hardware import read_hardware
+from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
+
+RESULTS = Path(__file__).with_name("results") / "presets.json"
+PAGE = Path(__file__).parent.parent / "docs" / "presets.md"
+BEGIN, END = "<!-- results -->\n", "<!-- end of results -->"
+PICTURE = "presets.svg"
+TRAIN, HELD_OUT = 20_000, 200
+PROMPTS, GROUP = 16, 8
+WORKED_SHARE = 0.2
+QUARTERS = 4
+"""Evaluations on the way."""
+
+SFT: Mapping[str, Any] = {
+    "train.steps": 500, "train.batch_size": 64, "train.lr": 2e-3, "train.schedule": "cosine",
+    "train.min_lr_ratio": 0.1, "train.warmup_steps": 20,
+}  # fmt: skip
+RL: Mapping[str, Any] = {
+    "reward.functions": ["exact_match"], "reward.pattern": ANSWER, "rollout.prompts_per_step": PROMPTS,
+    "rollout.group_size": GROUP, "rollout.max_new_tokens": 40, "train.lr": 5e-5, "train.warmup_steps": 5,
+    "monitor.samples": 0,
+}  # fmt: skip
+COMMON: Mapping[str, Any] = {"model.dtype": "float32", "data.chat": False, "monitor.progress": False}
+
+
+NAMES = [name for name, preset in PRESETS.items() if "teacher" not in preset.needs]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.presets", description=__doc__)
+    parser.add_argument("--presets", nargs="+", default=NAMES, choices=NAMES, metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, a core each")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="only write docs/presets.md anew from --out")
+    given = parser.parse_args(arguments)
+    if not given.page:
+        results = measure(given.presets, given.seeds, given.steps, given.jobs)
+        given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    results = json.loads(given.out.read_text())
+    draw(results, PAGE.with_name(PICTURE))
+    PAGE.write_text(with_results(PAGE.read_text(), results))
+    print(table(results))
+
+
+def measure(presets: Sequence[str], seeds: Sequence[int], steps: int, jobs: int) -> dict[str, Any]:
+    """The contents of a results file."""
+    with tempfile.TemporaryDirectory(prefix="presets-") as name, ThreadPoolExecutor(jobs) as pool:
+        folder = Path(name)
+        starts = dict(zip(seeds, pool.map(lambda seed: _start(folder / f"seed-{seed}", seed), seeds), strict=True))
+        wanted = [(preset, seed) for seed in seeds for preset in presets]
+        runs = list(pool.map(lambda one: _run(starts[one[1]], *one, steps), wanted))
+    budget = {"steps": steps, "prompts_per_step": PROMPTS, "group_size": GROUP, "lr": RL["train.lr"]}
+    machine = {"cores": read_hardware().cores, "runs_at_a_time": jobs}
+    return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": machine, "budget": budget, "runs": runs}
+
+
+def _start(folder: Path, seed: int) -> Path:
+    """A model taught by example, and the problems, in ``folder``."""
+    train, held_out = problems(seed, TRAIN, HELD_OUT)
+    folder.mkdir()
+    make_model(folder / "model", seed)
+    write_tasks(folder / "train.jsonl", train)
+    write_tasks(folder / "held_out.jsonl", held_out)
+    examples = write_examples(folder / "examples.jsonl", train, WORKED_SHARE, seed)
+    settings = {"run_dir": folder / "sft", "model.path": folder / "model", "data.train": examples, "train.seed": seed}
+    _tunesmith("sft", {**COMMON, **SFT, **settings})
+    return folder
+
+
+def _run(start: Path, preset: str, seed: int, steps: int) -> dict[str, Any]:
+    run_dir = start / preset
+    settings = {
+        "run_dir": run_dir, "model.path": start / f"sft/checkpoints/step-{SFT['train.steps']:06d}/model",
+        "data.train": start / "train.jsonl", "data.eval": start / "held_out.jsonl", "algorithm.name": preset,
+        "train.steps": steps, "train.seed": seed, "eval.every": max(1, steps // QUARTERS),
+    }  # fmt: skip
+    _tunesmith("rl", {**COMMON, **RL, **settings})
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps_made = [line for line in lines if "reward" in line]
+    print(f"{preset}, seed {seed}: {_accuracies(lines)}", flush=True)
+    return {
+        "preset": preset,
+        "seed": seed,
+        "rewards": [round(line["reward"], 4) for line in steps_made],
+        "seconds": [round(t, 2) for t in accumulate(line["seconds"] - _beside(line) for line in steps_made)],
+        "accuracies": _accuracies(lines),
+    }
+
+
+def _accuracies(lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Greedy, on held-out problems: before, on the way, after."""
+    return [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+
+
+def _beside(line: Mapping[str, float]) -> float:
+    return sum(line.get(f"seconds/{phase}", 0.0) for phase in ("setup", "eval", "checkpoint"))
+
+
+def _tunesmith(command: str, settings: Mapping[str, Any]) -> None:
+    words = [
+        f"{key}={json.dumps(value if not isinstance(value, Path) else str(value))}" for key, value in settings.items()
+    ]
+    empty = settings["run_dir"].with_suffix(".toml")
+    empty.touch()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    call = [sys.executable, "-m", "tunesmith", command, str(empty), *words]
+    done = subprocess.run(call, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(call)} failed:\n{done.stderr}")
+
+
+def by_preset(results: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Best first, by the mean accuracy at the end."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in results["runs"]:
+        runs.setdefault(run["preset"], []).append(run)
+    yield from sorted(runs.items(), key=lambda item: -mean(r["accuracies"][-1] for r in item[1]))
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Markdown: means over the seeds, with the range of the last accuracy."""
+    steps = results["budget"]["steps"]
+    names = ("preset", "accuracy before", *(f"after {k * steps // QUARTERS}" for k in range(1, QUARTERS)))
+    names += ("at the end (lowest to highest)", "reward of the last ten steps", "seconds")
+    rows = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for preset, runs in by_preset(results):
+        before, *between, last = ([r["accuracies"][k] for r in runs] for k in range(len(runs[0]["accuracies"])))
+        cells = [f"`{preset}`", *(f"{mean(values):.2f}" for values in (before, *between))]
+        cells += [f"{mean(last):.2f} ({min(last):.2f} to {max(last):.2f})"]
+        cells += [f"{mean(mean(r['rewards'][-10:]) for r in runs):.2f}", f"{mean(r['seconds'][-1] for r in runs):.0f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def with_results(page: str, results: Mapping[str, Any]) -> str:
+    """The page with table and budget as the results file has them."""
+    budget, machine = results["budget"], results["machine"]
+    seeds = len({run["seed"] for run in results["runs"]})
+    said = (
+        f"{budget['steps']} steps of {budget['prompts_per_step']} prompts with {budget['group_size']} rollouts each, "
+        f"learning rate {budget['lr']:g}, {seeds} seeds; {machine['cores']} cores, "
+        f"{machine['runs_at_a_time']} runs at a time; measured {results['date']}.\n\n"
+    )
+    before, rest = page.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    return f"{before}{BEGIN}{said}{table(results)}\n![Reward against step and seconds]({PICTURE})\n{END}{after}"
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """Mean reward of the seeds, over ten steps, against step and against wall time."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "tunesmith"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 6), sharey=True)
+    colours = pyplot.get_cmap("tab20").colors
+    for number, (preset, runs) in enumerate(by_preset(results)):
+        rewards = [mean(values) for values in zip(*(r["rewards"] for r in runs), strict=True)]
+        smooth = [mean(rewards[max(0, k - 9) : k + 1]) for k in range(len(rewards))]
+        seconds = [mean(values) for values in zip(*(r["seconds"] for r in runs), strict=True)]
+        style = {
+            "label": preset,
+            "color": colours[number % 20],
+            "linestyle": "-" if number < 20 else "--",
+            "linewidth": 1.4,
+        }
+        axes[0].plot(range(1, len(smooth) + 1), smooth, **style)
+        axes[1].plot(seconds, smooth, **style)
+    axes[0].set(xlabel="step", ylabel="reward, mean of ten steps and all seeds")
+    axes[1].set(xlabel="seconds of training")
+    axes[1].legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

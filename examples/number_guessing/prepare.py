@@ -1,0 +1,44 @@
+"""Makes what this run needs: a tiny model and tokenizer, games to learn the rules from, numbers to find."""
+
+import json
+import random
+from pathlib import Path
+
+from tunesmith.recipes.arithmetic import make_model
+
+HERE = Path(__file__).parent
+PROMPT = "?"
+
+
+def write(name: str, records: list[dict[str, object]]) -> None:
+    (HERE / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def turns(rng: random.Random) -> list[dict[str, object]]:
+    """Up to four guesses as examples. Half of them heed what was answered, half are any number at all."""
+    secret, low, high, said = rng.randrange(10), 0, 9, PROMPT
+    made: list[dict[str, object]] = []
+    for _ in range(4):
+        guess = rng.randint(low, high) if rng.random() < 0.5 else rng.randrange(10)
+        made.append({"prompt": said, "completion": str(guess)})
+        if guess == secret:
+            break
+        if guess < secret:
+            low = max(low, guess + 1)
+        else:
+            high = min(high, guess - 1)
+        # What the policy wrote ends with its end-of-sequence token; the environment's answer follows.
+        said += f"{guess}<eos>{'+' if guess < secret else '-'}"
+    return made
+
+
+def main() -> None:
+    rng = random.Random(0)
+    write("examples.jsonl", [turn for _ in range(4000) for turn in turns(rng)])
+    write("train.jsonl", [{"prompt": PROMPT, "secret": secret} for secret in range(10)] * 4)
+    write("held_out.jsonl", [{"prompt": PROMPT, "secret": secret} for secret in range(10)])
+    make_model(HERE / "model", seed=0, hidden=64, layers=2, alphabet="0123456789?+-")
+
+
+if __name__ == "__main__":
+    main()

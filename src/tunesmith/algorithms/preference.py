@@ -1,0 +1,258 @@
+"""Losses that judge whole sequences: reward models, DPO and its kin, KTO, process reward models.
+
+An objective here reduces a micro-batch's predictions to one number per sequence, and those of a pair to one
+number per pair. A sequence weighs ``1 / B`` (``seq_mean_token_sum``), so what belongs together weighs what its
+members weigh together: a mean over the optimizer batch's pairs, sequences or steps, however it is cut. Pairs
+have to lie in one micro-batch.
+
+Columns read, the same at every token of a sequence: ``pair`` (a number) and ``side`` (+1 or −1) wherever two are
+compared; ``margin`` (reward models); ``ref_logprob``, the reference's ``Σ logπ`` (DPO, KTO); ``kl`` and
+``class_share`` (KTO); ``label`` (process reward models).
+
+What is not finite is dropped: by its columns from numerator and denominator, by the model's prediction from the
+numerator; one member takes its pair with it.
+
+Legend: ``N`` predictions, ``S`` sequences, ``P`` pairs; ``σ`` the logistic function; ``softplus(x) = log(1 + e^x)``,
+so ``−log σ(x) = softplus(−x)``; ``Δ = logπ(y) − logπ_ref(y)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tunesmith.algorithms.aggregation import WEIGHT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tunesmith.algorithms.objective import Metrics, Objective
+    from tunesmith.data.forest import Forest, Predictions
+
+AGGREGATION = "seq_mean_token_sum"
+"""How the learner has to weigh the samples of these objectives."""
+ROUNDING = 1e-6
+"""Of log-probabilities in float32, relative to them: no larger a difference is one."""
+
+
+def softplus(x: Tensor) -> Tensor:
+    """``log(1 + e^x)``, exact for any ``x``."""
+    return x.logaddexp(x.new_zeros(()))
+
+
+def sigmoid_loss(h: Tensor, smoothing: float = 0.0) -> Tensor:
+    """``−(1 − ε) log σ(h) − ε log σ(−h)``: DPO (arXiv:2305.18290, eq. 7); cDPO where labels are wrong with chance ε."""
+    return (1.0 - smoothing) * softplus(-h) + smoothing * softplus(h)
+
+
+def ipo_loss(difference: Tensor, beta: float) -> Tensor:
+    """``(Δ_c − Δ_r − 1/(2β))²`` (arXiv:2310.12036, eq. 17). On sums of log-probabilities, as there; TRL takes means."""
+    return (difference - 1.0 / (2.0 * beta)).square()
+
+
+def hinge_loss(h: Tensor) -> Tensor:
+    """``max(0, 1 − h)``: SLiC's loss on DPO's reward (arXiv:2309.06657)."""
+    return (1.0 - h).clamp(min=0.0)
+
+
+def reward_loss(difference: Tensor, margin: Tensor | float = 0.0) -> Tensor:
+    """``−log σ(r_c − r_r − m)``: Bradley and Terry, with Llama 2's margin (arXiv:2307.09288, eq. 2)."""
+    return softplus(margin - difference)
+
+
+def kto_loss(
+    delta: Tensor, kl: Tensor | float, side: Tensor, *, beta: float, desirable: float = 1.0, undesirable: float = 1.0
+) -> Tensor:
+    """``w₊ (1 − σ(β(Δ − KL)))`` where ``side`` is +1, ``w₋ (1 − σ(β(KL − Δ)))`` where it is −1 (arXiv:2402.01306)."""
+    weight = (side > 0).to(delta.dtype) * (desirable - undesirable) + undesirable
+    return weight * (-beta * side * (delta - kl)).sigmoid()
+
+
+def step_loss(logit: Tensor, label: Tensor) -> Tensor:
+    """Cross-entropy of ``σ(logit)`` and the chance ``label`` that a step is good: 0 or 1, or anything between."""
+    return label * softplus(-logit) + (1.0 - label) * softplus(logit)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """A micro-batch by sequence. What is not in ``keep`` is zero."""
+
+    forest: Forest
+    score: Tensor  # [S], with gradient: Σ of the predictions
+    length: Tensor  # [S]
+    weight: Tensor  # [S]
+    keep: Tensor  # [S] bool
+
+    @classmethod
+    def of(cls, forest: Forest, predicted: Tensor) -> Sequences:
+        """``predicted [N]``: log-probabilities, or values."""
+        zeros = predicted.new_zeros(forest.num_samples)
+        usable = predicted.detach().isfinite() & (forest.columns[WEIGHT] != 0)
+        lost = zeros.index_add(0, forest.sample, (~usable).to(zeros.dtype))
+        keep = lost == 0
+        score = zeros.index_add(0, forest.sample, predicted.masked_fill(~usable, 0.0))
+        length = zeros.index_add(0, forest.sample, usable.to(zeros.dtype))
+        weight = zeros.scatter(0, forest.sample, forest.columns[WEIGHT].to(zeros.dtype))
+        return cls(forest, score.masked_fill(~keep, 0.0), length, weight.masked_fill(~keep, 0.0), keep)
+
+    def column(self, name: str) -> Tensor:
+        """``[S]``."""
+        column = self.forest.columns[name].to(self.weight.dtype)
+        return self.weight.new_zeros(self.keep.shape).scatter(0, self.forest.sample, column).masked_fill(~self.keep, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The pairs of a micro-batch. ``weight`` is zero where a member was dropped."""
+
+    place: Tensor  # [S] int64, the pair of each sequence
+    side: Tensor  # [S], +1 or −1
+    weight: Tensor  # [P]
+    keep: Tensor  # [P] bool
+
+    @classmethod
+    def of(cls, sequences: Sequences) -> Pairs:
+        forest, zeros = sequences.forest, sequences.weight.new_zeros(sequences.keep.shape)
+        # Not by ``column``, which hides what belongs to a sequence that was dropped.
+        number, side = (zeros.scatter(0, forest.sample, forest.columns[n].to(zeros.dtype)) for n in ("pair", "side"))
+        numbers, place = number.unique(return_inverse=True)
+        none = zeros.new_zeros(numbers.shape)
+        assert not none.index_add(0, place, side).any(), "a pair was cut: the learner has to keep groups"
+        keep = none.index_add(0, place, (~sequences.keep).to(zeros.dtype)) == 0
+        weight = none.index_add(0, place, sequences.weight).masked_fill(~keep, 0.0)
+        return cls(place, side, weight, keep)
+
+    def difference(self, values: Tensor) -> Tensor:
+        """``values [S]`` of the +1 less that of the −1, ``[P]``; zero where a pair was dropped."""
+        return self.both(values * self.side)
+
+    def first(self, values: Tensor) -> Tensor:
+        """``values [S]`` of the +1, ``[P]``."""
+        return self.both(values * (self.side > 0))
+
+    def both(self, values: Tensor) -> Tensor:
+        """The sum of ``values [S]`` over the two, ``[P]``; zero where a pair was dropped."""
+        return values.new_zeros(self.keep.shape).index_add(0, self.place, values).masked_fill(~self.keep, 0.0)
+
+
+def reward_objective(*, margins: bool = True) -> Objective:
+    """The reward model's, on ``values``. Without ``margins`` it is ``log(1 + e^(r_r − r_c))``."""
+
+    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
+        values = predictions.values
+        assert values is not None, "a reward model gives values"
+        if not values.numel():
+            return values.sum(), {}
+        sequences = Sequences.of(forest, values)
+        pairs = Pairs.of(sequences)
+        margin = pairs.first(sequences.column("margin")) if margins else 0.0
+        loss = reward_loss(pairs.difference(sequences.score), margin)
+        rewards = sequences.score.detach()
+        metrics = _pair_metrics(pairs, rewards, rewards)
+        for name, values in (("rewards/mean", rewards), ("rewards/square", rewards.square())):
+            metrics[name] = (pairs.weight * pairs.both(values) / 2.0).sum()
+        return (pairs.weight * loss).sum(), metrics
+
+    return objective
+
+
+def dpo_objective(loss: str, beta: float, smoothing: float = 0.0, nll_coef: float = 0.0) -> Objective:
+    """DPO's, on ``logprobs``: a loss of ``h = β(Δ_c − Δ_r)``, plus ``λ · (−logπ(y_c)) / |y_c|`` (arXiv:2404.19733)."""
+
+    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
+        logprobs = predictions.logprobs
+        assert logprobs is not None, "DPO needs log-probabilities"
+        if not logprobs.numel():
+            return logprobs.sum(), {}
+        sequences = Sequences.of(forest, logprobs)
+        pairs = Pairs.of(sequences)
+        delta = sequences.score - sequences.column("ref_logprob")
+        difference = pairs.difference(delta)
+        match loss:
+            case "sigmoid":
+                each = sigmoid_loss(beta * difference, smoothing)
+            case "ipo":
+                each = ipo_loss(difference, beta)
+            case "hinge":
+                each = hinge_loss(beta * difference)
+            case _:
+                raise AssertionError(f"no loss '{loss}'")
+        metrics = _pair_metrics(pairs, beta * delta.detach(), beta * sequences.score.detach())
+        if nll_coef:
+            nll = -pairs.first(sequences.score / sequences.length.clamp(min=1.0))
+            each = each + nll_coef * nll
+            metrics["nll"] = (pairs.weight * nll.detach()).sum()
+        return (pairs.weight * each).sum(), metrics
+
+    return objective
+
+
+def kto_objective(beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> Objective:
+    """KTO's, on ``logprobs``. ``class_share`` is one over the number of the batch's sequences of a sequence's side."""
+
+    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
+        logprobs = predictions.logprobs
+        assert logprobs is not None, "KTO needs log-probabilities"
+        if not logprobs.numel():
+            return logprobs.sum(), {}
+        sequences = Sequences.of(forest, logprobs)
+        side, kl, share = (sequences.column(name) for name in ("side", "kl", "class_share"))
+        delta = sequences.score - sequences.column("ref_logprob")
+        each = kto_loss(delta, kl, side, beta=beta, desirable=desirable, undesirable=undesirable)
+        gain = side * (delta - kl).detach()
+        reward = beta * delta.detach()
+        metrics = {
+            "accuracy": (sequences.weight * _right(gain, sequences.score.detach().abs())).sum(),
+            "kl": (sequences.weight * kl).sum(),
+            "nonfinite_sequences": (~sequences.keep).sum(),
+        }
+        for name, sign in (("rewards/chosen", 1), ("rewards/rejected", -1)):
+            if (side == sign).any():
+                metrics[name] = (share * reward * (side == sign)).sum()
+        return (sequences.weight * each).sum(), metrics
+
+    return objective
+
+
+def step_objective() -> Objective:
+    """The process reward model's, on the ``logprobs`` of the two label tokens after each step.
+
+    Their difference is the logit of "good" in a softmax over the two, whatever the rest of the vocabulary gets.
+    """
+
+    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
+        logprobs = predictions.logprobs
+        assert logprobs is not None, "a process reward model needs log-probabilities"
+        if not logprobs.numel():
+            return logprobs.sum(), {}
+        sequences = Sequences.of(forest, logprobs)
+        pairs = Pairs.of(sequences)
+        logit, label = pairs.difference(sequences.score), pairs.first(sequences.column("label"))
+        right = _right(logit.detach() * (label - 0.5).sign())
+        metrics = {"accuracy": (pairs.weight * right).sum(), "nonfinite_steps": (~pairs.keep).sum()}
+        return (pairs.weight * step_loss(logit, label)).sum(), metrics
+
+    return objective
+
+
+def _pair_metrics(pairs: Pairs, rewards: Tensor, terms: Tensor) -> Metrics:
+    """Means over the batch's pairs of rewards ``[S]``, of their difference, and of the right one being higher.
+
+    ``terms [S]`` are what the rewards are differences of: they set the rounding within which two are equal.
+    """
+    first, margin = pairs.first(rewards), pairs.difference(rewards)
+    return {
+        "rewards/chosen": (pairs.weight * first).sum(),
+        "rewards/rejected": (pairs.weight * (first - margin)).sum(),
+        "margin": (pairs.weight * margin).sum(),
+        "accuracy": (pairs.weight * _right(margin, pairs.both(terms.abs()))).sum(),
+        "nonfinite_pairs": (~pairs.keep).sum(),
+    }
+
+
+def _right(gain: Tensor, scale: Tensor | float = 0.0) -> Tensor:
+    """1 above zero, 0 below; a tie is half right, so that a model that knows nothing has an accuracy of a half.
+
+    A policy and its reference differ by rounding before the first step, which is a tie and not an opinion.
+    """
+    return (gain.sign() * (gain.abs() > ROUNDING * scale) + 1.0) / 2.0

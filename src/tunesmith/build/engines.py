@@ -1,0 +1,75 @@
+"""The engine a run samples with, and how it draws."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tunesmith.build.common import limits_of
+from tunesmith.config.generation import SamplingSection
+from tunesmith.config.schema import RolloutSection, RunConfig
+from tunesmith.config.sizes import parse_size
+from tunesmith.data.chat import end_of_turn_id
+from tunesmith.types import Sampling
+
+if TYPE_CHECKING:
+    from tunesmith.engines.local.engine import LocalEngine
+    from tunesmith.engines.local.speculation import Speculation
+    from tunesmith.models.causal_lm import CausalLM
+
+
+def make_engine(config: RunConfig, model: CausalLM) -> LocalEngine:
+    """The engine inside this process, on the trainer's own parameters."""
+    from tunesmith.engines.local.engine import LocalEngine
+
+    system = config.system
+    assert system.kv_memory, "not resolved"
+    return LocalEngine(
+        model,
+        kv_bytes=parse_size(system.kv_memory),
+        max_running=system.max_running,
+        max_prefill_tokens=system.max_prefill_tokens,
+        limits=limits_of(config),
+        speculation=_speculation(config),
+    )
+
+
+def _speculation(config: RunConfig) -> Speculation | None:
+    """How the local engine guesses ahead; None where it shall not."""
+    import torch
+
+    from tunesmith.engines.local.speculation import Speculation
+    from tunesmith.models.causal_lm import CausalLM
+
+    system, model = config.system, config.model
+    if system.speculative == "off":
+        return None
+    assert model.dtype is not None and system.device is not None, "not resolved"
+    draft = None
+    if system.draft_model is not None:
+        draft = CausalLM.load(
+            system.draft_model,
+            dtype=getattr(torch, model.dtype),
+            device=system.device,
+            trust_remote_code=model.trust_remote_code,
+        )
+    return Speculation(system.speculative_tokens, draft, partial(print, flush=True))
+
+
+def make_sampling(
+    section: RolloutSection | SamplingSection, tokenizer: Any, temperature: float, stop: tuple[str, ...] = ()
+) -> Sampling:
+    """A turn ends where the chat template ends it, even if that token is not the model's EOS.
+
+    ``stop`` are strings to stop at besides the section's own.
+    """
+    end_of_turn = end_of_turn_id(tokenizer)
+    return Sampling(
+        max_new_tokens=section.max_new_tokens,
+        temperature=temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        stop=section.stop + stop,
+        stop_token_ids=section.stop_token_ids + (() if end_of_turn is None else (end_of_turn,)),
+    )

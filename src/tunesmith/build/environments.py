@@ -1,0 +1,74 @@
+"""The environments of a run, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tunesmith.build.teacher import Unrewarded
+from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.schema import DataSection, RLConfig
+from tunesmith.data.learned import with_system
+from tunesmith.data.prepare import Prepared
+from tunesmith.environments.base import Environment
+from tunesmith.environments.loading import EnvironmentSet
+from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
+from tunesmith.types import Message, Task
+
+
+def check_run_rewards(config: RLConfig, base_dir: Path) -> None:
+    """As ``check_rewards``; a run whose environment gives the rewards needs no others."""
+    if _has_rewards(config):
+        check_rewards(config.reward, base_dir)
+
+
+def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
+    if _has_rewards(config):
+        return load_rewards(config.reward, base_dir)
+    kind = Unrewarded if isinstance(config, DistillConfig) and config.environment.path is None else RewardSet
+    return kind((), (), config.reward.timeout)
+
+
+def _has_rewards(config: RLConfig) -> bool:
+    section = config.reward
+    needed = config.environment.path is None and not isinstance(config, DistillConfig)
+    return bool(section.functions or section.models or section.remote) or needed
+
+
+def prepare_tasks(config: RLConfig, environments: EnvironmentSet, tokenizer: Any, *data: Prepared[Task] | None) -> None:
+    """Write into each task who plays it, and into its prompt which tools there are.
+
+    Raises:
+        DataError, ConfigError: see ``EnvironmentSet.route``.
+    """
+    for one in data:
+        if one is not None:
+            chat, prompt_of = _prompts(config.data, tokenizer, one)
+            one.items[:] = environments.prepare(one.items, tokenizer, prompt_of, chat=chat)
+
+
+def make_environments(
+    config: RLConfig, environments: EnvironmentSet, tokenizer: Any, train: Prepared[Task]
+) -> dict[str, Environment]:
+    """Environments by name, as tasks are routed to them."""
+    chat, prompt_of = _prompts(config.data, tokenizer, train)
+    longest = max(len(t.prompt_ids) for t in train.items)
+    most = config.environment.max_tokens or longest + config.rollout.max_new_tokens
+    return environments.build(tokenizer, prompt_of, chat=chat, max_tokens=most, model=config.model.path)
+
+
+def _prompts(
+    section: DataSection, tokenizer: Any, data: Prepared[Task]
+) -> tuple[bool, Callable[[Task], list[Message]]]:
+    """Whether prompts go through the chat template (as ``data.learned`` decides it), and a task's as messages."""
+    wanted = section.chat or (section.chat is None and tokenizer.chat_template)
+    chat = bool(wanted) or any(isinstance(t.prompt, list) for t in data.items)
+
+    def prompt_of(task: Task) -> list[Message]:
+        if chat:
+            return with_system(section, task.prompt)
+        assert isinstance(task.prompt, str), "a conversation needs a chat template"
+        return [{"role": "user", "content": task.prompt}]
+
+    return chat, prompt_of

@@ -1,0 +1,274 @@
+"""``tunesmith rft``, put together: sample, keep what is right, train on it, evaluate."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tunesmith.build.common import load_tokenizer
+from tunesmith.build.sampler import Sampler, identity, release_memory, resolve_sampling, task_data
+from tunesmith.build.sft import run_sft
+from tunesmith.config.files import ADAPTER_CONFIG
+from tunesmith.config.generation import RFTConfig
+from tunesmith.config.load import load_config
+from tunesmith.config.resolved import Resolved, config_text, settings
+from tunesmith.config.schema import DataSection, LoraSection
+from tunesmith.data.prepare import Prepared, load_samples, load_tasks
+from tunesmith.data.prompts import PromptEncoder, Shots, read_shots
+from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
+from tunesmith.errors import ConfigError, DataError, StorageError, boundary
+from tunesmith.loop.generation import Json, LineWriter, claim, repair
+from tunesmith.loop.opening import announce, check_inputs
+from tunesmith.loop.rft import (
+    Round,
+    check_prompts,
+    describe,
+    describe_yield,
+    evaluate_file,
+    report_of,
+    rounds_of,
+    select_answers,
+    write_json,
+)
+from tunesmith.monitor.run_dir import has_checkpoint, open_run_dir
+from tunesmith.plan.checks import check
+from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup
+from tunesmith.types import Task
+
+Step = Literal["generate", "train", "evaluate", "run"]
+_TRAINING = ("model.", "lora.", "train.", "system.", "monitor.", "checkpoint.")
+_SAMPLING_ONLY = (
+    "system.kv_memory",
+    "system.max_running",
+    "system.max_prefill_tokens",
+    "system.speculative",
+    "system.speculative_tokens",
+    "system.draft_model",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RFTOutcome:
+    """What a step of rejection-sampling fine-tuning leaves."""
+
+    run_dir: Path
+    model: Path | None
+    """The last trained model; None while there is none."""
+    evaluations: dict[str, Json]
+    """By ``base``, ``round-1``, ...: shares as ``[share, low, high]``."""
+    yields: dict[str, Json]
+
+
+def run_rft(step: Step, path: Path | None, overrides: Sequence[str] = ()) -> RFTOutcome:
+    """One step, or with ``run`` all of them; what is done already is not done again."""
+    config = load_config(RFTConfig, path, overrides)
+    check(config)
+    base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), "rft")
+    check_rewards(config.reward, base_dir)
+    if step == "evaluate" and config.data.eval is None:
+        raise ConfigError("data.eval is missing: name the questions to evaluate on")
+    data = task_data(config)
+    check_inputs(config.model_copy(update={"data": data}), "rl")
+    shots = read_shots(config.rft.few_shot) if config.rft.few_shot else ()
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(open_run_dir(config.run_dir or Path("runs").absolute() / name, name, False))
+        rewards = load_rewards(config.reward, base_dir)
+        stack.callback(rewards.close)
+        tokenizer = load_tokenizer(config)
+        train = load_tasks(data, data.train, tokenizer)
+        held_out = load_tasks(data, data.eval, tokenizer) if data.eval else None
+        rewards.check_tasks([*train.items, *(held_out.items if held_out else [])])
+        encoder = PromptEncoder.of(
+            data, tokenizer, [t.prompt for t in train.items], config.rft.few_shot_separator or SEPARATOR
+        )
+        if encoder.template is not None and config.rft.few_shot_separator is not None:
+            raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
+        asked = [_with_shots(task, encoder, shots, data.max_prompt_tokens) for task in train.items]
+        resolved = resolve_sampling(config, [*asked, *(held_out.items if held_out else [])], count=False)
+        announce(resolved, run_dir, train, held_out)
+        return _Run(run_dir.path, resolved, tokenizer, rewards, train, asked, encoder, held_out).do(step)
+
+
+def _with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | None) -> Task:
+    """The task as it is sampled. What is learned and evaluated is the task as it is."""
+    if not shots:
+        return task
+    ids = encoder.ids(task.prompt, task.columns.get("tools"), shots)
+    if limit is not None and len(ids) > limit:
+        raise DataError(
+            f"task {task.id}: with the worked examples of rft.few_shot the prompt has {len(ids)} tokens, the limit is "
+            f"{limit}: the model's context less sampling.max_new_tokens, or data.max_prompt_tokens"
+        )
+    return replace(task, prompt_ids=tuple(ids))
+
+
+@dataclass(slots=True)
+class _Run:
+    """The parts of a run, and its steps."""
+
+    run_dir: Path
+    resolved: Resolved[RFTConfig]
+    tokenizer: Any
+    rewards: RewardSet
+    train_tasks: Prepared[Task]
+    asked: list[Task]
+    """The training tasks with worked examples before them."""
+    encoder: PromptEncoder
+    held_out: Prepared[Task] | None
+
+    @property
+    def config(self) -> RFTConfig:
+        return self.resolved.config
+
+    @property
+    def rounds(self) -> list[Round]:
+        return rounds_of(self.run_dir, self.config.rft.rounds)
+
+    @property
+    def threshold(self) -> float:
+        said = self.config.rft.threshold
+        return sum(w for w in self.rewards.weights.values() if w > 0) if said is None else said
+
+    def do(self, step: Step) -> RFTOutcome:
+        base = Round(self.run_dir / "base")
+        if step == "run":
+            if self.held_out and self.config.eval.at_start:
+                self.evaluate(base, None)
+            for number in range(len(self.rounds)):
+                self.generate(number)
+                model = self.train(number)
+                if self.held_out:
+                    self.evaluate(self.rounds[number], model)
+        elif step == "evaluate":
+            last = next((r for r in reversed(self.rounds) if r.model), base)
+            self.evaluate(last, last.model)
+        else:
+            number = next((i for i, r in enumerate(self.rounds) if r.model is None), None)
+            if number is None:
+                raise ConfigError(f"all {len(self.rounds)} rounds in {self.run_dir} are trained; raise rft.rounds")
+            (self.generate if step == "generate" else self.train)(number)
+        last = next((r.model for r in reversed(self.rounds) if r.model), None)
+        report = report_of(self.run_dir, self.rounds)
+        write_json(self.run_dir / "report.json", report)
+        return RFTOutcome(self.run_dir, last, report["evaluations"], report["yields"])
+
+    def generate(self, number: int) -> None:
+        """Sample answers with the last model, and keep right ones. Worked examples are for the first round."""
+        this, config = self.rounds[number], self.config
+        if this.model is not None:
+            return
+        tasks = self.train_tasks.items if number else self.asked
+        model = self.rounds[number - 1].model if number else None
+        self._sample(this, this.samples, model, tasks, self.train_tasks.fingerprint, shots=not number)
+        found = select_answers(this, config.rft.select, self.threshold, config.sampling.n or 1)
+        print("\n".join(describe_yield(this.directory.name, found)), flush=True)
+
+    def train(self, number: int) -> Path:
+        """``tunesmith sft`` on what a round kept."""
+        this = self.rounds[number]
+        if this.model is not None:
+            return this.model
+        if not this.train.exists():
+            raise ConfigError(f"there is no {this.train} to train on; make it with: tunesmith rft generate")
+        data = self._training_data(this)
+        samples = load_samples(data, data.train, self.tokenizer)
+        check_prompts(this.train, samples.items, self.train_tasks.items)
+        run_file = this.directory / "sft.toml"
+        with boundary(StorageError, f"cannot write {run_file}", OSError):
+            run_file.write_text(self._training_text(number, data, len(samples)), encoding="utf-8")
+        if not has_checkpoint(this.sft):
+            shutil.rmtree(this.sft, ignore_errors=True)  # steps before a first checkpoint are not continued
+        release_memory()
+        outcome = run_sft(run_file, ["checkpoint.resume=true"] if has_checkpoint(this.sft) else [])
+        this.finish(outcome.checkpoint)
+        return outcome.checkpoint
+
+    def evaluate(self, this: Round, model: Path | None) -> None:
+        """Greedy answers to the held-out questions, asked as in training."""
+        assert self.held_out is not None
+        tasks = self.held_out.items[: self.config.eval.max_prompts]
+        self._sample(this, this.evaluation, model, tasks, self.held_out.fingerprint, greedy=True)
+        found = evaluate_file(this, self.threshold)
+        print(describe(this.directory.name, found), flush=True)
+
+    def _sample(
+        self,
+        this: Round,
+        out: Path,
+        model: Path | None,
+        tasks: Sequence[Task],
+        fingerprint: str,
+        *,
+        greedy: bool = False,
+        shots: bool = False,
+    ) -> None:
+        this.directory.mkdir(parents=True, exist_ok=True)
+        config = _with_model(self.config, model)
+        separator = self.encoder.separator if shots and self.config.rft.few_shot and not self.encoder.template else ""
+        source = identity(config, fingerprint)
+        if shots and self.config.rft.few_shot:
+            source["rft.few_shot"] = [self.config.rft.few_shot.read_text(encoding="utf-8"), separator]
+        claim(out, source)
+        decode = _decoder(self.tokenizer, separator)
+        writer = LineWriter(decode, flat=False, scored=True)
+        writer.check_columns(tasks)
+        if (done := repair(out)) < len(tasks):
+            stop = (separator,) if separator else ()
+            with Sampler.open(config, self.tokenizer, self.rewards, decode, greedy=greedy, stop=stop) as sampler:
+                sampler.answer(out, tasks, writer.line, done)
+
+    def _training_data(self, this: Round) -> DataSection:
+        """The questions as they were sampled: in ``train.jsonl`` they stand as in the data, not templated."""
+        data = self.config.data
+        return DataSection(
+            train=str(this.train),
+            prompt="prompt",
+            completion="completion",
+            system_prompt=data.system_prompt,
+            chat=self.encoder.template is not None,
+            shuffle=data.shuffle,
+            seed=data.seed,
+        )
+
+    def _training_text(self, number: int, data: DataSection, samples: int) -> str:
+        """The run file of a round's training."""
+        config, said = self.config, dict(self.resolved.said)
+        values = settings(config)
+        known = {*said, *(d.key for d in self.resolved.derived)}
+        kept = {k: values[k] for k in values if k in known and k.startswith(_TRAINING) and k not in _SAMPLING_ONLY}
+        start = self.rounds[number - 1].model if number and config.rft.start == "last" else None
+        if start is not None and (start / ADAPTER_CONFIG).is_file():
+            kept = {k: v for k, v in kept.items() if k not in ("lora.rank", "lora.alpha", "lora.targets")}
+            kept["lora.path"] = str(start)
+        elif start is not None:
+            kept["model.path"] = str(start)
+        if warmup := derive_rft_warmup(config, said, samples):
+            kept["train.warmup_steps"] = warmup[0]
+            print(f"train.warmup_steps = {warmup[0]}: {warmup[1]}", flush=True)
+        kept |= {f"data.{k}": v for k, v in data.model_dump(mode="json", exclude_unset=True).items()}
+        kept["run_dir"] = str(self.rounds[number].sft)
+        return config_text(Resolved(config, kept, ()))
+
+
+def _with_model(config: RFTConfig, model: Path | None) -> RFTConfig:
+    """The configuration of sampling from the base (None), from an adapter, or from a whole model."""
+    if model is None:
+        return config.model_copy(update={"lora": LoraSection(path=config.lora.path)})
+    if (model / ADAPTER_CONFIG).is_file():
+        return config.model_copy(update={"lora": LoraSection(path=model)})
+    changed = config.model.model_copy(update={"path": str(model)})
+    return config.model_copy(update={"model": changed, "lora": LoraSection()})
+
+
+def _decoder(tokenizer: Any, separator: str) -> Callable[[Sequence[int]], str]:
+    """Text of an answer, without the separator at which it was stopped."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text.split(separator, 1)[0] if separator else text
+
+    return decode

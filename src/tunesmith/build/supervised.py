@@ -1,0 +1,102 @@
+"""What the commands that train on given data have in common: the order of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from tunesmith.build.common import load_tokenizer
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import DataSection, RunConfig
+from tunesmith.data.prepare import Prepared, Sources
+from tunesmith.data.tokens import Tokenizer
+from tunesmith.loop.opening import (
+    Outcome,
+    announce,
+    check_inputs,
+    checkpoint_to_resume,
+    enter_run_dir,
+    limited_data,
+    open_session,
+    outcome_of,
+    resolve_run,
+)
+from tunesmith.plan.checks import check
+
+if TYPE_CHECKING:
+    from tunesmith.backends.base import TrainBackend
+    from tunesmith.loop.learner import Metrics
+    from tunesmith.loop.session import Session
+    from tunesmith.loop.supervised import SupervisedParts
+
+C = TypeVar("C", bound=RunConfig)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened(Generic[C, T]):
+    """A run before its model is loaded. ``train`` and ``held_out`` are its data, ready for use."""
+
+    config: C
+    session: Session
+    tokenizer: Any
+    train: Prepared[T]
+    held_out: Prepared[T] | None
+
+    @property
+    def evaluation(self) -> list[T] | None:
+        """The held-out items that are evaluated."""
+        return self.held_out.items[: self.config.eval.max_prompts] if self.held_out else None
+
+
+def run_supervised(
+    kind: type[C],
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    load: Callable[[C, DataSection, Sources, Tokenizer], Prepared[T]],
+    sizes: Callable[[C, T], tuple[int, int]],
+    build: Callable[[Opened[C, T]], SupervisedParts[T]],
+    metric: str,
+) -> Outcome:
+    """Check, load data, derive, say, build, train.
+
+    Args:
+        load: reads one source of data.
+        sizes: of an item: tokens of its longest sequence, and tokens that have to share a micro-batch.
+        build: the parts; the first thing that loads a model.
+        metric: what the best checkpoint is judged by where the run file does not say.
+    """
+    config = load_config(kind, path, overrides)
+    check(config)
+    check_inputs(config, config.goal)
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(enter_run_dir(config, path))
+        checkpoint = checkpoint_to_resume(config, run_dir)
+        tokenizer = load_tokenizer(config)
+        data = limited_data(config)
+        train = load(config, data, data.train, tokenizer)
+        held_out = load(config, data, data.eval, tokenizer) if data.eval else None
+        found = [sizes(config, item) for part in (train, held_out) if part for item in part.items]
+        longest, together = (max(size) for size in zip(*found, strict=True))
+        resolved = resolve_run(config, train, held_out, longest, together)
+        config = announce(resolved, run_dir, train, held_out)
+        session = open_session(stack, config, run_dir, checkpoint, config.eval.metric or metric)
+        from tunesmith.loop import supervised
+
+        with session.phase("setup"):
+            parts = build(Opened(config, session, tokenizer, train, held_out))
+            if config.eval.use_ema and parts.evaluate is not None:
+                parts = replace(parts, evaluate=partial(_averaged, parts.backend, parts.evaluate))
+            supervised.restore(parts, session)
+        supervised.run(parts, session)
+        return outcome_of(session, run_dir)
+
+
+def _averaged(backend: TrainBackend, evaluate: Callable[[], Metrics]) -> Metrics:
+    with backend.averaged():
+        return evaluate()

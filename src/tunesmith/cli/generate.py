@@ -1,0 +1,18 @@
+"""``tunesmith generate``. From here: ``build.generate`` builds, ``loop/generation.py:answer`` writes."""
+
+from __future__ import annotations
+
+from tunesmith.cli.arguments import Overrides, RunFile
+
+
+def generate(run: RunFile, overrides: Overrides = None) -> None:
+    """Answer every line of a data file, or score its answers; run again, it continues where its output ends.
+
+    Example: tunesmith generate run.toml sampling.n=4 output.kind=best
+    """
+    from tunesmith.build.generate import run_generate
+
+    done = run_generate(run, overrides or ())
+    for name, count in done.counts.items():
+        print(f"{name:12} {count:,.4g}" if count % 1 else f"{name:12} {count:,.0f}")
+    print(f"{done.lines} lines in {done.output}", flush=True)

@@ -1,0 +1,36 @@
+"""``tunesmith rft``. From here: ``build.rft`` builds, ``loop/generation.py:answer`` samples, ``build.sft`` trains."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from tunesmith.cli.arguments import Overrides, RunFile
+
+
+class Step(StrEnum):
+    GENERATE = "generate"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    RUN = "run"
+
+
+def rft(
+    step: Annotated[Step, typer.Argument(help="What to do; run does all of it, in turn.", show_default=False)],
+    run: RunFile,
+    overrides: Overrides = None,
+) -> None:
+    """Rejection-sampling fine-tuning: sample answers, keep the right ones, train on them, evaluate.
+
+    Example: tunesmith rft run run.toml sampling.n=8 rft.rounds=2
+    """
+    from tunesmith.build.rft import run_rft
+    from tunesmith.loop.rft import describe
+
+    done = run_rft(step.value, run, overrides or ())
+    print()
+    for name, found in done.evaluations.items():
+        print(describe(name, found))
+    print(f"run    {done.run_dir}" + (f"\nmodel  {done.model}" if done.model else ""), flush=True)

@@ -1,0 +1,53 @@
+"""``tunesmith serve-reward``. From here: ``build.serve_reward`` builds, ``environments/reward_server.py`` serves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+_MODEL, _FUNCTION = "Of a reward model", "Of a function"
+
+
+def serve_reward(
+    reward: Annotated[
+        str,
+        typer.Argument(
+            metavar="REWARD", help="A reward model's directory, rewards.py:name or a built-in.", show_default=False
+        ),
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8100,
+    window_ms: Annotated[float, typer.Option(min=0, help="How long a request waits for others to join it.")] = 5.0,
+    max_request_mb: Annotated[float, typer.Option(min=0.001, help="Larger requests are refused.")] = 16.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"{_MODEL}: tokens scored at a time.", show_default="by the device")
+    ] = None,
+    normalize: Annotated[
+        bool | None, typer.Option("--normalize", help=f"{_MODEL}: (score - mean) / std of its reward_stats.json.")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help=f"{_MODEL}: put text prompts through its chat template.",
+            show_default="if it has one",
+        ),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{_MODEL}: float32 or bfloat16.", show_default="float32")] = None,
+    device: Annotated[str | None, typer.Option(help=f"{_MODEL}: cpu or cuda.", show_default="cuda, if any")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, help=f"{_FUNCTION}: seconds that one call may take.", show_default="30")
+    ] = None,
+) -> None:
+    """Serve a reward over HTTP, scoring what concurrent requests ask for together.
+
+    Example: tunesmith serve-reward rewards.py:correct --port 8100
+    """
+    from tunesmith.build.serve_reward import ServeOptions, serve_reward
+    from tunesmith.errors import ConfigError
+
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ConfigError(f"--dtype {dtype}: it must be float32 or bfloat16")
+    options = ServeOptions(max_tokens, normalize, chat, dtype, device, timeout, window_ms, max_request_mb)
+    serve_reward(reward, host, port, options)

@@ -1,0 +1,58 @@
+"""What the run files of distillation may say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tunesmith.config.schema import AlgorithmSection, PositiveInt, RLConfig, RunConfig, Section, SFTConfig, Share
+
+
+class TeacherSection(Section):
+    path: str
+    """A directory or a hub name; its tokens have to be the student's."""
+
+
+class DistillSection(Section):
+    mode: Literal["on_policy", "sampled", "offline"] = "on_policy"
+    """Reverse KL on the student's samples; forward KL on the student's samples; forward KL on given answers."""
+    top_k: PositiveInt | None = None
+    """The teacher's likeliest tokens that a forward KL compares one by one; the others count together."""
+    alpha: Share | None = None
+    """Weight of the KL beside 1 − alpha of the given answers' negative log-probability, offline."""
+
+
+class OnPolicyAlgorithm(AlgorithmSection):
+    name: str = "distill"
+
+
+class SampledAlgorithm(OnPolicyAlgorithm):
+    name: str = "reinforce"
+
+
+class DistillConfig(RLConfig):
+    """``tunesmith distill`` with ``mode = "on_policy"``."""
+
+    teacher: TeacherSection
+    distill: DistillSection = DistillSection()
+    algorithm: OnPolicyAlgorithm = OnPolicyAlgorithm()  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class SampledDistillConfig(DistillConfig):
+    """``mode = "sampled"``: of the algorithm only how tokens are averaged."""
+
+    algorithm: SampledAlgorithm = SampledAlgorithm()  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class OfflineDistillConfig(SFTConfig):
+    """``mode = "offline"``."""
+
+    teacher: TeacherSection
+    distill: DistillSection = DistillSection()
+
+
+def distill_kind(data: Mapping[str, Any]) -> type[RunConfig]:
+    """The configuration of a run file's tree, by ``distill.mode``; a wrong mode is refused when it is read."""
+    section = data.get("distill")
+    kinds = {"sampled": SampledDistillConfig, "offline": OfflineDistillConfig}
+    return kinds.get(str(section.get("mode")) if isinstance(section, Mapping) else "", DistillConfig)

@@ -1,0 +1,92 @@
+"""What the run files of batch inference and of rejection-sampling fine-tuning may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tunesmith.config.schema import PositiveInt, RewardSection, RunConfig, Section
+
+
+class SamplingSection(Section):
+    n: PositiveInt | None = None
+    """Completions per prompt."""
+    max_new_tokens: PositiveInt = 512
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    timeout: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds that one completion may take before it counts as failed."""
+    seed: int = 0
+
+
+class OutputSection(Section):
+    kind: Literal["completions", "best", "pairs", "conditional", "score"] = "completions"
+    """What is written: all completions; the best of each prompt; best against worst; the reward in the prompt;
+    or rewards of completions that the data holds already."""
+    logprobs: bool = False
+    """Also write token ids and the log-probability of each."""
+    min_margin: Annotated[float, Field(ge=0)] | None = None
+    """``pairs``: the best must be better than the worst by more than this."""
+    reward_template: str | None = None
+    """``conditional``: what the prompt becomes, with ``{prompt}`` and ``{reward}`` in it."""
+    reward_levels: Annotated[int, Field(ge=2)] | None = None
+    """``conditional``: write the reward as one of so many equally filled levels, 1 the lowest; None: as a number."""
+
+
+class RFTSection(Section):
+    profile: Literal["conservative", "balanced", "aggressive"] = "balanced"
+    """Sets what is left out of ``[sampling]``, ``[train]``, ``[system]``, ``[monitor]`` and ``[checkpoint]``."""
+    few_shot: Path | None = None
+    """Worked examples that stand before each question when the first round is sampled, and never in training."""
+    few_shot_separator: str | None = None
+    """Between the examples of a plain text prompt; sampling stops at it."""
+    select: Literal["first", "all", "shortest", "distinct"] = "distinct"
+    """Which of a question's correct answers are learned."""
+    threshold: float | None = None
+    """The reward from which an answer is correct; None: the sum of the rewards' weights."""
+    rounds: PositiveInt = 1
+    start: Literal["base", "last"] = "base"
+    """The model that each round's training starts from."""
+
+
+class GenerateConfig(RunConfig):
+    """``tunesmith generate``. ``data.train`` names the lines to answer."""
+
+    sampling: SamplingSection = SamplingSection()
+    reward: RewardSection | None = None
+    output: OutputSection = OutputSection()
+
+    @property
+    def samples(self) -> bool:
+        """Whether completions are sampled, and not only scored."""
+        return self.output.kind != "score"
+
+    @property
+    def new_tokens(self) -> int:
+        return self.sampling.max_new_tokens if self.samples else 0
+
+
+class RFTConfig(RunConfig):
+    """``tunesmith rft``."""
+
+    reward: RewardSection
+    sampling: SamplingSection = SamplingSection()
+    rft: RFTSection = RFTSection()
+
+    @property
+    def samples(self) -> bool:
+        return True
+
+    @property
+    def new_tokens(self) -> int:
+        return self.sampling.max_new_tokens
+
+
+SamplingConfig = GenerateConfig | RFTConfig

@@ -1,0 +1,76 @@
+"""What the run files of reward models and of preference optimisation may say."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tunesmith.config.schema import RunConfig, Section
+
+Weight = Annotated[float, Field(ge=0)]
+
+
+class RMSection(Section):
+    loss: Literal["sigmoid", "logexp"] = "sigmoid"
+    """``logexp`` leaves a margin in the data out of account."""
+
+
+class ReferenceSection(Section):
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How much a log-ratio to the reference counts as reward."""
+    precompute_reference: bool = False
+    """Score the data with the reference once, before training, instead of keeping a second model."""
+
+
+class DPOSection(ReferenceSection):
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs that are taken to be labelled wrongly (cDPO)."""
+    nll_coef: Weight = 0.0
+    """Weight of the chosen answer's mean negative log-probability."""
+
+
+class KTOSection(ReferenceSection):
+    desirable_weight: Weight = 1.0
+    undesirable_weight: Weight = 1.0
+
+
+class PRMSection(Section):
+    separator: Annotated[str, Field(min_length=1)] = "\n"
+    """Text after each step; the label is predicted at its last token."""
+    good: str = "+"
+    """The token that stands for a good step."""
+    bad: str = "-"
+
+
+class ScoreConfig(RunConfig):
+    """A command whose samples hold one token more than their sequences: what is predicted at the end."""
+
+
+class RMConfig(ScoreConfig):
+    """``tunesmith rm``."""
+
+    goal = "pairs"
+    rm: RMSection = RMSection()
+
+
+class DPOConfig(RunConfig):
+    """``tunesmith dpo``."""
+
+    goal = "pairs"
+    dpo: DPOSection = DPOSection()
+
+
+class KTOConfig(RunConfig):
+    """``tunesmith kto``."""
+
+    goal = "judged"
+    kto: KTOSection = KTOSection()
+
+
+class PRMConfig(ScoreConfig):
+    """``tunesmith prm``."""
+
+    goal = "steps"
+    prm: PRMSection = PRMSection()

@@ -1,0 +1,305 @@
+"""From lines that judge to what reward models and preference losses learn from.
+
+Tokenized once, as in supervised training: an answer after its prompt, up to and with its EOS or end-of-turn token;
+nothing of the template's after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, cast
+
+from tunesmith.config.schema import DataSection
+from tunesmith.data.chat import ChatTemplate, Rendered
+from tunesmith.data.fit import fit_sample
+from tunesmith.data.formats import Example, Goal
+from tunesmith.data.learned import choose_template, learned_texts, with_system
+from tunesmith.data.packing import num_forest_tokens
+from tunesmith.data.prepare import (
+    Prepared,
+    Sources,
+    as_sources,
+    check_limit,
+    check_section,
+    each_example,
+    prepared,
+    read_examples,
+    sample_of,
+)
+from tunesmith.data.report import Report
+from tunesmith.data.sources import BadLine
+from tunesmith.data.tokens import Span, Tokenizer, encode_with_offsets, leading_ids, mask_spans, with_leading
+from tunesmith.errors import DataError
+from tunesmith.types import Prompt, Sample
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Sequences that are learned from together, and numbers that each of them has.
+
+    ``values[name][k]`` belongs to ``samples[k]``. A pair is the chosen answer and the rejected one, ``side`` +1 and −1.
+    """
+
+    samples: tuple[Sample, ...]
+    values: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, "tuple[float, ...]"])
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """An answer in steps. After token ``marks[k]``, the last of a separator, step ``k`` is judged."""
+
+    token_ids: list[int]
+    marks: tuple[int, ...]
+    labels: tuple[float, ...]
+
+
+def load_pairs(
+    section: DataSection,
+    source: Sources,
+    tokenizer: Tokenizer,
+    *,
+    room: int | None = None,
+    share: bool = True,
+    shape: Callable[[Sample], Sample] = lambda sample: sample,
+) -> Prepared[Comparison]:
+    """Pairs, with ``side`` and ``margin``.
+
+    Args:
+        room: tokens that a micro-batch holds; a pair has to fit in one.
+        share: whether the two share their prompt there.
+        shape: what a sequence becomes for the model that judges it.
+
+    Raises:
+        DataError: nothing usable, or a bad or too long line that is not to be skipped.
+        ConfigError: a setting does not apply to this data or tokenizer.
+    """
+    items: list[tuple[int, Comparison]] = []
+    found = _Sequences.read(section, source, tokenizer, "pairs")
+    for index, example, answers in found.each(lambda e: [cast("Prompt", e.completion), cast("Prompt", e.rejected)]):
+        samples = tuple(shape(answer) for answer in answers)
+        if answers[0].token_ids == answers[1].token_ids:
+            found.report.bad(BadLine(example.where, "chosen and rejected are the same once they are tokenized and cut"))
+        elif room is not None and (tokens := num_forest_tokens(samples, share)) > room:
+            reason = (
+                f"chosen and rejected have {tokens} tokens together, and a micro-batch holds {room} "
+                "(system.max_tokens_per_microbatch)"
+            )
+            found.report.bad(BadLine(example.where, reason))
+        else:
+            values = {"side": (1.0, -1.0), "margin": (example.margin, example.margin)}
+            items.append((index, Comparison(samples, values)))
+    return found.prepared(items)
+
+
+def load_judged(section: DataSection, source: Sources, tokenizer: Tokenizer) -> Prepared[Comparison]:
+    """Answers, each with ``side`` +1 (desirable) or −1, and a mismatched one beside it for the KL of KTO.
+
+    The mismatched sequence is the same prompt with the answer to another one, half the data away, cut to the length
+    of the longest sequence of the data. A line with two answers becomes two.
+
+    Raises:
+        DataError: as ``load_pairs``; or all prompts are the same, so that no answer is a mismatch.
+        ConfigError: as ``load_pairs``.
+    """
+    found = _Sequences.read(section, source, tokenizer, "judged")
+    flat: list[tuple[int, Sample, float]] = []
+    for index, example, answers in found.each(_answers):
+        sides = (1.0, -1.0) if len(answers) == 2 else (1.0 if example.desirable else -1.0,)
+        flat += [(index, sample, side) for sample, side in zip(answers, sides, strict=True)]
+    try:
+        others = mismatched([sample for _, sample, _ in flat])
+    except DataError as error:
+        raise DataError(f"{', '.join(one.path for one in as_sources(source))}: {error}") from error
+    items = [
+        (index, Comparison((sample, other), {"side": (side, side)}))
+        for (index, sample, side), other in zip(flat, others, strict=True)
+    ]
+    return found.prepared(items)
+
+
+def load_steps(
+    section: DataSection, source: Sources, tokenizer: Tokenizer, separator: str, marks: tuple[str, str] = ("+", "-")
+) -> Prepared[Solution]:
+    """Answers in steps, ``separator`` after each, plain after the prompt as a policy would write them.
+
+    Args:
+        marks: what stands for a good and for a bad step where the data has separators and labels in texts.
+
+    Raises:
+        DataError, ConfigError: as ``load_pairs``.
+    """
+    found = _Sequences.read(section, source, tokenizer, "steps")
+    told = each_example(found.examples, found.report, lambda e: with_steps(e, separator, marks))
+    examples = [(index, example) for index, _, example in told]
+    rendered = each_example(examples, found.report, lambda e: _steps_text(section, e, found.template, separator))
+    encoded = encode_with_offsets(tokenizer, [text for _, _, (text, _) in rendered])
+    items: list[tuple[int, Solution]] = []
+    for (index, example, (text, spans)), joint in zip(rendered, encoded, strict=True):
+        try:
+            bare, inside = mask_spans(tokenizer, text, joint, spans)
+        except DataError as error:
+            found.report.bad(BadLine(example.where, str(error)))
+            continue
+        ids = with_leading(found.leading, bare) if found.plain else bare
+        inside = [False] * (len(ids) - len(bare)) + inside
+        last = [here and not after for here, after in zip(inside, [*inside[1:], False], strict=True)]
+        fitted = fit_sample(section, example, Sample(list(ids), last), found.leading, found.report)
+        if fitted is not None:
+            places = tuple(place for place, marked in enumerate(fitted.loss_mask) if marked)
+            kept = slice(-len(places), None) if section.too_long == "truncate_left" else slice(len(places))
+            items.append((index, Solution(fitted.token_ids, places, example.labels[kept])))
+    return found.prepared(items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequences:
+    """A source's examples on their way to tokens, and the account of it."""
+
+    section: DataSection
+    source: Sources
+    tokenizer: Tokenizer
+    examples: list[tuple[int, Example]]
+    report: Report
+    fingerprint: str
+    template: ChatTemplate | None
+    leading: list[int]
+
+    @classmethod
+    def read(cls, section: DataSection, source: Sources, tokenizer: Tokenizer, goal: Goal) -> _Sequences:
+        check_section(section, goal)
+        check_limit(section, "max_tokens")
+        examples, report, fingerprint = read_examples(section, source, goal)
+        template = choose_template(section, tokenizer, [example for _, example in examples])
+        leading = leading_ids(tokenizer)
+        return cls(section, source, tokenizer, examples, report, fingerprint, template, leading)
+
+    @property
+    def plain(self) -> bool:
+        return self.template is None
+
+    def each(self, answers: Callable[[Example], list[Prompt]]) -> Iterator[tuple[int, Example, list[Sample]]]:
+        """Every usable example with its answers as samples; the others are counted."""
+        made = each_example(
+            self.examples, self.report, lambda e: [one_text(self.section, e, a, self.template) for a in answers(e)]
+        )
+        encoded = encode_with_offsets(self.tokenizer, [text.text for _, _, texts in made for text in texts])
+        for index, example, texts in made:
+            joints = [next(encoded) for _ in texts]
+            samples: list[Sample] = []
+            for text, joint in zip(texts, joints, strict=True):
+                try:
+                    sample = _ended(sample_of(text, joint, self.tokenizer, self.leading, self.plain))
+                except DataError as error:
+                    self.report.bad(BadLine(example.where, str(error)))
+                    break
+                fitted = fit_sample(self.section, example, sample, self.leading, self.report)
+                if fitted is None:
+                    break
+                samples.append(fitted)
+            else:
+                yield index, example, samples
+
+    def prepared(self, items: list[tuple[int, T]]) -> Prepared[T]:
+        return prepared(items, as_sources(self.source), self.report, self.fingerprint)
+
+
+def _answers(example: Example) -> list[Prompt]:
+    return [answer for answer in (example.completion, example.rejected) if answer is not None]
+
+
+def one_text(section: DataSection, example: Example, answer: Prompt, template: ChatTemplate | None) -> Rendered:
+    """Prompt and answer as one text, with the spans of what the assistant wrote in the answer.
+
+    Raises:
+        DataError: the chat template cannot render them as one.
+    """
+    texts = learned_texts(section, replace(example, completion=answer), template)
+    if len(texts) > 1:
+        raise DataError(
+            "the chat template renders earlier turns differently once the conversation goes on, so an answer of "
+            "several turns is no single sequence; give each turn a line of its own"
+        )
+    return texts[0]
+
+
+def _ended(sample: Sample) -> Sample:
+    """Without what the template writes after the answer's last token."""
+    stop = len(sample.loss_mask) - sample.loss_mask[::-1].index(True)
+    return Sample(sample.token_ids[:stop], sample.loss_mask[:stop])
+
+
+def mismatched(samples: Sequence[Sample]) -> list[Sample]:
+    """For each sample its prompt with the answer to another one, from half the data on, in the data's order.
+
+    Raises:
+        DataError: all prompts are the same.
+    """
+    starts = [sample.loss_mask.index(True) for sample in samples]
+    prompts = [tuple(sample.token_ids[:start]) for sample, start in zip(samples, starts, strict=True)]
+    count, longest = len(samples), max((len(sample.token_ids) for sample in samples), default=0)
+    if len(set(prompts)) < 2:
+        raise DataError("KTO estimates a KL from answers to other prompts, and all prompts of this data are the same")
+    made: list[Sample] = []
+    for number, prompt in enumerate(prompts):
+        places = ((number + count // 2 + step) % count for step in range(count))
+        other = next(place for place in places if prompts[place] != prompt)
+        tail = slice(starts[other], starts[other] + longest - len(prompt))
+        ids, mask = samples[other].token_ids[tail], samples[other].loss_mask[tail]
+        made.append(Sample([*prompt, *ids], [False] * len(prompt) + mask))
+    return made
+
+
+def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Example:
+    """A text with separators in it, as Math-Shepherd has them, taken apart; another example as it is.
+
+    Raises:
+        DataError: separators and labels do not agree.
+    """
+    if example.text is None or example.tags is None:
+        return example
+    *steps, rest = example.text.split(separator)
+    if not steps:
+        raise DataError(f"the separator {separator!r} (prm.separator) does not stand in the text")
+    if rest.strip() or not all(steps):
+        raise DataError("every separator has to end a step, and nothing may come after the last")
+    tags = _tags_in(example.tags, steps, marks) if isinstance(example.tags, str) else example.tags
+    if len(tags) != len(steps):
+        raise DataError(f"{len(steps)} separators and {len(tags)} labels; give one each")
+    known = {marks[0]: 1.0, marks[1]: 0.0}
+    labels = [known.get(tag.strip(), -1.0) if isinstance(tag, str) else tag for tag in tags]
+    for tag, label in zip(tags, labels, strict=True):
+        if not isinstance(label, int | float) or not 0 <= label <= 1:
+            raise DataError(f"the label {tag!r} is neither {marks[0]!r}, {marks[1]!r}, true, false nor from 0 to 1")
+    return replace(example, text=None, prompt="", steps=tuple(steps), labels=tuple(float(label) for label in labels))
+
+
+def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[str]:
+    """The labels that stand in a copy of the text where the separators do."""
+    found: list[str] = []
+    for number, step in enumerate(steps, 1):
+        labelled = labelled[len(step) :] if labelled.startswith(step) else ""
+        mark = next((mark for mark in marks if labelled.startswith(mark)), None)
+        if mark is None:
+            raise DataError(f"the labels' text differs from the answer's before label {number}, or has no label there")
+        found.append(mark)
+        labelled = labelled[len(mark) :]
+    return found
+
+
+def _steps_text(
+    section: DataSection, example: Example, template: ChatTemplate | None, separator: str
+) -> tuple[str, list[Span]]:
+    """Prompt and steps as one text, and where the separators stand in it."""
+    assert example.prompt is not None
+    text = cast("str", example.prompt)
+    if template is not None:
+        text = template.whole(with_system(section, example.prompt), example.tools, prompt=True)
+    spans: list[Span] = []
+    for step in example.steps:
+        text += step
+        spans.append((len(text), len(text) + len(separator)))
+        text += separator
+    return text, spans

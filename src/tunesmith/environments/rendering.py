@@ -1,0 +1,140 @@
+"""Conversations as tokens: whole, or only what follows what is there already.
+
+Nothing the policy wrote is ever tokenized. What comes after it is found by rendering the longer conversation
+and taking what stands behind the text that the tokens already say. A template that renders earlier turns
+differently once the conversation goes on (Qwen3 drops their thinking) gives no such continuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice, takewhile
+from typing import Any, Protocol
+
+from tunesmith.data.chat import ChatTemplate
+from tunesmith.data.tokens import Tokenizer, encode, encode_after, leading_ids, with_leading
+from tunesmith.errors import DataError, EpisodeError, boundary
+from tunesmith.types import Message
+
+TAIL = 16
+"""Tokens of what is there that are looked at when text is put behind them."""
+
+Tools = list[dict[str, Any]] | None
+"""JSON schemas, as chat templates take them."""
+
+
+class Renderer(Protocol):
+    chat: bool
+    """Whether messages have roles in the text."""
+
+    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Tokens of a conversation up to where the policy writes."""
+        ...
+
+    def following(
+        self, token_ids: Sequence[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> list[int] | None:
+        """What to append to ``token_ids``, which say ``said``, so that the policy answers ``new``.
+
+        None where that is rendered differently from ``token_ids``.
+        """
+        ...
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What the policy wrote, as later renderings have it: without the token that ends its turn."""
+        ...
+
+    def plain(self, token_ids: Sequence[int]) -> str:
+        """What the policy wrote, without special tokens."""
+        ...
+
+
+class _Decoding:
+    def __init__(self, tokenizer: Tokenizer, ends: tuple[str, ...]) -> None:
+        self.tokenizer = tokenizer
+        self._ends = tuple(end for end in ends if end)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        text = self._decode(token_ids)
+        end = next((end for end in self._ends if text.endswith(end)), "")
+        return text.removesuffix(end)
+
+    def plain(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class ChatRenderer(_Decoding):
+    """Through the tokenizer's chat template."""
+
+    chat = True
+
+    def __init__(self, template: ChatTemplate) -> None:
+        super().__init__(template.tokenizer, (template.stop_marker.strip(), _eos(template.tokenizer)))
+        self.template = template
+
+    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        return encode(self.tokenizer, [self._render(messages, tools)])[0]
+
+    def following(
+        self, token_ids: Sequence[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> list[int] | None:
+        if not new:
+            return []
+        there = self._decode(token_ids)
+        rest = behind(there, self._render([*said, *new], tools))
+        return None if rest is None else encode_after(self.tokenizer, self._decode(token_ids[-1:]), rest)
+
+    def _render(self, messages: Sequence[Message], tools: Tools) -> str:
+        with boundary(EpisodeError, "this conversation cannot go through the chat template", Exception):
+            try:
+                return self.template.render(messages, tools, prompt=True)
+            except DataError as error:  # one line of data was not wrong here, one episode is
+                raise EpisodeError(str(error)) from error
+
+
+class PlainRenderer(_Decoding):
+    """Text put behind text: for models without a chat template."""
+
+    chat = False
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, (_eos(tokenizer),))
+        self._leading = leading_ids(tokenizer)
+
+    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        assert not tools, "tools need a chat template"
+        return with_leading(self._leading, encode(self.tokenizer, [_joined(messages)])[0])
+
+    def following(
+        self, token_ids: Sequence[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> list[int] | None:
+        del said, tools
+        text = _joined(new)
+        return encode_after(self.tokenizer, self._decode(token_ids[-TAIL:]), text) if text else []
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "".join(message["content"] for message in messages)
+
+
+def _eos(tokenizer: Tokenizer) -> str:
+    return "" if tokenizer.eos_token_id is None else str(tokenizer.decode([tokenizer.eos_token_id]))
+
+
+def behind(there: str, full: str) -> str | None:
+    """What of ``full`` stands behind ``there``, blanks aside; None where ``full`` does not begin with it.
+
+    Templates trim what was written. A blank too many or too few does not make another conversation of it.
+    """
+    if full.startswith(there):
+        return full[len(there) :]
+    squashed = "".join(there.split())
+    if not squashed or not "".join(full.split()).startswith(squashed):
+        return None
+    solid = (place for place, character in enumerate(full, 1) if not character.isspace())
+    rest = full[next(islice(solid, len(squashed) - 1, None)) :]
+    blanks = "".join(takewhile(str.isspace, reversed(there)))[::-1]
+    return rest.removeprefix(blanks)

@@ -1,0 +1,72 @@
+"""What can be told of a reward model from its directory, before it is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.schema import ModelReward
+from tunesmith.errors import ConfigError, boundary
+
+STATS_FILE = "reward_stats.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardStats:
+    """Mean and deviation of a reward model's scores, as measured in its evaluation."""
+
+    mean: float
+    std: float
+
+    def normalized(self, score: float) -> float:
+        return (score - self.mean) / self.std
+
+
+def check_reward_model(entry: ModelReward) -> None:
+    """Refuse a directory that holds no reward model, or no statistics where they are needed.
+
+    Raises:
+        ConfigError: says which, and what to do. A hub name is not looked up.
+    """
+    directory = Path(entry.path)
+    if directory.is_dir():
+        with boundary(ConfigError, f"cannot read {directory / 'config.json'}", (OSError, ValueError)):
+            config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        names: list[str] = config.get("architectures") or []
+        if not any("ForSequenceClassification" in name for name in names):
+            raise ConfigError(
+                f"'{entry.path}' is no reward model but {' '.join(names) or 'of no known kind'}; a reward model is "
+                "saved as AutoModelForSequenceClassification with one label."
+            )
+        # transformers writes no id2label for its default of two.
+        if (labels := len(config.get("id2label") or "ab")) != 1:
+            raise ConfigError(f"'{entry.path}' has {labels} labels; a reward model has one, its score.")
+    if entry.normalize:
+        read_stats(directory)
+
+
+def read_stats(directory: Path) -> RewardStats:
+    """Of the reward model in a directory.
+
+    Raises:
+        ConfigError: there is no such file, or it does not hold a mean and a positive deviation.
+    """
+    path = directory / STATS_FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"normalize = true needs {path}, which does not exist: the mean and std of the model's rewards, as in "
+            '{"mean": 0.5, "std": 2.0}. Training one with an eval set (tunesmith rm) writes it; else write it, '
+            "or leave normalize out."
+        )
+    with boundary(ConfigError, f"cannot read {path}", (OSError, ValueError)):
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        stats = RewardStats(float(found["mean"]), float(found["std"]))
+    except (TypeError, KeyError, ValueError):
+        raise ConfigError(f'{path} must hold numbers, as in {{"mean": 0.5, "std": 2.0}}.') from None
+    if not isfinite(stats.mean) or not 0 < stats.std < float("inf"):
+        raise ConfigError(f"{path}: mean {stats.mean:g} and std {stats.std:g} cannot normalise; std is above 0.")
+    return stats

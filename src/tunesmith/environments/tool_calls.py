@@ -1,0 +1,142 @@
+"""Tool calls in what the policy wrote, in the ways that chat templates make models write them.
+
+A call that cannot be read is a value, ``BadCall``: the policy is told what was wrong, or the episode ends.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+EXPECTED = '{"name": ..., "arguments": {...}}'
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """Something that was meant as a call, and why it is none."""
+
+    reason: str
+    text: str
+
+
+Calls = list[ToolCall | BadCall]
+Parse = Callable[[str, str], tuple[str, Calls]]
+"""From a turn with its special tokens, and without, to what is said beside the calls, and the calls."""
+
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+_MISTRAL = "[TOOL_CALLS]"
+
+
+def parser_for(template: str) -> Parse:
+    """How a model with this chat template writes its calls; Hermes' way where the template does not say."""
+    if "<tool_call>" in template:
+        return parse_hermes
+    if _MISTRAL in template:
+        return parse_mistral
+    if _PYTHON_TAG in template or '"parameters"' in template:
+        return parse_llama
+    return parse_hermes
+
+
+def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), any number of them.
+
+    Inside may also stand ``<function=name><parameter=key>value</parameter></function>`` (Qwen3-Coder). What
+    is thought before ``</think>`` calls nothing.
+    """
+    source = text if "<tool_call>" in text else raw
+    thought, closed, said = source.rpartition("</think>")
+    calls: Calls = []
+    for block in _BLOCK.finditer(said):
+        function = _FUNCTION.search(block[1])
+        calls.append(_from_tags(function) if function else _from_json(block[1]))
+    if not calls:
+        return text, []
+    return f"{thought}{closed}{_BLOCK.sub('', said)}".strip(), calls
+
+
+def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
+    """``{"name": ..., "parameters": {...}}`` as the whole turn, several divided by ``;`` (Llama 3).
+
+    A turn that only begins like a call is a bad one; text that holds no call is just text.
+    """
+    before, marked, tail = raw.rpartition(_PYTHON_TAG)
+    body = (tail if before.strip() else text).strip()
+    if not marked and not re.match(r'\{\s*"(name|type|function|parameters|arguments)"', body):
+        return text, []
+    return "", _each(body, ";")
+
+
+def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
+    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`` (Mistral)."""
+    said, marker, body = raw.rpartition(_MISTRAL)
+    if not marker:
+        return text, []
+    try:
+        value, _ = json.JSONDecoder().raw_decode(body.strip())
+    except ValueError as error:
+        return said.strip(), [BadCall(f"the list of tool calls is not valid JSON: {error}", body)]
+    items = cast("list[Any]", value if isinstance(value, list) else [value])
+    return said.strip(), [_checked(item, body) for item in items]
+
+
+def _each(body: str, divider: str) -> Calls:
+    """Values of JSON one after the other."""
+    calls: Calls = []
+    decoder = json.JSONDecoder()
+    while body:
+        try:
+            value, end = decoder.raw_decode(body)
+        except ValueError as error:
+            return [*calls, BadCall(f"the tool call is not valid JSON: {error}", body)]
+        calls.append(_checked(value, body[:end]))
+        body = body[end:].lstrip().removeprefix(divider).lstrip()
+    return calls
+
+
+def _from_json(body: str) -> ToolCall | BadCall:
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        return BadCall(f"the tool call is not valid JSON: {error}", body)
+    return _checked(value, body)
+
+
+def _from_tags(function: re.Match[str]) -> ToolCall:
+    return ToolCall(function[1].strip(), {key.strip(): _value(text) for key, text in _PARAMETER.findall(function[2])})
+
+
+def _value(text: str) -> Any:
+    """Numbers, lists and the like as such; all else as text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _checked(value: object, text: str) -> ToolCall | BadCall:
+    if not isinstance(value, Mapping):
+        return BadCall(f"a tool call is an object {EXPECTED}", text)
+    call = cast("Mapping[str, Any]", value)
+    if isinstance(call.get("function"), Mapping):
+        call = cast("Mapping[str, Any]", call["function"])
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+    if not isinstance(name, str) or not name:
+        return BadCall(f"the tool call names no tool; write {EXPECTED}", text)
+    if isinstance(arguments, str):
+        arguments = _value(arguments)
+    if not isinstance(arguments, Mapping):
+        return BadCall(f"the arguments of '{name}' are no object; write {EXPECTED}", text)
+    return ToolCall(name, dict(cast("Mapping[str, Any]", arguments)))

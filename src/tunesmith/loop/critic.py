@@ -1,0 +1,82 @@
+"""The critic of PPO: a value model beside the policy, or a value head on the policy's own trunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunesmith.algorithms.objective import actor_critic_objective
+from tunesmith.backends.base import LossFn
+from tunesmith.errors import CheckpointError
+from tunesmith.loop.learner import Learner, Metrics
+from tunesmith.types import Sample
+
+DIRECTORY = "critic"
+
+
+@dataclass(frozen=True, slots=True)
+class Critic:
+    """Says what each state is worth, and learns what it was."""
+
+    learner: Learner
+    """Of a model, an optimizer and a schedule of its own; the policy's, where they share a trunk."""
+    passes: int
+    """Over one rollout batch; of a critic with its own model."""
+    clip: float | None
+    trunk_coef: float | None = None
+    """Weight of the value loss in the policy's objective; None: the critic has its own model."""
+
+    def appraise(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with ``old_values``: what the state before each token is worth."""
+        return self.learner.score(samples, "old_values", of="values")
+
+    def learn(self, samples: Sequence[Sample], batch_size: int, seed: int, group_size: int) -> Metrics:
+        """Optimizer steps towards the samples' ``returns``, but on a shared trunk, where the policy's take them."""
+        metrics = explained(samples)
+        if self.trunk_coef is None:
+            learned = self.learner.update(samples, batch_size, self.passes, seed, group_size)
+            del learned["loss"]  # It is value_loss.
+            metrics |= {k if k.startswith("value") else f"critic/{k}": v for k, v in learned.items()}
+        return metrics
+
+    def joined(self, policy: LossFn) -> LossFn:
+        """The policy's objective, with the value loss where the trunk is shared."""
+        return policy if self.trunk_coef is None else actor_critic_objective(policy, self.clip, self.trunk_coef)
+
+    def save(self, directory: Path) -> None:
+        if self.trunk_coef is None:
+            self.learner.backend.save(directory / DIRECTORY)
+
+    def load(self, directory: Path) -> None:
+        if self.trunk_coef is None:
+            if not (directory / DIRECTORY).is_dir():
+                raise CheckpointError(
+                    f"{directory} holds no critic: it is of a run without one. Start a new run from its model."
+                )
+            self.learner.backend.load(directory / DIRECTORY)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"max_tokens": self.learner.max_tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.learner.resume(state["max_tokens"])
+
+
+def explained(samples: Sequence[Sample]) -> Metrics:
+    """``returns``, their mean, and ``value_explained = 1 − Var(R − V) / Var(R)``: 1 is a perfect critic, 0 a constant.
+
+    Returns that are all equal leave nothing to explain, and the second one out.
+    """
+    masks = [np.array(s.loss_mask) for s in samples]
+    returns, values = (
+        np.concatenate([np.array(s.columns[name])[m] for s, m in zip(samples, masks, strict=True)])
+        for name in ("returns", "old_values")
+    )
+    metrics = {"returns": float(returns.mean())}
+    if (variance := float(returns.var())) > 0:
+        metrics["value_explained"] = 1.0 - float((returns - values).var()) / variance
+    return metrics

@@ -1,0 +1,74 @@
+"""A step's groups of rollouts: played, rewarded, and kept where something can be learned from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+from tunesmith.algorithms.filtering import filter_groups
+from tunesmith.algorithms.presets import algorithm_needs
+from tunesmith.environments.reward_types import TrainerState
+from tunesmith.environments.rewards import FailureGate
+from tunesmith.loop.collect import derive_seed, together
+from tunesmith.loop.experience import batch_metrics
+from tunesmith.loop.learner import Metrics
+from tunesmith.loop.session import Session
+from tunesmith.types import RolloutGroup, Task
+
+if TYPE_CHECKING:
+    from tunesmith.loop.rl import RLParts
+
+
+async def gather(parts: RLParts, session: Session) -> tuple[list[RolloutGroup], Metrics]:
+    """The step's groups, rewarded.
+
+    With dynamic filtering (DAPO, arXiv:2503.14476, section 3.2) groups without contrast are replaced by new
+    tasks, until the batch is full or as many were tried as the data has; ``rollout.oversample`` tries more at
+    once, so that fewer rounds are needed, and what is left over is not trained on.
+    """
+    config = parts.config
+    wanted = config.rollout.prompts_per_step
+    parts.rewards.state = TrainerState(session.step, session.total_steps, float(parts.tasks.epoch))
+    kept: list[RolloutGroup] = []
+    tried: list[RolloutGroup] = []
+    while len(kept) < wanted and len(tried) < max(wanted, len(parts.tasks)):
+        tasks = parts.tasks.next_batch(ceil((wanted - len(kept)) * config.rollout.oversample))
+        seed = derive_seed(config.train.seed, config.rollout.seed or 0, session.step, len(tried))
+        groups = await _play(parts, tasks, seed)
+        played = [r for g in groups for r in (*g.rollouts, *([g.greedy] if g.greedy else ()))]
+        FailureGate(config.reward.max_failed_share).check(played)
+        tried += groups
+        kept += _informative(parts, groups)
+    stats = parts.engine.stats()
+    return kept[:wanted], {
+        **batch_metrics(tried),
+        **(rewards := parts.rewards.metrics([r for g in tried for r in g.rollouts])),
+        **({"reward": rewards["reward/mean"]} if "reward/mean" in rewards else {}),
+        "groups_kept": len(kept) / len(tried),
+        "sampled_tokens": float(stats.sampled_tokens),
+        "reused_prompt_tokens": float(stats.reused_prompt_tokens),
+        "preemptions": float(stats.preemptions),
+        "attainable_seconds": stats.attainable_seconds,
+        **({"draft_acceptance": stats.accepted_tokens / stats.drafted_tokens} if stats.drafted_tokens else {}),
+    }
+
+
+async def _play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[RolloutGroup]:
+    """A group per task; beside it a greedy rollout, played and rewarded in the same way, where it is compared with."""
+    collect, sampling, size = parts.collector.collect, parts.sampling, parts.config.rollout.group_size
+    if "greedy_rollout" not in algorithm_needs(parts.config.algorithm):
+        return await collect(tasks, sampling, size, seed)
+    greedy = replace(sampling, temperature=0.0)
+    groups, baselines = await together([collect(tasks, sampling, size, seed), collect(tasks, greedy, 1, seed)])
+    return [replace(g, greedy=b.rollouts[0]) for g, b in zip(groups, baselines, strict=True)]
+
+
+def _informative(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Without those whose greedy rollout failed, and with a filter those without contrast."""
+    algorithm = parts.config.algorithm
+    comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]
+    if not algorithm.dynamic_filter:
+        return comparable
+    return filter_groups(comparable, algorithm.filter_low, algorithm.filter_high, parts.rewards.weights).kept

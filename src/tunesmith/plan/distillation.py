@@ -1,0 +1,66 @@
+"""What distillation refuses, and what is derived for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tunesmith.algorithms.presets import algorithm_needs
+from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import AlgorithmSection, RLConfig, RunConfig
+from tunesmith.plan.filling import Filling
+
+TOP_K = 64
+ALPHA = 0.5
+
+
+def distill_problems(config: RunConfig) -> Iterator[str]:
+    """Settings that would have no effect, whatever the algorithm resolves to."""
+    if not isinstance(config, DistillConfig | OfflineDistillConfig):
+        return
+    section, mode = config.distill, config.distill.mode
+    if section.alpha is not None and mode != "offline":
+        yield f"distill.alpha has no effect with mode = '{mode}', where no answers are given; leave it out"
+    if section.alpha == 0:
+        yield "distill.alpha = 0 leaves the teacher out; use tunesmith sft, or a value above 0"
+    if section.top_k is not None and mode == "on_policy":
+        yield "distill.top_k has no effect with mode = 'on_policy', which compares the sampled tokens; leave it out"
+    if isinstance(config, DistillConfig) and config.data.eval is not None and not _has_rewards(config):
+        yield "data.eval without [reward]: answers would be sampled and nothing measured; add a reward or leave it out"
+    if isinstance(config, SampledDistillConfig):
+        said = [key for key in settings(config, said_only=True) if key.startswith("algorithm.")]
+        yield from (
+            f"{key} has no effect with mode = 'sampled', which has an objective of its own; leave it out"
+            for key in said
+            if key != "algorithm.aggregation"
+        )
+
+
+def teacher_problems(config: RLConfig, section: AlgorithmSection) -> Iterator[str]:
+    """Whether a resolved algorithm and the run's teacher need each other."""
+    wants = "teacher" in algorithm_needs(section)
+    if wants and not isinstance(config, DistillConfig):
+        yield (
+            f"algorithm.advantage = '{section.advantage}' learns from a teacher: train with tunesmith distill, and "
+            "say teacher.path"
+        )
+    if not isinstance(config, DistillConfig) or isinstance(config, SampledDistillConfig):
+        return
+    if not wants:
+        yield f"algorithm.advantage = '{section.advantage}' does not look at the teacher; leave [algorithm] out"
+    elif not section.kl_coef or (section.kl_in, section.kl_estimator) != ("reward", "k1"):
+        yield "distillation learns from the KL to the teacher in the reward, by k1; leave algorithm.kl_* as they are"
+
+
+def derive_distill(filling: Filling[Any]) -> None:
+    config = filling.config
+    if isinstance(config, SampledDistillConfig | OfflineDistillConfig):
+        filling.fill("distill.top_k", TOP_K, "nearly all of the probability, as a rule")
+    if isinstance(config, OfflineDistillConfig):
+        filling.fill("distill.alpha", ALPHA, "teacher and given answers alike")
+
+
+def _has_rewards(config: RLConfig) -> bool:
+    section = config.reward
+    return bool(section.functions or section.models or section.remote or config.environment.path)

@@ -1,0 +1,217 @@
+"""What batch inference and rejection-sampling fine-tuning refuse, and what is derived for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import ceil
+from typing import Any
+
+from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RunConfig
+from tunesmith.config.sizes import format_size
+from tunesmith.plan.device import LEAST_KV_BYTES, bytes_per_number, free_memory, longest_sample
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import Filling
+
+TEMPLATE = "{prompt} <rm_score>: {reward} "
+SEPARATOR = "\n\n"
+
+_GENERATE_IGNORES = (
+    "train.",
+    "eval.",
+    "checkpoint.",
+    "lora.rank",
+    "lora.alpha",
+    "lora.targets",
+    "lora.dropout",
+    "lora.save_merged",
+)
+_GENERATE_DATA = ("data.eval", "data.loss_on", "data.max_tokens", "data.shuffle", "data.seed")
+_RFT_IGNORES = (
+    "data.completion",
+    "data.loss_on",
+    "data.max_tokens",
+    "eval.every",
+    "eval.samples",
+    "eval.temperature",
+    "eval.pass_at",
+    "eval.metric",
+    "eval.target",
+    "checkpoint.resume",
+    "monitor.samples",
+    "train.steps",
+    "train.updates_per_batch",
+)
+
+BLOCK = 16
+"""Tokens by which the sampler gives memory to a prompt or a completion."""
+
+LORA_LR = 2e-4
+"""The RFT performance guide's learning rate, which is that of an adapter."""
+WARMUP = 50
+
+_SLOWER = "gradients are recomputed: slower, and the least memory"
+_FASTER = "20-30% faster; say true if memory runs out"
+_COMMON: dict[str, tuple[Any, str]] = {
+    "train.epochs": (3.0, "three passes over the answers that were kept"),
+    "monitor.every": (50, "fewer lines"),
+}
+_OPTIMIZED: dict[str, tuple[Any, str]] = {
+    "system.gradient_checkpointing": (False, _FASTER),
+    "train.batch_size": (64, "better gradients; micro-batches are as large as memory allows whatever this is"),
+    "train.schedule": ("cosine", "better convergence than a constant rate"),
+    "checkpoint.keep": (1, "only the last one"),
+}
+PROFILES: dict[str, dict[str, tuple[Any, str]]] = {
+    "conservative": {
+        "sampling.n": (15, "oversampling"),
+        "sampling.temperature": (0.7, "variety among the answers to a question"),
+        "system.gradient_checkpointing": (True, _SLOWER),
+        "train.batch_size": (32, "the usual size"),
+        **_COMMON,
+    },
+    "balanced": {
+        "sampling.n": (15, "oversampling"),
+        "sampling.temperature": (0.7, "variety among the answers to a question"),
+        **_OPTIMIZED,
+        **_COMMON,
+    },
+    "aggressive": {
+        "sampling.n": (12, "enough where most questions are solved"),
+        "sampling.temperature": (0.5, "more right answers, of less variety"),
+        **_OPTIMIZED,
+        **_COMMON,
+        "train.epochs": (2.0, "the cosine schedule needs fewer passes"),
+    },
+}
+"""Values and reasons of the RFT performance guide; what is said in the run file comes first."""
+
+
+def generation_problems(config: RunConfig) -> Iterator[str]:
+    """What cannot work or would be ignored."""
+    if isinstance(config, GenerateConfig):
+        yield from _check_generate(config)
+    elif isinstance(config, RFTConfig):
+        yield from _check_rft(config)
+
+
+def _check_generate(config: GenerateConfig) -> Iterator[str]:
+    said, sampling, output = settings(config, said_only=True), config.sampling, config.output
+    idle = [k for k in said if k.startswith(_GENERATE_IGNORES) or k in (*_GENERATE_DATA, "system.share_prompts")]
+    idle += [k for k in said if k.startswith("monitor.") and k != "monitor.progress"]
+    if output.kind == "score":
+        idle += [k for k in said if k.startswith("sampling.") or k == "output.logprobs"]
+    elif config.data.completion is not None:
+        idle.append("data.completion")
+    kinds = {"min_margin": "pairs", "reward_template": "conditional", "reward_levels": "conditional"}
+    idle += [f"output.{key}" for key, kind in kinds.items() if getattr(output, key) is not None and output.kind != kind]
+    for key in idle:
+        yield f"{key} has no effect when output.kind = '{output.kind}' is generated; leave it out"
+    if config.reward is None and output.kind != "completions":
+        yield f"output.kind = '{output.kind}' needs a reward: say [reward] functions, models or remote"
+    n = sampling.n or 1
+    if sampling.temperature == 0 and n > 1:
+        yield f"sampling.temperature = 0 is greedy, and all {n} completions would be equal; say 1.0, or n = 1"
+    if output.kind in ("best", "pairs") and n == 1:
+        yield f"output.kind = '{output.kind}' compares completions of a prompt: say sampling.n, such as 4"
+    template = output.reward_template
+    if template is not None and not ("{prompt}" in template and "{reward}" in template):
+        yield "output.reward_template has no {prompt} or no {reward} in it; one such is " + repr(TEMPLATE)
+
+
+def _check_rft(config: RFTConfig) -> Iterator[str]:
+    said, rft = settings(config, said_only=True), config.rft
+    for key in _RFT_IGNORES:
+        if key in said:
+            instead = " (say train.epochs)" if key == "train.steps" else ""
+            yield f"{key} has no effect in rejection-sampling fine-tuning; leave it out{instead}"
+    if rft.threshold is None and any(model.weight > 0 for model in config.reward.models):
+        yield "rft.threshold is missing: a reward model's score has no bounds, so say from which on an answer is right"
+    if config.sampling.temperature == 0:
+        yield "sampling.temperature = 0 is greedy: all samples of a question would be equal; say 0.7 or so"
+    if rft.few_shot_separator is not None and rft.few_shot is None:
+        yield "rft.few_shot_separator has no effect without rft.few_shot; leave it out"
+    if rft.few_shot_separator == "":
+        yield "rft.few_shot_separator is empty, so that nothing would tell where an answer ends"
+    if rft.start == "last" and rft.rounds == 1:
+        yield "rft.start = 'last' has no effect with rft.rounds = 1; leave it out, or say more rounds"
+
+
+def derive_sampling(filling: Filling[Any]) -> None:
+    """Samples and temperature, and for RFT all else that its profile sets."""
+    config: SamplingConfig = filling.config
+    if isinstance(config, RFTConfig):
+        _derive_profile(filling, config)
+        return
+    if not config.samples:
+        return
+    filling.fill("sampling.n", 1, "one completion per prompt")
+    greedy = filling.get("sampling.n") == 1
+    reason = "one completion: greedy" if greedy else "the model's own distribution"
+    filling.fill("sampling.temperature", 0.0 if greedy else 1.0, reason)
+    if config.output.kind == "conditional":
+        filling.fill("output.reward_template", TEMPLATE, "the prompt, then the reward")
+    if config.output.kind == "pairs":
+        filling.fill("output.min_margin", 0.0, "any difference makes a pair")
+
+
+def _derive_profile(filling: Filling[Any], config: RFTConfig) -> None:
+    said, name = settings(config, said_only=True), config.rft.profile
+    values = PROFILES[name]
+    if config.lora.on:
+        values = values | {"train.lr": (LORA_LR, "for an adapter")}
+    for key, (value, reason) in values.items():
+        if key not in said and filling.get(key) != value:
+            filling.set(key, value, f"profile {name}: {reason}")
+    if config.rft.few_shot is not None:
+        filling.fill("rft.few_shot_separator", SEPARATOR, "a blank line")
+
+
+def derive_rft_warmup(config: RFTConfig, said: Mapping[str, Any], samples: int) -> tuple[int, str] | None:
+    """Warm-up steps and the reason, once it is known how much there is to learn; None: as the run file says."""
+    train, warmed = config.train, {"train.warmup_steps", "train.warmup_ratio"} & said.keys()
+    if config.rft.profile == "conservative" or warmed or "train.schedule" in said:
+        return None
+    assert train.batch_size is not None
+    steps = ceil((train.epochs or 1.0) * samples / train.batch_size)
+    if steps >= 10 * WARMUP:
+        return WARMUP, f"profile {config.rft.profile}"
+    return steps // 10, f"profile {config.rft.profile}: {WARMUP}, but no more than a tenth of {steps} steps"
+
+
+def derive_kv_memory(filling: Filling[Any], facts: Facts) -> None:
+    """KV memory of the sampler, beside which only the weights lie in memory."""
+    config: SamplingConfig = filling.config
+    longest, model = longest_sample(config, facts), facts.model
+    if longest is None or not config.samples:
+        return
+    weights = (model.parameters or 0) * bytes_per_number(config) if model else 0
+    share = max((free_memory(config, facts) - weights) // 2, LEAST_KV_BYTES)
+    if model is None:
+        size = min(share, 4 * 10**9)
+        filling.fill("system.kv_memory", _megabytes(size), "half of the free memory, at most 4GB")
+        return
+    together = min(
+        config.system.max_running, (facts.train_size or config.system.max_running) * (config.sampling.n or 1)
+    )
+    # On a CPU keys and values are float32 always. Memory is given out in blocks, which are not full.
+    on_cpu = (config.system.device or "cpu") == "cpu"
+    per_token = model.kv_bytes_per_token(4 if on_cpu else bytes_per_number(config))
+    wanted = ceil(1.1 * together * (longest + 2 * BLOCK) * per_token * (1 + 1 / (2 * model.layers)))
+    if wanted <= share:
+        reason = f"enough for {together} requests of {longest} tokens at once"
+    else:
+        reason = f"half of the free memory; {together} requests at once would take {format_size(wanted)}"
+    filling.fill("system.kv_memory", _megabytes(max(LEAST_KV_BYTES, min(wanted, share))), reason)
+
+
+def length_problems(config: SamplingConfig, facts: Facts) -> Iterator[str]:
+    """Completions that the model's context has no place for."""
+    context, new = facts.model.context if facts.model else None, config.new_tokens
+    if context is not None and new >= context:
+        yield f"sampling.max_new_tokens = {new} leaves no room in the model's context of {context}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{max(1, ceil(size / 10**6))}MB"

@@ -1,0 +1,44 @@
+"""A student comes near its teacher, in every mode, from every seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny import save_model
+from tiny_runs import rl_settings, sft_settings
+from tunesmith import build
+from tunesmith.monitor.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A student, and a teacher of its size that has learned to double numbers."""
+    folder = tmp_path_factory.mktemp("models")
+    student = save_model(folder / "student")
+    return student, build.run_sft(None, sft_settings(folder, student, train__steps=150)).checkpoint
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("mode", "steps", "share"), [("on_policy", 300, 0.5), ("sampled", 100, 0.25), ("offline", 100, 0.1)]
+)
+def test_the_divergence_from_the_teacher_falls(
+    tmp_path: Path, models: tuple[Path, Path], mode: str, steps: int, share: float, seed: int
+) -> None:
+    settings: dict[str, Any] = {
+        "teacher__path": str(models[1]), "distill__mode": mode, "train__seed": seed, "train__steps": steps,
+        "train__lr": 5e-3,
+    }  # fmt: skip
+    if mode == "offline":
+        made = sft_settings(tmp_path, models[0], **settings, distill__alpha=1.0)
+    else:
+        made = rl_settings(tmp_path, models[0], **settings, reward__functions=None, rollout__group_size=16)
+    outcome = build.run_distill(None, made)
+    name = "teacher_kl" if mode == "offline" else "kl"
+    found = [line[name] for line in read_metrics(outcome.run_dir / "metrics.jsonl") if name in line]
+    assert sum(found[-5:]) / 5 < share * found[0]

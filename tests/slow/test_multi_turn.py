@@ -1,0 +1,54 @@
+"""Episodes teach: the examples as a person runs them, and the multi-turn one on three seeds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from test_examples import mean, metrics, python, tunesmith
+
+from documents import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def example(name: str, folder: Path) -> Path:
+    """A copy of an example after its warm start."""
+    here = folder / name
+    shutil.copytree(ROOT / "examples" / name, here, ignore=shutil.ignore_patterns("runs", "model", "*.jsonl"))
+    python(here, "prepare.py")
+    tunesmith(here, "sft", "sft.toml")
+    return here
+
+
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return example("number_guessing", tmp_path_factory.mktemp("guessing"))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_number_guessing_learns_over_turns(seed: int, guessing: Path) -> None:
+    run = guessing / "runs" / f"seed-{seed}"
+    tunesmith(guessing, "rl", "rl.toml", f"run_dir={run}", f"train.seed={seed}", "train.steps=25", "eval.every=25")
+    reward = metrics(run, "reward")
+    assert mean(reward[-4:]) - mean(reward[:2]) > 0.15, reward
+    before, *_, after = metrics(run, "eval/reward")
+    assert after >= before
+    shown = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert all(line["status"] == "ok" for line in shown)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("name", "steps", "rise"), [("grid_walk", 20, 0.3), ("calculator", 10, 0.1)])
+def test_an_example_with_an_environment_learns(name: str, steps: int, rise: float, tmp_path: Path) -> None:
+    here = example(name, tmp_path)
+    tunesmith(here, "rl", "rl.toml", f"train.steps={steps}", f"eval.every={steps}")
+    reward = metrics(here / "runs" / "rl", "reward")
+    assert mean(reward[-4:]) - mean(reward[:2]) > rise, reward

@@ -1,0 +1,45 @@
+"""A policy learns what a reward model likes, in process and over HTTP alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+from http_servers import running
+from tiny import save_model
+from tiny_rewards import save_reward_model
+from tiny_runs import rl_settings
+from tunesmith import build
+from tunesmith.config.schema import ModelReward
+from tunesmith.environments.reward_server import RewardService, make_app
+from tunesmith.environments.rewards import RewardSet
+from tunesmith.models.reward_model import RewardModel, model_reward
+from tunesmith.monitor.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("remote", [False, True], ids=["in process", "over HTTP"])
+def test_the_reward_rises_by_more_than_half_of_its_spread(tmp_path: Path, seed: int, remote: bool) -> None:
+    policy = save_model(tmp_path / "policy", seed=seed)
+    path = save_reward_model(tmp_path / "rm", seed=seed + 10)
+    settings = rl_settings(
+        tmp_path, policy, reward__functions=None, train__steps=120, train__seed=seed, rollout__prompts_per_step=8,
+        rollout__group_size=8,
+    )  # fmt: skip
+    if not remote:
+        outcome = build.run_rl(None, [*settings, f'reward.models=[{{path = "{path}", name = "judge"}}]'])
+    else:
+        entry = ModelReward(path=str(path))
+        model = RewardModel.load(entry, dtype=torch.float32, device="cpu", max_tokens=2048, chat=False)
+        rewards = RewardSet([], [], 30.0)
+        rewards.add(model_reward("rm", model, exact=False, in_thread=True), 1.0)
+        with running(make_app(RewardService(rewards, 0.002), 2**20)) as url:
+            outcome = build.run_rl(None, [*settings, f'reward.remote=[{{urls = ["{url}/reward"], name = "judge"}}]'])
+    lines = read_metrics(outcome.run_dir / "metrics.jsonl")
+    means = [line["reward/judge/mean"] for line in lines]
+    assert fmean(means[-5:]) > means[0] + 0.5 * lines[0]["reward/judge/std"]

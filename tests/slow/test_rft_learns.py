@@ -1,0 +1,95 @@
+"""Rejection sampling raises accuracy, on three seeds; batch inference survives being killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import tiny
+from documents import ROOT
+from tiny_runs import sums, write_lines
+from tunesmith.build.rft import run_rft
+from tunesmith.build.sft import run_sft
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_accuracy_rises(tmp_path: Path, seed: int) -> None:
+    """The unit conversion example: a model that rounds half of its answers learns from those that it does not."""
+    here = tmp_path / "unit_conversion"
+    example = ROOT / "examples" / "unit_conversion"
+    shutil.copytree(example, here, ignore=shutil.ignore_patterns("runs", "model", "*.jsonl"))
+    runpy.run_path(str(here / "prepare.py"))["main"]()
+    said = [f"train.seed={seed}", "system.threads=1", "monitor.progress=false"]
+    start = run_sft(here / "sft.toml", [f"run_dir={here / 'sft'}", *said]).checkpoint
+    more = [f"run_dir={here / 'rft'}", f"model.path={start}", f"sampling.seed={seed}", *said]
+    done = run_rft("run", here / "rft.toml", more)
+    before, after = (done.evaluations[name]["accuracy"] for name in ("base", "round-1"))
+    assert before[0] < 0.8 and after[0] > 0.9 and after[0] - before[0] > 0.15, done.evaluations
+    assert before[2] < after[1], "the intervals do not touch"
+    assert done.yields["round-1"]["solved"] > 0.6 * done.yields["round-1"]["questions"]
+
+
+def test_killed_again_and_again_it_writes_what_it_would_have_written_at_once(tmp_path: Path) -> None:
+    tiny.save_model(tmp_path / "model")
+    write_lines(tmp_path / "in.jsonl", sums(400))
+    (tmp_path / "run.toml").write_text(
+        '[model]\npath = "model"\ndtype = "float32"\n[data]\ntrain = "in.jsonl"\nchat = false\n'
+        "[sampling]\nn = 2\nmax_new_tokens = 60\n[system]\nthreads = 1\nmax_running = 16\n"
+    )
+    rng = random.Random()
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tunesmith", "generate", "run.toml", f"run_dir={name}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        return subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+        )
+
+    def finish(process: subprocess.Popen[bytes]) -> None:
+        _, told = process.communicate(timeout=120)
+        assert process.returncode == 0, told.decode()
+
+    finish(start("straight"))
+    out = tmp_path / "killed" / "completions.jsonl"
+    for _ in range(2):
+        process, size = start("killed"), out.stat().st_size if out.exists() else 0
+        deadline = time.monotonic() + 60
+        while not out.exists() or out.stat().st_size <= size:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    finish(start("killed"))
+    straight = (tmp_path / "straight" / "completions.jsonl").read_bytes()
+    assert out.read_bytes() == straight
+    assert [json.loads(line)["answer"] for line in straight.splitlines()] == [s["answer"] for s in sums(400)]
+
+
+def test_the_ablation_runs(tmp_path: Path) -> None:
+    """Two arms of the benchmark on a short warm-up, by its command."""
+    command = [
+        sys.executable, "-m", "benchmarks.rft", "--arms", "plain", "all together", "--questions", "400",
+        "--warm-up-steps", "300", "--out", str(tmp_path / "rft.json"),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    arms = json.loads((tmp_path / "rft.json").read_text())["arms"]
+    assert list(arms) == ["plain", "all together"]
+    ratio = arms["plain"]["tokens"] / arms["all together"]["tokens"]
+    assert 0.75 < ratio <= 1.01, "the same epochs, but for what fills up the last batch"
+    assert "| all together |" in (tmp_path / "rft.md").read_text()

@@ -1,0 +1,224 @@
+"""Agents: the user's own loop around the policy. Tokens stay exact, edited histories fork, failures are typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_tokenizers import byte_level, template
+from episodes import check_tokens, load, made_task, ok, play
+from tunesmith.errors import ConfigError
+from tunesmith.types import Status
+
+START = 'START = [{"role": "user", "content": "Go."}]\n'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_level(template("qwen2"))
+
+
+def counting(text: str) -> str:
+    return f"turn {text.count('<|im_start|>assistant')}<|im_end|>"
+
+
+def agent(body: str, signature: str = "client, **columns") -> str:
+    lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
+    return START + f"import asyncio\n\nasync def agent({signature}):\n    ask = client.chat.completions.create\n{lines}"
+
+
+def test_an_agent_speaks_with_the_policy_and_gives_the_reward(tokenizer: Any, tmp_path: Path) -> None:
+    code = agent("""
+reply = await ask(model="any", messages=START, temperature=0.2, max_tokens=50)
+choice = reply.choices[0]
+assert choice.finish_reason == "stop" and reply.usage.total_tokens > 0 and choice.message.tool_calls is None
+messages = [*START, choice.message, {"role": "user", "content": "More."}]
+reply = await ask(messages=messages)
+return float(reply.choices[0].message.content == answer)
+""", "client, answer")  # fmt: skip
+    environments = load(tmp_path, code, path="env.py:agent")
+    task = made_task(tokenizer, answer="turn 2")
+    (rollout,), engine = play(environments, tokenizer, [task], counting)
+    check_tokens(ok(rollout), engine)
+    assert rollout.reward == 1.0 and len(rollout.records) == 1 and len(rollout.turns) == 2
+    assert rollout.token_ids[: len(task.prompt_ids)] == list(task.prompt_ids)
+    assert rollout.notes["overridden"] == {"temperature": 0.2}, "the run says how the policy samples"
+    assert engine.samplings[0].max_new_tokens == 50 and engine.samplings[0].temperature == 1.0
+    assert rollout.messages is not None and [m["role"] for m in rollout.messages] == ["assistant", "user", "assistant"]
+
+
+def test_an_edited_history_forks_and_nothing_is_learned_twice(tokenizer: Any, tmp_path: Path) -> None:
+    code = agent("""
+said = list(START)
+for _ in range(2):
+    reply = await ask(messages=said)
+    said += [reply.choices[0].message, {"role": "user", "content": "More."}]
+summary = [*START, {"role": "assistant", "content": "(two turns)"}, {"role": "user", "content": "Last."}]
+await ask(messages=summary)
+return 1.0
+""")
+    environments = load(tmp_path, code, path="env.py:agent")
+    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], counting)
+    check_tokens(ok(rollout), engine)
+    assert [len(record.turns) for record in rollout.records] == [2, 1]
+    assert "(two turns)" in tokenizer.decode(rollout.token_ids), "the record that spoke last"
+    assert rollout.messages is not None and rollout.messages[0]["content"] == "(two turns)"
+
+
+def test_two_answers_to_the_same_words_share_their_tokens(tokenizer: Any, tmp_path: Path) -> None:
+    """Asked again where the record has gone on, a fork begins with that record's own tokens, as context."""
+    code = agent("""
+first = (await ask(messages=START)).choices[0].message
+both = [[*START, first, {"role": "user", "content": text}] for text in ("left", "right")]
+await asyncio.gather(*(ask(messages=messages) for messages in both))
+return 0.5
+""")
+    environments = load(tmp_path, code, path="env.py:agent")
+    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], counting)
+    check_tokens(ok(rollout), engine)
+    long, fork = sorted(rollout.records, key=lambda record: -len(record.turns))
+    assert len(long.turns) == 2 and len(fork.turns) == 1
+    shared = long.turns[0].stop
+    assert fork.token_ids[:shared] == long.token_ids[:shared] and not any(fork.sampled[:shared])
+
+
+def test_policy_tokens_are_never_tokenized_again(tokenizer: Any, tmp_path: Path) -> None:
+    """A turn written in other tokens than the tokenizer would choose keeps them in the next prompt."""
+    letters = [i for c in "say so" for i in tokenizer(c, add_special_tokens=False)["input_ids"]]
+    end = tokenizer("<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert letters != tokenizer("say so", add_special_tokens=False)["input_ids"]
+    code = agent("""
+said = list(START)
+for _ in range(3):
+    said += [(await ask(messages=said)).choices[0].message, {"role": "user", "content": "More."}]
+""")
+    environments = load(tmp_path, code, path="env.py:agent")
+
+    class Spelling:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: Any, **options: Any) -> Any:
+            return {"input_ids": [*letters, *end]} if text == "spell" else tokenizer(text, **options)
+
+    (rollout,), engine = play(environments, Spelling(), [made_task(tokenizer)], lambda _: "spell")
+    check_tokens(ok(rollout), engine)
+    (record,) = rollout.records
+    assert [record.token_ids[t.start : t.stop] for t in record.turns] == [[*letters, *end]] * 3
+    assert rollout.reward is None, "reward functions judge it"
+
+
+def test_tools_of_an_agent_are_told_and_calls_come_as_openai_has_them(tokenizer: Any, tmp_path: Path) -> None:
+    code = agent("""
+import json
+tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}]
+reply = await ask(messages=START, tools=tools, tool_choice="auto")
+choice = reply.choices[0]
+call = choice.message.tool_calls[0]
+assert choice.finish_reason == "tool_calls" and call.type == "function" and call.function.name == "add"
+total = sum(json.loads(call.function.arguments).values())
+dumped = choice.message.model_dump(exclude_none=True)
+said = [*START, dumped, {"role": "tool", "tool_call_id": call.id, "content": str(total)}]
+reply = await ask(messages=said, tools=tools)
+return float(reply.choices[0].message.content)
+""")
+    environments = load(tmp_path, code, path="env.py:agent")
+
+    def policy(text: str) -> str:
+        assert '"name": "add"' in text
+        if "<tool_response>" in text:
+            return text.split("<tool_response>\n")[1].split("\n")[0] + "<|im_end|>"
+        return '<tool_call>\n{"arguments":{"a":3,  "b":4},"name":"add"}\n</tool_call><|im_end|>'
+
+    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], policy)
+    check_tokens(ok(rollout), engine)
+    assert rollout.reward == 7.0
+    assert len(rollout.records) == 1, "the call stays as the policy wrote it, whatever the template makes of it"
+
+
+def test_a_call_that_cannot_be_read_stays_in_the_text(tokenizer: Any, tmp_path: Path) -> None:
+    code = agent("""
+tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+choice = (await ask(messages=START, tools=tools)).choices[0]
+assert choice.finish_reason == "stop" and choice.message.tool_calls is None
+return float(choice.message.content == "<tool_call>{</tool_call>")
+""")
+    environments = load(tmp_path, code, path="env.py:agent")
+    (rollout,), _ = play(
+        environments, tokenizer, [made_task(tokenizer)], lambda _: "<tool_call>{</tool_call><|im_end|>"
+    )
+    assert ok(rollout).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ('raise RuntimeError("lost")', Status.ENVIRONMENT_FAILED, "RuntimeError: lost"),
+        ("return 1.0", Status.ENVIRONMENT_FAILED, "ended without a call of the policy"),
+        ("await ask(messages=START)\nreturn 'good'", Status.ENVIRONMENT_FAILED, "gave 'good' as reward"),
+        ("while True: await ask(messages=START)", Status.ENVIRONMENT_FAILED, "(environment.max_turns)"),
+        ("await ask(messages=START)\nawait asyncio.sleep(99)", Status.TIMED_OUT, "1 s (rollout.timeout)"),
+        ("await ask(messages=START, n=2)", Status.ENVIRONMENT_FAILED, "'n' = 2 is not possible here"),
+        ("await ask(messages=START, stream=True)", Status.ENVIRONMENT_FAILED, "'stream' is for the HTTP endpoint"),
+        ("await ask(messages=START, response_format={'type': 'json'})", Status.ENVIRONMENT_FAILED, "not possible"),
+        ("await ask(messages=[])", Status.ENVIRONMENT_FAILED, "at least one message"),
+        ("await ask(messages=[{'role': 'user', 'content': 3}])", Status.ENVIRONMENT_FAILED, "content is int"),
+        ("await ask(messages=START, max_tokens=0.5)", Status.ENVIRONMENT_FAILED, "max_tokens is 0.5"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_in_an_agent(body: str, status: Status, words: str, tokenizer: Any, tmp_path: Path) -> None:
+    environments = load(tmp_path, agent(body), path="env.py:agent")
+    (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], counting, timeout=1.0)
+    assert rollout.status is status and words in str(rollout.error), rollout.error
+    assert rollout.reward is None
+
+
+def test_a_request_that_is_left_behind_is_not_answered(tokenizer: Any, tmp_path: Path) -> None:
+    code = agent("""
+asyncio.ensure_future(ask(messages=[*START, *START]))
+await ask(messages=START)
+return 1.0
+""")
+    environments = load(tmp_path, code, path="env.py:agent")
+
+    def policy(text: str) -> str:
+        return "x" * (3000 if text.count("Go.") == 2 else 1) + "<|im_end|>"
+
+    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], policy, max_new_tokens=4000)
+    check_tokens(ok(rollout), engine)
+    assert len(rollout.records) == 1 and len(engine.exchanges) == 1
+
+
+def test_an_engine_that_fails_is_not_the_agents_fault(tokenizer: Any, tmp_path: Path) -> None:
+    environments = load(tmp_path, agent("await ask(messages=START)"), path="env.py:agent")
+    # A script that ends without a token to stop at is an engine's failure.
+    (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], lambda _: "endless")
+    assert rollout.status is Status.ENGINE_FAILED and "without a stop condition" in str(rollout.error)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def agent(client): ...", "define it with `async def`"),
+        ("async def agent(question): ...", "neither 'client' nor 'base_url'"),
+        ("def agent(question): ...", "is no environment: write a class"),
+        ("agent = 3", "is no environment: write a class"),
+        ("class agent:\n    def step(self, action): ...", "has step but no reset"),
+        ("class agent:\n    def __init__(self, level): ...\n    def reset(self): ...", "needs 'level' to be made"),
+        ("class agent:\n    x = 1", "neither step(action) nor public methods"),
+        ("class agent:\n    def act(self, x): ...", "cannot be a tool"),
+    ],
+)
+def test_what_is_no_agent_or_environment_is_refused(code: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, code, path="env.py:agent")
+    assert words in str(raised.value)
+
+
+def test_agents_need_a_chat_template(tokenizer: Any, tmp_path: Path) -> None:
+    environments = load(tmp_path, agent("return 1.0"), path="env.py:agent")
+    with pytest.raises(ConfigError, match="needs a chat template"):
+        play(environments, tokenizer, [made_task(tokenizer, chat=False)], counting, chat=False)

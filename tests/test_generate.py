@@ -1,0 +1,316 @@
+"""Batch inference: order, resuming, what is made of the completions, and equality with one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tiny
+import tunesmith
+from tiny_rewards import direct_scores, save_reward_model
+from tiny_runs import REWARDS, sums, write_lines
+from tunesmith.build.generate import Generated, run_generate
+from tunesmith.config.toml import toml_value
+from tunesmith.engines.fake import FakeEngine, numbers
+from tunesmith.environments.base import SingleTurn
+from tunesmith.errors import ConfigError, DataError, RewardError, UserError
+from tunesmith.loop.collect import Collector, derive_seed
+from tunesmith.loop.generation import LineWriter, Unscored, answer, given_records, read_lines, repair
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.monitor.progress import PlainLines
+from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_model(tmp_path_factory.mktemp("generate") / "model")
+
+
+def generate(folder: Path, model: Path, *overrides: str, **sections: dict[str, Any]) -> Generated:
+    """A run in ``folder`` on 30 sums, with a reward, 3 samples of 6 tokens each."""
+    if not (folder / "in.jsonl").exists():
+        folder.mkdir(exist_ok=True)
+        write_lines(folder / "in.jsonl", [{"question": s["prompt"], "gold": s["answer"]} for s in sums(30)])
+        (folder / "rewards.py").write_text(REWARDS)
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": str(folder / "in.jsonl"), "chat": False},
+        "sampling": {"n": 3, "max_new_tokens": 6},
+        "reward": {"functions": [f"{folder / 'rewards.py'}:share"]},
+        "system": {"threads": 1},
+        **sections,
+    }
+    said = [f"{section}.{key}={toml_value(value)}" for section, keys in settings.items() for key, value in keys.items()]
+    return run_generate(None, [f"run_dir={folder / 'out'}", *said, *overrides])
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return list(read_lines(path))
+
+
+# Files --------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.text(max_size=8), max_size=5), st.integers(0, 200))
+def test_a_file_cut_anywhere_is_mended_to_its_whole_lines(texts: list[str], cut: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lines.jsonl"
+        whole = [json.dumps({"t": text}).encode() + b"\n" for text in texts]
+        path.write_bytes(b"".join(whole)[:cut])
+        kept = repair(path)
+        assert path.read_bytes() == b"".join(whole[:kept])
+        assert kept == len(whole) or len(b"".join(whole[: kept + 1])) > cut
+
+
+def test_a_last_line_without_its_content_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + b"\0" * 7 + b"\n")
+    assert repair(path) == 1
+    assert path.read_bytes() == b'{"a": 1}\n'
+    assert repair(tmp_path / "none.jsonl") == 0
+
+
+# The loop -----------------------------------------------------------------------------------------------
+
+
+def tasks_of(count: int) -> list[Task]:
+    return [Task(f"t{i}", f"p{i}", (5, i + 6), {"row": i}) for i in range(count)]
+
+
+def answered(path: Path, tasks: Sequence[Task], engine: Any, window: int, n: int = 2) -> list[dict[str, Any]]:
+    collector = Collector(engine, Unscored(), {"single_turn": SingleTurn()}, numbers, 60.0)
+    writer = LineWriter(numbers, flat=False, scored=False, logprobs=True)
+
+    async def produce(place: int, task: Task) -> RolloutGroup:
+        return (await collector.collect([task], Sampling(5), n, derive_seed(0, place)))[0]
+
+    work = answer(
+        path, tasks, produce, writer.line, window=window, max_failed_share=0.1, progress=PlainLines(len(tasks))
+    )
+    asyncio.run(work)
+    return lines_of(path)
+
+
+def test_lines_come_in_order_whatever_is_in_flight_and_wherever_it_was_cut(tmp_path: Path) -> None:
+    tasks = tasks_of(80)
+    lines = answered(tmp_path / "a.jsonl", tasks, FakeEngine(), window=7)
+    assert [line["row"] for line in lines] == list(range(80))
+    assert [line["prompt"] for line in lines[:2]] == ["p0", "p1"]
+    first = lines[0]["completions"][0]
+    assert len(first["token_ids"]) == len(first["logprobs"]) == first["tokens"]
+    whole = (tmp_path / "a.jsonl").read_bytes()
+    for cut in (0, 1, len(whole) // 3, len(whole) - 1):
+        (tmp_path / "b.jsonl").write_bytes(whole[:cut])
+        answered(tmp_path / "b.jsonl", tasks, FakeEngine(), window=50)
+        assert (tmp_path / "b.jsonl").read_bytes() == whole
+
+
+def test_no_more_than_the_window_is_in_flight(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    answered(tmp_path / "a.jsonl", tasks_of(40), engine, window=3)
+    assert engine.stats().peak_running <= 3 * 2
+
+
+def test_too_many_failures_stop_the_run_before_their_lines_are_written(tmp_path: Path) -> None:
+    class Failing(FakeEngine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            if prompt_ids[1] > 50:
+                raise ValueError("no")
+            return await super().generate(prompt_ids, sampling)
+
+    with pytest.raises(RewardError, match="failed"):
+        answered(tmp_path / "a.jsonl", tasks_of(80), Failing(), window=7)
+    assert [line["row"] for line in lines_of(tmp_path / "a.jsonl")] == list(range(32))
+
+
+def test_data_that_the_output_would_write_over_is_refused() -> None:
+    task = Task("t", "p", (5,), {"reward": 1})
+    with pytest.raises(DataError, match="column 'reward'"):
+        LineWriter(numbers, flat=True, scored=True).check_columns([task])
+    LineWriter(numbers, flat=False, scored=True).check_columns([task])
+
+
+@pytest.mark.parametrize("value", [None, [], [1], 5, [{"role": "user", "content": "x"}]])
+def test_lines_without_a_completion_to_score_are_refused(value: Any) -> None:
+    with pytest.raises(DataError, match="no completion to score"):
+        given_records(Task("t", "p", (5,), {"completion": value}), None)
+
+
+# The command --------------------------------------------------------------------------------------------
+
+
+def test_columns_and_order_are_kept_and_a_second_run_changes_nothing(tmp_path: Path, model: Path) -> None:
+    done = generate(tmp_path, model)
+    lines = lines_of(done.output)
+    assert [line["gold"] for line in lines] == [s["answer"] for s in sums(30)]
+    assert all(len(line["completions"]) == 3 for line in lines)
+    assert done.lines == 30 and done.counts["scored"] == 90
+    before = done.output.read_bytes()
+    done.output.write_bytes(before[: len(before) // 2])
+    assert generate(tmp_path, model).output.read_bytes() == before
+    with pytest.raises(ConfigError, match=r"sampling\.seed = 0.*now 1"):
+        generate(tmp_path, model, "sampling.seed=1")
+    assert done.output.read_bytes() == before
+
+
+def test_best_pairs_and_conditional_are_made_of_the_same_completions(tmp_path: Path, model: Path) -> None:
+    lines = lines_of(generate(tmp_path, model).output)
+    rewards = [[r["reward"] for r in line["completions"]] for line in lines]
+    best = lines_of(generate(tmp_path, model, "output.kind=best").output)
+    assert [line["reward"] for line in best] == [max(r) for r in rewards]
+    done = generate(tmp_path, model, "output.kind=pairs")
+    pairs = lines_of(done.output)
+    assert [line["chosen_reward"] for line in pairs] == [max(r) for r in rewards if max(r) > min(r)]
+    assert done.lines + done.counts.get("tied", 0) == 30
+    told = lines_of(generate(tmp_path, model, "output.kind=conditional", "output.reward_levels=3").output)
+    assert len(told) == 90 and {line["prompt"].split(": ")[1] for line in told} == {"1 ", "2 ", "3 "}
+
+
+def test_scoring_gives_the_rewards_that_generating_gave(tmp_path: Path, model: Path) -> None:
+    made = lines_of(generate(tmp_path, model).output)
+    bare = [{**line, "completions": [{"completion": r["completion"]} for r in line["completions"]]} for line in made]
+    write_lines(tmp_path / "given.jsonl", bare)
+    data = {"train": str(tmp_path / "given.jsonl"), "chat": False}
+    scored = lines_of(generate(tmp_path, model, "output.kind=score", data=data, sampling={}).output)
+    assert [[r["reward"] for r in line["completions"]] for line in scored] == [
+        [r["reward"] for r in line["completions"]] for line in made
+    ]
+    flat = [{"prompt": line["prompt"], "completion": line["completions"][0]["completion"]} for line in made]
+    write_lines(tmp_path / "flat.jsonl", flat)
+    data = {"train": str(tmp_path / "flat.jsonl"), "chat": False}
+    (tmp_path / "out" / "scores.jsonl").unlink()
+    scored = lines_of(generate(tmp_path, model, "output.kind=score", data=data, sampling={}).output)
+    assert [line["reward"] for line in scored] == [line["completions"][0]["reward"] for line in made]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_reward_model_scores_given_answers_as_transformers_does(tmp_path: Path, model: Path, chat: bool) -> None:
+    """On the prompt as it is asked, the answer, and what ends one."""
+    judge = save_reward_model(tmp_path / "judge")
+    given_lines = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "what", "completion": "ever and ever"}]
+    write_lines(tmp_path / "given.jsonl", given_lines)
+    reward = {"models": [{"path": str(judge)}]}
+    settings = [
+        f"run_dir={tmp_path / 'out'}", f"model.path={model}", "model.dtype=float32", "output.kind=score",
+        f"data.train={tmp_path / 'given.jsonl'}", f"data.chat={str(chat).lower()}", "system.threads=1",
+        f"reward.models=[{{path={json.dumps(str(judge))}}}]",
+    ]  # fmt: skip
+    lines = lines_of(run_generate(None, settings).output)
+    tokens, whole = tiny.tokenizer(), []
+    for line in given_lines:
+        asked = f"<|im_start|>user\n{line['prompt']}<|im_end|>\n<|im_start|>assistant\n" if chat else line["prompt"]
+        whole.append(tokens(asked + line["completion"] + ("<|im_end|>" if chat else "<eos>")).input_ids)
+    assert [line["reward"] for line in lines] == pytest.approx(direct_scores(judge, whole), abs=1e-4)
+    best = lines_of(generate(tmp_path / "best", model, "output.kind=best", reward=reward).output)
+    assert len(best) == 30 and all("reward_model" in line["rewards"] for line in best)
+
+
+def test_one_greedy_completion_stands_flat_and_needs_no_reward(tmp_path: Path, model: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", sums(5))
+    settings = [
+        f"run_dir={tmp_path / 'out'}", f"model.path={model}", f"data.train={tmp_path / 'in.jsonl'}",
+        "data.chat=false", "sampling.max_new_tokens=4", "system.threads=1",
+    ]  # fmt: skip
+    lines = lines_of(run_generate(None, settings).output)
+    assert [set(line) for line in lines] == [{"prompt", "answer", "completion", "finish_reason", "tokens"}] * 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.lr=1e-3"], "train.lr has no effect"),
+        (["eval.every=3"], "eval.every"),
+        (["sampling.temperature=0"], "greedy, and all 3 completions would be equal"),
+        (["output.kind=best", "sampling.n=1"], "say sampling.n, such as 4"),
+        (["output.min_margin=1"], "output.min_margin has no effect"),
+        (["output.kind=conditional", "output.reward_template=x"], "no {prompt} or no {reward}"),
+        (["output.kind=pears"], "Did you mean 'pairs'?"),
+        (["rollout.group_size=3"], "is called [sampling] here"),
+        (["sampling.max_new_tokens=600"], "leaves no room in the model's context of 512"),
+        (["data.completion=gold"], "data.completion has no effect"),
+    ],
+)
+def test_what_would_be_ignored_or_cannot_work_is_refused(
+    tmp_path: Path, model: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        generate(tmp_path, model, *overrides)
+    assert message in str(caught.value)
+    assert not (tmp_path / "out" / "completions.jsonl").exists()
+
+
+def test_an_unread_reward_kind_without_a_reward_is_refused(tmp_path: Path, model: Path) -> None:
+    settings = [f"model.path={model}", "data.train=x", "output.kind=pairs", "sampling.n=2", f"run_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match="needs a reward"):
+        run_generate(None, settings)
+
+
+# From Python --------------------------------------------------------------------------------------------
+
+PROMPTS = ["7*6=", "a longer prompt than the first: 12+30=", "x", "1+1="]
+
+
+def test_equal_to_unbatched_greedy_of_transformers(model: Path) -> None:
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    loaded = CausalLM.load(model)
+    made = tunesmith.generate(loaded, PROMPTS, max_new_tokens=12, chat=False, max_prefill_tokens=16)
+    for prompt, ours in zip(PROMPTS, made, strict=True):
+        ids = torch.tensor([tokenizer(prompt).input_ids])
+        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert ours.token_ids == [out[0, ids.shape[1] :].tolist()]
+        assert ours.text == tokenizer.decode(ours.token_ids[0], skip_special_tokens=True)
+        alone = tunesmith.generate(loaded, [prompt], max_new_tokens=12, chat=False)[0]
+        assert alone.token_ids == ours.token_ids
+        assert torch.tensor(alone.logprobs).allclose(torch.tensor(ours.logprobs), atol=1e-4)
+
+
+def test_samples_depend_on_seed_and_place_and_templates_are_applied(model: Path) -> None:
+    loaded = CausalLM.load(model)
+    settings: dict[str, Any] = {"n": 3, "max_new_tokens": 6, "chat": False}
+    first, again = (tunesmith.generate(loaded, PROMPTS, **settings, seed=5) for _ in range(2))
+    assert [g.token_ids for g in first] == [g.token_ids for g in again]
+    assert first[0].token_ids != tunesmith.generate(loaded, PROMPTS, **settings, seed=6)[0].token_ids
+    assert len({tuple(ids) for ids in first[0].token_ids}) > 1
+    by_text = tunesmith.generate(loaded, ["hi"], max_new_tokens=4)[0]
+    by_messages = tunesmith.generate(loaded, [[{"role": "user", "content": "hi"}]], max_new_tokens=4)[0]
+    plain = tunesmith.generate(
+        loaded, ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"], max_new_tokens=4, chat=False
+    )[0]
+    assert by_text.token_ids == by_messages.token_ids == plain.token_ids
+
+
+def test_it_works_inside_an_event_loop_and_refuses_one_bare_text(model: Path) -> None:
+    loaded = CausalLM.load(model)
+
+    async def notebook() -> list[Any]:
+        return tunesmith.generate(loaded, ["7*6="], max_new_tokens=3)
+
+    assert len(asyncio.run(notebook())) == 1
+    assert tunesmith.generate(loaded, []) == []
+    with pytest.raises(UserError, match="a list of prompts"):
+        tunesmith.generate(loaded, "7*6=")
+    with pytest.raises(UserError, match="greedy"):
+        tunesmith.generate(loaded, ["x"], n=2, temperature=0.0)
+    with pytest.raises(UserError, match="top_p"):
+        tunesmith.generate(loaded, ["x"], top_p=1.5)
+    with pytest.raises(AttributeError, match="no attribute"):
+        getattr(tunesmith, "generat")  # noqa: B009
+
+
+def test_the_record_of_a_failed_rollout_says_why() -> None:
+    rollout = replace(Rollout(Task("t", "p", (5,))))
+    rollout.fail(rollout.status.TIMED_OUT, "too slow")
+    record = LineWriter(numbers, flat=True, scored=False).record(rollout)
+    assert record["error"] == "too slow" and record["reward"] is None and record["finish_reason"] == "abort"

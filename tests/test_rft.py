@@ -1,0 +1,257 @@
+"""Rejection-sampling fine-tuning: profiles, prompts, rounds, and what a run leaves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from tiny_runs import REWARDS, sums, write_lines
+from tunesmith.build.rft import RFTOutcome, run_rft
+from tunesmith.config.generation import RFTConfig
+from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import DataSection
+from tunesmith.data.prepare import load_samples, load_tasks
+from tunesmith.data.prompts import PromptEncoder, read_shots
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.loop.generation import read_lines
+from tunesmith.loop.rft import check_prompts
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.generation import derive_rft_warmup
+from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.resolve import resolve
+from tunesmith.recipes.unit_conversion import ANSWER, main, questions
+from tunesmith.types import Sample, Task
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_model(tmp_path_factory.mktemp("rft") / "model")
+
+
+def files(folder: Path) -> None:
+    write_lines(folder / "train.jsonl", sums(12))
+    write_lines(folder / "held_out.jsonl", sums(5, 100))
+    write_lines(folder / "shots.jsonl", [{"prompt": "3+3=", "completion": "6"}])
+    (folder / "rewards.py").write_text(REWARDS)
+
+
+def said(folder: Path, model: Path, *overrides: str) -> list[str]:
+    """A reward of which most untrained answers reach the low threshold; ends anywhere, because ';' is so frequent."""
+    if not (folder / "train.jsonl").exists():
+        files(folder)
+    return [
+        f"run_dir={folder / 'run'}", f"model.path={model}", "model.dtype=float32", "data.chat=false",
+        f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'held_out.jsonl'}",
+        f'reward.functions=["{folder / "rewards.py"}:share"]', "rft.threshold=0.05", "rft.select=all",
+        "sampling.n=4", "sampling.max_new_tokens=12", f"sampling.stop_token_ids={list(range(20, 90))}",
+        "train.epochs=1", "train.lr=1e-3", "system.threads=1", *overrides,
+    ]  # fmt: skip
+
+
+def rft(step: Any, folder: Path, model: Path, *overrides: str) -> RFTOutcome:
+    return run_rft(step, None, said(folder, model, *overrides))
+
+
+# Settings -----------------------------------------------------------------------------------------------
+
+
+def resolved(*overrides: str) -> Any:
+    base = ["model.path=org/model", "data.train=org/data", 'reward.functions=["math"]']
+    return resolve(load_config(RFTConfig, None, [*base, *overrides]), Facts(read_hardware()))
+
+
+def test_profiles_are_those_of_the_guide_and_give_way_to_what_is_said() -> None:
+    shared = {"train.epochs": 3.0, "monitor.every": 50, "sampling.n": 15, "sampling.temperature": 0.7}
+    tuned = {"train.batch_size": 64, "train.schedule": "cosine", "checkpoint.keep": 1}
+    for name, expected in {
+        "conservative": {**shared, "train.batch_size": 32, "system.gradient_checkpointing": True},
+        "balanced": {**shared, **tuned, "system.gradient_checkpointing": False},
+        "aggressive": {**shared, **tuned, "train.epochs": 2.0, "sampling.n": 12, "sampling.temperature": 0.5},
+    }.items():
+        found = settings(resolved(f"rft.profile={name}").config)
+        assert {key: found[key] for key in expected} == expected
+    made = resolved("rft.profile=aggressive", "sampling.n=3", "train.schedule=constant")
+    assert (made.config.sampling.n, made.config.train.schedule) == (3, "constant")
+    reasons = {d.key: d.reason for d in made.derived}
+    assert reasons["train.epochs"].startswith("profile aggressive: ")
+    assert "sampling.n" not in reasons and "train.schedule" not in reasons
+
+
+def test_only_an_adapter_gets_the_guides_learning_rate() -> None:
+    assert resolved("lora.rank=8").config.train.lr == 2e-4
+    assert resolved().config.train.lr != 2e-4
+
+
+def test_the_warm_up_is_never_longer_than_a_tenth_of_the_training() -> None:
+    config = resolved().config
+    assert derive_rft_warmup(config, {}, 64 * 1000) == (50, "profile balanced")
+    steps, reason = derive_rft_warmup(config, {}, 640) or (0, "")
+    assert (steps, "30 steps" in reason) == (3, True)
+    assert derive_rft_warmup(config, {"train.warmup_steps": 7}, 640) is None
+    assert derive_rft_warmup(resolved("rft.profile=conservative").config, {}, 640) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=5", "say train.epochs"),
+        ("sampling.temperature=0", "greedy"),
+        ("rft.start=last", "no effect with rft.rounds = 1"),
+        ("rft.few_shot_separator=x", "without rft.few_shot"),
+        ("data.loss_on=all", "data.loss_on has no effect"),
+        ("rft.profile=bold", "it must be one of 'conservative'"),
+        ('reward.models=[{path="org/judge"}]', "rft.threshold is missing"),
+        ("checkpoint.resume=true", "checkpoint.resume has no effect"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(override)
+    assert message in str(caught.value)
+
+
+def test_the_kind_of_a_run_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[rft]\nrounds = 2\n[reward]\n")
+    assert find_kind(tmp_path / "a.toml") is RFTConfig
+
+
+# Prompts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_the_encoder_makes_the_tokens_of_the_loader_and_puts_examples_before(
+    tmp_path: Path, chat: bool, system: str | None
+) -> None:
+    if system and not chat:
+        return
+    files(tmp_path)
+    tokenizer: Any = tiny.tokenizer()
+    section = DataSection(train=str(tmp_path / "train.jsonl"), chat=chat, system_prompt=system)
+    tasks = load_tasks(section, section.train, tokenizer).items
+    encoder = PromptEncoder.of(section, tokenizer, [t.prompt for t in tasks], "\n\n")
+    assert [tuple(encoder.ids(t.prompt)) for t in tasks] == [t.prompt_ids for t in tasks]
+    shown = tokenizer.decode(encoder.ids("4+4=", None, read_shots(tmp_path / "shots.jsonl")))
+    before = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+    turns = "<|im_start|>user\n3+3=<|im_end|>\n<|im_start|>assistant\n6<|im_end|>\n<|im_start|>user\n4+4=<|im_end|>\n"
+    assert shown == (f"{before}{turns}<|im_start|>assistant\n" if chat else "3+3=6\n\n4+4=")
+
+
+def test_a_worked_example_without_an_answer_is_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path / "shots.jsonl", [{"prompt": "3+3="}])
+    with pytest.raises(DataError, match=r"shots\.jsonl:1: no completion"):
+        read_shots(tmp_path / "shots.jsonl")
+
+
+def test_training_on_other_prompt_tokens_than_are_asked_is_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", [{"task": 0, "prompt": "p", "completion": "c"}])
+    task, sample = Task("t", "p", (5, 6)), Sample([5, 6, 7], [False, False, True])
+    check_prompts(tmp_path / "train.jsonl", [sample], [task])
+    with pytest.raises(DataError, match="has 2 tokens, and the question is asked with 3"):
+        check_prompts(tmp_path / "train.jsonl", [sample], [replace(task, prompt_ids=(5, 5, 6))])
+
+
+@pytest.mark.parametrize("talk", [False, True])
+def test_a_question_is_templated_once_in_training_as_when_it_is_asked(tmp_path: Path, talk: bool) -> None:
+    tokenizer: Any = tiny.tokenizer()
+    asked = [{"role": "user", "content": "1+1="}] if talk else "1+1="
+    write_lines(tmp_path / "in.jsonl", [{"prompt": asked}])
+    section = DataSection(train=str(tmp_path / "in.jsonl"), chat=True, system_prompt="Be brief.")
+    tasks = load_tasks(section, section.train, tokenizer).items
+
+    def learned(prompt: Any) -> list[Sample]:
+        path = write_lines(tmp_path / "train.jsonl", [{"task": 0, "prompt": prompt, "completion": "2"}])
+        data = DataSection(
+            train=str(path), prompt="prompt", completion="completion", chat=True, system_prompt="Be brief."
+        )
+        return load_samples(data, data.train, tokenizer).items
+
+    samples = learned(tasks[0].prompt)
+    check_prompts(tmp_path / "train.jsonl", samples, tasks)
+    assert tokenizer.decode(samples[0].token_ids).count("<|im_start|>assistant") == 1
+    with pytest.raises(DataError, match="chat template"):
+        check_prompts(tmp_path / "train.jsonl", learned(tokenizer.decode(tasks[0].prompt_ids)), tasks)
+
+
+# Runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_run_of_two_rounds_and_again_changes_nothing(tmp_path: Path, model: Path) -> None:
+    more = ["rft.rounds=2", "rft.start=last", f"rft.few_shot={tmp_path / 'shots.jsonl'}", "rft.few_shot_separator=;"]
+    done = rft("run", tmp_path, model, *more)
+    assert list(done.evaluations) == ["base", "round-1", "round-2"] and list(done.yields) == ["round-1", "round-2"]
+    assert done.model and (done.model / "config.json").is_file() and "round-2" in str(done.model)
+    learned = list(read_lines(tmp_path / "run" / "round-1" / "train.jsonl"))
+    assert {line["prompt"] for line in learned} <= {s["prompt"] for s in sums(12)}, "no worked example in training"
+    assert not any(";" in line["completion"] for line in learned)
+    second = (tmp_path / "run" / "round-2" / "sft.toml").read_text()
+    assert "round-1/sft/checkpoints" in second
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["evaluations"]["base"]["questions"] == 5
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.jsonl")}
+    assert rft("run", tmp_path, model, *more) == done
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.jsonl")} == before
+    with pytest.raises(ConfigError, match=r"all 2 rounds.*are trained"):
+        rft("generate", tmp_path, model, *more)
+
+
+def test_the_steps_one_by_one_end_where_a_run_ends_even_when_cut_off(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="tunesmith rft generate"):
+        rft("train", tmp_path, model)
+    rft("generate", tmp_path, model)
+    samples = tmp_path / "run" / "round-1" / "samples.jsonl"
+    whole = samples.read_bytes()
+    samples.write_bytes(whole[: len(whole) * 2 // 3])
+    rft("generate", tmp_path, model)
+    assert samples.read_bytes() == whole
+    with pytest.raises(ConfigError, match=r"begun with sampling\.n = 4"):
+        rft("generate", tmp_path, model, "sampling.n=5")
+    rft("train", tmp_path, model)
+    done = rft("evaluate", tmp_path, model)
+    assert list(done.evaluations) == ["round-1"]
+    straight = tmp_path / "straight"
+    straight.mkdir()
+    other = rft("run", straight, model, f"data.train={tmp_path / 'train.jsonl'}", "eval.at_start=false")
+    assert (straight / "run" / "round-1" / "samples.jsonl").read_bytes() == whole
+    assert other.evaluations == done.evaluations
+
+
+def test_evaluation_needs_questions(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.eval is missing"):
+        run_rft("evaluate", None, [s for s in said(tmp_path, model) if not s.startswith("data.eval")])
+
+
+# The recipe ---------------------------------------------------------------------------------------------
+
+
+def test_unit_conversion_splits_share_no_question_and_answers_are_right(tmp_path: Path) -> None:
+    import re
+    from decimal import Decimal
+
+    main([str(tmp_path), "--train", "300", "--val", "50", "--test", "50", "--seed", "3"])
+    splits = {name: list(read_lines(tmp_path / f"{name}.jsonl")) for name in ("train", "val", "test")}
+    assert [len(part) for part in splits.values()] == [300, 50, 50]
+
+    def conversion(prompt: str) -> tuple[str, str, str]:
+        value = re.search(r"(\d+) (\w+)", prompt)
+        assert value
+        to = re.search(r"many (\w+)|(?:to|in) (\w+)[.?]$", prompt)
+        assert to
+        return value[1], value[2], to[1] or to[2]
+
+    asked = [conversion(line["prompt"]) for part in splits.values() for line in part]
+    assert len(set(asked)) == 400
+    for one in questions(3, 200)[0]:
+        found = re.search(ANSWER, one.worked)
+        assert found and found[1] == one.answer
+        value, factor, answer = re.findall(r"(\S+) \* (\S+) = (\S+)\.", one.worked)[0]
+        assert Decimal(value) * Decimal(factor) == Decimal(answer)
+    assert all(line["completion"].endswith("</answer>") for line in read_lines(tmp_path / "few_shot.jsonl"))
+    with pytest.raises(ValueError, match="questions were asked for"):
+        questions(0, 10**6)

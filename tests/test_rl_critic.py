@@ -1,0 +1,442 @@
+"""PPO's critic, of its own or on the policy's trunk: what it learns, what it freezes, that nothing is lost."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import tiny
+from tiny import save_model
+from tiny_runs import rl_settings, same_tensors, sums, tensors, untimed, write_lines
+from tunesmith import build
+from tunesmith.algorithms.aggregation import weigh
+from tunesmith.algorithms.objective import actor_critic_objective, policy_objective, value_objective
+from tunesmith.algorithms.presets import resolve_algorithm
+from tunesmith.backends.optimizer import AdamWSettings
+from tunesmith.backends.torch import TorchBackend
+from tunesmith.config.schema import AlgorithmSection
+from tunesmith.data.packing import CostModel
+from tunesmith.errors import CheckpointError, ConfigError, RewardError
+from tunesmith.loop.checkpoint import read_state
+from tunesmith.loop.critic import Critic, explained
+from tunesmith.loop.experience import experience
+from tunesmith.loop.learner import Learner
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.score_model import ScoreModel
+from tunesmith.monitor.metrics import read_metrics
+from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Task
+
+OWN: dict[str, Any] = {"algorithm__name": "ppo"}
+SHARED: dict[str, Any] = {"algorithm__name": "ppo", "critic__shared_trunk": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def rl(folder: Path, model: Path, run: str = "run", *more: str, **changed: Any) -> tuple[Path, list[dict[str, Any]]]:
+    outcome = build.run_rl(None, [*rl_settings(folder, model, run, **changed), *more])
+    return outcome.checkpoint.parent, read_metrics(outcome.run_dir / "metrics.jsonl")
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(t.equal(b[name]) for name, t in a.items())
+
+
+# Numbers ------------------------------------------------------------------------------------------------
+
+
+def test_how_much_a_critic_explains() -> None:
+    def sample(returns: list[float], values: list[float]) -> Sample:
+        columns = {"returns": [9.0, *returns], "old_values": [-9.0, *values]}  # the prompt's do not count
+        return Sample([1] * (len(returns) + 1), [False] + [True] * len(returns), columns)
+
+    found = explained([sample([1.0, 2.0], [1.0, 2.5]), sample([3.0], [2.5])])
+    errors = np.array([0.0, -0.5, 0.5])
+    assert found == {"returns": 2.0, "value_explained": pytest.approx(1 - errors.var() / np.array([1, 2, 3]).var())}
+    assert explained([sample([1.0, 2.0], [1.0, 2.0])])["value_explained"] == 1
+    assert explained([sample([1.0, 2.0], [7.0, 7.0])])["value_explained"] == 0
+    assert explained([sample([2.0, 2.0], [1.0, 0.0])]) == {"returns": 2.0}
+
+
+def valued(seed: int = 0, groups: int = 4, size: int = 3) -> list[Sample]:
+    """Groups of completions with every column that PPO's two losses read; some tokens the policy did not write."""
+    rng = np.random.default_rng(seed)
+    found: list[Sample] = []
+    for group in range(groups):
+        prompt = rng.integers(5, 260, rng.integers(2, 10)).tolist()
+        for _ in range(size):
+            n = int(rng.integers(3, 13))
+            mask = [False] * len(prompt) + [True, False] + [True] * (n - 2)
+            names = {"advantages": 0.0, "returns": 0.5, "old_values": 0.3, "old_logprobs": -5.0}
+            columns = {k: (rng.normal(at, 0.7, len(mask)) * np.array(mask)).tolist() for k, at in names.items()}
+            found.append(Sample(prompt + rng.integers(5, 260, n).tolist(), mask, columns, group))
+    return found
+
+
+def learner(backend: TorchBackend[Any], objective: Any, max_tokens: int = 4096, share: bool = True) -> Learner:
+    return Learner(
+        backend, objective, "token_mean", None, lambda _: 1e-2, max_tokens, CostModel(1.0, 0.01, 0.1),
+        share_prompts=share, report=lambda _: None,
+    )  # fmt: skip
+
+
+def gradient(backend: TorchBackend[Any], samples: list[Sample], objective: Any, *cut: Any) -> dict[str, torch.Tensor]:
+    made = learner(backend, objective, *cut)
+    made._accumulate(weigh(samples, made.aggregation))  # pyright: ignore[reportPrivateUsage]
+    grads = {name: m.grad.clone() for name, m in backend.optimizer.masters.items() if m.grad is not None}
+    backend.zero_grad()
+    return grads
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys() and a
+    size = sum(float(t.square().sum()) for t in b.values())
+    return (sum(float((a[n] - b[n]).square().sum()) for n in a) / size) ** 0.5
+
+
+def critic_of(path: Path) -> TorchBackend[ScoreModel]:
+    critic = ScoreModel.load(path, dtype=torch.float64)
+    torch.nn.init.normal_(critic.head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    return TorchBackend(critic, AdamWSettings(max_grad_norm=None), ScoreModel.predict)
+
+
+def actor_critic_of(path: Path) -> TorchBackend[CausalLM]:
+    head = torch.nn.Linear(32, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.normal_(head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    predict = partial(CausalLM.predict, value_head=head)
+    policy = CausalLM.load(path, dtype=torch.float64)
+    return TorchBackend(policy, AdamWSettings(max_grad_norm=None), predict, value_head=head)
+
+
+POLICY = policy_objective(resolve_algorithm(AlgorithmSection(name="ppo", kl_coef=0.0), max_new_tokens=16)[0])
+
+
+@pytest.fixture
+def float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_gradient_is_the_same_however_the_batch_is_cut(model: Path, shared: bool) -> None:
+    backend = actor_critic_of(model) if shared else critic_of(model)
+    objective = actor_critic_objective(POLICY, 0.2, 0.5) if shared else value_objective(0.2)
+    samples = valued()
+    whole = gradient(backend, samples, objective)
+    for cut in ((60, True), (21, False), (4096, False)):
+        assert difference(gradient(backend, samples, objective, *cut), whole) < 1e-10
+    assert difference(gradient(backend, samples[::-1], objective, 60), whole) < 1e-10
+
+
+@pytest.mark.usefixtures("float64")
+def test_one_backward_gives_the_sum_of_both_gradients(model: Path) -> None:
+    backend, samples = actor_critic_of(model), valued()
+    policy = gradient(backend, samples, POLICY)
+    assert "value_head.weight" not in policy
+    value = gradient(backend, samples, value_objective(0.2))
+    both = gradient(backend, samples, actor_critic_objective(POLICY, 0.2, 0.5))
+    expected = {name: 0.5 * t + policy.get(name, torch.zeros_like(t)) for name, t in value.items()}
+    expected |= {name: t for name, t in policy.items() if name not in value}
+    assert difference(both, expected) < 1e-12
+
+
+def test_the_head_learns_at_its_own_rate(model: Path) -> None:
+    head = torch.nn.Linear(32, 1, bias=False)
+    predict = partial(CausalLM.predict, value_head=head)
+    backend = TorchBackend(
+        CausalLM.load(model), AdamWSettings(weight_decay=0.5), predict, value_head=head, head_lr_ratio=10.0
+    )
+    before = {name: p.detach().clone() for name, p in backend.optimizer.parameters.items()}
+    learner(backend, actor_critic_objective(POLICY, None, 1.0)).step(valued())
+    moved = {name: float((p.detach() - before[name]).abs().max()) for name, p in backend.optimizer.parameters.items()}
+    assert moved.pop("value_head.weight") == pytest.approx(0.1, rel=1e-3), "Adam's first step is the learning rate"
+    assert max(moved.values()) < 0.02
+
+
+# Runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [OWN, SHARED], ids=["own", "shared"])
+def test_the_critic_learns_what_the_states_are_worth(tmp_path: Path, model: Path, kind: dict[str, Any]) -> None:
+    _, lines = rl(
+        tmp_path, model, **kind, train__steps=8 if kind is OWN else 20, train__lr=1e-5, critic__lr=1e-2,
+        algorithm__gae_lambda=1.0, rollout__prompts_per_step=12, rollout__group_size=8,
+    )  # fmt: skip
+    assert {"value", "value_loss", "value_error", "returns", "value_explained", "ref_kl"} <= lines[0].keys()
+    assert lines[0]["value_error"] == pytest.approx(lines[0]["value_loss"] * 2)
+    assert np.mean([line["value_error"] for line in lines[-4:]]) < 0.7 * lines[0]["value_error"]
+    assert abs(lines[-1]["value"] - lines[-1]["returns"]) < 0.15 < lines[0]["returns"]
+    assert ("critic/lr" in lines[0]) == (kind is OWN)
+
+
+def test_the_actor_is_frozen_for_exactly_as_many_steps_as_was_said(tmp_path: Path, model: Path) -> None:
+    checkpoint, lines = rl(
+        tmp_path, model, **OWN, critic__freeze_actor_steps=2, train__steps=3, checkpoint__every=1,
+        checkpoint__keep=3, train__updates_per_batch=2,
+    )  # fmt: skip
+    at = [weights(checkpoint.with_name(f"step-{step:06d}") / "model") for step in (1, 2, 3)]
+    critics = [weights(checkpoint.with_name(f"step-{step:06d}") / "critic/model") for step in (1, 2, 3)]
+    assert same(at[0], weights(model)) and same(at[1], at[0]) and not same(at[2], at[1])
+    assert not same(critics[0], critics[1]) and not same(critics[1], critics[2])
+    assert [line["optimizer_steps"] for line in lines] == [0, 0, 2]
+    assert [line["critic/optimizer_steps"] for line in lines] == [2, 2, 2]
+    assert "policy_loss" not in lines[1] and "policy_loss" in lines[2]
+
+
+def test_the_critic_has_its_own_schedule_and_passes(tmp_path: Path, model: Path) -> None:
+    _, lines = rl(
+        tmp_path, model, **OWN, train__steps=4, train__batch_size=8, critic__lr=1e-3, critic__schedule="linear",
+        critic__warmup_steps=2, critic__updates_per_batch=2, critic__max_grad_norm=0.0,
+    )  # fmt: skip
+    assert [line["critic/optimizer_steps"] for line in lines] == [4] * 4
+    assert [line["optimizer_steps"] for line in lines] == [2] * 4
+    assert [line["lr"] for line in lines] == [1e-2] * 4
+    rates = [5e-4, 1e-3, *(1e-3 * (1 - k / 13) for k in range(14))]
+    assert [line["critic/lr"] for line in lines] == pytest.approx([np.mean(rates[i : i + 4]) for i in range(0, 16, 4)])
+
+
+@pytest.mark.parametrize("kind", [OWN, SHARED], ids=["own", "shared"])
+def test_a_step_does_not_depend_on_the_micro_batches(tmp_path: Path, model: Path, kind: dict[str, Any]) -> None:
+    more = {"train__steps": 1, "train__lr": 1e-3, "train__updates_per_batch": 2, **kind}
+    whole, first = rl(tmp_path, model, "whole", **more)
+    cut, second = rl(tmp_path, model, "cut", **more, system__max_tokens_per_microbatch=20, system__share_prompts=False)
+    assert second[0]["microbatches"] > 4 * first[0]["microbatches"]
+    a, b = tensors(whole), tensors(cut)
+    names = [name for name in a if name.split("/")[-1].startswith(("lm_head", "model.", "score", "weight"))]
+    assert a.keys() == b.keys() and len(names) > 10
+    for name in names:
+        # Adam's first steps have the size of the learning rate, whatever the gradient's: compare on that scale.
+        close = (a[name] - b[name]).abs() < 1e-4
+        assert close.float().mean() > 0.99, name
+    for key in ("value_loss", "policy_loss", "value_explained", "returns"):
+        assert second[0][key] == pytest.approx(first[0][key], rel=1e-3, abs=1e-5), key
+
+
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("own", {**OWN, "critic__schedule": "cosine", "critic__freeze_actor_steps": 1}, "float32"),
+    ("own", {**OWN, "train__updates_per_batch": 2, "train__batch_size": 8}, "bfloat16"),
+    ("shared", {**SHARED, "train__updates_per_batch": 2, "train__batch_size": 8}, "float32"),
+    ("shared", SHARED, "bfloat16"),
+    ("averaged", {"train__ema_decay": 0.8, "eval__use_ema": True, "eval__every": 1}, "bfloat16"),
+    ("averaged", {**OWN, "train__ema_decay": 0.8, "eval__use_ema": True, "eval__every": 1}, "float32"),
+    ("refreshed", {"algorithm__kl_coef": 0.1, "algorithm__reference_every": 2}, "float32"),
+    ("remax", {"algorithm__name": "remax"}, "float32"),
+]
+
+
+@pytest.mark.parametrize(("name", "changed", "dtype"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
+def test_resumed_in_the_middle_it_ends_bit_by_bit_as_if_it_had_run_through(
+    tmp_path: Path, model: Path, name: str, changed: dict[str, Any], dtype: str
+) -> None:
+    if "eval__every" in changed:
+        changed = {**changed, "data__eval": str(write_lines(tmp_path / "held_out.jsonl", sums(4, 40)))}
+    more = {**changed, "train__steps": 4, "model__dtype": dtype, "checkpoint__every": 1, "checkpoint__keep": 4}
+    straight, _ = rl(tmp_path, model, "straight", **more)
+    middle = straight.with_name("step-000002" if name != "refreshed" else "step-000003")
+    resumed, _ = rl(tmp_path, model, "again", f'checkpoint.resume="{middle}"', **more)
+    same_tensors(straight, resumed)
+    assert read_state(straight) == read_state(resumed)
+    left = [line for line in untimed(tmp_path / "straight/metrics.jsonl") if line["step"] > int(middle.name[-1])]
+    assert left == [line for line in untimed(tmp_path / "again/metrics.jsonl") if line["step"] > int(middle.name[-1])]
+    expected = {
+        "own": {"critic"}, "shared": {"value_head.safetensors"}, "averaged": {"ema"}, "refreshed": {"reference"},
+        "remax": set[str](),
+    }[name]  # fmt: skip
+    extra = {"critic"} if "algorithm__name" in changed and name == "averaged" else set[str]()
+    assert {p.name for p in straight.iterdir()} == {"model", "optimizer.safetensors", "state.json"} | expected | extra
+
+
+def test_what_a_checkpoint_holds_loads_elsewhere(tmp_path: Path, model: Path) -> None:
+    own, _ = rl(tmp_path, model, "own", **OWN, train__steps=1)
+    critic = AutoModelForSequenceClassification.from_pretrained(own / "critic/model")
+    assert critic.config.num_labels == 1 and critic.score.weight.abs().sum() > 0
+    shared, _ = rl(tmp_path, model, "shared", **SHARED, train__steps=1)
+    _, told = AutoModelForCausalLM.from_pretrained(shared / "model", output_loading_info=True)
+    assert not told["unexpected_keys"] and not told["missing_keys"]
+    assert load_file(shared / "value_head.safetensors")["weight"].shape == (1, 32)
+    _, lines = rl(tmp_path, model, "next", **OWN, train__steps=1, critic__path=str(own / "critic/model"))
+    assert lines[0]["value_explained"] != 0, "it goes on from the saved critic, whose values are not 0"
+
+
+def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path, model: Path) -> None:
+    plain, _ = rl(tmp_path, model, "plain", train__steps=1)
+    for more, words in ((OWN, "holds no critic"), (SHARED, "cannot read the value head")):
+        with pytest.raises(CheckpointError, match=words):
+            rl(tmp_path, model, "next", f'checkpoint.resume="{plain}"', **more, train__steps=2)
+        shutil.rmtree(tmp_path / "next")
+    with pytest.raises(CheckpointError, match=r"without train\.ema_decay"):
+        rl(tmp_path, model, "next", f'checkpoint.resume="{plain}"', train__ema_decay=0.9, train__steps=2)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(tmp_path: Path, model: Path) -> None:
+    other = save_model(tmp_path / "other")
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(other)
+    with pytest.raises(ConfigError, match=r"critic\.path: .* has another vocabulary than the policy"):
+        rl(tmp_path, model, **OWN, critic__path=str(other))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"critic__lr": 1e-3}, "critic.lr without a critic"),
+        ({**SHARED, "critic__freeze_actor_steps": 1}, "critic.freeze_actor_steps with critic.shared_trunk"),
+        ({**SHARED, "critic__path": "MODEL"}, "critic.path with critic.shared_trunk"),
+        ({**OWN, "critic__value_coef": 0.5}, "critic.value_coef weighs the value loss on a shared trunk"),
+        ({**OWN, "critic__freeze_actor_steps": 3}, "leaves the policy none of the run's 3 steps"),
+        ({**OWN, "critic__freeze_actor_steps": 3, "train__steps": None}, "leaves the policy none of the run's 3 steps"),
+        ({**OWN, "critic__warmup_steps": 4}, "longer than the critic's 3 optimizer steps"),
+        ({**OWN, "critic__min_lr_ratio": 0.1}, "no effect on the constant schedule"),
+        ({**OWN, "critic__path": "nowhere/at/all"}, "critic.path: nowhere/at/all does not exist"),
+        ({"algorithm__reference_every": 2}, "kl_coef is 0"),
+        ({"algorithm__reference_every": 4, "algorithm__kl_coef": 0.1}, "longer than the run of 3 steps"),
+        ({"rollout__oversample": 2.0}, "algorithm.dynamic_filter is off"),
+        ({"eval__use_ema": True, "data__eval": "TRAIN"}, "say train.ema_decay"),
+    ],
+)  # fmt: skip
+def test_settings_that_would_mean_nothing_are_refused(
+    tmp_path: Path, model: Path, changed: dict[str, Any], words: str
+) -> None:
+    rl_settings(tmp_path, model)
+    places = {"MODEL": str(model), "TRAIN": str(tmp_path / "train.jsonl")}
+    with pytest.raises(ConfigError) as error:
+        rl(tmp_path, model, **{key: places.get(str(value), value) for key, value in changed.items()})
+    assert words in str(error.value)
+
+
+# From rollouts to samples -------------------------------------------------------------------------------
+
+
+class Scorer:
+    """A learner that finds what it is told, token by token of each sample."""
+
+    def __init__(self, **columns: list[float]) -> None:
+        self.columns = columns
+
+    def score(self, samples: list[Sample], column: str, **_: Any) -> list[Sample]:
+        return [replace(s, columns={**s.columns, column: self.columns[column]}) for s in samples]
+
+
+def algorithm(**keys: Any) -> AlgorithmSection:
+    return resolve_algorithm(AlgorithmSection(**keys), max_new_tokens=8)[0]
+
+
+def played(reward: float, *turns: int, finish: Any = "stop", rewards: dict[str, float | None] | None = None) -> Rollout:
+    """A prompt of two tokens and turns of so many, with one token of the environment's between them."""
+    rollout = Rollout(TASK, reward=reward, rewards=dict(rewards or {}))
+    rollout.observe(TASK.prompt_ids)
+    for place, count in enumerate(turns):
+        if place:
+            rollout.observe([9])
+        rollout.act(Completion([7] * count, [-1.0] * count, [0] * count, finish))
+    return rollout
+
+
+TASK = Task("1", "ab", (5, 6))
+
+
+def test_advantages_and_returns_skip_what_the_policy_did_not_write() -> None:
+    section = algorithm(name="ppo", gae_lambda=0.5, kl_coef=0.1)
+    values, reference = [0.0, 0.0, 0.2, 0.4, 0.0, 0.6], [0.0, 0.0, -1.5, -1.5, 0.0, -1.5]
+    scorer: Any = Scorer(old_values=values, ref_logprobs=reference)
+    critic = Critic(scorer, 1, None)
+    rollout = played(1.0, 2, 1)
+    (sample,) = experience(
+        [RolloutGroup(TASK, [rollout])], section, scorer, kl_coef=0.1, max_new_tokens=8, seed=0, critic=critic
+    )
+    # δ = r + V' − V with r = −0.1 · 0.5 per token and 1 at the end: 0.15, 0.15, 0.35; then A = δ + 0.5 A'.
+    expected = np.array([0.3125, 0.325, 0.35])
+    assert sample.columns["returns"] == pytest.approx([0, 0, 0.5125, 0.725, 0, 0.95])
+    assert sample.columns["old_values"] == values
+    whitened = (expected - expected.mean()) / (expected.std(ddof=1) + 1e-6)
+    assert np.array(sample.columns["advantages"])[[2, 3, 5]] == pytest.approx(whitened)
+    assert sample.columns["advantages"][4] == 0 and sample.loss_mask == [False, False, True, True, False, True]
+
+
+def test_remax_compares_with_the_greedy_rollout_shaped_in_the_same_way() -> None:
+    section = algorithm(name="remax", stop_properly=0.5)
+    cut, whole = played(0.8, 3, finish="length"), played(0.8, 2)
+    group = RolloutGroup(TASK, [cut, whole], greedy=played(1.0, 4, finish="length"))
+    samples = experience([group], section, Scorer(), kl_coef=0.0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
+    assert [s.columns["advantages"][-1] for s in samples] == pytest.approx([0.4 - 0.5, 0.8 - 0.5])
+    assert len(samples) == 2, "the greedy rollout is not learned from"
+
+
+def test_a_rollout_that_did_not_stop_properly_keeps_a_share_of_its_reward_or_gets_a_penalty() -> None:
+    def advantages(coef: float) -> list[float]:
+        rollouts = [played(1.0, 2), played(1.0, 2, finish="length")]
+        section = algorithm(name="dr_grpo", stop_properly=coef)
+        found = experience([RolloutGroup(TASK, rollouts)], section, Scorer(), kl_coef=0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
+        return [s.columns["advantages"][-1] for s in found]
+
+    assert advantages(1.0) == [0, 0]
+    assert advantages(0.4) == pytest.approx([0.3, -0.3])
+    assert advantages(-1.0) == pytest.approx([1, -1])
+
+
+def test_gdpo_standardises_each_reward_and_weighs_it() -> None:
+    rewards: list[dict[str, float | None]] = [{"a": 0.0, "b": 5.0}, {"a": 1.0, "b": 3.0}, {"a": 0.0, "b": None}]
+    group = RolloutGroup(TASK, [played(0.0, 1, rewards=r) for r in rewards])
+
+    def advantages(**weights: float) -> list[float]:
+        section = algorithm(name="gdpo")
+        found = experience(
+            [group], section, Scorer(), kl_coef=0, max_new_tokens=8, seed=0, reward_weights=weights  # type: ignore[arg-type]
+        )  # fmt: skip
+        return [s.columns["advantages"][-1] for s in found]
+
+    only_a = np.array([-1, 2, -1]) / 3**0.5
+    assert advantages(a=2.0, b=0.0) == pytest.approx(only_a, rel=1e-5)
+    assert advantages(a=0.0, b=1.0) == pytest.approx([1, -1, 0], rel=1e-5)
+
+
+# Gathering ----------------------------------------------------------------------------------------------
+
+
+def test_a_group_whose_greedy_rollout_failed_is_not_learned_from(tmp_path: Path, model: Path) -> None:
+    rl_settings(tmp_path, model)
+    (tmp_path / "rewards.py").write_text(
+        "def share(completions, prompts, **_):\n"
+        "    lone = len(completions) == 1 and prompts[0] < '4'  # of a greedy rollout\n"
+        "    return [float('nan') if lone else len(text) / 9 for text in completions]\n"
+    )
+    _, lines = rl(
+        tmp_path, model, algorithm__name="remax", train__steps=1, rollout__prompts_per_step=12,
+        reward__max_failed_share=1.0,
+    )  # fmt: skip
+    assert lines[0]["groups_kept"] == pytest.approx(6 / 12), "prompts 0 to 3, 10 and 11 have no baseline"
+    assert lines[0]["rollouts"] == 48 and lines[0]["rollouts/failed"] == 0
+    with pytest.raises(RewardError, match="6 of 60 rollouts failed"):
+        rl(tmp_path, model, "strict", algorithm__name="remax", rollout__prompts_per_step=12, train__steps=1,
+           reward__max_failed_share=0.05)  # fmt: skip
+
+
+def test_oversampling_tries_more_prompts_at_once_and_trains_on_as_many_as_were_wanted(
+    tmp_path: Path, model: Path
+) -> None:
+    rl_settings(tmp_path, model)
+    checkpoint, lines = rl(
+        tmp_path, model, algorithm__name="dapo", algorithm__overlong_buffer=4, rollout__prompts_per_step=3,
+        rollout__oversample=2.0, reward__functions=[f"{tmp_path}/rewards.py:sometimes"], monitor__samples=20,
+    )  # fmt: skip
+    assert {line["rollouts"] / 4 for line in lines} >= {6.0}
+    trained = read_metrics(checkpoint.parents[1] / "rollouts.jsonl")
+    assert [sum(t["step"] == step for t in trained) for step in (1, 2, 3)] == [3, 3, 3]

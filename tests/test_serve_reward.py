@@ -1,0 +1,286 @@
+"""``tunesmith serve-reward``: batches across requests, bad requests, and the command as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from documents import ROOT
+from http_servers import running
+from tiny_rewards import direct_scores, save_reward_model
+from tunesmith.build.serve_reward import ServeOptions, _is_loopback, serve_reward
+from tunesmith.cli.main import app
+from tunesmith.config.schema import ModelReward, RemoteReward
+from tunesmith.environments.remote_reward import remote_reward
+from tunesmith.environments.reward_server import RewardService, make_app
+from tunesmith.environments.reward_types import RewardFunction, signature_of
+from tunesmith.environments.rewards import RewardSet
+from tunesmith.errors import ConfigError
+from tunesmith.models.reward_model import RewardModel, model_reward
+from tunesmith.types import Completion, Rollout, Status, Task
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_reward_model(tmp_path_factory.mktemp("rm") / "rm", stats=(0.25, 2.0))
+
+
+@contextmanager
+def service(function: RewardFunction, window: float = 0.0, max_bytes: int = 2**20) -> Iterator[str]:
+    rewards = RewardSet([], [], 5.0)
+    rewards.add(function, 1.0)
+    with running(make_app(RewardService(rewards, window), max_bytes)) as url:
+        yield url
+    rewards.close()
+
+
+def function_of(f: Any) -> RewardFunction:
+    return RewardFunction("f", "rewards.py:f", f, *signature_of(f, "f"))
+
+
+def ask(url: str, body: Any = None, path: str = "/reward", kind: str = "application/json") -> tuple[int, Any]:
+    """Status and JSON of one request; a POST where there is a body."""
+    parts = urlsplit(url)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    if body is None:
+        connection.request("GET", path)
+    else:
+        connection.request("POST", path, data, {"Content-Type": kind})
+    response = connection.getresponse()
+    found = json.loads(response.read())
+    connection.close()
+    return response.status, found
+
+
+def lengths(completions: list[str], **columns: Any) -> list[float]:
+    del columns
+    return [float(len(c)) for c in completions]
+
+
+def test_a_model_gives_what_it_gives_directly_over_http(path: Path) -> None:
+    model = RewardModel.load(ModelReward(path=str(path)), dtype=torch.float32, device="cpu", max_tokens=64)
+    talk = [{"role": "user", "content": "2+2?"}]
+    body = {"prompts": ["1+1?", talk, "x"], "completions": ["2", [{"role": "assistant", "content": "4"}], "y" * 600]}
+    with service(model_reward("rm", model, exact=False, in_thread=True)) as url:
+        status, answer = ask(url, body)
+    assert status == 200
+    expected = direct_scores(path, [model.encode("1+1?", "2"), model.encode("2+2?", "4")])
+    assert answer["rewards"] == [*(pytest.approx(score, abs=1e-5) for score in expected), None]
+    assert answer["errors"][:2] == [None, None] and "the model's context is 512" in answer["errors"][2]
+
+
+def test_concurrent_requests_become_one_batch() -> None:
+    """Seven that come while the first is scored are scored together, and each gets its own answer."""
+    sizes: list[int] = []
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(completions: list[str]) -> list[float]:
+        sizes.append(len(completions))
+        begun.set()
+        assert go.wait(20)
+        return lengths(completions)
+
+    with service(function_of(slow)) as url, ThreadPoolExecutor(8) as pool:
+        first = pool.submit(ask, url, {"prompts": ["p"], "completions": ["a"]})
+        assert begun.wait(20)
+        later = [pool.submit(ask, url, {"prompts": ["p"] * 2, "completions": ["b" * i, ""]}) for i in range(7)]
+        while ask(url, path="/health")[1]["requests"] < 8:
+            pass
+        go.set()
+        assert first.result() == (200, {"rewards": [1.0]})
+        assert [f.result()[1]["rewards"] for f in later] == [[float(i), 0.0] for i in range(7)]
+        health = ask(url, path="/health")[1]
+    assert sizes == [1, 14]
+    assert health == {"status": "ok", "reward": "rewards.py:f", "requests": 8, "completions": 15, "batches": 2}
+
+
+def test_a_request_that_makes_the_function_raise_leaves_others_alone() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def picky(completions: list[str]) -> list[float]:
+        begun.set()
+        assert go.wait(20)
+        if "bad" in completions:
+            raise KeyError("bad")
+        return lengths(completions)
+
+    with service(function_of(picky)) as url, ThreadPoolExecutor(3) as pool:
+        bodies = [{"prompts": ["p"], "completions": [text]} for text in ("first", "bad", "good")]
+        first = pool.submit(ask, url, bodies[0])
+        assert begun.wait(20)
+        bad, good = (pool.submit(ask, url, body) for body in bodies[1:])
+        while ask(url, path="/health")[1]["requests"] < 3:
+            pass
+        go.set()
+        assert first.result()[1] == {"rewards": [5.0]} and good.result()[1] == {"rewards": [4.0]}
+        answer = bad.result()[1]
+    assert answer["rewards"] == [None] and "KeyError: 'bad'" in answer["errors"][0]
+
+
+def test_columns_reach_the_function_and_null_does_not_apply() -> None:
+    def equal(completions: list[str], answer: list[str | None], **columns: Any) -> list[float | None]:
+        del columns
+        return [None if gold is None else float(c == gold) for c, gold in zip(completions, answer, strict=True)]
+
+    with service(function_of(equal)) as url:
+        columns = {"answer": ["4", "5", None], "extra": [1, 2, 3]}
+        body = {"prompts": ["p"] * 3, "completions": ["4", "4", "4"], "columns": columns}
+        assert ask(url, body) == (200, {"rewards": [1.0, 0.0, None]})
+        status, answer = ask(url, {"prompts": ["p"], "completions": ["4"]})
+    assert status == 400 and "needs the column 'answer'" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "Expecting"),
+        (b"\xff", "codec"),
+        (b"[" * 100_000, "recursion"),
+        ([], "expected {"),
+        ({"prompts": ["p"]}, "expected {"),
+        ({"prompts": ["p"], "completions": ["a", "b"]}, "1 prompts, but 2 completions"),
+        ({"prompts": ["p"], "completions": [1]}, "completions[0] must be text, or messages"),
+        ({"prompts": [[{"role": "user"}]], "completions": ["a"]}, "prompts[0] must be text, or messages"),
+        ({"prompts": ["p"], "completions": ["a"], "columns": []}, '"columns" must be an object'),
+        ({"prompts": ["p"], "completions": ["a"], "columns": {"x": [1, 2]}}, "the column 'x' must be a list"),
+        ({"prompts": ["p"], "completions": ["a"], "columns": {"prompts": ["x"]}}, "cannot be the name of a column"),
+        ({"query": ["p"], "prompts": ["p"]}, "unknown key 'query'"),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(body: Any, words: str) -> None:
+    with service(function_of(lengths)) as url:
+        status, answer = ask(url, body)
+        assert status == 400 and words in answer["error"]
+        assert ask(url, {"prompts": ["p"], "completions": ["abc"]}) == (200, {"rewards": [3.0]})
+
+
+def test_other_refusals() -> None:
+    with service(function_of(lengths), max_bytes=1000) as url:
+        assert ask(url, {"prompts": ["p" * 1000], "completions": ["a"]})[0] == 413
+        assert ask(url, b"{}", kind="text/plain")[0] == 415
+        assert ask(url, {}, "/elsewhere")[0] == 404
+        assert ask(url, path="/reward")[0] == 405
+        assert ask(url, {"prompts": [], "completions": []}) == (200, {"rewards": []})
+
+
+def test_a_run_gets_the_servers_errors_as_failures() -> None:
+    def half(completions: list[str]) -> list[float]:
+        return [float("nan") if c == "bad" else 1.0 for c in completions]
+
+    played = [Rollout(Task("t", "p", (1,))) for _ in range(2)]
+    for r in played:
+        r.act(Completion([2], [0.0], [0], "stop"))
+    with service(function_of(half)) as url:
+        rewards = RewardSet([], [], 1.0)
+        rewards.add(remote_reward(RemoteReward(urls=(f"{url}/reward",)), "answer", str), 1.0)
+        asyncio.run(rewards.score(played, ["good", "bad"]))
+    assert played[0].reward == 1.0
+    assert played[1].status is Status.REWARD_FAILED and f"{url}/reward" in (played[1].error or "")
+    assert "returned nan" in (played[1].error or "")
+
+
+@contextmanager
+def process(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """The command, what it said before it was ready, and its address."""
+    command = [sys.executable, "-m", "tunesmith", "serve-reward", *arguments, "--port", "0"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        told = ""
+        try:
+            for line in server.stdout:
+                told += line
+                if found := re.search(r"at (http://\S+)/reward", line):
+                    yield server, told, found[1]
+                    break
+            else:
+                pytest.fail(f"it did not start: {told}")
+        finally:
+            server.kill()
+
+
+def test_the_command_serves_a_model_and_ends_on_sigterm(tmp_path: Path, path: Path) -> None:
+    model = RewardModel.load(ModelReward(path=str(path)), dtype=torch.float32, device="cpu", max_tokens=64)
+    (score,) = direct_scores(path, [model.encode("1+1?", "2")])
+    with process(tmp_path, str(path), "--normalize", "--max-tokens", "64", "--window-ms", "1") as (server, told, url):
+        assert f"serving {path} at http://127.0.0.1:" in told and "warning" not in told
+        status, answer = ask(url, {"prompts": ["1+1?"], "completions": ["2"]})
+        assert status == 200 and answer["rewards"] == [pytest.approx((score - 0.25) / 2.0, abs=1e-5)]
+        assert ask(url, path="/health")[1]["batches"] == 1
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+
+
+def test_the_documented_request_is_answered_as_documented(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    said = re.search(r"curl (\S+) -H 'Content-Type: application/json' \\\n\s+-d '(.*?)'\n```", text, re.DOTALL)
+    answer = re.search(r"^\{\"rewards\": \[.*\]\}$", text, re.MULTILINE)
+    assert said and answer and said[1].endswith(":8100/reward")
+    code = text.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "rewards.py").write_text(code)
+    with process(tmp_path, "rewards.py:correct") as (server, _, url):
+        assert ask(url, said[2].encode()) == (200, json.loads(answer[0]))
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+
+
+def test_addresses_that_others_can_reach_are_warned_of() -> None:
+    assert _is_loopback("127.0.0.1") and _is_loopback("::1") and _is_loopback("localhost")
+    assert not _is_loopback("0.0.0.0") and not _is_loopback("::") and not _is_loopback("example.org")
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "words"),
+    [
+        ("nowhere", {}, "is no reward"),
+        ("rewards.py:gone", {}, "has no function 'gone'"),
+        ("rewards.py", {}, "names a file but no function"),
+        ("rewards.py:ids", {}, "completion_ids"),
+        ("rewards.py:f", {"normalize": True}, "--normalize has no meaning for a reward function"),
+        ("rewards.py:f", {"max_tokens": 5}, "--max-tokens has no meaning"),
+        ("regex_format", {}, "reward.pattern is missing"),
+        ("rm", {"timeout": 3.0}, "--timeout has no meaning for a reward model"),
+        ("plain", {"normalize": True}, "reward_stats.json, which does not exist"),
+        ("./gone", {}, "there is no model directory './gone'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, target: str, options: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "rewards.py").write_text("def f(completions): ...\ndef ids(completion_ids): ...\n")
+    (tmp_path / "rm").symlink_to(path)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text((path / "config.json").read_text())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        serve_reward(target, "127.0.0.1", 0, ServeOptions(**options))
+
+
+def test_an_address_that_is_taken_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rewards.py").write_text("def f(completions): ...\n")
+    monkeypatch.chdir(tmp_path)
+    with service(function_of(lengths)) as url, pytest.raises(ConfigError, match="choose another --host or --port"):
+        serve_reward("rewards.py:f", "127.0.0.1", urlsplit(url).port or 0, ServeOptions())
+
+
+def test_the_command_checks_its_options() -> None:
+    found = CliRunner().invoke(app, ["serve-reward", "rm", "--dtype", "float8"])
+    assert found.exit_code == 2 and "must be float32 or bfloat16" in found.output

@@ -1,0 +1,243 @@
+"""Tools: calls found in what models write, run, answered; bad ones told to the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_tokenizers import byte_level, template
+from episodes import check_tokens, load, made_task, ok, play
+from tunesmith.environments.tool_calls import (
+    BadCall,
+    Parse,
+    ToolCall,
+    parse_hermes,
+    parse_llama,
+    parse_mistral,
+    parser_for,
+)
+from tunesmith.errors import ConfigError
+from tunesmith.types import Status
+
+ADD = ToolCall("add", {"a": 1, "b": 2})
+
+
+@pytest.mark.parametrize(
+    ("parse", "raw", "content", "calls"),
+    [
+        (parse_hermes, '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', "", [ADD]),
+        (parse_hermes, 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}', "Let me see.", [ADD]),
+        (parse_hermes, '<tool_call>{"name": "now"}</tool_call>' * 2, "", [ToolCall("now")] * 2),
+        (parse_hermes, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', "", [ADD]),
+        (
+            parse_hermes,
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n"
+            "</tool_call>",
+            "",
+            [ADD],
+        ),
+        (
+            parse_hermes,
+            '<think>or <tool_call>{"name": "no"}</tool_call>?</think>So <tool_call>{"name": "yes"}</tool_call>',
+            '<think>or <tool_call>{"name": "no"}</tool_call>?</think>So',
+            [ToolCall("yes")],
+        ),
+        (parse_hermes, 'a brace { and "name"', 'a brace { and "name"', []),
+        (parse_llama, '{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
+        (parse_llama, '{"type": "function", "function": {"name": "add", "parameters": {"a": 1, "b": 2}}}', "", [ADD]),
+        (parse_llama, '<|python_tag|>{"name": "now"}; {"name": "now", "parameters": {}}', "", [ToolCall("now")] * 2),
+        (parse_llama, 'The object {"name": 1} is JSON.', 'The object {"name": 1} is JSON.', []),
+        (parse_mistral, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]', "", [ADD]),
+        (parse_mistral, "no call", "no call", []),
+    ],
+)
+def test_calls_are_found(parse: Parse, raw: str, content: str, calls: list[Any]) -> None:
+    text = raw.replace("<|python_tag|>", "").replace("[TOOL_CALLS]", "" if parse is parse_mistral else "[TOOL_CALLS]")
+    assert parse(raw, text) == (content if calls else text, calls)
+
+
+@pytest.mark.parametrize(
+    ("parse", "raw", "reason"),
+    [
+        (parse_hermes, '<tool_call>{"name": "add", "arguments": {"a": 1,</tool_call>', "not valid JSON"),
+        (parse_hermes, "<tool_call>add(1, 2)</tool_call>", "not valid JSON"),
+        (parse_hermes, '<tool_call>["add"]</tool_call>', "a tool call is an object"),
+        (parse_hermes, '<tool_call>{"tool": "add"}</tool_call>', "names no tool"),
+        (parse_hermes, '<tool_call>{"name": 7}</tool_call>', "names no tool"),
+        (parse_hermes, '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', "'add' are no object"),
+        (parse_hermes, "<tool_call>", "not valid JSON"),
+        (parse_llama, '{"name": "add", "parameters": {', "not valid JSON"),
+        (parse_llama, "<|python_tag|>add.call(1)", "not valid JSON"),
+        (parse_mistral, "[TOOL_CALLS]add{}", "not valid JSON"),
+    ],
+)
+def test_calls_that_cannot_be_read_are_told(parse: Parse, raw: str, reason: str) -> None:
+    _, calls = parse(raw, raw.replace("<|python_tag|>", "").replace("[TOOL_CALLS]", ""))
+    (call,) = calls
+    assert isinstance(call, BadCall) and reason in call.reason
+
+
+def test_the_template_says_how_calls_are_written() -> None:
+    assert parser_for(template("qwen2")) is parse_hermes
+    assert parser_for("... <|python_tag|> ...") is parse_llama
+    assert parser_for("... [TOOL_CALLS] ...") is parse_mistral
+    assert parser_for("plain") is parse_hermes
+
+
+TOOLS = '''
+import threading
+from typing import Any
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+async def divide(a: float, b: float) -> dict[str, float]:
+    """Divide a number by another.
+
+    Args:
+        a: What is divided.
+        b: What it is divided by.
+    """
+    return {"quotient": a / b}
+
+def hang() -> str:
+    """Never return."""
+    threading.Event().wait()
+
+def undescribed(a: int) -> int:
+    """No word on the argument."""
+
+def untyped(a):
+    """Something.
+
+    Args:
+        a: A thing.
+    """
+'''
+ALL = ("env.py:add", "env.py:divide", "env.py:hang")
+
+
+def call(name: str, **arguments: Any) -> str:
+    import json
+
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def said(turns: list[str]) -> Any:
+    """A policy that says these turns, and at last what it heard last."""
+
+    def policy(text: str) -> str:
+        number = text.count("<|im_start|>assistant") - 1
+        heard = text.rsplit("<tool_response>\n", 1)[-1].split("\n</tool_response>")[0]
+        return (turns[number] if number < len(turns) else heard) + "<|im_end|>"
+
+    return policy
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_level(template("qwen2"))
+
+
+def test_tools_are_described_called_and_answered(tokenizer: Any, tmp_path: Path) -> None:
+    environments = load(tmp_path, TOOLS, tools=ALL)
+    policy = said([call("add", a=3, b=4), "So. " + call("divide", a=1, b=4) + call("add", a=1, b=1)])
+    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], policy)
+    check_tokens(ok(rollout), engine)
+    assert rollout.reward is None, "reward functions judge"
+    assert rollout.metrics == {"turns": 3.0, "forks": 0.0, "unfinished": 0.0, "bad_calls": 0.0}
+    assert len([record for record in rollout.records if record.turns]) == 1
+    assert rollout.messages is not None
+    assert [m["role"] for m in rollout.messages] == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
+    assert [m["content"] for m in rollout.messages if m["role"] == "tool"] == ["7", '{"quotient": 0.25}', "2"]
+    first = rollout.messages[0]["tool_calls"][0]
+    assert first["function"] == {"name": "add", "arguments": '{"a": 3, "b": 4}'}
+    assert rollout.messages[1]["tool_call_id"] == first["id"]
+    prompt = tokenizer.decode(rollout.token_ids[: rollout.turns[0].start])
+    assert "Add two numbers." in prompt and '"name": "divide"' in prompt
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ("<tool_call>{nonsense</tool_call>", "Error: the tool call is not valid JSON"),
+        (call("ad", a=1, b=2), "Error: there is no tool 'ad'. Did you mean 'add'?"),
+        (call("add", a=1), "Error: wrong arguments for add(a, b): missing a required argument: 'b'"),
+        (call("add", a=1, b=2, c=3), "Error: wrong arguments for add(a, b): got an unexpected keyword argument 'c'"),
+        (call("divide", a=1, b=0), "Error: ZeroDivisionError: "),
+        (call("add", a=1, b=None), "Error: TypeError: "),
+    ],
+)
+def test_what_is_wrong_with_a_call_is_told_to_the_policy(turn: str, words: str, tokenizer: Any, tmp_path: Path) -> None:
+    environments = load(tmp_path, TOOLS, tools=ALL)
+    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], said([turn]))
+    check_tokens(ok(rollout), engine)
+    assert rollout.messages is not None and rollout.messages[1]["role"] == "tool"
+    assert rollout.messages[1]["content"].startswith(words), rollout.messages[1]
+    assert rollout.messages[2]["content"].startswith(words)
+    assert len(rollout.records) == 1 and rollout.metrics["turns"] == 2.0
+
+
+def test_a_bad_call_may_end_the_episode(tokenizer: Any, tmp_path: Path) -> None:
+    environments = load(tmp_path, TOOLS, tools=ALL, bad_call="end")
+    policy = said(["<tool_call>{nonsense</tool_call>"])
+    (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], policy)
+    assert ok(rollout).metrics["turns"] == 1.0 and rollout.metrics["bad_calls"] == 1.0
+
+
+def test_a_tool_that_hangs_fails_its_rollout(tokenizer: Any, tmp_path: Path) -> None:
+    environments = load(tmp_path, TOOLS, tools=ALL, timeout=0.5)
+    (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], said([call("hang")]))
+    assert rollout.status is Status.TIMED_OUT and "the tool 'hang' did not return" in str(rollout.error)
+
+
+def test_an_environment_may_have_tools_beside_its_steps(tokenizer: Any, tmp_path: Path) -> None:
+    code = (
+        TOOLS
+        + """
+class Quiz:
+    def reset(self, answer, **columns):
+        self.answer = answer
+
+    def step(self, action):
+        return None, float(action == self.answer), True
+"""
+    )
+    environments = load(tmp_path, code, path="env.py:Quiz", tools=ALL[:1])
+    task = made_task(tokenizer, answer="7")
+    (rollout,), engine = play(environments, tokenizer, [task], said([call("add", a=3, b=4)]))
+    check_tokens(ok(rollout), engine)
+    assert rollout.reward == 1.0 and rollout.metrics["turns"] == 2.0
+    never = said([call("add", a=1, b=1)] * 20)
+    (rollout,), _ = play(environments, tokenizer, [task], never)
+    assert ok(rollout).reward == 0.0 and rollout.metrics["unfinished"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"tools": ("env.py:undescribed",)}, "'env.py:undescribed' cannot be a tool: "),
+        ({"tools": ("env.py:untyped",)}, "'env.py:untyped' cannot be a tool: "),
+        ({"tools": ("env.py:ad",)}, "has no function 'ad' (asked for by 'env.py:ad'). Did you mean 'add'?"),
+        ({"tools": ("env.py:add", "env.py:add")}, "two tools called 'add'"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused(section: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, TOOLS, **section)
+    assert words in str(raised.value)
+
+
+def test_a_template_without_a_place_for_tools_is_refused(tmp_path: Path) -> None:
+    plain = byte_level(template("chatml"))
+    environments = load(tmp_path, TOOLS, tools=ALL)
+    with pytest.raises(ConfigError, match="the chat template has no place for them"):
+        play(environments, plain, [made_task(plain)], said([]))
