@@ -18,6 +18,47 @@ ALGORITHMS = Path(__file__).parent.parent / "docs" / "algorithms.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+WHEN: Mapping[str, Mapping[str, str]] = {
+    "estimators": {
+        "grpo": "the usual choice where several answers per prompt can be compared",
+        "dr_grpo": "tasks of very different difficulty, long answers",
+        "rloo": "small groups; an unbiased baseline",
+        "opo": "strictly on-policy training with answers of very different lengths",
+        "gpg": "many groups have equal rewards and dynamic filtering is too dear",
+        "gdpo": "several rewards of different scale",
+        "reinforce": "one answer per prompt, no second model",
+        "reinforce_baseline": "groups, with advantages on one scale over the batch",
+        "remax": "one or two answers per prompt, deterministic tasks",
+        "gae": "credit should differ from token to token; rewards along the way; a critic is affordable",
+        "vapo": "as gae, for long reasoning",
+        "token_reward": "distillation: every token has its own reward",
+    },
+    "losses": {
+        "ppo": "several optimizer steps per batch; the usual choice",
+        "reinforce": "one optimizer step per batch; with a correction also off policy",
+        "gpg": "one optimizer step per batch",
+        "gspo": "mixtures of experts, long answers: token ratios are noisy there",
+        "gspo_token": "as gspo, where advantages differ from token to token",
+        "gmpo": "a few outlying tokens upset ppo",
+        "gepo": "very stale samples, many machines",
+        "cispo": "long reasoning, where ppo would drop the rare tokens that turn an answer",
+        "sapo": "ppo's hard clip makes training jumpy",
+        "dppo_tv": "rare tokens should move far, frequent ones should not",
+        "clip_cov": "entropy falls too fast",
+        "kl_cov": "entropy falls too fast; steadier than clip_cov",
+    },
+    "corrections": {
+        "token_truncate": "sampler and trainer differ a little: another engine, quantised weights",
+        "token_clamp": "as token_truncate, and small weights should not vanish",
+        "icepop": "mixtures of experts: leave out the tokens on which the two disagree",
+        "sequence_truncate": "unbiased for short answers; the weight of a long one varies widely",
+        "sequence_mask": "stale samples: leave out the answers that the policy has left behind",
+        "geometric": "only answers that both would have written: very strict",
+    },
+}
+"""When to use each; a registered name that is missing here fails the page's test."""
+
+
 def presets() -> str:
     """Every preset, with what it sets."""
     rows = [
@@ -28,18 +69,20 @@ def presets() -> str:
 
 
 def losses() -> str:
-    return _registered(POLICY_LOSSES.values())
+    return _registered(POLICY_LOSSES.values(), WHEN["losses"])
 
 
 def estimators() -> str:
-    return _registered(ESTIMATORS.values())
+    return _registered(ESTIMATORS.values(), WHEN["estimators"])
 
 
 def corrections() -> str:
+    when = WHEN["corrections"]
     rows = [
-        (f"`{c.name}`", f"`{_cell(c.formula)}`", _source(c.source), _settings(c.keys)) for c in CORRECTIONS.values()
+        (f"`{c.name}`", f"`{_cell(c.formula)}`", when[c.name], _source(c.source), _settings(c.keys))
+        for c in CORRECTIONS.values()
     ]
-    return _table(("name", "weight of a token", "source", "keys and defaults"), rows)
+    return _table(("name", "weight of a token", "for", "source", "keys and defaults"), rows)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {made.__name__: made for made in (presets, losses, estimators, corrections)}
@@ -50,18 +93,19 @@ def with_tables(text: str) -> str:
     return BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
 
 
-def _registered(entries: Iterable[PolicyLoss | Estimator]) -> str:
+def _registered(entries: Iterable[PolicyLoss | Estimator], when: Mapping[str, str]) -> str:
     rows = [
         (
             f"`{e.name}`",
             f"`{_cell(e.formula)}`",
+            when[e.name],
             _source(e.source),
             _settings(e.keys),
             ", ".join(NEEDS[need] for need in sorted(e.needs)),
         )
         for e in entries
     ]
-    return _table(("name", "formula", "source", "keys and defaults", "needs"), rows)
+    return _table(("name", "formula", "for", "source", "keys and defaults", "needs"), rows)
 
 
 def _settings(settings: Mapping[str, object]) -> str:

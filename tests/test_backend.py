@@ -138,9 +138,6 @@ def test_state_continues_exactly(dtype: torch.dtype) -> None:
     assert not any("frozen" in name for name in a.state())
 
 
-# Schedule -----------------------------------------------------------------------------------------------
-
-
 def rates(total: int, **options: Any) -> list[float]:
     settings: dict[str, Any] = {"peak": 1.0, "total": total, "warmup": 0, "schedule": "constant"}
     return [learning_rate(step, **{**settings, **options}) for step in range(total)]
@@ -155,9 +152,6 @@ def test_schedules_by_hand() -> None:
     assert rates(4, warmup=4) == [0.25, 0.5, 0.75, 1.0]
     assert rates(2, warmup=1, schedule="cosine") == [1.0, 1.0]
     assert learning_rate(99, peak=1.0, total=5, warmup=0, schedule="cosine", min_ratio=0.1) == pytest.approx(0.1)
-
-
-# Saving -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

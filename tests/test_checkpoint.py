@@ -167,9 +167,6 @@ def test_best_and_cadence() -> None:
     assert [cadence.due(None, s) for s in range(1, 6)] == [False] * 4 + [True]
 
 
-# Whole runs ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))

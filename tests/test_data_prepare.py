@@ -53,9 +53,6 @@ def with_bos(tokenizer: Any, eos: bool = False) -> Any:
     return tokenizer
 
 
-# Tasks --------------------------------------------------------------------------------------------------
-
-
 def test_text_prompts_go_through_the_template_and_other_columns_are_passed_on(tmp_path: Path) -> None:
     tok = tiny.tokenizer()
     path = put(tmp_path / "a.jsonl", SUMS)
@@ -120,9 +117,6 @@ def test_ids_from_a_column_stay_unique(tmp_path: Path) -> None:
     assert ids == [f"{a}#1", f"{a}#1 ({a}:2)", f"{a}:3", f"{b}#1"]
 
 
-# Bad lines ----------------------------------------------------------------------------------------------
-
-
 def test_a_bad_line_stops_with_its_place_or_is_skipped_counted_and_listed(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", SUMS, '\n{"question": null}\n{"answer": 1}\n{"question": "cut')
     with pytest.raises(DataError, match=r"a\.jsonl:7: blank line\. \(data\.skip_bad"):
@@ -160,9 +154,6 @@ def test_nothing_usable_is_refused_with_the_reasons(tmp_path: Path) -> None:
     long = put(tmp_path / "b.jsonl", SUMS)
     with pytest.raises(DataError, match=r"(?s)no usable line.*6 too long and skipped"):
         tasks(long, tiny.tokenizer(), max_prompt_tokens=3, too_long="skip")
-
-
-# Limits -------------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_over_the_limit(tmp_path: Path) -> None:
@@ -203,9 +194,6 @@ def test_a_sample_over_the_limit(tmp_path: Path) -> None:
     assert learned(tok, right.items[0]) == ("<bos>01234", "4")
     with pytest.raises(DataError, match="nothing is left to learn"):
         samples(path, tok, max_tokens=5, too_long="truncate_right")
-
-
-# Samples ------------------------------------------------------------------------------------------------
 
 
 def test_text_is_learned_whole_and_ends_with_eos(tmp_path: Path) -> None:
@@ -290,9 +278,6 @@ def test_templates_that_teach_no_stop_are_noted(tmp_path: Path) -> None:
     )
     assert "leave <|im_end|> out" in samples(path, kit.byte_level(source)).report.summary()
     assert not samples(path, kit.byte_level(kit.template("smollm3_marked"))).report.notes
-
-
-# Settings, mixtures -------------------------------------------------------------------------------------
 
 
 def test_settings_that_would_be_ignored_are_refused(tmp_path: Path) -> None:

@@ -230,3 +230,11 @@ def test_documents_name_no_place_of_one_machine() -> None:
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
         assert "/tmp/" not in text and "/work/" not in text and "/home/" not in text, document.name
+
+
+def test_every_built_in_reward_has_its_row() -> None:
+    from tunesmith.environments.builtin_rewards import BUILTINS
+
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    table = page.split("## Built-in rewards", 1)[1].split("\n\n", 2)[1]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(BUILTINS)

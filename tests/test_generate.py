@@ -58,9 +58,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return list(read_lines(path))
 
 
-# Files --------------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.text(max_size=8), max_size=5), st.integers(0, 200))
 def test_a_file_cut_anywhere_is_mended_to_its_whole_lines(texts: list[str], cut: int) -> None:
     import tempfile
@@ -80,9 +77,6 @@ def test_a_last_line_without_its_content_is_cut_off(tmp_path: Path) -> None:
     assert repair(path) == 1
     assert path.read_bytes() == b'{"a": 1}\n'
     assert repair(tmp_path / "none.jsonl") == 0
-
-
-# The loop -----------------------------------------------------------------------------------------------
 
 
 def tasks_of(count: int) -> list[Task]:
@@ -146,9 +140,6 @@ def test_data_that_the_output_would_write_over_is_refused() -> None:
 def test_lines_without_a_completion_to_score_are_refused(value: Any) -> None:
     with pytest.raises(DataError, match="no completion to score"):
         given_records(Task("t", "p", (5,), {"completion": value}), None)
-
-
-# The command --------------------------------------------------------------------------------------------
 
 
 def test_columns_and_order_are_kept_and_a_second_run_changes_nothing(tmp_path: Path, model: Path) -> None:
@@ -256,8 +247,6 @@ def test_an_unread_reward_kind_without_a_reward_is_refused(tmp_path: Path, model
     with pytest.raises(ConfigError, match="needs a reward"):
         run_generate(None, settings)
 
-
-# From Python --------------------------------------------------------------------------------------------
 
 PROMPTS = ["7*6=", "a longer prompt than the first: 12+30=", "x", "1+1="]
 

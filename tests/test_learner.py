@@ -178,9 +178,6 @@ def test_dropout_is_off_in_training(models: dict[str, Path]) -> None:
     assert difference(second, first) < 1e-5
 
 
-# Optimizer batches --------------------------------------------------------------------------------------
-
-
 class Recorder:
     """A backend without a model: it notes what it was given."""
 
@@ -274,9 +271,6 @@ def test_a_sample_over_the_cap_is_refused_with_what_to_do() -> None:
     with pytest.raises(UserError, match=r"raise system\.max_tokens_per_microbatch") as error:
         learner_of(Recorder(), 4).step([Sample([1] * 5, [False] + [True] * 4)])
     assert isinstance(error.value, SampleTooLong)
-
-
-# Out of memory ------------------------------------------------------------------------------------------
 
 
 class Failing:

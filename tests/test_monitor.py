@@ -32,8 +32,6 @@ from tunesmith.monitor.progress import (
 from tunesmith.monitor.run_dir import open_run_dir
 from tunesmith.monitor.summary import print_summary, time_table
 
-# Metrics ------------------------------------------------------------------------------------------------
-
 
 def steps(path: Path) -> list[int]:
     return [line["step"] for line in read_metrics(path)]
@@ -149,9 +147,6 @@ def test_checking_sinks_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-# Run directories ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
@@ -242,9 +237,6 @@ def test_an_interrupted_run_says_how_to_go_on(folder: Path) -> None:
     assert not hasattr(caught.value, "__notes__"), "there is nothing to go on from"
 
 
-# Time ---------------------------------------------------------------------------------------------------
-
-
 class FakeTime:
     def __init__(self) -> None:
         self.now = 100.0
@@ -309,9 +301,6 @@ def test_where_the_time_went(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     print_summary({}, {"checkpoint": "here"})
     assert "checkpoint  here" in capsys.readouterr().out
-
-
-# Display ------------------------------------------------------------------------------------------------
 
 
 def test_numbers_as_people_read_them() -> None:

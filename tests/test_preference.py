@@ -40,9 +40,6 @@ def sigma(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-# Formulas -----------------------------------------------------------------------------------------------
-
-
 def test_the_losses_by_hand() -> None:
     h = t(-1.0, 0.0, 2.0)
     plain = [-math.log(sigma(x)) for x in (-1.0, 0.0, 2.0)]
@@ -82,8 +79,6 @@ def test_softplus_neither_overflows_nor_vanishes(x: float) -> None:
 def test_gradients_are_those_of_finite_differences(loss: Callable[[Tensor], Tensor]) -> None:
     assert torch.autograd.gradcheck(loss, (t(-1.3, 0.4, 2.2).requires_grad_(),))
 
-
-# Objectives ---------------------------------------------------------------------------------------------
 
 LENGTHS = (3, 1, 2, 4, 1, 2)
 """Three pairs."""
@@ -295,9 +290,6 @@ def test_a_pair_in_two_micro_batches_is_a_fault_of_ours() -> None:
         course(p.dpo_objective("sigmoid", 0.1), samples, predictions(samples), [[0, 2, 3], [1, 4, 5]], "logprobs")
 
 
-# Packing ------------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
        st.integers(0, 25), st.booleans())  # fmt: skip
 @settings(deadline=None, max_examples=60)
@@ -326,9 +318,6 @@ def test_a_pair_shares_its_prompt() -> None:
     assert group_tokens(two) == 25 and group_tokens(two, share=False) == 45
     scored = [whole_sequence(s.token_ids) for s in two]
     assert group_tokens(scored) == 27, "a reward model's two also share it, with one more token each"
-
-
-# With a model -------------------------------------------------------------------------------------------
 
 
 def learner_of(backend: Any, objective: Objective, cap: int, **options: Any) -> Learner:

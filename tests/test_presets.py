@@ -115,6 +115,7 @@ def test_unknown_names(keys: dict[str, object], words: str) -> None:
         ({"reference_every": 5}, "kl_coef is 0"),
         ({"overlong_factor": 2.0}, "overlong_buffer is 0"),
         ({"filter_low": 0.2}, "dynamic_filter is off"),
+        ({"rest_epochs": 2}, "dynamic_filter is off"),
         ({"correction_high": 3.0}, "the correction 'none' does not read it"),
         ({"correction": "token_truncate", "correction_low": 0.5}, "'token_truncate' does not read it"),
     ],

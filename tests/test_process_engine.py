@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine_contract import CHECKS, FREE, Subject
 from tiny import save_model
+from tiny_runs import rl_settings, sums, write_lines
 from tunesmith.engines.process import ProcessEngine
-from tunesmith.errors import EngineError
+from tunesmith.errors import ConfigError, EngineError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.weights.files import WeightFiles, read_weights
+from tunesmith.monitor.metrics import read_metrics
+from tunesmith.weights.files import MEMORY, WeightFiles, read_weights, shared_directory
 
 CONTEXT = 64
 COMMAND = [sys.executable, "-m", "tunesmith.build.engine_worker"]
@@ -32,7 +39,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.model = CausalLM.load(save_model(folder / "model", max_position_embeddings=CONTEXT, vocab_size=261))
         self.before = {name: t.clone() for name, t in self.model.module.state_dict().items()}
-        self.files = WeightFiles(self.model.module.state_dict().items, folder)
+        self.files = WeightFiles(self.model.module.state_dict().items, shared_directory(1 << 20))
         self.said: list[str] = []
         self.runner = asyncio.Runner()
         self.settings: dict[str, Any] = {
@@ -146,13 +153,53 @@ def test_a_worker_that_cannot_start_says_how_it_was_started(bench: Bench) -> Non
     bench.runner.run(run())
 
 
+def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> None:
+    """Same weights, same seeds, same tokens: also with an average in place for the evaluations.
+
+    Up to rounding, because what is decoded together depends on when it arrives.
+    """
+    from tunesmith import build
+
+    model = save_model(tmp_path / "model")
+    held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
+    changed: dict[str, Any] = {
+        "train__steps": 3, "train__ema_decay": 0.5, "eval__use_ema": True, "eval__every": 1,
+        "data__eval": str(held_out),
+    }  # fmt: skip
+    inside = build.run_rl(None, rl_settings(tmp_path, model, "inside", **changed))
+    apart = build.run_rl(None, rl_settings(tmp_path, model, "apart", system__engine_process=True, **changed))
+    weights = [load_file(outcome.checkpoint / "model.safetensors") for outcome in (inside, apart)]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-3, atol=1e-5)
+    names = ("reward", "eval/reward", "eval/length", "tokens")
+    metrics = [read_metrics(outcome.run_dir / "metrics.jsonl") for outcome in (inside, apart)]
+    seen = [[{name: line.get(name) for name in names} for line in lines] for lines in metrics]
+    assert seen[0] == seen[1] and len(seen[0]) > 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"system__engine_python": sys.executable}, "engine_process = false"),
+        ({"system__engine_process": True, "system__speculative": "ngram"}, "in the trainer's process"),
+        ({"system__engine_process": True, "lora__rank": 2}, "adapter"),
+        ({"system__engine": "vllm"}, "not installed in this environment"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    from tunesmith import build
+
+    if "not installed" in words and find_spec("vllm"):
+        pytest.skip("vLLM is installed here")
+    with pytest.raises(ConfigError, match=words):
+        build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
+
+
 def test_files_have_version_and_checksum(tmp_path: Path) -> None:
     tied = torch.arange(4.0)
     named = {"a": tied, "b": tied, "c": torch.ones(2, 3, dtype=torch.bfloat16)}
-    files = WeightFiles(named.items, tmp_path / "weights")
-    files.directory.mkdir()
+    files = WeightFiles(named.items, TemporaryDirectory(dir=tmp_path))
     first = files.publish(1)
-    assert files.publish(1) == first
     found = read_weights(first, 1)
     assert all(found[name].equal(tensor) for name, tensor in named.items())
     with pytest.raises(EngineError, match="version 1, not of 2"):
@@ -165,5 +212,26 @@ def test_files_have_version_and_checksum(tmp_path: Path) -> None:
     tied += 1
     second = files.publish(2)
     assert read_weights(second, 2)["b"].tolist() == [1, 2, 3, 4] and not first.exists()
-    files.close()
-    assert not files.directory.exists()
+
+
+def test_weights_of_a_killed_trainer_do_not_stay_in_memory(tmp_path: Path) -> None:
+    """The worker sees its input end, and clears away what it was sent."""
+    model = save_model(tmp_path / "model")
+    settings = rl_settings(tmp_path, model, train__steps=100_000, system__engine_process=True)
+    (tmp_path / "none.toml").touch()
+    before = set(MEMORY.glob("tunesmith-weights-*"))
+    command = [sys.executable, "-m", "tunesmith", "rl", str(tmp_path / "none.toml"), *settings]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    metrics = tmp_path / "run/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+    assert set(MEMORY.glob("tunesmith-weights-*")) > before
+    process.kill()
+    process.wait()
+    wait_until(lambda: set(MEMORY.glob("tunesmith-weights-*")) <= before)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

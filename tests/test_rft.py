@@ -58,9 +58,6 @@ def rft(step: Any, folder: Path, model: Path, *overrides: str) -> RFTOutcome:
     return run_rft(step, None, said(folder, model, *overrides))
 
 
-# Settings -----------------------------------------------------------------------------------------------
-
-
 def resolved(*overrides: str) -> Any:
     base = ["model.path=org/model", "data.train=org/data", 'reward.functions=["math"]']
     return resolve(load_config(RFTConfig, None, [*base, *overrides]), Facts(read_hardware()))
@@ -121,9 +118,6 @@ def test_the_kind_of_a_run_file_is_found(tmp_path: Path) -> None:
     assert find_kind(tmp_path / "a.toml") is RFTConfig
 
 
-# Prompts ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_the_encoder_makes_the_tokens_of_the_loader_and_puts_examples_before(
@@ -179,9 +173,6 @@ def test_a_question_is_templated_once_in_training_as_when_it_is_asked(tmp_path: 
         check_prompts(tmp_path / "train.jsonl", learned(tokenizer.decode(tasks[0].prompt_ids)), tasks)
 
 
-# Runs ---------------------------------------------------------------------------------------------------
-
-
 def test_a_whole_run_of_two_rounds_and_again_changes_nothing(tmp_path: Path, model: Path) -> None:
     more = ["rft.rounds=2", "rft.start=last", f"rft.few_shot={tmp_path / 'shots.jsonl'}", "rft.few_shot_separator=;"]
     done = rft("run", tmp_path, model, *more)
@@ -225,9 +216,6 @@ def test_the_steps_one_by_one_end_where_a_run_ends_even_when_cut_off(tmp_path: P
 def test_evaluation_needs_questions(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval is missing"):
         run_rft("evaluate", None, [s for s in said(tmp_path, model) if not s.startswith("data.eval")])
-
-
-# The recipe ---------------------------------------------------------------------------------------------
 
 
 def test_unit_conversion_splits_share_no_question_and_answers_are_right(tmp_path: Path) -> None:

@@ -57,9 +57,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(t.equal(b[name]) for name, t in a.items())
 
 
-# Numbers ------------------------------------------------------------------------------------------------
-
-
 def test_how_much_a_critic_explains() -> None:
     def sample(returns: list[float], values: list[float]) -> Sample:
         columns = {"returns": [9.0, *returns], "old_values": [-9.0, *values]}  # the prompt's do not count
@@ -168,9 +165,6 @@ def test_the_head_learns_at_its_own_rate(model: Path) -> None:
     moved = {name: float((p.detach() - before[name]).abs().max()) for name, p in backend.optimizer.parameters.items()}
     assert moved.pop("value_head.weight") == pytest.approx(0.1, rel=1e-3), "Adam's first step is the learning rate"
     assert max(moved.values()) < 0.02
-
-
-# Runs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [OWN, SHARED], ids=["own", "shared"])
@@ -322,9 +316,6 @@ def test_settings_that_would_mean_nothing_are_refused(
     assert words in str(error.value)
 
 
-# From rollouts to samples -------------------------------------------------------------------------------
-
-
 class Scorer:
     """A learner that finds what it is told, token by token of each sample."""
 
@@ -406,9 +397,6 @@ def test_gdpo_standardises_each_reward_and_weighs_it() -> None:
     only_a = np.array([-1, 2, -1]) / 3**0.5
     assert advantages(a=2.0, b=0.0) == pytest.approx(only_a, rel=1e-5)
     assert advantages(a=0.0, b=1.0) == pytest.approx([1, -1, 0], rel=1e-5)
-
-
-# Gathering ----------------------------------------------------------------------------------------------
 
 
 def test_a_group_whose_greedy_rollout_failed_is_not_learned_from(tmp_path: Path, model: Path) -> None:

@@ -212,8 +212,6 @@ def test_the_same_seed_gives_the_same_run_and_the_system_changes_rounding_only(t
         assert ours["microbatches"] > theirs["microbatches"]
 
 
-# Supervised ---------------------------------------------------------------------------------------------
-
 CHAT = [{"messages": [{"role": "user", "content": s["prompt"]}, {"role": "assistant", "content": s["answer"]}]}
         for s in sums(12)]  # fmt: skip
 FORMATS: dict[str, list[dict[str, Any]]] = {

@@ -38,8 +38,6 @@ from tunesmith.models.head import fused_logprobs
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
 
-# --- KL to a reference --------------------------------------------------------------------------------------------
-
 
 def our_kl(logprobs: Tensor, reference: Tensor, estimator: str) -> Graded:
     leaf = logprobs.clone().requires_grad_()
@@ -98,9 +96,6 @@ def agree_adaptive_controller(seed: int) -> None:
         theirs.update(kl, samples)
         openrlhfs.update(kl, samples)
         assert found.coef == pytest.approx(theirs.value) == pytest.approx(openrlhfs.value)
-
-
-# --- correction for off-policy sampling ---------------------------------------------------------------------------
 
 
 def our_weights(case: Case, name: str, low: float, high: float) -> Tensor:
@@ -220,9 +215,6 @@ def row(leaf: Tensor, case: Case, index: int) -> Tensor:
         config=actor_config(clip_ratio_low=0.4, clip_ratio_high=0.4),
     )
     return loss
-
-
-# --- the critic, log-probabilities, shaping -----------------------------------------------------------------------
 
 
 def critic_case(seed: int) -> Case:

@@ -144,9 +144,6 @@ def differ(found: Graded, expected: Graded) -> bool:
     return any((a - b).abs().max() > 1e-3 for a, b in zip(found, expected, strict=True))
 
 
-# --- advantages ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Rewards:
     """Rewards of a batch of groups: ``reward [B]`` at the last policy token, ``tokens [B, T]`` beside it."""

@@ -48,7 +48,7 @@ def metrics(run_dir: Path, name: str) -> list[float]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("example", "steps", "rise", "held_out_rise"),
-    [("arithmetic", 12, 0.1, 0.1), ("unit_conversion", 20, 0.15, 0.1), ("reverse_text", 20, 0.15, 0.1)],
+    [("arithmetic", 24, 0.1, 0.1), ("unit_conversion", 24, 0.15, 0.1), ("reverse_text", 24, 0.15, 0.1)],
 )
 def test_an_example_learns(example: str, steps: int, rise: float, held_out_rise: float, tmp_path: Path) -> None:
     """The sampled reward and the greedy reward on held-out problems rise by at least so much."""

@@ -89,9 +89,6 @@ def test_one_sequence_that_does_not_fit_ends_with_advice(tmp_path: Path) -> None
     assert "DeviceMemoryError" in last and "gradient_checkpointing" in last, ended.stderr[-2000:]
 
 
-# Disk ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Generator[Path]:
     disk = tmp_path / "disk"

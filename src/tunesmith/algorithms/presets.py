@@ -315,7 +315,7 @@ def _fill_correction(filling: _Filling) -> None:
 
 
 _OVERLONG, _HORIZON = frozenset({"overlong_factor"}), frozenset({"kl_horizon"})
-_FILTER = frozenset({"filter_low", "filter_high"})
+_FILTER = frozenset({"filter_low", "filter_high", "rest_epochs"})
 _KL = frozenset({"kl_in", "kl_estimator", "kl_target", "kl_horizon", "reference_every"})
 _SHAPING = frozenset({"overlong_buffer", "reward_clip", "stop_properly", "kl_in"})
 _CONDITIONS: list[tuple[frozenset[str], str, Callable[[_Filling], bool]]] = [

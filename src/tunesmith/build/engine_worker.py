@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,8 +32,17 @@ async def _run(settings: dict[str, Any], write: Callable[[bytes], Any]) -> None:
     from tunesmith.engines.served import serve
 
     engine, take_weights = ENGINES[settings.pop("engine")](**settings)
+    trainer, folders = os.getppid(), set[Path]()
+
+    def take(path: Path, version: int) -> None:
+        folders.add(path.parent)
+        take_weights(path, version)
+
     # Read on a thread, which works for pipes and files alike.
-    await serve(engine, lambda: asyncio.to_thread(sys.stdin.buffer.readline), write, take_weights)
+    await serve(engine, lambda: asyncio.to_thread(sys.stdin.buffer.readline), write, take)
+    if os.getppid() != trainer:  # it was killed, and its weights would go on to fill the memory
+        for folder in folders:
+            rmtree(folder, ignore_errors=True)
 
 
 def _local(model: str, dtype: str, device: str, trust_remote_code: bool, **options: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +15,64 @@ from tunesmith.data.chat import end_of_turn_id
 from tunesmith.types import Sampling
 
 if TYPE_CHECKING:
-    from tunesmith.engines.local.engine import LocalEngine
+    from tunesmith.engines.base import RolloutEngine
     from tunesmith.engines.local.speculation import Speculation
     from tunesmith.models.causal_lm import CausalLM
 
 
-def make_engine(config: RunConfig, model: CausalLM) -> LocalEngine:
-    """The engine inside this process, on the trainer's own parameters."""
+def make_engine(config: RunConfig, model: CausalLM, report: Callable[[str], None]) -> RolloutEngine:
+    """The engine of ``[system]``. ``report`` is told what a reader of the run should know."""
+    system = config.system
+    assert system.kv_memory and config.model.dtype, "not resolved"
+    if system.engine_process:
+        return _process_engine(config, model, report)
+    if system.engine == "vllm":
+        from tunesmith.engines.vllm import VllmEngine, VllmSettings
+
+        return VllmEngine(VllmSettings(**_vllm_settings(config)), model.module.state_dict().items)
     from tunesmith.engines.local.engine import LocalEngine
 
+    return LocalEngine(model, **_local_settings(config), limits=limits_of(config), speculation=_speculation(config))
+
+
+def _process_engine(config: RunConfig, model: CausalLM, report: Callable[[str], None]) -> RolloutEngine:
+    from tunesmith.engines.process import ProcessEngine
+    from tunesmith.weights.files import WeightFiles, shared_directory
+
+    named = model.module.state_dict()
+    files = WeightFiles(named.items, shared_directory(sum(t.nbytes for t in named.values())))
+    system = config.system
+    if system.engine == "vllm":
+        settings = {"engine": "vllm", **_vllm_settings(config)}
+    else:
+        assert system.device is not None, "not resolved"
+        own = {"model": config.model.path, "dtype": config.model.dtype, "device": system.device}
+        trusted = config.model.trust_remote_code
+        settings = {"engine": "local", **own, "trust_remote_code": trusted, **_local_settings(config)}
+    command = [str(system.engine_python or sys.executable), "-m", "tunesmith.build.engine_worker"]
+    return ProcessEngine(command, settings, files.publish, report=report)
+
+
+def _local_settings(config: RunConfig) -> dict[str, Any]:
     system = config.system
     assert system.kv_memory, "not resolved"
-    return LocalEngine(
-        model,
-        kv_bytes=parse_size(system.kv_memory),
-        max_running=system.max_running,
-        max_prefill_tokens=system.max_prefill_tokens,
-        limits=limits_of(config),
-        speculation=_speculation(config),
-    )
+    return {
+        "kv_bytes": parse_size(system.kv_memory),
+        "max_running": system.max_running,
+        "max_prefill_tokens": system.max_prefill_tokens,
+    }
+
+
+def _vllm_settings(config: RunConfig) -> dict[str, Any]:
+    system, model = config.system, config.model
+    assert system.kv_memory, "not resolved"
+    return {
+        "model": model.path,
+        "dtype": model.dtype,
+        "kv_bytes": parse_size(system.kv_memory),
+        "max_running": system.max_running,
+        "trust_remote_code": model.trust_remote_code,
+    }
 
 
 def _speculation(config: RunConfig) -> Speculation | None:

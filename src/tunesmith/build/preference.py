@@ -60,9 +60,6 @@ def run_prm(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
     )
 
 
-# Data ---------------------------------------------------------------------------------------------------
-
-
 def _load_rm(config: RMConfig, data: DataSection, source: Sources, tokenizer: Tokenizer) -> Prepared[Comparison]:
     from tunesmith.models.score_model import whole_sequence
 
@@ -118,9 +115,6 @@ def _step_sizes(config: PRMConfig, item: Solution) -> tuple[int, int]:
     """The pair of the last step is the largest: all tokens, and both labels."""
     longest = item.marks[-1] + 1
     return len(item.token_ids), longest + 2 if config.system.share_prompts else 2 * (longest + 1)
-
-
-# Parts --------------------------------------------------------------------------------------------------
 
 
 def _rm_parts(run: Opened[RMConfig, Comparison]) -> SupervisedParts[Comparison]:

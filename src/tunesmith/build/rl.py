@@ -74,8 +74,17 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
         with session.phase("setup"):
             parts = _rl_parts(config, session, tokenizer, rewards, environments, train, held_out)
             rl.restore(parts, session)
-        asyncio.run(rl.run(parts, session))
+        asyncio.run(_run(parts, session))
         return outcome_of(session, run_dir)
+
+
+async def _run(parts: RLParts, session: Session) -> None:
+    from tunesmith.loop import rl
+
+    try:
+        await rl.run(parts, session)
+    finally:
+        await parts.engine.close()
 
 
 def _rl_parts(
@@ -89,6 +98,7 @@ def _rl_parts(
 ) -> RLParts:
     from tunesmith.algorithms.kl import AdaptiveController
     from tunesmith.loop.collect import Collector
+    from tunesmith.loop.curriculum import Curriculum
     from tunesmith.loop.rl import RLParts
     from tunesmith.models.causal_lm import CausalLM
 
@@ -97,12 +107,12 @@ def _rl_parts(
     learner = _policy_learner(config, session, tokenizer, model)
     add_rewards(rewards, config, tokenizer, session.note)
     sampling = make_sampling(rollout, tokenizer, rollout.temperature)
-    engine = make_engine(config, model)
+    engine = make_engine(config, model, session.note)
     decode: Callable[[Sequence[int]], str] = partial(tokenizer.decode, skip_special_tokens=True)
     return RLParts(
         config=config,
         sampling=sampling,
-        tasks=train.loader(shuffle=config.data.shuffle, seed=data_seed(config)),
+        tasks=Curriculum(train.loader(shuffle=config.data.shuffle, seed=data_seed(config)), algorithm.rest_epochs or 0),
         rewards=rewards,
         collector=Collector(
             engine,

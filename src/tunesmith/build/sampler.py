@@ -29,7 +29,7 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.types import RolloutGroup, Sampling, Task
 
 if TYPE_CHECKING:
-    from tunesmith.engines.local.engine import LocalEngine
+    from tunesmith.engines.base import RolloutEngine
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Sampler:
     """A loaded model that answers tasks into files."""
 
     collector: Collector
-    engine: LocalEngine
+    engine: RolloutEngine
     sampling: Sampling
     n: int
     seed: int
@@ -70,7 +70,7 @@ class Sampler:
 
         section = config.sampling
         assert section.n is not None and section.temperature is not None, "not resolved"
-        engine = make_engine(config, load_model(CausalLM, config, tokenizer))
+        engine = make_engine(config, load_model(CausalLM, config, tokenizer), partial(print, flush=True))
         if rewards is not None:
             make_ready(rewards, config, tokenizer)
         yield cls(

@@ -51,6 +51,8 @@ def _named_files(data: Tree) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
         ("model", "chat_template", _existing),
         ("lora", "path", _adapter),
         ("teacher", "path", _model),
+        ("system", "draft_model", _model),
+        ("system", "engine_python", _existing),
         ("rft", "few_shot", _existing),
         ("checkpoint", "resume", _existing),
     ):

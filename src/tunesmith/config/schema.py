@@ -213,6 +213,8 @@ class AlgorithmSection(Section):
     """Replace groups whose mean score is not strictly between ``filter_low`` and ``filter_high``."""
     filter_low: float = 0.0
     filter_high: float = 1.0
+    rest_epochs: PositiveInt | None = None
+    """Epochs for which a task is left out after its group was filtered; None: it comes again with the next one."""
     reward_clip: tuple[float, float] | None = None
     stop_properly: Annotated[float, Field(le=1)] | None = None
     """What a rollout that hit the length limit keeps of its reward; a negative number replaces it (ProRL)."""
@@ -308,8 +310,14 @@ class SystemSection(Section):
     gradient_checkpointing: bool = False
     logprob_chunk: PositiveInt | None = None
     """Rows of the head that are computed at a time."""
+    engine: Literal["local", "vllm"] = "local"
+    """What samples: the engine that comes with Tunesmith, or vLLM."""
+    engine_process: bool = False
+    """Sample in a process of its own with its own copy of the weights, replaced when it dies."""
+    engine_python: Path | None = None
+    """Interpreter that ``engine_process`` runs in, where the engine is installed in another environment."""
     kv_memory: Size | None = None
-    """KV memory of the local engine, such as ``512MB`` or ``4GB``."""
+    """KV memory of the engine, such as ``512MB`` or ``4GB``."""
     max_running: PositiveInt = 256
     """Requests decoded together at most."""
     max_prefill_tokens: PositiveInt = 8192

@@ -201,9 +201,6 @@ def check_limit(section: DataSection, key: str) -> None:
         raise ConfigError(f"data.too_long = '{section.too_long}' needs a limit: set data.{key}.")
 
 
-# Reading ------------------------------------------------------------------------------------------------
-
-
 def read_examples(section: DataSection, source: Sources, goal: Goal) -> tuple[list[tuple[int, Example]], Report, str]:
     """Every usable line with the index of its source; the report; the fingerprint of the data."""
     sources = as_sources(source)

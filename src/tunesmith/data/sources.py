@@ -136,9 +136,6 @@ def _neighbours(path: Path) -> str:
     return nearest(path.name, names[:200]) if len(names) < 200 else ""
 
 
-# JSON Lines ---------------------------------------------------------------------------------------------
-
-
 def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value; write null or a number")
 
@@ -192,9 +189,6 @@ def _kind(value: object) -> str:
         return "null"
     names = {"list": "a list", "str": "a string", "int": "a number", "float": "a number", "bool": "a boolean"}
     return names.get(type(value).__name__, type(value).__name__)
-
-
-# JSON ---------------------------------------------------------------------------------------------------
 
 
 def _decode_file(path: Path) -> str:
@@ -304,9 +298,6 @@ def _items(scan: _Scanner) -> Rows:
         if scan.peek() != "]":
             scan.take(",")
     scan.take("]")
-
-
-# Tables -------------------------------------------------------------------------------------------------
 
 
 def read_csv(path: Path) -> Rows:

@@ -43,6 +43,7 @@ class VllmSettings:
     model: str
     dtype: str
     max_model_len: int | None = None
+    """Longest prompt and completion together; None: the model's context, or what ``kv_bytes`` holds."""
     kv_bytes: int | None = None
     max_running: int = 256
     max_batched_tokens: int | None = None
@@ -108,9 +109,6 @@ class VllmEngine:
                 self._do(lambda: self._vllm.abort_request([name]))
 
     async def load_weights(self, version: int) -> None:
-        if version == self._version and version:
-            return
-
         def load() -> None:
             self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(self._weights())})
             self._version = version
@@ -240,7 +238,7 @@ def _start(settings: VllmSettings) -> Any:
     arguments = EngineArgs(
         model=settings.model,
         dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
+        max_model_len=settings.max_model_len or -1,
         kv_cache_memory_bytes=settings.kv_bytes,
         max_num_seqs=settings.max_running,
         max_num_batched_tokens=settings.max_batched_tokens,

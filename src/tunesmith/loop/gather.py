@@ -47,6 +47,7 @@ async def gather(parts: RLParts, session: Session) -> tuple[list[RolloutGroup], 
         **(rewards := parts.rewards.metrics([r for g in tried for r in g.rollouts])),
         **({"reward": rewards["reward/mean"]} if "reward/mean" in rewards else {}),
         "groups_kept": len(kept) / len(tried),
+        **({"tasks_resting": float(parts.tasks.resting)} if config.algorithm.rest_epochs else {}),
         "sampled_tokens": float(stats.sampled_tokens),
         "reused_prompt_tokens": float(stats.reused_prompt_tokens),
         "preemptions": float(stats.preemptions),
@@ -71,4 +72,6 @@ def _informative(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[Rollout
     comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]
     if not algorithm.dynamic_filter:
         return comparable
-    return filter_groups(comparable, algorithm.filter_low, algorithm.filter_high, parts.rewards.weights).kept
+    filtered = filter_groups(comparable, algorithm.filter_low, algorithm.filter_high, parts.rewards.weights)
+    parts.tasks.rest(filtered.rejected)
+    return filtered.kept

@@ -102,9 +102,6 @@ def records_of(line: Mapping[str, Any]) -> list[Json]:
     return cast("list[Json]", line["completions"]) if "completions" in line else [dict(line)]
 
 
-# Files --------------------------------------------------------------------------------------------------
-
-
 def repair(path: Path) -> int:
     """Cut a torn last line off a file of JSON lines; the number of whole lines. A missing file has none."""
     if not path.exists():
@@ -175,9 +172,6 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
         note.write_text(json.dumps(current), encoding="utf-8")
 
 
-# The loop -----------------------------------------------------------------------------------------------
-
-
 async def answer(
     path: Path,
     tasks: Sequence[Task],
@@ -241,9 +235,6 @@ def _measured(rollouts: Sequence[Rollout], stats: EngineStats, seconds: float) -
 def window_of(max_running: int, n: int) -> int:
     """Tasks in flight that keep an engine full while the first of them is waited for."""
     return max(1, ceil(2 * max_running / n))
-
-
-# Completions that the data holds already ----------------------------------------------------------------
 
 
 def given_records(task: Task, column: str | None) -> list[Json]:

@@ -32,9 +32,6 @@ SCORED_AT_ONCE = 1024
 """Comparisons that are scored beforehand in one go; what memory cuts short starts again from there."""
 
 
-# Batches ------------------------------------------------------------------------------------------------
-
-
 def pair_samples(items: Sequence[Comparison]) -> list[Sample]:
     """The sequences of pairs, each with its values and the number of its pair at every token."""
     samples: list[Sample] = []
@@ -110,9 +107,6 @@ def step_samples(items: Sequence[Solution], good: int, bad: int) -> list[Sample]
     return samples
 
 
-# Evaluation ---------------------------------------------------------------------------------------------
-
-
 def evaluate(
     learner: Learner,
     prepare: Callable[[Sequence[T]], list[Sample]],
@@ -158,9 +152,6 @@ def write_reward_stats(evaluation: Callable[[], Metrics], file: str, checkpoint:
     metrics = evaluation()
     stats = {"mean": metrics["eval/rewards/mean"], "std": metrics["eval/rewards/std"]}
     (checkpoint / "model" / file).write_text(json.dumps(stats) + "\n", encoding="utf-8")
-
-
-# The reference, scored beforehand -----------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -11,18 +11,18 @@ from tunesmith.algorithms.kl import AdaptiveController
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.backends.base import LossFn, TrainBackend
 from tunesmith.config.schema import RLConfig
-from tunesmith.data.loader import Loader
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.environments.rewards import RewardSet
 from tunesmith.loop.collect import Collector, derive_seed
 from tunesmith.loop.critic import Critic
+from tunesmith.loop.curriculum import Curriculum
 from tunesmith.loop.evaluate import Evaluation, evaluate
 from tunesmith.loop.experience import experience
 from tunesmith.loop.gather import gather
 from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.loop.samples import write_samples
 from tunesmith.loop.session import Session
-from tunesmith.types import RolloutGroup, Sample, Sampling, Task
+from tunesmith.types import RolloutGroup, Sample, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RLParts:
 
     config: RLConfig
     sampling: Sampling
-    tasks: Loader[Task]
+    tasks: Curriculum
     rewards: RewardSet
     collector: Collector
     engine: RolloutEngine

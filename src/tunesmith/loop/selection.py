@@ -90,9 +90,6 @@ def level(reward: float, borders: Sequence[float]) -> int:
     return bisect_left(borders, reward) + 1
 
 
-# Rejection sampling -------------------------------------------------------------------------------------
-
-
 def correct_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
     """Completions that reach the threshold and came to their end."""
     return [r for r in usable(line) if r["reward"] >= threshold - 1e-9 and r.get("finish_reason") == "stop"]

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM
 
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.models.head import fused_logprobs
-from tunesmith.models.lean import LeanDecoder
-from tunesmith.models.loading import load_config, load_module, load_tokenizer
-from tunesmith.models.quantised import Quantize
 
 
 @dataclass(slots=True)
@@ -26,21 +21,7 @@ class CausalLM(Decoder):
     Trainer and local engine share one ``CausalLM``, so the sampler always has the trainer's weights.
     """
 
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        trust_remote_code: bool = False,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        quantize: Quantize | None = None,
-    ) -> Self:
-        load_config(path, trust_remote_code=trust_remote_code)  # refuses a family before reading more
-        tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
-        module = load_module(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, quantize=quantize)
-        return cls(module, tokenizer, LeanDecoder.of(module.base_model))
+    auto: ClassVar[Any] = AutoModelForCausalLM
 
     @property
     def head(self) -> nn.Linear:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.models.attention import AttentionContext
 from tunesmith.models.lean import LeanDecoder
+from tunesmith.models.loading import load_config, load_module, load_tokenizer
 from tunesmith.models.quantised import Quantize
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ class Decoder:
 
     ``module`` is the untouched Hugging Face model, with whatever head it has: save it, inspect it, adapt it.
     """
+
+    auto: ClassVar[Any]
+    """The transformers class that chooses the architecture's own, by its head."""
+    settings: ClassVar[dict[str, Any]] = {}
+    """Entries of the configuration that this kind of model sets."""
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -52,7 +58,28 @@ class Decoder:
         Raises:
             ModelError: there is no such model, something of it is missing, or its family cannot work here.
         """
-        raise NotImplementedError
+        config = load_config(path, trust_remote_code=trust_remote_code)  # refuses a family before reading more
+        cls.check(path, config)
+        tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
+        module = load_module(
+            path,
+            auto=cls.auto,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            quantize=quantize,
+            **cls.settings,
+        )
+        model = cls(module, tokenizer, LeanDecoder.of(module.base_model))
+        model.complete(config)
+        return model
+
+    @classmethod
+    def check(cls, path: str | Path, config: Any) -> None:
+        """Refuse a model by its configuration, before its weights are read."""
+
+    def complete(self, config: Any) -> None:
+        """Make ready what a checkpoint with this ``config`` does not bring."""
 
     @property
     def device(self) -> torch.device:

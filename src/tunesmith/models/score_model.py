@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification
 
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.errors import ModelError
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.forest_attention import ForestAttention
-from tunesmith.models.lean import LeanDecoder
-from tunesmith.models.loading import load_config, load_module, load_tokenizer
-from tunesmith.models.quantised import Quantize
 from tunesmith.types import Sample
 
 
@@ -32,49 +28,30 @@ def whole_sequence(token_ids: Sequence[int]) -> Sample:
 
 @dataclass(slots=True)
 class ScoreModel(Decoder):
-    """A Hugging Face ``AutoModelForSequenceClassification`` with one label."""
+    """A Hugging Face ``AutoModelForSequenceClassification`` with one label.
+
+    Loaded from a language model its head is new: zero, so every first score is 0.
+    """
+
+    auto: ClassVar[Any] = AutoModelForSequenceClassification
+    settings: ClassVar[dict[str, Any]] = {"num_labels": 1}
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        trust_remote_code: bool = False,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        quantize: Quantize | None = None,
-    ) -> Self:
-        """Load a reward model, or a language model, whose head is then new: zero, so every first score is 0.
-
-        Raises:
-            ModelError: as ``CausalLM.load``; or the model has several labels, or no linear score head.
-        """
-        config = load_config(path, trust_remote_code=trust_remote_code)
-        tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
-        trained = any("ForSequenceClassification" in name for name in config.architectures or ())
-        if trained and config.num_labels != 1:
+    def check(cls, path: str | Path, config: Any) -> None:
+        if _is_trained(config) and config.num_labels != 1:
             raise ModelError(f"'{path}' has {config.num_labels} labels; a score model has one")
-        module = load_module(
-            path,
-            auto=AutoModelForSequenceClassification,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            quantize=quantize,
-            num_labels=1,
-        )
-        head = getattr(module, "score", None)
-        if not isinstance(head, nn.Linear):
+
+    def complete(self, config: Any) -> None:
+        if not isinstance(getattr(self.module, "score", None), nn.Linear):
             raise ModelError(
                 f"architecture '{config.model_type}' has no linear score head in transformers, so it cannot be a score "
                 "model. Choose a model of another family, such as Llama, Qwen, Mistral or Gemma"
             )
-        if not trained:
-            nn.init.zeros_(head.weight)
-        if module.config.pad_token_id is None:  # transformers asks for it to find a sequence's last token
-            module.config.pad_token_id = cast("int | None", tokenizer.pad_token_id or tokenizer.eos_token_id)
-        return cls(module, tokenizer, LeanDecoder.of(module.base_model))
+        if not _is_trained(config):
+            nn.init.zeros_(self.head.weight)
+        if self.module.config.pad_token_id is None:  # transformers asks for it to find a sequence's last token
+            tokenizer = self.tokenizer
+            self.module.config.pad_token_id = cast("int | None", tokenizer.pad_token_id or tokenizer.eos_token_id)
 
     @property
     def head(self) -> nn.Linear:
@@ -88,3 +65,8 @@ class ScoreModel(Decoder):
 
     def predict(self, forest: Forest) -> Predictions:
         return Predictions(values=self.scores(forest))
+
+
+def _is_trained(config: Any) -> bool:
+    """Whether a checkpoint brings a score head."""
+    return any("ForSequenceClassification" in name for name in config.architectures or ())

@@ -13,6 +13,7 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.distillation import distill_problems, teacher_problems
+from tunesmith.plan.engine import engine_problems
 from tunesmith.plan.generation import generation_problems
 
 
@@ -23,7 +24,7 @@ def check(config: RunConfig) -> None:
         ConfigError: naming the keys, why they do not go together, and what to change.
     """
     problems = [*_check_train(config), *_check_eval(config), *_check_lora(config), *generation_problems(config)]
-    problems += _check_speculation(config)
+    problems += engine_problems(config)
     problems += distill_problems(config)
     if isinstance(config, RLConfig):
         problems += [*_check_rl(config), *_check_algorithm(config)]
@@ -141,22 +142,15 @@ def _check_eval(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _check_speculation(config: RunConfig) -> Iterator[str]:
-    system = config.system
-    if system.speculative == "off" and "system.speculative_tokens" in settings(config, said_only=True):
-        yield 'system.speculative_tokens has no effect with system.speculative = "off"; say "ngram" or "draft"'
-    if system.speculative == "draft" and system.draft_model is None:
-        yield 'system.speculative = "draft" needs system.draft_model; without one say "ngram"'
-    if system.speculative != "draft" and system.draft_model is not None:
-        yield f'system.draft_model has no effect with system.speculative = "{system.speculative}"; say "draft"'
-
-
 def _check_sft(config: RunConfig) -> Iterator[str]:
     said = settings(config, said_only=True)
     for_sampling = (
         "eval.samples",
         "eval.temperature",
         "eval.pass_at",
+        "system.engine",
+        "system.engine_process",
+        "system.engine_python",
         "system.kv_memory",
         "system.max_running",
         "system.max_prefill_tokens",

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,28 +27,31 @@ ROOM = 1.5
 """Free space to find there, in weights, before memory is preferred to disk."""
 
 
-def shared_directory(num_bytes: int) -> Path:
-    """A new directory for files of ``num_bytes`` each: in memory where there is room, else on disk."""
+def shared_directory(num_bytes: int) -> TemporaryDirectory[str]:
+    """For files of ``num_bytes`` each, and gone with the process: in memory where there is room, else on disk."""
     roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM * num_bytes
-    return Path(tempfile.mkdtemp(prefix="tunesmith-weights-", dir=MEMORY if roomy else None))
+    return TemporaryDirectory(prefix="tunesmith-weights-", dir=MEMORY if roomy else None)
 
 
 @dataclass(slots=True)
 class WeightFiles:
-    """Publishes a trainer's weights; several engines may read the same file.
+    """Publishes a trainer's weights, each time to a new file.
 
     ``tensors`` gives them under their Hugging Face names, such as ``model.state_dict().items``.
     """
 
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]
-    directory: Path
+    directory: TemporaryDirectory[str]
+    _published: int = field(default=0, init=False)
     _newest: Path | None = field(default=None, init=False)
 
     def publish(self, version: int) -> Path:
-        """The file of the current weights, which are ``version``; written at the first call of a version."""
-        path = self.directory / f"version-{version}.safetensors"
-        if path == self._newest:
-            return path
+        """The file of the current weights, which are ``version``.
+
+        Written anew also where the version is the last one's: an evaluation may have put averaged weights in place.
+        """
+        self._published += 1
+        path = Path(self.directory.name) / f"{self._published}-version-{version}.safetensors"
         tensors = _separate(self.tensors())
         sums = {name: checksum(tensor) for name, tensor in tensors.items()}
         unfinished = path.with_suffix(".unfinished")
@@ -58,9 +61,6 @@ class WeightFiles:
             self._newest.unlink(missing_ok=True)
         self._newest = path
         return path
-
-    def close(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def read_weights(path: Path, version: int) -> dict[str, Tensor]:

@@ -1,0 +1,59 @@
+"""Which task comes next: the loader's order, without tasks that taught nothing the last time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunesmith.data.loader import Loader
+from tunesmith.types import RolloutGroup, Task
+
+
+@dataclass(slots=True)
+class Curriculum:
+    """Tasks whose group had no contrast rest for ``rest_epochs`` and then are played again.
+
+    By then the policy is another one: what was never right may be right sometimes.
+    """
+
+    loader: Loader[Task]
+    rest_epochs: int = 0
+    _rest_until: dict[str, int] = field(default_factory=dict[str, int], init=False)
+    """The epoch in which a resting task may be drawn again."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    @property
+    def epoch(self) -> int:
+        return self.loader.epoch
+
+    @property
+    def resting(self) -> int:
+        """Tasks that would be left out now."""
+        return sum(until > self.epoch for until in self._rest_until.values())
+
+    def next_batch(self, n: int) -> list[Task]:
+        return [self._next() for _ in range(n)]
+
+    def rest(self, groups: Sequence[RolloutGroup]) -> None:
+        """Let the tasks of these groups rest."""
+        if self.rest_epochs:
+            self._rest_until |= {g.task.id: self.epoch + 1 + self.rest_epochs for g in groups}
+
+    def _next(self) -> Task:
+        task = self.loader.next_batch(1)[0]
+        for _ in range(len(self.loader)):  # where all rest, none does
+            if self._rest_until.get(task.id, 0) <= self.epoch:
+                break
+            task = self.loader.next_batch(1)[0]
+        self._rest_until.pop(task.id, None)
+        return task
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.loader.state_dict(), "rest_until": dict(self._rest_until)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+        self._rest_until = dict(state["rest_until"])

@@ -1,0 +1,54 @@
+"""Tasks that taught nothing rest for the stated epochs, are tried again after them, and stay so across a resume."""
+
+from __future__ import annotations
+
+import json
+
+from tunesmith.data.loader import Loader
+from tunesmith.loop.curriculum import Curriculum
+from tunesmith.types import RolloutGroup, Task
+
+TASKS = [Task(name, name, (5,)) for name in "abcd"]
+
+
+def curriculum(rest_epochs: int) -> Curriculum:
+    return Curriculum(Loader(TASKS, shuffle=False), rest_epochs)
+
+
+def names(tasks: list[Task]) -> str:
+    return "".join(task.id for task in tasks)
+
+
+def rest(of: Curriculum, which: str) -> None:
+    of.rest([RolloutGroup(task, []) for task in TASKS if task.id in which])
+
+
+def test_a_task_rests_for_the_stated_epochs() -> None:
+    tasks = curriculum(2)
+    assert names(tasks.next_batch(3)) == "abc"
+    rest(tasks, "b")  # in epoch 0: left out in epochs 1 and 2
+    assert tasks.resting == 1
+    assert names(tasks.next_batch(1)) == "d"
+    assert names(tasks.next_batch(6)) == "acdacd"
+    assert names(tasks.next_batch(4)) == "abcd"
+    assert tasks.resting == 0
+
+
+def test_without_rest_nothing_changes() -> None:
+    tasks = curriculum(0)
+    rest(tasks, "abcd")
+    assert names(tasks.next_batch(8)) == "abcdabcd"
+
+
+def test_where_all_rest_none_does() -> None:
+    tasks = curriculum(5)
+    rest(tasks, "abcd")
+    assert len(tasks.next_batch(3)) == 3
+
+
+def test_who_rests_is_saved() -> None:
+    tasks, again = curriculum(1), curriculum(1)
+    tasks.next_batch(4)
+    rest(tasks, "ac")
+    again.load_state_dict(json.loads(json.dumps(tasks.state_dict())))
+    assert names(tasks.next_batch(6)) == names(again.next_batch(6))
