@@ -31,7 +31,7 @@ BEGIN, END = "<!-- results -->\n", "<!-- end of results -->"
 PICTURE = "presets.svg"
 TRAIN, HELD_OUT = 20_000, 200
 PROMPTS, GROUP = 16, 8
-WORKED_SHARE = 0.2
+WORKED_SHARE = 0.4
 QUARTERS = 4
 """Evaluations on the way."""
 
@@ -41,7 +41,7 @@ SFT: Mapping[str, Any] = {
 }  # fmt: skip
 RL: Mapping[str, Any] = {
     "reward.functions": ["exact_match"], "reward.pattern": ANSWER, "rollout.prompts_per_step": PROMPTS,
-    "rollout.group_size": GROUP, "rollout.max_new_tokens": 40, "train.lr": 5e-5, "train.warmup_steps": 5,
+    "rollout.group_size": GROUP, "rollout.max_new_tokens": 40, "train.lr": 1e-4, "train.warmup_steps": 5,
     "monitor.samples": 0,
 }  # fmt: skip
 COMMON: Mapping[str, Any] = {"model.dtype": "float32", "data.chat": False, "monitor.progress": False}
@@ -60,37 +60,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", action="store_true", help="only write docs/presets.md anew from --out")
     given = parser.parse_args(arguments)
     if not given.page:
-        results = measure(given.presets, given.seeds, given.steps, given.jobs)
-        given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        for results in measure(given.presets, given.seeds, given.steps, given.jobs):
+            given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     results = json.loads(given.out.read_text())
     draw(results, PAGE.with_name(PICTURE))
     PAGE.write_text(with_results(PAGE.read_text(), results))
     print(table(results))
 
 
-def measure(presets: Sequence[str], seeds: Sequence[int], steps: int, jobs: int) -> dict[str, Any]:
-    """The contents of a results file."""
-    with tempfile.TemporaryDirectory(prefix="presets-") as name, ThreadPoolExecutor(jobs) as pool:
-        folder = Path(name)
-        starts = dict(zip(seeds, pool.map(lambda seed: _start(folder / f"seed-{seed}", seed), seeds), strict=True))
-        wanted = [(preset, seed) for seed in seeds for preset in presets]
-        runs = list(pool.map(lambda one: _run(starts[one[1]], *one, steps), wanted))
+def measure(presets: Sequence[str], seeds: Sequence[int], steps: int, jobs: int) -> Iterator[dict[str, Any]]:
+    """The contents of a results file, fuller after each seed."""
     budget = {"steps": steps, "prompts_per_step": PROMPTS, "group_size": GROUP, "lr": RL["train.lr"]}
     machine = {"cores": read_hardware().cores, "runs_at_a_time": jobs}
-    return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": machine, "budget": budget, "runs": runs}
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="presets-") as name, ThreadPoolExecutor(jobs) as pool:
+        starts = {seed: _start(Path(name) / f"seed-{seed}", seed) for seed in seeds}
+        list(pool.map(_teach, starts.values(), starts))
+        for seed, start in starts.items():
+            runs += pool.map(lambda preset, start=start, seed=seed: _run(start, preset, seed, steps), presets)
+            date = time.strftime("%Y-%m-%d", time.gmtime())
+            yield {"date": date, "machine": machine, "budget": budget, "runs": runs}
 
 
 def _start(folder: Path, seed: int) -> Path:
-    """A model taught by example, and the problems, in ``folder``."""
+    """An untaught model, examples and problems, in ``folder``."""
     train, held_out = problems(seed, TRAIN, HELD_OUT)
     folder.mkdir()
     make_model(folder / "model", seed)
     write_tasks(folder / "train.jsonl", train)
     write_tasks(folder / "held_out.jsonl", held_out)
-    examples = write_examples(folder / "examples.jsonl", train, WORKED_SHARE, seed)
-    settings = {"run_dir": folder / "sft", "model.path": folder / "model", "data.train": examples, "train.seed": seed}
-    _tunesmith("sft", {**COMMON, **SFT, **settings})
+    write_examples(folder / "examples.jsonl", train, WORKED_SHARE, seed)
     return folder
+
+
+def _teach(start: Path, seed: int) -> None:
+    settings = {
+        "run_dir": start / "sft", "model.path": start / "model", "data.train": start / "examples.jsonl",
+        "train.seed": seed,
+    }  # fmt: skip
+    _tunesmith("sft", {**COMMON, **SFT, **settings})
 
 
 def _run(start: Path, preset: str, seed: int, steps: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import ours, peer_generate, peers, protocol, report, run  # noqa: E402
+from benchmarks import ours, peer_generate, peers, presets, protocol, report, run  # noqa: E402
 from benchmarks.workload import WORKLOADS, build_model  # noqa: E402
 
 
@@ -198,3 +198,12 @@ def test_a_run_without_peers_writes_the_documented_file(tmp_path: Path, capsys: 
     assert measure["peak_memory_mb"] > 0
     assert results["failed"] == []
     assert "tunesmith" in capsys.readouterr().out
+
+
+def test_the_page_of_presets_shows_its_results_file() -> None:
+    page = presets.PAGE.read_text(encoding="utf-8")
+    results = json.loads(presets.RESULTS.read_text(encoding="utf-8"))
+    assert presets.with_results(page, results) == page, "run: python -m benchmarks.presets --page"
+    assert (presets.PAGE.parent / presets.PICTURE).is_file()
+    runs = {(run["preset"], run["seed"]) for run in results["runs"]}
+    assert runs == {(name, seed) for name in presets.NAMES for seed in (0, 1, 2)}
