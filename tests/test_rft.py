@@ -243,3 +243,9 @@ def test_unit_conversion_splits_share_no_question_and_answers_are_right(tmp_path
     assert all(line["completion"].endswith("</answer>") for line in read_lines(tmp_path / "few_shot.jsonl"))
     with pytest.raises(ValueError, match="questions were asked for"):
         questions(0, 10**6)
+
+
+def test_the_engine_that_samples_is_not_handed_to_the_training(tmp_path: Path, model: Path) -> None:
+    """Training reads no key of a sampler, and would refuse one."""
+    sampler = ('system.engine="local"', "system.max_running=7", 'system.kv_memory="32MB"')
+    assert rft("run", tmp_path, model, *sampler, "rft.rounds=1").model is not None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tunesmith.data.forest import Forest, Predictions
     from tunesmith.loop.learner import Learner
     from tunesmith.loop.session import Session
+    from tunesmith.models.causal_lm import CausalLM
     from tunesmith.models.decoder import Decoder
 
     M = TypeVar("M", bound=Decoder)
@@ -63,6 +64,24 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
         start = None if path else lora.path
         trained, total = adapters.attach(model, lora, path=start, trust_remote_code=trust_remote_code).counts()
         print(f"LoRA: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})", flush=True)
+    return model
+
+
+def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM:
+    """Another language model, computed as the run's own and never trained: a teacher, a draft model."""
+    import torch
+
+    from tunesmith.models.causal_lm import CausalLM
+
+    assert config.model.dtype is not None and config.system.device is not None, "not resolved"
+    model = CausalLM.load(
+        path,
+        dtype=getattr(torch, config.model.dtype),
+        device=config.system.device,
+        trust_remote_code=config.model.trust_remote_code,
+        tokenizer=tokenizer,
+    )
+    model.module.requires_grad_(False)
     return model
 
 

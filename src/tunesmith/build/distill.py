@@ -7,15 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunesmith.build.common import data_seed, load_model, make_backend, make_learner
+from tunesmith.build.common import load_model, make_backend, make_learner
 from tunesmith.build.rl import run_rl
-from tunesmith.build.supervised import Opened, run_supervised
+from tunesmith.build.supervised import Opened, answer_sizes, load_answers, make_parts, run_supervised
 from tunesmith.build.teacher import compare_with, load_teacher
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.load import find_kind
-from tunesmith.config.schema import DataSection
-from tunesmith.data.prepare import Prepared, Sources, load_samples
-from tunesmith.data.tokens import Tokenizer
 from tunesmith.loop.opening import Outcome
 from tunesmith.types import Sample
 
@@ -32,38 +29,28 @@ def run_distill(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
     kind = find_kind(path, overrides)
     if issubclass(kind, OfflineDistillConfig):
         return run_supervised(
-            OfflineDistillConfig, path, overrides, load=_load, sizes=_sizes, build=_parts, metric="eval/loss"
+            OfflineDistillConfig,
+            path,
+            overrides,
+            load=load_answers,
+            sizes=answer_sizes,
+            build=_parts,
+            metric="eval/loss",
         )
     return run_rl(path, overrides, kind if issubclass(kind, DistillConfig) else DistillConfig)
 
 
-def _load(_: OfflineDistillConfig, data: DataSection, source: Sources, tokenizer: Tokenizer) -> Prepared[Sample]:
-    return load_samples(data, source, tokenizer)
-
-
-def _sizes(_: OfflineDistillConfig, sample: Sample) -> tuple[int, int]:
-    return len(sample.token_ids), len(sample.token_ids)
-
-
 def _parts(run: Opened[OfflineDistillConfig, Sample]) -> SupervisedParts[Sample]:
     from tunesmith.algorithms.distillation import distillation_objective
-    from tunesmith.loop.supervised import SupervisedParts
     from tunesmith.models.causal_lm import CausalLM
 
     config = run.config
-    assert config.train.steps and config.train.batch_size and config.distill.alpha, "not resolved"
+    assert config.train.steps and config.distill.alpha, "not resolved"
     predict = compare_with(load_teacher(config, run.tokenizer), config)
     backend = make_backend(config, load_model(CausalLM, config, run.tokenizer), predict)
     objective = distillation_objective(config.distill.alpha)
     learner = make_learner(config, run.session, backend, objective, "token_mean", config.train.steps)
-    return SupervisedParts(
-        items=run.train.loader(config.train.batch_size, shuffle=config.data.shuffle, seed=data_seed(config)),
-        backend=backend,
-        learner=learner,
-        prepare=list,
-        evaluate=partial(_evaluate, learner, run.evaluation) if run.evaluation else None,
-        evaluate_at_start=config.eval.at_start,
-    )
+    return make_parts(run, learner, list, partial(_evaluate, learner, run.evaluation) if run.evaluation else None)
 
 
 def _evaluate(learner: Learner, samples: Sequence[Sample]) -> Metrics:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.build.common import limits_of
+from tunesmith.build.common import limits_of, load_frozen
 from tunesmith.config.generation import SamplingSection
 from tunesmith.config.schema import RolloutSection, RunConfig
 from tunesmith.config.sizes import parse_size
@@ -32,7 +31,8 @@ def make_engine(config: RunConfig, model: CausalLM, report: Callable[[str], None
         return VllmEngine(VllmSettings(**_vllm_settings(config)), model.module.state_dict().items)
     from tunesmith.engines.local.engine import LocalEngine
 
-    return LocalEngine(model, **_local_settings(config), limits=limits_of(config), speculation=_speculation(config))
+    speculation = _speculation(config, report)
+    return LocalEngine(model, **_local_settings(config), limits=limits_of(config), speculation=speculation)
 
 
 def _process_engine(config: RunConfig, model: CausalLM, report: Callable[[str], None]) -> RolloutEngine:
@@ -75,26 +75,15 @@ def _vllm_settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _speculation(config: RunConfig) -> Speculation | None:
+def _speculation(config: RunConfig, report: Callable[[str], None]) -> Speculation | None:
     """How the local engine guesses ahead; None where it shall not."""
-    import torch
-
     from tunesmith.engines.local.speculation import Speculation
-    from tunesmith.models.causal_lm import CausalLM
 
-    system, model = config.system, config.model
+    system = config.system
     if system.speculative == "off":
         return None
-    assert model.dtype is not None and system.device is not None, "not resolved"
-    draft = None
-    if system.draft_model is not None:
-        draft = CausalLM.load(
-            system.draft_model,
-            dtype=getattr(torch, model.dtype),
-            device=system.device,
-            trust_remote_code=model.trust_remote_code,
-        )
-    return Speculation(system.speculative_tokens, draft, partial(print, flush=True))
+    draft = None if system.draft_model is None else load_frozen(config, system.draft_model)
+    return Speculation(system.speculative_tokens, draft, report)
 
 
 def make_sampling(

@@ -31,9 +31,8 @@ def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
 
 
 def _has_rewards(config: RLConfig) -> bool:
-    section = config.reward
     needed = config.environment.path is None and not isinstance(config, DistillConfig)
-    return bool(section.functions or section.models or section.remote) or needed
+    return config.reward.given or needed
 
 
 def prepare_tasks(config: RLConfig, environments: EnvironmentSet, tokenizer: Any, *data: Prepared[Task] | None) -> None:

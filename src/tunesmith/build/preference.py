@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tunesmith.build.common import data_seed, load_model, make_backend, make_learner
-from tunesmith.build.supervised import Opened, run_supervised
+from tunesmith.build.common import load_model, make_backend, make_learner
+from tunesmith.build.supervised import Opened, make_parts, run_supervised
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import DataSection, RunConfig
 from tunesmith.data.packing import num_forest_tokens
@@ -135,7 +135,7 @@ def _rm_parts(run: Opened[RMConfig, Comparison]) -> SupervisedParts[Comparison]:
         # Of the weights that are saved as the model, and not of their average.
         stats = measure if config.eval.use_ema else evaluate
         save_beside = partial(preference.write_reward_stats, stats, STATS_FILE)
-    return _parts(run, backend, learner, prepare, run.train, evaluate, summarise, save_beside)
+    return make_parts(run, learner, prepare, evaluate, summarise=summarise, save_beside=save_beside)
 
 
 def _set_padding_apart(model: ScoreModel, items: Sequence[Comparison]) -> None:
@@ -158,7 +158,7 @@ def _dpo_parts(run: Opened[DPOConfig, Comparison]) -> SupervisedParts[Comparison
     objective = dpo_objective(section.loss, section.beta, section.label_smoothing, section.nll_coef)
     backend = _language_model(run.config, run.tokenizer)
     learner = _learner(run, backend, objective, keep_groups=True)
-    return _reference_parts(run, backend, learner, partial(preference.reference_pairs, learner))
+    return _reference_parts(run, learner, partial(preference.reference_pairs, learner))
 
 
 def _kto_parts(run: Opened[KTOConfig, Comparison]) -> SupervisedParts[Comparison]:
@@ -170,7 +170,7 @@ def _kto_parts(run: Opened[KTOConfig, Comparison]) -> SupervisedParts[Comparison
     backend = _language_model(run.config, run.tokenizer)
     learner = _learner(run, backend, objective)
     prepare = partial(preference.judged_samples, learner)
-    return _reference_parts(run, backend, learner, prepare, preference.with_margin)
+    return _reference_parts(run, learner, prepare, preference.with_margin)
 
 
 def _prm_parts(run: Opened[PRMConfig, Solution]) -> SupervisedParts[Solution]:
@@ -182,12 +182,11 @@ def _prm_parts(run: Opened[PRMConfig, Solution]) -> SupervisedParts[Solution]:
     learner = _learner(run, backend, step_objective(), keep_groups=True)
     prepare = partial(preference.step_samples, good=good, bad=bad)
     evaluate = partial(preference.evaluate, learner, prepare, run.evaluation) if run.evaluation else None
-    return _parts(run, backend, learner, prepare, run.train, evaluate)
+    return make_parts(run, learner, prepare, evaluate)
 
 
 def _reference_parts(
     run: Opened[DPOConfig, Comparison] | Opened[KTOConfig, Comparison],
-    backend: TorchBackend[Any],
     learner: Learner,
     prepare: Callable[[Sequence[Comparison]], list[Sample]],
     summarise: Callable[[Metrics], Metrics] = dict,
@@ -204,7 +203,7 @@ def _reference_parts(
             held_out = references.attach("eval", held_out)
         save_beside = references.save
     measure = partial(evaluate, learner, prepare, held_out, summarise) if held_out else None
-    return _parts(run, backend, learner, prepare, train, measure, summarise, save_beside)
+    return make_parts(run, learner, prepare, measure, train=train, summarise=summarise, save_beside=save_beside)
 
 
 def _language_model(config: RunConfig, tokenizer: Any) -> TorchBackend[Any]:
@@ -224,29 +223,3 @@ def _learner(
     learner = make_learner(run.config, run.session, backend, objective, AGGREGATION, run.config.train.steps)
     learner.keep_groups = keep_groups
     return learner
-
-
-def _parts(
-    run: Opened[Any, T],
-    backend: TorchBackend[Any],
-    learner: Learner,
-    prepare: Callable[[Sequence[T]], list[Sample]],
-    train: Prepared[T],
-    evaluate: Callable[[], Metrics] | None,
-    summarise: Callable[[Metrics], Metrics] = dict,
-    save_beside: Callable[[Path], None] | None = None,
-) -> SupervisedParts[T]:
-    from tunesmith.loop.supervised import SupervisedParts
-
-    config: RunConfig = run.config
-    assert config.train.batch_size, "not resolved"
-    return SupervisedParts(
-        items=train.loader(config.train.batch_size, shuffle=config.data.shuffle, seed=data_seed(config)),
-        backend=backend,
-        learner=learner,
-        prepare=prepare,
-        evaluate=evaluate,
-        evaluate_at_start=config.eval.at_start,
-        summarise=summarise,
-        save_beside=save_beside,
-    )

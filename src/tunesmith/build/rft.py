@@ -36,19 +36,12 @@ from tunesmith.loop.rft import (
 )
 from tunesmith.monitor.run_dir import has_checkpoint, open_run_dir
 from tunesmith.plan.checks import check
+from tunesmith.plan.engine import SAMPLER_KEYS
 from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup
 from tunesmith.types import Task
 
 Step = Literal["generate", "train", "evaluate", "run"]
 _TRAINING = ("model.", "lora.", "train.", "system.", "monitor.", "checkpoint.")
-_SAMPLING_ONLY = (
-    "system.kv_memory",
-    "system.max_running",
-    "system.max_prefill_tokens",
-    "system.speculative",
-    "system.speculative_tokens",
-    "system.draft_model",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +232,7 @@ class _Run:
         config, said = self.config, dict(self.resolved.said)
         values = settings(config)
         known = {*said, *(d.key for d in self.resolved.derived)}
-        kept = {k: values[k] for k in values if k in known and k.startswith(_TRAINING) and k not in _SAMPLING_ONLY}
+        kept = {k: values[k] for k in values if k in known and k.startswith(_TRAINING) and k not in SAMPLER_KEYS}
         start = self.rounds[number - 1].model if number and config.rft.start == "last" else None
         if start is not None and (start / ADAPTER_CONFIG).is_file():
             kept = {k: v for k, v in kept.items() if k not in ("lora.rank", "lora.alpha", "lora.targets")}

@@ -23,7 +23,7 @@ from tunesmith.environments.rewards import RewardSet
 from tunesmith.loop.collect import Collector, derive_seed
 from tunesmith.loop.generation import Json, Unscored, answer, window_of
 from tunesmith.monitor.progress import Progress, open_progress
-from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
+from tunesmith.plan.facts import Facts, known_model_facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import RolloutGroup, Sampling, Task
@@ -135,14 +135,9 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         return thread.submit(asyncio.run, work).result()
 
 
-def model_facts(config: RunConfig) -> ModelFacts | None:
-    model = Path(config.model.path)
-    return read_model_facts(model) if model.is_dir() else None
-
-
 def task_data(config: SamplingConfig) -> DataSection:
     """The data section as tasks are loaded with it, limited to prompts that leave room for a completion."""
-    facts, data = model_facts(config), config.data
+    facts, data = known_model_facts(config.model.path), config.data
     changed: dict[str, Any] = {"completion": None, "loss_on": None, "max_tokens": None}
     if data.max_prompt_tokens is None and facts is not None and facts.context is not None:
         limit = facts.context - config.new_tokens
@@ -155,7 +150,7 @@ def resolve_sampling(config: C, tasks: Sequence[Task], *, count: bool = True) ->
     """Args: count: the number of tasks is the amount of work, and not of training data."""
     longest = max(len(task.prompt_ids) for task in tasks)
     size = len(tasks) if count else None
-    return resolve(config, Facts(read_hardware(), model_facts(config), size, None, longest))
+    return resolve(config, Facts(read_hardware(), known_model_facts(config.model.path), size, None, longest))
 
 
 def reward_run(config: SamplingConfig) -> RLConfig:

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tunesmith.build.common import load_tokenizer
+from tunesmith.build.common import data_seed, load_tokenizer
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import DataSection, RunConfig
-from tunesmith.data.prepare import Prepared, Sources
+from tunesmith.data.prepare import Prepared, Sources, load_samples
 from tunesmith.data.tokens import Tokenizer
 from tunesmith.loop.opening import (
     Outcome,
@@ -26,10 +26,11 @@ from tunesmith.loop.opening import (
     resolve_run,
 )
 from tunesmith.plan.checks import check
+from tunesmith.types import Sample
 
 if TYPE_CHECKING:
     from tunesmith.backends.base import TrainBackend
-    from tunesmith.loop.learner import Metrics
+    from tunesmith.loop.learner import Learner, Metrics
     from tunesmith.loop.session import Session
     from tunesmith.loop.supervised import SupervisedParts
 
@@ -95,6 +96,43 @@ def run_supervised(
             supervised.restore(parts, session)
         supervised.run(parts, session)
         return outcome_of(session, run_dir)
+
+
+def load_answers(_: RunConfig, data: DataSection, source: Sources, tokenizer: Tokenizer) -> Prepared[Sample]:
+    """``load`` of runs that learn given answers."""
+    return load_samples(data, source, tokenizer)
+
+
+def answer_sizes(_: RunConfig, sample: Sample) -> tuple[int, int]:
+    """``sizes`` of such runs, whose samples are learned one by one."""
+    return len(sample.token_ids), len(sample.token_ids)
+
+
+def make_parts(
+    run: Opened[Any, T],
+    learner: Learner,
+    prepare: Callable[[Sequence[T]], list[Sample]],
+    evaluate: Callable[[], Metrics] | None,
+    *,
+    train: Prepared[T] | None = None,
+    summarise: Callable[[Metrics], Metrics] = dict,
+    save_beside: Callable[[Path], None] | None = None,
+) -> SupervisedParts[T]:
+    """The loop's parts. ``train`` is the run's data with what was added to it since it was opened."""
+    from tunesmith.loop.supervised import SupervisedParts
+
+    config: RunConfig = run.config
+    assert config.train.batch_size, "not resolved"
+    return SupervisedParts(
+        items=(train or run.train).loader(config.train.batch_size, shuffle=config.data.shuffle, seed=data_seed(config)),
+        backend=learner.backend,
+        learner=learner,
+        prepare=prepare,
+        evaluate=evaluate,
+        evaluate_at_start=config.eval.at_start,
+        summarise=summarise,
+        save_beside=save_beside,
+    )
 
 
 def _averaged(backend: TrainBackend, evaluate: Callable[[], Metrics]) -> Metrics:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.build.common import load_tokenizer
+from tunesmith.build.common import load_frozen, load_tokenizer
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.environments.rewards import RewardSet
 from tunesmith.types import Rollout, Status
@@ -38,25 +38,13 @@ def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -
     Raises:
         ModelError: it cannot be loaded, or its tokens are not the student's.
     """
-    import torch
-
-    from tunesmith.models.causal_lm import CausalLM
     from tunesmith.models.teacher import check_same_vocabulary
 
     path, section = config.teacher.path, config.model
     there = section.model_copy(update={"path": path, "chat_template": None})
     theirs = load_tokenizer(config.model_copy(update={"model": there}))
     check_same_vocabulary(tokenizer, theirs, (section.path, path))
-    assert section.dtype is not None and config.system.device is not None, "not resolved"
-    teacher = CausalLM.load(
-        path,
-        dtype=getattr(torch, section.dtype),
-        device=config.system.device,
-        trust_remote_code=section.trust_remote_code,
-        tokenizer=theirs,
-    )
-    teacher.module.requires_grad_(False)
-    return teacher
+    return load_frozen(config, path, theirs)
 
 
 def compare_with(

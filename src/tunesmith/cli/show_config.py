@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tunesmith.cli.arguments import Overrides, RunFile
 
 
@@ -14,11 +12,10 @@ def show_config(run: RunFile, overrides: Overrides = None) -> None:
     """
     from tunesmith.config.load import find_kind, load_config
     from tunesmith.config.resolved import print_resolved
-    from tunesmith.plan.facts import Facts, read_model_facts
+    from tunesmith.plan.facts import Facts, known_model_facts
     from tunesmith.plan.hardware import read_hardware
     from tunesmith.plan.resolve import resolve
 
     config = load_config(find_kind(run, overrides or ()), run, overrides or ())
-    model = Path(config.model.path)
-    facts = Facts(read_hardware(), read_model_facts(model) if model.is_dir() else None)
+    facts = Facts(read_hardware(), known_model_facts(config.model.path))
     print_resolved(resolve(config, facts))

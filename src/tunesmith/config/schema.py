@@ -125,6 +125,11 @@ class RewardSection(Section):
     pattern: str | None = None
     """Regular expression of regex_format; with a group, also what exact_match and numeric_match extract."""
 
+    @property
+    def given(self) -> bool:
+        """Whether the section names any reward."""
+        return bool(self.functions or self.models or self.remote)
+
 
 class EnvironmentSection(Section):
     path: Annotated[str | dict[str, str] | None, Field(description="'file.py:name', or a table of such by name")] = None

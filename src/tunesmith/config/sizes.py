@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import ceil
 
 _UNITS = {
     "": 1,
@@ -31,6 +32,11 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise ValueError(f"'{text}' is no size; write a number and a unit, such as '512MB' or '4GB'")
     return size
+
+
+def megabytes(size: int) -> str:
+    """A number of bytes as a run file says it, rounded up."""
+    return f"{max(1, ceil(size / 10**6))}MB"
 
 
 def format_size(size: float) -> str:

@@ -30,6 +30,12 @@ def columns_of(task: Task) -> dict[str, Any]:
     return {**task.columns, "prompt": task.prompt}
 
 
+async def _reset_with_columns(code: EpisodeCode, it: Any, name: str, task: Task) -> Observation:
+    """``reset`` with what it takes of the task's columns."""
+    what = f"{name}.reset"
+    return as_observation(await code.run(what, it.reset, **keywords(it.reset, columns_of(task))), what)
+
+
 @dataclass(slots=True)
 class ToolsOnly:
     tools: Mapping[str, Tool]
@@ -56,9 +62,7 @@ class Native:
     stepped: bool = False
 
     async def reset(self, task: Task) -> Observation:
-        what = f"{self.name}.reset"
-        value = await self.code.run(what, self.it.reset, **keywords(self.it.reset, columns_of(task)))
-        return as_observation(value, what)
+        return await _reset_with_columns(self.code, self.it, self.name, task)
 
     async def step(self, text: str) -> Step:
         self.stepped = True
@@ -82,11 +86,7 @@ class TRL:
     tools: Mapping[str, Tool]
 
     async def reset(self, task: Task) -> Observation:
-        if not hasattr(self.it, "reset"):
-            return None
-        what = f"{self.name}.reset"
-        value = await self.code.run(what, self.it.reset, **keywords(self.it.reset, columns_of(task)))
-        return as_observation(value, what)
+        return await _reset_with_columns(self.code, self.it, self.name, task) if hasattr(self.it, "reset") else None
 
     async def step(self, text: str) -> Step:
         del text

@@ -146,11 +146,6 @@ class EnvironmentSet:
     tools: Mapping[str, Tool]
     endpoints: Endpoints = field(default_factory=Endpoints)
 
-    @property
-    def rewarding(self) -> bool:
-        """Whether every environment may give rewards, so that a run needs no others."""
-        return bool(self.loaded) and all(one.kind != "tools" for one in self.loaded)
-
     def route(self, tasks: Sequence[Task]) -> list[Task]:
         """The tasks, each with the environment that plays it; and what they lack refused.
 

@@ -48,7 +48,7 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     Raises:
         ConfigError: an unknown file, function or built-in, wrong weights, a pattern that does not parse.
     """
-    if not (section.functions or section.models or section.remote):
+    if not section.given:
         raise ConfigError(
             "reward.functions is empty; give a function of yours, as in functions = ['rewards.py:correct'], "
             f"a built-in ({', '.join(BUILTINS)}), [[reward.models]] or [[reward.remote]]."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,6 @@ def make_tool(function: Callable[..., Any], reference: str) -> Tool:
             "what it does and, under 'Args:', describes each argument."
         ) from error
     return Tool(schema["function"]["name"], function, schema)
-
-
-def tools_of(instance: object, reference: str, reserved: Sequence[str]) -> list[Tool]:
-    """The public methods of an object as tools, but for the ``reserved`` ones."""
-    names = [name for name in dir(type(instance)) if not name.startswith("_") and name not in reserved]
-    methods = [getattr(instance, name) for name in names]
-    return [make_tool(m, f"{reference}.{m.__name__}") for m in methods if inspect.ismethod(m) or inspect.isfunction(m)]
 
 
 def find(call: ToolCall | BadCall, tools: Mapping[str, Tool]) -> Tool | BadCall:

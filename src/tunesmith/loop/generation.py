@@ -276,15 +276,16 @@ def score_given(scorer: Scorer, column: str | None, encode: Callable[[str, bool]
 
     async def produce(place: int, task: Task) -> RolloutGroup:
         del place
+        records = given_records(task, column)
         rollouts: list[Rollout] = []
-        for record in given_records(task, column):
+        for record in records:
             rollout = Rollout(task)
             rollout.observe(task.prompt_ids)
             reason = record.get("finish_reason", "stop")
             ids = encode(record["completion"], reason == "stop")
             rollout.act(Completion(ids, [0.0] * len(ids), [0] * len(ids), reason))
             rollouts.append(rollout)
-        await scorer.score(rollouts, [record["completion"] for record in given_records(task, column)])
+        await scorer.score(rollouts, [record["completion"] for record in records])
         return RolloutGroup(task, rollouts)
 
     return produce

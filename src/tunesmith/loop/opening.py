@@ -19,7 +19,7 @@ from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, Metrics, check_sinks, drop_after, open_sinks, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir, open_run_dir
-from tunesmith.plan.facts import Facts, ModelFacts, count_parameters, read_model_facts
+from tunesmith.plan.facts import Facts, count_parameters, known_model_facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
 
@@ -72,18 +72,13 @@ def limited_data(config: RunConfig) -> DataSection:
     """The data section with the limit that model and micro-batch set, so that a line over it is told by its place."""
     is_rl = isinstance(config, RLConfig)
     key = "max_prompt_tokens" if is_rl else "max_tokens"
-    facts = _model_facts(config)
+    facts = known_model_facts(config.model.path)
     room = [n for n in (facts and facts.context, config.system.max_tokens_per_microbatch) if n is not None]
     if getattr(config.data, key) is not None or not room:
         return config.data
     limit = min(room) - (config.rollout.max_new_tokens if is_rl else int(isinstance(config, ScoreConfig)))
     # Where nothing is left for a prompt, it is other settings that are at odds, and they are refused later.
     return config.data.model_copy(update={key: limit}) if limit > 0 else config.data
-
-
-def _model_facts(config: RunConfig) -> ModelFacts | None:
-    model = Path(config.model.path)
-    return read_model_facts(model) if model.is_dir() else None
 
 
 def _reward_parameters(config: RunConfig) -> int:
@@ -96,7 +91,7 @@ def resolve_run(
 ) -> Resolved[C]:
     facts = Facts(
         hardware=read_hardware(),
-        model=_model_facts(config),
+        model=known_model_facts(config.model.path),
         train_size=len(train),
         eval_size=len(held_out) if held_out else None,
         longest=longest,

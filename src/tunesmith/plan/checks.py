@@ -13,7 +13,7 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.distillation import distill_problems, teacher_problems
-from tunesmith.plan.engine import engine_problems
+from tunesmith.plan.engine import SAMPLER_KEYS, engine_problems
 from tunesmith.plan.generation import generation_problems
 
 
@@ -108,11 +108,6 @@ def _check_lora(config: RunConfig) -> Iterator[str]:
             f"lora.dropout = {lora.dropout:g}: in reinforcement learning the trainer's log-probabilities have to be "
             "those the tokens were sampled with, and dropout would change them; leave it out"
         )
-    if isinstance(config, RLConfig) and lora.on and config.algorithm.reference_every is not None:
-        yield (
-            "algorithm.reference_every does not go with an adapter, whose reference is the model without it; "
-            "leave one of the two out"
-        )
     if config.model.quantize and find_spec("bitsandbytes") is None:
         yield (
             f"model.quantize = '{config.model.quantize}' needs bitsandbytes, which is not installed: "
@@ -148,15 +143,7 @@ def _check_sft(config: RunConfig) -> Iterator[str]:
         "eval.samples",
         "eval.temperature",
         "eval.pass_at",
-        "system.engine",
-        "system.engine_process",
-        "system.engine_python",
-        "system.kv_memory",
-        "system.max_running",
-        "system.max_prefill_tokens",
-        "system.speculative",
-        "system.speculative_tokens",
-        "system.draft_model",
+        *SAMPLER_KEYS,
         "monitor.samples",
         "data.max_prompt_tokens",
         "train.updates_per_batch",
@@ -200,8 +187,7 @@ def _check_environment(config: RLConfig) -> Iterator[str]:
 def _check_rl(config: RLConfig) -> Iterator[str]:
     yield from _check_environment(config)
     rollout, reward = config.rollout, config.reward
-    rewarded = reward.functions or reward.models or reward.remote or config.environment.path
-    if not rewarded and not isinstance(config, DistillConfig):
+    if not (reward.given or config.environment.path or isinstance(config, DistillConfig)):
         yield (
             'reward.functions is empty: say functions = ["rewards.py:name"] or a built-in such as "math", '
             "or give [[reward.models]] or [[reward.remote]]"
@@ -261,9 +247,7 @@ def _check_algorithm(config: RLConfig) -> Iterator[str]:
             "algorithm.reference_every copies the policy into a second model, and with [lora] the reference is the "
             "policy without its adapter; leave it out"
         )
-    if "reward_weights" in algorithm_needs(section) and not (
-        config.reward.functions or config.reward.models or config.reward.remote
-    ):
+    if "reward_weights" in algorithm_needs(section) and not config.reward.given:
         yield (
             f"algorithm.advantage = '{section.advantage}' standardises each reward by itself, and there is none "
             "but the environment's own; add [reward] functions, or take algorithm.name = 'grpo'"

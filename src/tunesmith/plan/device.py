@@ -14,7 +14,7 @@ from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.sizes import format_size
+from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.hardware import Gpu
@@ -164,7 +164,7 @@ def _derive_kv_memory(filling: Filling[Any], facts: Facts, budget: int) -> None:
     if longest is None:
         return
     if model is None:
-        filling.fill(key, _megabytes(min(share, 4 * 10**9)), "a quarter of the free memory, at most 4GB")
+        filling.fill(key, megabytes(min(share, 4 * 10**9)), "a quarter of the free memory, at most 4GB")
         return
     together = config.rollout.prompts_per_step * config.rollout.group_size
     together = min(config.system.max_running, max(together, (facts.eval_size or 0) * config.eval.samples))
@@ -175,8 +175,4 @@ def _derive_kv_memory(filling: Filling[Any], facts: Facts, budget: int) -> None:
         reason = f"enough for {together} requests of {longest} tokens at once"
     else:
         reason = f"a quarter of the free memory; {together} requests at once would take {format_size(wanted)}"
-    filling.fill(key, _megabytes(min(wanted, share)), reason)
-
-
-def _megabytes(size: int) -> str:
-    return f"{max(1, ceil(size / 10**6))}MB"
+    filling.fill(key, megabytes(min(wanted, share)), reason)

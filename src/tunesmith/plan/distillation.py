@@ -62,5 +62,4 @@ def derive_distill(filling: Filling[Any]) -> None:
 
 
 def _has_rewards(config: RLConfig) -> bool:
-    section = config.reward
-    return bool(section.functions or section.models or section.remote or config.environment.path)
+    return config.reward.given or config.environment.path is not None

@@ -8,6 +8,19 @@ from importlib.util import find_spec
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
 
+SAMPLER_KEYS = (
+    "system.engine",
+    "system.engine_process",
+    "system.engine_python",
+    "system.kv_memory",
+    "system.max_running",
+    "system.max_prefill_tokens",
+    "system.speculative",
+    "system.speculative_tokens",
+    "system.draft_model",
+)
+"""What only a run that samples reads."""
+
 
 def engine_problems(config: RunConfig) -> list[str]:
     """What is wrong with the choice of an engine and with its speculation."""

@@ -93,6 +93,12 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
     )
 
 
+def known_model_facts(path: str) -> ModelFacts | None:
+    """As ``read_model_facts``; None for a model that is only known by its hub name."""
+    directory = Path(path)
+    return read_model_facts(directory) if directory.is_dir() else None
+
+
 def count_parameters(directory: Path) -> int | None:
     """Numbers in a directory's safetensors files, from their headers alone; None without such files."""
     files = sorted(directory.glob("*.safetensors"))

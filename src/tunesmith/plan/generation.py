@@ -9,7 +9,7 @@ from typing import Any
 from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.sizes import format_size
+from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.plan.device import LEAST_KV_BYTES, bytes_per_number, free_memory, longest_sample
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
@@ -190,7 +190,7 @@ def derive_kv_memory(filling: Filling[Any], facts: Facts) -> None:
     share = max((free_memory(config, facts) - weights) // 2, LEAST_KV_BYTES)
     if model is None:
         size = min(share, 4 * 10**9)
-        filling.fill("system.kv_memory", _megabytes(size), "half of the free memory, at most 4GB")
+        filling.fill("system.kv_memory", megabytes(size), "half of the free memory, at most 4GB")
         return
     together = min(
         config.system.max_running, (facts.train_size or config.system.max_running) * (config.sampling.n or 1)
@@ -203,7 +203,7 @@ def derive_kv_memory(filling: Filling[Any], facts: Facts) -> None:
         reason = f"enough for {together} requests of {longest} tokens at once"
     else:
         reason = f"half of the free memory; {together} requests at once would take {format_size(wanted)}"
-    filling.fill("system.kv_memory", _megabytes(max(LEAST_KV_BYTES, min(wanted, share))), reason)
+    filling.fill("system.kv_memory", megabytes(max(LEAST_KV_BYTES, min(wanted, share))), reason)
 
 
 def length_problems(config: SamplingConfig, facts: Facts) -> Iterator[str]:
@@ -211,7 +211,3 @@ def length_problems(config: SamplingConfig, facts: Facts) -> Iterator[str]:
     context, new = facts.model.context if facts.model else None, config.new_tokens
     if context is not None and new >= context:
         yield f"sampling.max_new_tokens = {new} leaves no room in the model's context of {context}"
-
-
-def _megabytes(size: int) -> str:
-    return f"{max(1, ceil(size / 10**6))}MB"

@@ -177,16 +177,14 @@ def _derive_episode(filling: Filling[Any], facts: Facts) -> None:
     answer = max(new, LEAST_ANSWER)
     wanted = facts.longest + turns * (new + answer)
     reason = f"the longest prompt and {turns} turns, each answered with {answer} tokens"
+    filling.fill("environment.max_tokens", *min([(wanted, reason), *_room(config, facts)]))
+
+
+def _room(config: RunConfig, facts: Facts) -> list[tuple[int, str]]:
+    """What bounds a sequence, as far as it is known, and by how many tokens."""
     context = facts.model.context if facts.model else None
-    room = [
-        (n, what)
-        for n, what in (
-            (context, "the model's context"),
-            (config.system.max_tokens_per_microbatch, "a micro-batch's size"),
-        )
-        if n
-    ]
-    filling.fill("environment.max_tokens", *min([(wanted, reason), *room]))
+    cap = config.system.max_tokens_per_microbatch
+    return [(n, what) for n, what in ((context, "the model's context"), (cap, "a micro-batch's size")) if n]
 
 
 def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
@@ -194,12 +192,9 @@ def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
     if config.data.eval is not None and config.eval.samples > 1:
         powers = tuple(2**n for n in range(config.eval.samples.bit_length()))
         filling.fill("eval.pass_at", powers, "powers of two up to eval.samples")
-    context = facts.model.context if facts.model else None
-    cap = filling.get("system.max_tokens_per_microbatch")
-    limits = [(n, what) for n, what in ((context, "the model's context"), (cap, "a micro-batch's size")) if n]
-    if not limits or context is None:
+    if facts.model is None or not facts.model.context:
         return
-    room, what = min(limits)
+    room, what = min(_room(filling.config, facts))
     if isinstance(config, ScoreConfig):
         filling.fill("data.max_tokens", room - 1, f"{what} of {room} less one token for what is predicted")
     elif not isinstance(config, RLConfig):
