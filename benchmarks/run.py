@@ -56,7 +56,7 @@ def run(
     systems = [(s, python) for s in SYSTEMS if (python := _python(s, peers)) is not None]
     facts = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": _machine(dtypes),
+        "machine": machine(dtypes),
         "workloads": {
             name: {**asdict(w), "completion_tokens": sum(w.lengths())}
             for name, w in WORKLOADS.items()
@@ -145,7 +145,7 @@ def _peers(given: argparse.Namespace) -> dict[str, Found]:
     return found
 
 
-def _machine(dtypes: Sequence[str]) -> dict[str, Any]:
+def machine(dtypes: Sequence[str]) -> dict[str, Any]:
     hardware = read_hardware()
     return {
         "cpu": hardware.cpu,

@@ -134,6 +134,22 @@ async def check_abort(s: Subject) -> None:
     assert (await s.write()).finish_reason == "length"
 
 
+async def check_interrupt(s: Subject) -> None:
+    """What was written so far is handed over, and can be gone on from."""
+    alone = await s.write(replace(FREE, max_new_tokens=40, temperature=0.0))
+    running = [asyncio.create_task(s.write(replace(FREE, max_new_tokens=40, temperature=0.0))) for _ in range(3)]
+    short = asyncio.create_task(s.write(replace(FREE, max_new_tokens=2)))
+    await short
+    await s.engine.interrupt()
+    for done in await asyncio.wait_for(asyncio.gather(*running), 30):
+        assert len(done.token_ids) == len(done.logprobs) == len(done.versions)
+        if done.finish_reason == "abort":  # an engine may have been faster
+            assert 0 <= len(done.token_ids) < 40
+            assert done.token_ids == alone.token_ids[: len(done.token_ids)]
+    again = await s.write(replace(FREE, max_new_tokens=40, temperature=0.0))
+    assert again.token_ids == alone.token_ids and again.finish_reason == "length"
+
+
 async def check_versions(s: Subject) -> None:
     await s.engine.load_weights(3)
     assert s.engine.version == 3
@@ -173,6 +189,19 @@ async def check_sleep_and_wake(s: Subject) -> None:
         await s.write()
     await s.engine.wake()
     assert (await s.write()).token_ids == before.token_ids
+
+
+async def check_new_weights_while_asleep(s: Subject) -> None:
+    before = await s.write()
+    for loads_asleep in (True, False):
+        await s.engine.sleep(2)
+        if loads_asleep:
+            await s.engine.load_weights(4)
+        await s.engine.wake()
+        if not loads_asleep:
+            await s.engine.load_weights(4)
+        after = await s.write()
+        assert after.token_ids == before.token_ids and after.versions == [4] * 12
 
 
 async def check_sleep_refuses_while_running(s: Subject) -> None:

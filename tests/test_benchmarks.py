@@ -207,3 +207,26 @@ def test_the_page_of_presets_shows_its_results_file() -> None:
     assert (presets.PAGE.parent / presets.PICTURE).is_file()
     runs = {(run["preset"], run["seed"]) for run in results["runs"]}
     assert runs == {(name, seed) for name in presets.NAMES for seed in (0, 1, 2)}
+
+
+def test_the_weight_planes_figures() -> None:
+    """By hand: ratios round by round, over that round's plain copy; and the page shows what was measured."""
+    from benchmarks import sync
+
+    rows = [(0, sync.COPY, 2.0), (0, "gloo", 8.0), (1, sync.COPY, 1.0), (1, "gloo", 3.0), (2, sync.COPY, 1.0)]
+    taken = [{"round": n, "size": "12 MB", "plane": plane, "seconds": s} for n, plane, s in [*rows, (2, "gloo", 9.0)]]
+    plain, gloo = sync.summarise(taken)["measures"]
+    assert (plain["seconds"], plain["over_copy"]) == (1.0, 1.0)
+    assert (gloo["seconds"], gloo["over_copy"]) == (8.0, 4.0)
+    name, table = report.readme_results(sync.PAGE.read_text(encoding="utf-8"))
+    assert table == sync.table(json.loads(sync.RESULTS.with_name(name).read_text(encoding="utf-8")))
+
+
+def test_weights_reach_another_process_and_are_timed(tmp_path: Path) -> None:
+    import asyncio
+
+    from benchmarks import sync
+
+    records = asyncio.run(sync.run(["tiny"], 1, tmp_path))
+    assert [r["plane"] for r in records] == [sync.COPY, "memory", "disk", "gloo"]
+    assert all(r["seconds"] > 0 for r in records) and not list(tmp_path.iterdir())

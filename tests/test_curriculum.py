@@ -48,7 +48,18 @@ def test_where_all_rest_none_does() -> None:
 
 def test_who_rests_is_saved() -> None:
     tasks, again = curriculum(1), curriculum(1)
-    tasks.next_batch(4)
+    tasks.settle(tasks.next_batch(4))
     rest(tasks, "ac")
     again.load_state_dict(json.loads(json.dumps(tasks.state_dict())))
     assert names(tasks.next_batch(6)) == names(again.next_batch(6))
+
+
+def test_what_was_drawn_and_not_settled_comes_first_again() -> None:
+    tasks, again, third = curriculum(1), curriculum(1), curriculum(1)
+    drawn = tasks.next_batch(6)
+    tasks.settle(drawn[:2])
+    again.load_state_dict(json.loads(json.dumps(tasks.state_dict())))
+    assert names(again.next_batch(2)) == names(drawn[2:4])
+    third.load_state_dict(again.state_dict())
+    assert sorted(names(third.next_batch(4))) == sorted(names(drawn[2:6]))
+    assert names(third.next_batch(3)) == names(tasks.next_batch(3))

@@ -25,7 +25,8 @@ from tunesmith.config.describe import describe_at
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import find_kind, load_config, parse_override
 from tunesmith.config.resolved import Resolved
-from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Section, Source
+from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Source
+from tunesmith.config.section import Section
 from tunesmith.config.toml import toml_value
 from tunesmith.data.prepare import peek
 from tunesmith.environments.loading import check_environment
@@ -188,12 +189,24 @@ def test_every_setting_is_documented_as_it_is() -> None:
     for name, field in RLConfig.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             sections[f"[{name}]"] = field.annotation
+            sections |= {f"[{name}.{key}]": inner for key, inner in tables_in(field.annotation).items()}
     assert set(tables) == {*sections, "Top level"}
     assert [row.key for row in tables["Top level"]] == ["run_dir"]
     for heading, section in sections.items():
-        assert [row.key for row in tables[heading]] == list(section.model_fields), heading
+        inner = tables_in(section)
+        assert [row.key for row in tables[heading]] == [k for k in section.model_fields if k not in inner], heading
         for row in tables[heading]:
             check_row(heading, row, section)
+
+
+def tables_in(section: type[Section]) -> dict[str, type[Section]]:
+    """Tables of plain values inside a section."""
+
+    def sections(of: type[Section]) -> dict[str, type[Section]]:
+        kinds = {key: field.annotation for key, field in of.model_fields.items()}
+        return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+    return {key: inner for key, inner in sections(section).items() if not sections(inner)}
 
 
 def check_row(heading: str, row: KeyRow, section: type[Section]) -> None:

@@ -13,7 +13,7 @@ import tiny
 from documents import ROOT, blocks_of, key_tables
 from test_docs import check_row
 from tunesmith.config.generation import OutputSection, RFTSection, SamplingSection
-from tunesmith.config.schema import Section
+from tunesmith.config.section import Section
 from tunesmith.plan.generation import PROFILES, TEMPLATE
 
 if str(ROOT) not in sys.path:

@@ -119,7 +119,7 @@ def adapter(module: tuple[str, ...]) -> tuple[str, str] | None:
 
 
 # Modules beside an adapter that serve one adapter only, by the adapter they belong to.
-PARTS = {("backends", "memory"): "torch", ("backends", "optimizer"): "torch"}
+PARTS = {("backends", "memory"): "torch", ("backends", "optimizer"): "torch", ("engines", "routing"): "pool"}
 
 
 def owner(module: tuple[str, ...]) -> tuple[str, str] | None:

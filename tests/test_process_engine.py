@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -22,11 +21,17 @@ from safetensors.torch import load_file
 from engine_contract import CHECKS, FREE, Subject
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
+from tunesmith.build.planes import file_plane, published
+from tunesmith.config.schema import LoraSection
+from tunesmith.engines.local.engine import LocalEngine
+from tunesmith.engines.pool import EnginePool
 from tunesmith.engines.process import ProcessEngine
 from tunesmith.errors import ConfigError, EngineError
+from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.weights.files import MEMORY, WeightFiles, read_weights, shared_directory
+from tunesmith.weights.broadcast import BroadcastPlane
+from tunesmith.weights.files import MEMORY
 
 CONTEXT = 64
 COMMAND = [sys.executable, "-m", "tunesmith.build.engine_worker"]
@@ -39,17 +44,21 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.model = CausalLM.load(save_model(folder / "model", max_position_embeddings=CONTEXT, vocab_size=261))
         self.before = {name: t.clone() for name, t in self.model.module.state_dict().items()}
-        self.files = WeightFiles(self.model.module.state_dict().items, shared_directory(1 << 20))
         self.said: list[str] = []
         self.runner = asyncio.Runner()
         self.settings: dict[str, Any] = {
             "engine": "local", "model": str(folder / "model"), "dtype": "float32", "device": "cpu",
             "trust_remote_code": False, "kv_bytes": 1 << 20, "max_running": 6, "max_prefill_tokens": 32,
         }  # fmt: skip
-        self.engine = self.another()
+        self.engine = self.another("gloo")
 
-    def another(self, **options: Any) -> ProcessEngine:
-        return ProcessEngine(COMMAND, self.settings, self.files.publish, report=self.said.append, **options)
+    def another(self, plane: str = "file", patience: float = 120.0, **options: Any) -> EnginePool:
+        async def start(_: int) -> ProcessEngine:
+            return await ProcessEngine.start(COMMAND, self.settings, patience=patience)
+
+        named = self.model.module.state_dict().items
+        made = file_plane(named) if plane == "file" else BroadcastPlane(named, bucket_bytes=10_000, patience=20)
+        return EnginePool(start, made, report=self.said.append, **options)
 
     @torch.inference_mode()
     def score(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
@@ -96,23 +105,28 @@ def test_new_weights_reach_the_worker(bench: Bench) -> None:
     bench.runner.run(run())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
-def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(bench: Bench, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "plane", "size"), [(signal.SIGKILL, "gloo", 2), (signal.SIGSTOP, "file", 1)], ids=["killed", "hanging"]
+)
+def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(
+    bench: Bench, how: signal.Signals, plane: str, size: int
+) -> None:
     async def run() -> None:
-        engine = bench.another(patience=4.0)
+        engine = bench.another(plane, patience=4.0, size=size)
         try:
             await engine.load_weights(5)
             wanted = [replace(FREE, seed=i, max_new_tokens=30) for i in range(4)]
             undisturbed = [await engine.generate([11, 12], s) for s in wanted]
-            first = engine.pid
-            assert first is not None
+            first = pids(engine)[0]
             running = [asyncio.create_task(engine.generate([11, 12], s)) for s in wanted]
             await asyncio.sleep(0)
             os.kill(first, how)
             again = await asyncio.wait_for(asyncio.gather(*running), 90)
-            assert engine.pid != first
             assert [c.token_ids for c in again] == [c.token_ids for c in undisturbed]
             assert all(c.versions == [5] * 30 for c in again)
+            await engine.load_weights(6)
+            assert first not in pids(engine) and len(pids(engine)) == size  # also one that was asked nothing
+            assert (await engine.generate([11, 12], FREE)).versions == [6] * 12
         finally:
             await engine.close()
 
@@ -126,8 +140,7 @@ def test_the_last_death_fails_what_waits(bench: Bench) -> None:
         await engine.generate([11], FREE)
         running = asyncio.create_task(engine.generate([11], replace(FREE, max_new_tokens=60)))
         await asyncio.sleep(0)
-        assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGKILL)
+        os.kill(pids(engine)[0], signal.SIGKILL)
         with pytest.raises(EngineError, match="once too often"):
             await asyncio.wait_for(running, 20)
         await engine.close()
@@ -146,9 +159,36 @@ def test_closing_fails_what_is_in_flight(bench: Bench) -> None:
 
 def test_a_worker_that_cannot_start_says_how_it_was_started(bench: Bench) -> None:
     async def run() -> None:
-        engine = ProcessEngine([sys.executable, "-c", "raise SystemExit(7)"], {}, bench.files.publish)
         with pytest.raises(EngineError, match="exit code 7"):
-            await engine.generate([11], FREE)
+            await ProcessEngine.start([sys.executable, "-c", "raise SystemExit(7)"], {})
+
+    bench.runner.run(run())
+
+
+def test_an_adapter_reaches_the_worker_alone(bench: Bench) -> None:
+    """The worker has the same base, and computes with base and adapter as the trainer does."""
+    model = CausalLM.load(bench.settings["model"])
+    lora = LoraSection(rank=2)
+    attach(model, lora)
+    with torch.no_grad():
+        for name, parameter in model.module.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(0, 0.3)
+    settings = {**bench.settings, "lora": lora.model_dump(mode="json")}
+
+    async def run() -> None:
+        async def start(_: int) -> ProcessEngine:
+            return await ProcessEngine.start(COMMAND, settings)
+
+        pool = EnginePool(start, file_plane(published(model, merged=False)))
+        inside = LocalEngine(model, kv_bytes=1 << 20, max_running=6, max_prefill_tokens=32)
+        try:
+            await pool.load_weights(1)
+            there, here = await pool.generate([11, 12], FREE), await inside.generate([11, 12], FREE)
+            assert there.token_ids == here.token_ids
+            assert there.logprobs == pytest.approx(here.logprobs, abs=1e-4)
+        finally:
+            await pool.close()
 
     bench.runner.run(run())
 
@@ -182,7 +222,6 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
     [
         ({"system__engine_python": sys.executable}, "engine_process = false"),
         ({"system__engine_process": True, "system__speculative": "ngram"}, "in the trainer's process"),
-        ({"system__engine_process": True, "lora__rank": 2}, "adapter"),
         ({"system__engine": "vllm"}, "not installed in this environment"),
     ],
 )
@@ -193,25 +232,6 @@ def test_engines_that_cannot_be_are_refused(tmp_path: Path, settings: dict[str, 
         pytest.skip("vLLM is installed here")
     with pytest.raises(ConfigError, match=words):
         build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
-
-
-def test_files_have_version_and_checksum(tmp_path: Path) -> None:
-    tied = torch.arange(4.0)
-    named = {"a": tied, "b": tied, "c": torch.ones(2, 3, dtype=torch.bfloat16)}
-    files = WeightFiles(named.items, TemporaryDirectory(dir=tmp_path))
-    first = files.publish(1)
-    found = read_weights(first, 1)
-    assert all(found[name].equal(tensor) for name, tensor in named.items())
-    with pytest.raises(EngineError, match="version 1, not of 2"):
-        read_weights(first, 2)
-    damaged = bytearray(first.read_bytes())
-    damaged[-1] ^= 1
-    (tmp_path / "damaged.safetensors").write_bytes(damaged)
-    with pytest.raises(EngineError, match="checksum of"):
-        read_weights(tmp_path / "damaged.safetensors", 1)
-    tied += 1
-    second = files.publish(2)
-    assert read_weights(second, 2)["b"].tolist() == [1, 2, 3, 4] and not first.exists()
 
 
 def test_weights_of_a_killed_trainer_do_not_stay_in_memory(tmp_path: Path) -> None:
@@ -228,6 +248,10 @@ def test_weights_of_a_killed_trainer_do_not_stay_in_memory(tmp_path: Path) -> No
     process.kill()
     process.wait()
     wait_until(lambda: set(MEMORY.glob("tunesmith-weights-*")) <= before)
+
+
+def pids(pool: EnginePool) -> list[int]:
+    return [member.pid for member in pool.members if isinstance(member, ProcessEngine)]
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -24,7 +24,9 @@ async def sometimes(completions, **columns):
     return [1.0 if len(text) and text[0] < "P" else 0.0 for text in completions]
 """
 
-TIMES = ("time", "seconds", "tokens_per_second", "limit_share", "attainable_seconds")
+TIMES = (
+    "time", "seconds", "tokens_per_second", "limit_share", "attainable_seconds", "idle", "engine_tokens_per_second",
+)  # fmt: skip
 """Metrics that depend on the clock, by how their names begin."""
 
 

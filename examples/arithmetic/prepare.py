@@ -10,11 +10,11 @@ HERE = Path(__file__).parent
 
 
 def worked(a: int, b: int) -> str:
-    """The sum with its working: ``;7+8=15;3+5+1=9;95`` for 37 + 58."""
+    """The sum with its working, every digit in its place: ``;7+8+0=15;3+5+1=09;95`` for 37 + 58."""
     ones = a % 10 + b % 10
-    tens = a // 10 + b // 10 + ones // 10
-    carried = "+1" if ones > 9 else ""
-    return f";{a % 10}+{b % 10}={ones};{a // 10}+{b // 10}{carried}={tens};{a + b}"
+    carry = ones // 10
+    tens = a // 10 + b // 10 + carry
+    return f";{a % 10}+{b % 10}+0={ones:02};{a // 10}+{b // 10}+{carry}={tens:02};{a + b}"
 
 
 def write(name: str, records: list[dict[str, str]]) -> None:

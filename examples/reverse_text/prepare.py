@@ -18,13 +18,13 @@ def main() -> None:
     rng = random.Random(0)
     words = list(dict.fromkeys("".join(rng.choices(LETTERS, k=rng.randint(3, 6))) for _ in range(4000)))
     tasks = [{"prompt": f"{word}>", "word": word} for word in words]
-    write("held_out.jsonl", tasks[:100])
-    write("train.jsonl", tasks[100:])
+    write("held_out.jsonl", tasks[:200])
+    write("train.jsonl", tasks[200:])
     # Half of the examples reverse the word, half repeat it as it is: nothing says which is better.
-    answers = [word[:: rng.choice((1, -1))] for word in words[100:]]
+    answers = [word[:: rng.choice((1, -1))] for word in words[200:]]
     write(
         "examples.jsonl",
-        [{"prompt": f"{word}>", "completion": answer} for word, answer in zip(words[100:], answers, strict=True)],
+        [{"prompt": f"{word}>", "completion": answer} for word, answer in zip(words[200:], answers, strict=True)],
     )
     make_model(HERE / "model", seed=0, hidden=64, layers=2, alphabet=f"{LETTERS}>")
 

@@ -23,7 +23,7 @@ def main() -> None:
     rng = random.Random(0)
     asked = [(value, units) for value in range(11, 1000) for units in FACTORS]
     rng.shuffle(asked)
-    held_out, train = asked[:100], asked[100:]
+    held_out, train = asked[:200], asked[200:]
     for name, part in (("held_out.jsonl", held_out), ("train.jsonl", train)):
         write(name, [{"prompt": f"{value}{units}=", "answer": convert(value, units, 3)} for value, units in part])
     # Every problem is answered twice, once exactly and once roughly: nothing says which is better.

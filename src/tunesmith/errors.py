@@ -61,6 +61,20 @@ class EngineError(TunesmithError, RuntimeError):
     """An engine could not generate."""
 
 
+class EngineLostError(EngineError):
+    """An engine is no more, and what it was asked may be asked of another."""
+
+
+class TrainerLostError(TunesmithError, RuntimeError):
+    """The process of a trainer, a reference or a critic is no more; the run can resume from its last checkpoint."""
+
+
+class ClusterError(TunesmithError, RuntimeError):
+    """A cluster cannot be reached, or lacks what a run needs."""
+
+    exit_code = 2
+
+
 class DeadlineExceeded(TunesmithError, TimeoutError):
     """A wait passed its deadline."""
 

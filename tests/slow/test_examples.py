@@ -48,10 +48,10 @@ def metrics(run_dir: Path, name: str) -> list[float]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("example", "steps", "rise", "held_out_rise"),
-    [("arithmetic", 24, 0.1, 0.1), ("unit_conversion", 24, 0.15, 0.1), ("reverse_text", 24, 0.15, 0.1)],
+    [("arithmetic", 24, 0.1, 0.15), ("unit_conversion", 24, 0.12, 0.12), ("reverse_text", 24, 0.15, 0.12)],
 )
 def test_an_example_learns(example: str, steps: int, rise: float, held_out_rise: float, tmp_path: Path) -> None:
-    """The sampled reward and the greedy reward on held-out problems rise by at least so much."""
+    """The sampled reward, and the accuracy on 200 held-out problems, rise by at least half of what they usually do."""
     here = tmp_path / example
     shutil.copytree(ROOT / "examples" / example, here, ignore=shutil.ignore_patterns("runs", "model", "*.jsonl"))
     python(here, "prepare.py")
@@ -59,7 +59,7 @@ def test_an_example_learns(example: str, steps: int, rise: float, held_out_rise:
     tunesmith(here, "rl", "rl.toml", f"train.steps={steps}", f"eval.every={steps}")
     reward = metrics(here / "runs" / "rl", "reward")
     assert mean(reward[-4:]) - mean(reward[:2]) > rise, reward
-    before, *_, after = metrics(here / "runs" / "rl", "eval/reward")
+    before, *_, after = metrics(here / "runs" / "rl", "eval/accuracy")
     assert after - before > held_out_rise, (before, after)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, sums, untimed, write_lines
 from tunesmith.loop.checkpoint import Checkpoints, read_state
+from tunesmith.monitor.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -34,14 +36,21 @@ def finish(process: subprocess.Popen[bytes]) -> None:
     assert process.returncode == 0, told.decode()
 
 
-def kill_after(process: subprocess.Popen[bytes], checkpoints: Checkpoints, steps: int, rng: random.Random) -> None:
-    """Kill at a random moment within the next few steps once there is a checkpoint of ``steps``."""
+def seconds_of(steps: int, run: Path) -> float:
+    """How long so many steps of a finished run took."""
+    return steps * median(line["seconds"] for line in read_metrics(run / "metrics.jsonl") if "seconds" in line)
+
+
+def kill_after(
+    process: subprocess.Popen[bytes], checkpoints: Checkpoints, steps: int, rng: random.Random, within: float
+) -> None:
+    """Kill at a random moment of the next ``within`` seconds, 0.15 at most, once there is a checkpoint of ``steps``."""
     deadline = time.monotonic() + 120
     while not (found := checkpoints.steps()) or found[-1] < steps:
         assert process.poll() is None, process.communicate()[1].decode()
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    time.sleep(rng.uniform(0.0, 0.15))
+    time.sleep(rng.uniform(0.0, min(0.15, within)))
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL, "the run had ended before it was killed"
@@ -68,11 +77,12 @@ def test_killed_twice_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: P
     model = save_model(tmp_path / "model")
     rng = random.Random()
     finish(start(command, tmp_path, settings_of(tmp_path, model, command, "straight", dtype)))
+    within = seconds_of(EVERY, tmp_path / "straight")
     settings = settings_of(tmp_path, model, command, "killed", dtype)
     checkpoints = Checkpoints(tmp_path / "killed/checkpoints", 2)
-    kill_after(start(command, tmp_path, settings), checkpoints, EVERY, rng)
+    kill_after(start(command, tmp_path, settings), checkpoints, EVERY, rng, within)
     again = [*settings, "checkpoint.resume=true"]
-    kill_after(start(command, tmp_path, again), checkpoints, checkpoints.steps()[-1] + EVERY, rng)
+    kill_after(start(command, tmp_path, again), checkpoints, checkpoints.steps()[-1] + EVERY, rng, within)
     finish(start(command, tmp_path, again))
     names = [tmp_path / run / f"checkpoints/step-{STEPS:06d}" for run in ("straight", "killed")]
     same_tensors(*names)

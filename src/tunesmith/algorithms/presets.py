@@ -194,10 +194,16 @@ _COMMON: Mapping[str, tuple[Setting, str]] = {
 """What holds where a preset says nothing."""
 
 
-def resolve_algorithm(section: AlgorithmSection, *, max_new_tokens: int) -> tuple[AlgorithmSection, Reasons]:
+_STALE = ("token_truncate", "with rollout.max_staleness an older policy may have sampled")
+
+
+def resolve_algorithm(
+    section: AlgorithmSection, *, max_new_tokens: int, max_staleness: int = 0
+) -> tuple[AlgorithmSection, Reasons]:
     """Fill in every key that was left out; return the section and ``(key, value, reason)`` for each.
 
-    ``max_new_tokens`` sizes DAPO's overlong buffer, a fifth of it as in the paper.
+    ``max_new_tokens`` sizes DAPO's overlong buffer, a fifth of it as in the paper. With ``max_staleness`` what an
+    older policy sampled is corrected for (truncated importance sampling) unless another thing is said.
 
     Raises:
         ConfigError: an unknown name, a combination that cannot learn, or a key that nothing would read.
@@ -209,7 +215,8 @@ def resolve_algorithm(section: AlgorithmSection, *, max_new_tokens: int) -> tupl
     filling.fill("aggregation", preset.settings["aggregation"])
     _fill_keys(filling, "loss", POLICY_LOSSES)
     _fill_keys(filling, "advantage", ESTIMATORS)
-    for key, (value, why) in _COMMON.items():
+    common = {**_COMMON, "correction": _STALE} if max_staleness else _COMMON
+    for key, (value, why) in common.items():
         if not (key == "overlong_buffer" and _fill_overlong_buffer(filling, max_new_tokens)):
             filling.fill(key, value, why)
     _fill_kl(filling)

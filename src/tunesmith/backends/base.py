@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tunesmith.data.forest import Forest, Predictions
+from tunesmith.data.packing import CostModel
 
 LossFn = Callable[[Forest, Predictions], tuple[Tensor, dict[str, Tensor]]]
 """``loss(forest, predictions) -> (scalar to minimise, metrics)``.
@@ -20,6 +21,11 @@ the losses of a step's forests add up. Metrics are sums too.
 
 
 class TrainBackend(Protocol):
+    @property
+    def cost(self) -> CostModel:
+        """Operations that training costs: per token, per pair and per loss token."""
+        ...
+
     @property
     def version(self) -> int:
         """Optimizer steps taken."""
@@ -50,6 +56,12 @@ class TrainBackend(Protocol):
     def refresh_reference(self) -> None:
         """Copy the model's weights into the reference."""
         ...
+
+    def offload(self) -> None:
+        """Put what only an optimizer step needs into host memory, until ``reload``."""
+        ...
+
+    def reload(self) -> None: ...
 
     def save(self, directory: Path) -> None:
         """Write model (Hugging Face format), optimizer, random state and all else it keeps below ``directory``."""

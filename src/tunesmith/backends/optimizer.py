@@ -90,6 +90,16 @@ class MasterAdamW:
         self.zero_grad()
         return {"grad_norm": float(norm), "skipped_steps": float(not finite)}
 
+    @torch.no_grad()
+    def move(self, device: torch.device | str) -> None:
+        """Put masters that are no parameters, and the moments, on a device; a step needs them on the model's."""
+        for name, master in self.masters.items():
+            slot: dict[str, Any] = self.adamw.state.get(master, {})
+            for key, value in slot.items():
+                slot[key] = value if key == "step" else value.to(device)
+            if master is not self.parameters[name]:
+                master.data = master.data.to(device)
+
     def state(self) -> dict[str, Tensor]:
         """Every tensor needed to continue exactly, by name."""
         tensors: dict[str, Tensor] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from safetensors import safe_open
@@ -16,7 +16,9 @@ from tunesmith.backends.base import LossFn
 from tunesmith.backends.memory import memory_boundary
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
 from tunesmith.data.forest import Forest, Predictions
+from tunesmith.data.packing import CostModel
 from tunesmith.errors import CheckpointError, boundary
+from tunesmith.models.cost import training_cost
 from tunesmith.models.decoder import Decoder
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -64,14 +66,14 @@ class TorchBackend(Generic[M]):
     def version(self) -> int:
         return self._version
 
-    @torch.no_grad()
+    @property
+    def cost(self) -> CostModel:
+        return training_cost(cast(Any, self.model))
+
     def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
         model, seen = self._scored(reference)
-        model.module.eval()
-        with seen, memory_boundary(f"scoring {forest.num_tokens} tokens"):
-            found = self.predict(model, forest.to(model.device))
-        every = (found.logprobs, found.entropy, found.values, found.divergence)
-        return Predictions(*(t if t is None else t.cpu() for t in every))
+        with seen:
+            return scored(model, self.predict, forest)
 
     def _scored(self, reference: bool) -> tuple[M, AbstractContextManager[None]]:
         """The model to run, and how: the reference of one with an adapter is the same model without it."""
@@ -127,6 +129,12 @@ class TorchBackend(Generic[M]):
             theirs.copy_(ours)
         self._reference_is_new = True
 
+    def offload(self) -> None:
+        self.optimizer.move("cpu")
+
+    def reload(self) -> None:
+        self.optimizer.move(self.model.device)
+
     def save(self, directory: Path) -> None:
         self.model.save(directory / MODEL_DIRECTORY)
         if self.average:
@@ -144,9 +152,9 @@ class TorchBackend(Generic[M]):
         save_file(contiguous, directory / OPTIMIZER_FILE, metadata={"version": str(self._version)})
 
     def load(self, directory: Path) -> None:
-        _load_weights(self.model, directory / MODEL_DIRECTORY)
+        load_weights(self.model, directory / MODEL_DIRECTORY)
         if self.reference is not None and (directory / REFERENCE_DIRECTORY).is_dir():
-            _load_weights(self.reference, directory / REFERENCE_DIRECTORY)
+            load_weights(self.reference, directory / REFERENCE_DIRECTORY)
             self._reference_is_new = True
         if self.value_head is not None:
             with boundary(CheckpointError, f"cannot read the value head {directory / HEAD_FILE}", Exception):
@@ -175,12 +183,27 @@ class TorchBackend(Generic[M]):
             )
 
 
+@torch.no_grad()
+def scored(model: M, predict: Callable[[M, Forest], Predictions], forest: Forest) -> Predictions:
+    """What a model says of a forest: without gradient, on the CPU."""
+    model.module.eval()
+    with memory_boundary(f"scoring {forest.num_tokens} tokens"):
+        found = predict(model, forest.to(model.device))
+    every = (found.logprobs, found.entropy, found.values, found.divergence)
+    return Predictions(*(t if t is None else t.cpu() for t in every))
+
+
 def _metadata(path: Path) -> dict[str, str]:
     with safe_open(path, framework="pt") as opened:
         return dict(opened.metadata())
 
 
-def _load_weights(model: Decoder, directory: Path) -> None:
+def load_weights(model: Decoder, directory: Path) -> None:
+    """Put the weights that ``model.save`` wrote, or its adapter's, in place.
+
+    Raises:
+        CheckpointError: they are of another model.
+    """
     if model.adapter is not None:
         model.adapter.load(directory)
         return

@@ -4,6 +4,7 @@ Order matters: everything that can be refused is refused before a model is loade
 configuration is printed and saved before that too.
 """
 
+from tunesmith.build.adjust import run_adjust
 from tunesmith.build.distill import run_distill
 from tunesmith.build.merge import run_merge
 from tunesmith.build.preference import run_dpo, run_kto, run_prm, run_rm
@@ -11,4 +12,15 @@ from tunesmith.build.rl import run_rl
 from tunesmith.build.sft import run_sft
 from tunesmith.loop.opening import Outcome
 
-__all__ = ["Outcome", "run_distill", "run_dpo", "run_kto", "run_merge", "run_prm", "run_rl", "run_rm", "run_sft"]
+__all__ = [
+    "Outcome",
+    "run_adjust",
+    "run_distill",
+    "run_dpo",
+    "run_kto",
+    "run_merge",
+    "run_prm",
+    "run_rl",
+    "run_rm",
+    "run_sft",
+]

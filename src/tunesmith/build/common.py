@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tunesmith.backends.base import LossFn
+    from tunesmith.backends.base import LossFn, TrainBackend
     from tunesmith.backends.torch import TorchBackend
     from tunesmith.data.forest import Forest, Predictions
     from tunesmith.loop.learner import Learner
@@ -118,15 +118,16 @@ def make_backend(
 def make_learner(
     config: RunConfig,
     session: Session,
-    backend: TorchBackend[Any],
+    backend: TrainBackend,
     objective: LossFn,
     aggregation: str,
     optimizer_steps: int,
     max_new_tokens: int | None = None,
+    limits: Limits | None = None,
 ) -> Learner:
+    """Args: limits: of the backend's device; None measures this machine's."""
     from tunesmith.backends.optimizer import learning_rate
     from tunesmith.loop.learner import Learner
-    from tunesmith.models.cost import training_cost
 
     train, system = config.train, config.system
     assert train.lr is not None and system.max_tokens_per_microbatch is not None, "not resolved"
@@ -144,9 +145,9 @@ def make_learner(
             min_ratio=train.min_lr_ratio,
         ),
         max_tokens=system.max_tokens_per_microbatch,
-        cost=training_cost(backend.model),
+        cost=backend.cost,
         share_prompts=system.share_prompts,
-        flops_per_second=limits_of(config).flops_per_second,
+        flops_per_second=(limits or limits_of(config)).flops_per_second,
         report=session.note,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.algorithms.presets import algorithm_needs
-from tunesmith.build.common import load_model, load_tokenizer, make_backend, make_learner
+from tunesmith.build.common import limits_of, load_model, load_tokenizer, make_backend, make_learner
 from tunesmith.config.schema import LoraSection, RLConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.checks import critic_steps
@@ -14,10 +14,13 @@ from tunesmith.plan.device import USUAL_RANK
 if TYPE_CHECKING:
     from torch import nn
 
+    from tunesmith.backends.torch import TorchBackend
+    from tunesmith.cluster.ray_cluster import Cluster
     from tunesmith.loop.critic import Critic
     from tunesmith.loop.learner import Learner
     from tunesmith.loop.session import Session
     from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.models.score_model import ScoreModel
 
 
 def make_value_head(config: RLConfig, model: CausalLM) -> nn.Linear | None:
@@ -33,7 +36,9 @@ def make_value_head(config: RLConfig, model: CausalLM) -> nn.Linear | None:
     return head
 
 
-def make_critic(config: RLConfig, session: Session, tokenizer: Any, policy: Learner) -> Critic | None:
+def make_critic(
+    config: RLConfig, session: Session, tokenizer: Any, policy: Learner, cluster: Cluster | None = None
+) -> Critic | None:
     """A value model of its own, or what reads the head on the policy's trunk; None where nothing needs one.
 
     Raises:
@@ -43,8 +48,8 @@ def make_critic(config: RLConfig, session: Session, tokenizer: Any, policy: Lear
     if "critic" not in algorithm_needs(config.algorithm):
         return None
     from tunesmith.algorithms.objective import value_objective
+    from tunesmith.build.cluster import remote_critic
     from tunesmith.loop.critic import Critic
-    from tunesmith.models.score_model import ScoreModel
 
     section, clip = config.critic, config.algorithm.value_clip or None
     if section.shared_trunk:
@@ -55,11 +60,17 @@ def make_critic(config: RLConfig, session: Session, tokenizer: Any, policy: Lear
     shared = ("lr", "schedule", "min_lr_ratio", "warmup_steps", "max_grad_norm", "updates_per_batch")
     train = {"ema_decay": None, **{key: getattr(section, key) for key in shared}}
     own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": _new_adapter(config.lora)})
-    model = load_model(ScoreModel, own, tokenizer, section.path)
-    backend = make_backend(own, model, ScoreModel.predict)
+    backend, limits = remote_critic(cluster, own) if cluster else (critic_backend(own, tokenizer), limits_of(own))
     steps = critic_steps(config, config.train.steps)
-    learner = make_learner(own, session, backend, value_objective(clip), "token_mean", steps)
+    learner = make_learner(own, session, backend, value_objective(clip), "token_mean", steps, limits=limits)
     return Critic(learner, section.updates_per_batch, clip)
+
+
+def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]:
+    """Of the critic's own configuration: its ``train`` and ``lora``."""
+    from tunesmith.models.score_model import ScoreModel
+
+    return make_backend(config, load_model(ScoreModel, config, tokenizer, config.critic.path), ScoreModel.predict)
 
 
 def _new_adapter(section: LoraSection) -> LoraSection:

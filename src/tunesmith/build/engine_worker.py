@@ -9,15 +9,18 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
+from tunesmith.build.planes import read_offer
+from tunesmith.errors import TunesmithError
+from tunesmith.weights.base import Offer
+
 if TYPE_CHECKING:
     from tunesmith.engines.base import RolloutEngine
-
-TakeWeights = Callable[[Path, int], None]
+    from tunesmith.engines.served import Served, TakeWeights
 
 
 def main() -> None:
@@ -25,7 +28,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     settings = json.loads(sys.stdin.buffer.readline())
-    asyncio.run(_run(settings, answers.write))
+    try:
+        asyncio.run(_run(settings, answers.write))
+    except TunesmithError as error:  # the trainer says that this process ended, and why is to be read above that
+        sys.exit(f"{settings.get('model', 'the engine')}: {error}")
 
 
 async def _run(settings: dict[str, Any], write: Callable[[bytes], Any]) -> None:
@@ -34,9 +40,10 @@ async def _run(settings: dict[str, Any], write: Callable[[bytes], Any]) -> None:
     engine, take_weights = ENGINES[settings.pop("engine")](**settings)
     trainer, folders = os.getppid(), set[Path]()
 
-    def take(path: Path, version: int) -> None:
-        folders.add(path.parent)
-        take_weights(path, version)
+    def take(offer: Offer) -> None:
+        if "path" in offer:
+            folders.add(Path(offer["path"]).parent)
+        take_weights(offer)
 
     # Read on a thread, which works for pipes and files alike.
     await serve(engine, lambda: asyncio.to_thread(sys.stdin.buffer.readline), write, take)
@@ -45,35 +52,61 @@ async def _run(settings: dict[str, Any], write: Callable[[bytes], Any]) -> None:
             rmtree(folder, ignore_errors=True)
 
 
-def _local(model: str, dtype: str, device: str, trust_remote_code: bool, **options: Any) -> Any:
+def served(settings: Mapping[str, Any]) -> Served:
+    """The engine of ``build.engines.engine_settings``, for whoever sends it requests."""
+    from transformers.utils import logging
+
+    from tunesmith.engines.served import Served
+
+    logging.disable_progress_bar()
+    options = dict(settings)
+    return Served(*ENGINES[options.pop("engine")](**options))
+
+
+def _local(
+    model: str,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    quantize: Any = None,
+    lora: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Args: lora: the trainer's ``[lora]``, where the adapter's own weights are what will come."""
     import torch
 
     from tunesmith.engines.local.engine import LocalEngine
     from tunesmith.models.causal_lm import CausalLM
-    from tunesmith.weights.files import read_weights
 
-    lm = CausalLM.load(model, dtype=getattr(torch, dtype), device=device, trust_remote_code=trust_remote_code)
+    placed: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device, "quantize": quantize}
+    lm = CausalLM.load(model, trust_remote_code=trust_remote_code, **placed)
+    if lora is not None:
+        from tunesmith.config.schema import LoraSection
+        from tunesmith.models.adapters import attach
+
+        section = LoraSection(**lora)
+        attach(lm, section, path=section.path)
     parameters = lm.module.state_dict()
 
-    def take(path: Path, version: int) -> None:
+    def take(offer: Offer) -> None:
         with torch.no_grad():
-            for name, tensor in read_weights(path, version).items():
+            for name, tensor in read_offer(offer):
                 parameters[name].copy_(tensor)
 
     return LocalEngine(lm, **options), take
 
 
 def _vllm(**settings: Any) -> Any:
-    from tunesmith.engines.vllm import VllmEngine, VllmSettings
-    from tunesmith.weights.files import read_weights
+    from tunesmith.engines.vllm.engine import VllmEngine
+    from tunesmith.engines.vllm.start import VllmSettings
 
-    newest: dict[str, Any] = {}
+    newest: Offer = {}
 
-    def take(path: Path, version: int) -> None:
+    def take(offer: Offer) -> None:
         newest.clear()
-        newest.update(read_weights(path, version))
+        newest.update(offer)
 
-    return VllmEngine(VllmSettings(**settings), newest.items), take
+    return VllmEngine(VllmSettings(**settings), lambda: read_offer(newest)), take
 
 
 ENGINES: dict[str, Callable[..., tuple[RolloutEngine, TakeWeights]]] = {"local": _local, "vllm": _vllm}

@@ -11,46 +11,89 @@ from tunesmith.config.generation import SamplingSection
 from tunesmith.config.schema import RolloutSection, RunConfig
 from tunesmith.config.sizes import parse_size
 from tunesmith.data.chat import end_of_turn_id
+from tunesmith.engines.timed import timed
+from tunesmith.monitor.timeline import Timeline, engine_lane
+from tunesmith.plan.weights import engines_apart
 from tunesmith.types import Sampling
 
 if TYPE_CHECKING:
-    from tunesmith.engines.base import RolloutEngine
+    from tunesmith.engines.base import Member, RolloutEngine
     from tunesmith.engines.local.speculation import Speculation
+    from tunesmith.engines.pool import Start
     from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.weights.base import Plane
 
 
-def make_engine(config: RunConfig, model: CausalLM, report: Callable[[str], None]) -> RolloutEngine:
+def make_engine(
+    config: RunConfig, model: CausalLM, report: Callable[[str], None], timeline: Timeline | None = None
+) -> RolloutEngine:
     """The engine of ``[system]``. ``report`` is told what a reader of the run should know."""
-    system = config.system
-    assert system.kv_memory and config.model.dtype, "not resolved"
-    if system.engine_process:
-        return _process_engine(config, model, report)
-    if system.engine == "vllm":
-        from tunesmith.engines.vllm import VllmEngine, VllmSettings
+    if config.system.served:
+        from tunesmith.build.http_engines import make_http_engine
 
-        return VllmEngine(VllmSettings(**_vllm_settings(config)), model.module.state_dict().items)
+        return make_http_engine(config, model, report, timeline)
+    if config.system.engine_process:
+        return _processes(config, model, report, timeline)
+    engine = _engine_inside(config, model, report)
+    return timed(engine, timeline, engine_lane(0)) if timeline else engine
+
+
+def _engine_inside(config: RunConfig, model: CausalLM, report: Callable[[str], None]) -> RolloutEngine:
+    """An engine in this process."""
+    system = config.system
+    if system.engine == "vllm":
+        from tunesmith.build.planes import published
+        from tunesmith.engines.vllm.engine import VllmEngine
+        from tunesmith.engines.vllm.start import VllmSettings
+
+        return VllmEngine(VllmSettings(**_vllm_settings(config)), published(model, as_stored=True))
     from tunesmith.engines.local.engine import LocalEngine
 
     speculation = _speculation(config, report)
     return LocalEngine(model, **_local_settings(config), limits=limits_of(config), speculation=speculation)
 
 
-def _process_engine(config: RunConfig, model: CausalLM, report: Callable[[str], None]) -> RolloutEngine:
+def _processes(
+    config: RunConfig, model: CausalLM, report: Callable[[str], None], timeline: Timeline | None
+) -> RolloutEngine:
+    """Engines in processes of their own."""
+    from tunesmith.build.planes import make_plane
     from tunesmith.engines.process import ProcessEngine
-    from tunesmith.weights.files import WeightFiles, shared_directory
 
-    named = model.module.state_dict()
-    files = WeightFiles(named.items, shared_directory(sum(t.nbytes for t in named.values())))
+    command = [str(config.system.engine_python or sys.executable), "-m", "tunesmith.build.engine_worker"]
+
+    async def start(number: int) -> ProcessEngine:
+        del number  # they differ in nothing
+        return await ProcessEngine.start(command, engine_settings(config))
+
+    return make_pool(config, start, make_plane(config, model), report, timeline)
+
+
+def make_pool(
+    config: RunConfig, start: Start, plane: Plane, report: Callable[[str], None], timeline: Timeline | None
+) -> RolloutEngine:
+    """``system.engines`` of what ``start`` starts."""
+    from tunesmith.engines.pool import EnginePool
+
+    async def start_timed(number: int) -> Member:
+        engine = await start(number)
+        return timed(engine, timeline, engine_lane(number)) if timeline else engine
+
+    system = config.system
+    return EnginePool(start_timed, plane, size=system.engines, restarts=system.engine_restarts, report=report)
+
+
+def engine_settings(config: RunConfig) -> dict[str, Any]:
+    """What an engine elsewhere is built from (``build.engine_worker``)."""
     system = config.system
     if system.engine == "vllm":
-        settings = {"engine": "vllm", **_vllm_settings(config)}
-    else:
-        assert system.device is not None, "not resolved"
-        own = {"model": config.model.path, "dtype": config.model.dtype, "device": system.device}
-        trusted = config.model.trust_remote_code
-        settings = {"engine": "local", **own, "trust_remote_code": trusted, **_local_settings(config)}
-    command = [str(system.engine_python or sys.executable), "-m", "tunesmith.build.engine_worker"]
-    return ProcessEngine(command, settings, files.publish, report=report)
+        return {"engine": "vllm", **_vllm_settings(config)}
+    assert system.device is not None, "not resolved"
+    own = {"model": config.model.path, "dtype": config.model.dtype, "device": system.device}
+    trusted = config.model.trust_remote_code
+    lora = config.lora.model_dump(mode="json") if system.adapter_sync == "adapter" else None
+    own |= {"quantize": config.model.quantize, "lora": lora}
+    return {"engine": "local", **own, "trust_remote_code": trusted, **_local_settings(config)}
 
 
 def _local_settings(config: RunConfig) -> dict[str, Any]:
@@ -65,13 +108,19 @@ def _local_settings(config: RunConfig) -> dict[str, Any]:
 
 def _vllm_settings(config: RunConfig) -> dict[str, Any]:
     system, model = config.system, config.model
-    assert system.kv_memory, "not resolved"
+    assert (system.kv_memory or system.vllm.memory_share) and system.vllm.eager is not None, "not resolved"
     return {
         "model": model.path,
         "dtype": model.dtype,
-        "kv_bytes": parse_size(system.kv_memory),
+        "kv_bytes": None if system.kv_memory is None else parse_size(system.kv_memory),
         "max_running": system.max_running,
         "trust_remote_code": model.trust_remote_code,
+        # Only with the trainer on the same GPU is there anyone to give memory to.
+        "sleeps": system.device != "cpu" and not engines_apart(config),
+        "speculative": system.speculative,
+        "speculative_tokens": system.speculative_tokens,
+        "draft_model": system.draft_model,
+        **system.vllm.model_dump(),
     }
 
 

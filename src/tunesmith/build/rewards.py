@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tunesmith.config.schema import RLConfig
+from tunesmith.config.schema import ModelReward, RLConfig
 from tunesmith.environments.rewards import RewardSet
 
+if TYPE_CHECKING:
+    from tunesmith.cluster.ray_cluster import Cluster
+    from tunesmith.models.reward_model import RewardModel
 
-def add_rewards(rewards: RewardSet, config: RLConfig, tokenizer: Any, note: Callable[[str], None]) -> None:
-    """Add the remote rewards, and the reward models, which are loaded here; ``note`` is told what each model sees.
+
+def add_rewards(
+    rewards: RewardSet, config: RLConfig, tokenizer: Any, note: Callable[[str], None], cluster: Cluster | None = None
+) -> None:
+    """Add the remote rewards, and the reward models, which are loaded here or in actors of ``cluster``.
+
+    ``note`` is told what each model sees. Does nothing where they were added before.
 
     Raises:
         ConfigError, ModelError: a reward model cannot be loaded.
     """
+    if len(rewards.functions) == len(rewards.weights):
+        return
     if config.reward.remote:
         from tunesmith.environments.remote_reward import remote_reward
 
@@ -23,29 +33,39 @@ def add_rewards(rewards: RewardSet, config: RLConfig, tokenizer: Any, note: Call
         for entry in config.reward.remote:
             rewards.add(remote_reward(entry, config.reward.answer, decode))
     if config.reward.models:
-        _add_models(rewards, config, tokenizer, note)
+        _add_models(rewards, config, tokenizer, note, cluster)
 
 
-def _add_models(rewards: RewardSet, config: RLConfig, tokenizer: Any, note: Callable[[str], None]) -> None:
+def load_reward_model(config: RLConfig, entry: ModelReward) -> RewardModel:
     import torch
 
-    from tunesmith.data.learned import with_system
-    from tunesmith.models.reward_model import RewardModel, model_reward, same_tokens
+    from tunesmith.models.reward_model import RewardModel
 
-    data, system = config.data, config.system
+    system = config.system
     assert config.model.dtype and system.device and system.max_tokens_per_microbatch, "not resolved"
+    return RewardModel.load(
+        entry,
+        dtype=getattr(torch, config.model.dtype),
+        device=system.device,
+        max_tokens=system.max_tokens_per_microbatch,
+        chat=config.data.chat,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _add_models(
+    rewards: RewardSet, config: RLConfig, tokenizer: Any, note: Callable[[str], None], cluster: Cluster | None
+) -> None:
+    from tunesmith.build.cluster import remote_reward_model
+    from tunesmith.data.learned import with_system
+    from tunesmith.models.reward_model import model_reward, same_tokens
+
     for entry in config.reward.models:
-        model = RewardModel.load(
-            entry,
-            dtype=getattr(torch, config.model.dtype),
-            device=system.device,
-            max_tokens=system.max_tokens_per_microbatch,
-            chat=data.chat,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        model = remote_reward_model(cluster, config, entry, note) if cluster else load_reward_model(config, entry)
         exact = same_tokens(model.model.tokenizer, tokenizer)
-        conversation = partial(with_system, data) if model.template else None
-        rewards.add(model_reward(entry.name, model, exact=exact, conversation=conversation))
+        conversation = partial(with_system, config.data) if model.template else None
+        apart = cluster is not None
+        rewards.add(model_reward(entry.name, model, exact=exact, conversation=conversation, in_thread=apart))
         sees = (
             "the rollouts' own tokens: its tokenizer is the policy's"
             if exact

@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.build.common import data_seed, load_model, load_tokenizer, make_backend, make_learner
-from tunesmith.build.critic import make_critic, make_value_head
+from tunesmith.build.cluster import open_cluster, remote_engines, remote_trainer, resuming
+from tunesmith.build.common import data_seed, load_model, load_tokenizer, make_learner
+from tunesmith.build.critic import make_critic
 from tunesmith.build.engines import make_engine, make_sampling
 from tunesmith.build.environments import check_run_rewards, load_run_rewards, make_environments, prepare_tasks
+from tunesmith.build.policy import policy_backend
 from tunesmith.build.rewards import add_rewards
-from tunesmith.build.teacher import compare_with, load_teacher, objective_with_teacher
-from tunesmith.config.distillation import DistillConfig, SampledDistillConfig
+from tunesmith.build.teacher import objective_with_teacher
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.data.prepare import Prepared, load_tasks
@@ -36,12 +37,12 @@ from tunesmith.plan.checks import check, optimizer_steps
 from tunesmith.types import Sampling, Task
 
 if TYPE_CHECKING:
-    from tunesmith.data.forest import Forest, Predictions
+    from tunesmith.cluster.ray_cluster import Cluster
+    from tunesmith.engines.base import RolloutEngine
     from tunesmith.loop.evaluate import Evaluation
     from tunesmith.loop.learner import Learner
     from tunesmith.loop.rl import RLParts
     from tunesmith.loop.session import Session
-    from tunesmith.models.causal_lm import CausalLM
 
 
 def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig] = RLConfig) -> Outcome:
@@ -68,14 +69,21 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
         longest = max(len(t.prompt_ids) for part in (train, held_out) if part for t in part.items)
         resolved = resolve_run(config, train, held_out, longest)
         config = announce(resolved, run_dir, train, held_out)
-        session = open_session(stack, config, run_dir, checkpoint, config.eval.metric or "eval/reward")
-        from tunesmith.loop import rl
+        cluster = stack.enter_context(open_cluster(config))
+        data_and_rewards = (tokenizer, rewards, environments, train, held_out)
 
-        with session.phase("setup"):
-            parts = _rl_parts(config, session, tokenizer, rewards, environments, train, held_out)
-            rl.restore(parts, session)
-        asyncio.run(_run(parts, session))
-        return outcome_of(session, run_dir)
+        def attempt(checkpoint: Path | None) -> Outcome:
+            from tunesmith.loop import rl
+
+            with ExitStack() as stack:
+                session = open_session(stack, config, run_dir, checkpoint, config.eval.metric or "eval/reward")
+                with session.phase("setup"):
+                    parts = _rl_parts(config, session, *data_and_rewards, cluster)
+                    rl.restore(parts, session)
+                asyncio.run(_run(parts, session))
+                return outcome_of(session, run_dir)
+
+        return resuming(attempt, config, run_dir, checkpoint, cluster)
 
 
 async def _run(parts: RLParts, session: Session) -> None:
@@ -95,19 +103,21 @@ def _rl_parts(
     environments: EnvironmentSet,
     train: Prepared[Task],
     held_out: Prepared[Task] | None,
+    cluster: Cluster | None,
 ) -> RLParts:
     from tunesmith.algorithms.kl import AdaptiveController
+    from tunesmith.loop.canary import make_canary
     from tunesmith.loop.collect import Collector
     from tunesmith.loop.curriculum import Curriculum
+    from tunesmith.loop.gate import Gate
     from tunesmith.loop.rl import RLParts
-    from tunesmith.models.causal_lm import CausalLM
 
     algorithm, rollout = config.algorithm, config.rollout
-    model = load_model(CausalLM, config, tokenizer)
-    learner = _policy_learner(config, session, tokenizer, model)
-    add_rewards(rewards, config, tokenizer, session.note)
+    learner, engine = _policy(config, session, tokenizer, cluster)
+    add_rewards(rewards, config, tokenizer, session.note, cluster)
     sampling = make_sampling(rollout, tokenizer, rollout.temperature)
-    engine = make_engine(config, model, session.note)
+    if rollout.max_staleness:
+        engine = Gate(engine, partial=rollout.partial)
     decode: Callable[[Sequence[int]], str] = partial(tokenizer.decode, skip_special_tokens=True)
     return RLParts(
         config=config,
@@ -121,47 +131,46 @@ def _rl_parts(
             decode,
             rollout.timeout,
             asyncio.Semaphore(config.environment.concurrency) if environments.loaded else nullcontext(),
+            session.timeline,
         ),
         engine=engine,
         backend=learner.backend,
         learner=learner,
-        critic=make_critic(config, session, tokenizer, learner),
+        critic=make_critic(config, session, tokenizer, learner, cluster),
         kl=AdaptiveController(algorithm.kl_coef or 0.0, algorithm.kl_target or 1.0, algorithm.kl_horizon or 1),
         evaluation=_evaluation(config, sampling, rewards, held_out) if held_out else None,
+        canary=make_canary(config, engine, learner, train.items[0].prompt_ids),
         objective=objective_with_teacher(config),
     )
 
 
-def _policy_learner(config: RLConfig, session: Session, tokenizer: Any, model: CausalLM) -> Learner:
-    """The policy's backend and learner, with a reference and a value head where the algorithm asks for them."""
-    from tunesmith.algorithms.objective import needs_entropy, needs_reference, policy_objective
+def _policy(
+    config: RLConfig, session: Session, tokenizer: Any, cluster: Cluster | None
+) -> tuple[Learner, RolloutEngine]:
+    """What trains the policy and what samples with it, here or on a cluster."""
+    from tunesmith.algorithms.objective import policy_objective
     from tunesmith.models.causal_lm import CausalLM
 
     algorithm = config.algorithm
     assert algorithm.aggregation and config.train.steps, "not resolved"
-    # With an adapter the reference is the same model without it.
-    frozen = needs_reference(algorithm) and not config.lora.on
-    teacher = load_teacher(config, tokenizer) if isinstance(config, DistillConfig) else None
-    reference = teacher or (load_model(CausalLM, config, tokenizer) if frozen else None)
-    head = make_value_head(config, model)
-    predict: Callable[[CausalLM, Forest], Predictions] = partial(
-        CausalLM.predict,
-        temperature=config.rollout.temperature,
-        entropy=needs_entropy(algorithm),
-        chunk=config.system.logprob_chunk,
-        value_head=head,
-    )
-    if teacher and isinstance(config, SampledDistillConfig):
-        predict, reference = compare_with(teacher, config), None
-    return make_learner(
+    if cluster:
+        backend, limits = remote_trainer(cluster, config)
+        engine = remote_engines(cluster, config, backend, session.note, session.timeline)
+    else:
+        model = load_model(CausalLM, config, tokenizer)
+        backend, limits = policy_backend(config, tokenizer, model), None
+        engine = make_engine(config, model, session.note, session.timeline)
+    learner = make_learner(
         config,
         session,
-        make_backend(config, model, predict, reference, head),
+        backend,
         policy_objective(algorithm),
         algorithm.aggregation,
         optimizer_steps(config, config.train.steps),
         config.rollout.max_new_tokens,
+        limits,
     )
+    return learner, engine
 
 
 def _evaluation(config: RLConfig, sampling: Sampling, rewards: RewardSet, held_out: Prepared[Task]) -> Evaluation:

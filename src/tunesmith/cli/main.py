@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from tunesmith.cli.adjust import adjust
 from tunesmith.cli.demo import demo
 from tunesmith.cli.distill import distill
 from tunesmith.cli.dpo import dpo
 from tunesmith.cli.generate import generate
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.kto import kto
+from tunesmith.cli.launch import launch
 from tunesmith.cli.merge import merge
 from tunesmith.cli.prm import prm
 from tunesmith.cli.rft import rft
@@ -41,6 +43,8 @@ app.command("distill")(guarded(distill))
 app.command("rft")(guarded(rft))
 app.command("generate")(guarded(generate))
 app.command("merge")(guarded(merge))
+app.command("adjust")(guarded(adjust))
+app.command("launch")(guarded(launch))
 app.command("demo")(guarded(demo))
 app.command("config")(guarded(show_config))
 app.command("serve-reward")(guarded(serve_reward))

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tunesmith.config.schema import PositiveInt, RewardSection, RunConfig, Section
+from tunesmith.config.schema import PositiveInt, RewardSection, RunConfig
+from tunesmith.config.section import Section
 
 
 class SamplingSection(Section):

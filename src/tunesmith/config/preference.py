@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tunesmith.config.schema import RunConfig, Section
+from tunesmith.config.schema import RunConfig
+from tunesmith.config.section import Section
 
 Weight = Annotated[float, Field(ge=0)]
 

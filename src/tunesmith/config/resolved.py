@@ -45,10 +45,19 @@ def settings(config: RunConfig, *, said_only: bool = False) -> dict[str, Any]:
         if isinstance(section, BaseModel):
             fields = section.model_fields_set if said_only else type(section).model_fields
             inner = cast(dict[str, Any], values[name])
-            found.update({f"{name}.{key}": inner[key] for key in type(section).model_fields if key in fields})
+            for key in (k for k in type(section).model_fields if k in fields):
+                found.update(_spelt_out(f"{name}.{key}", getattr(section, key), inner[key], said_only))
         elif not said_only or name in config.model_fields_set:
             found[name] = values[name]
     return found
+
+
+def _spelt_out(name: str, value: Any, dumped: Any, said_only: bool) -> dict[str, Any]:
+    """A table of plain values key by key; anything else, and what holds tables itself, as one value."""
+    if not isinstance(value, BaseModel) or any(isinstance(v, BaseModel) for _, v in value):
+        return {name: dumped}
+    fields = value.model_fields_set if said_only else type(value).model_fields
+    return {f"{name}.{key}": dumped[key] for key in type(value).model_fields if key in fields}
 
 
 def print_resolved(resolved: Resolved[Any]) -> None:
@@ -100,7 +109,7 @@ def config_text(resolved: Resolved[Any]) -> str:
     lines: list[str] = []
     for section in dict.fromkeys(["", *said, *derived]):
         if section:
-            lines += ["", f"[{toml_key(section)}]"]
+            lines += ["", f"[{'.'.join(map(toml_key, section.split('.')))}]"]
         lines += [f"{toml_key(key)} = {value}" for key, value in said.get(section, {}).items()]
         lines += [f"# {key} = {value}" for key, value in derived.get(section, {}).items()]
     return "\n".join(lines).lstrip("\n") + "\n"

@@ -10,13 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from tunesmith.config.values import Beta, GradNorm, PositiveInt, Share, Size, Url
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+from tunesmith.config.section import Section
+from tunesmith.config.system import SystemSection
+from tunesmith.config.values import Beta, GradNorm, PositiveInt, Share, Url
 
 
 class ModelSection(Section):
@@ -258,6 +256,14 @@ class RolloutSection(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """With ``algorithm.dynamic_filter``, prompts tried at once for each that is still wanted."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """By how many steps the policy that sampled a token may be older than the one trained on it; 0 is synchronous."""
+    partial: bool = False
+    """With ``max_staleness``, put new weights under completions being written instead of waiting for their end."""
+    over_generation: Annotated[float, Field(ge=1)] = 1.0
+    """With ``max_staleness``, prompts played at once for each of a step: it goes on with those that end first."""
+    queue_size: PositiveInt | None = None
+    """With ``max_staleness``, prompts whose finished rollouts may wait to be trained on."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 3600.0
@@ -307,34 +313,6 @@ class EvalSection(Section):
     """Evaluate the average of the weights that ``train.ema_decay`` keeps."""
 
 
-class SystemSection(Section):
-    device: str | None = None
-    threads: PositiveInt | None = None
-    max_tokens_per_microbatch: PositiveInt | None = None
-    share_prompts: bool = True
-    gradient_checkpointing: bool = False
-    logprob_chunk: PositiveInt | None = None
-    """Rows of the head that are computed at a time."""
-    engine: Literal["local", "vllm"] = "local"
-    """What samples: the engine that comes with Tunesmith, or vLLM."""
-    engine_process: bool = False
-    """Sample in a process of its own with its own copy of the weights, replaced when it dies."""
-    engine_python: Path | None = None
-    """Interpreter that ``engine_process`` runs in, where the engine is installed in another environment."""
-    kv_memory: Size | None = None
-    """KV memory of the engine, such as ``512MB`` or ``4GB``."""
-    max_running: PositiveInt = 256
-    """Requests decoded together at most."""
-    max_prefill_tokens: PositiveInt = 8192
-    """Prompt tokens prefilled in one forward."""
-    speculative: Literal["off", "ngram", "draft"] = "off"
-    """Guess tokens ahead while sampling, where measured to be faster; what is written stays the same."""
-    speculative_tokens: PositiveInt = 4
-    """Guessed at most, per completion and step."""
-    draft_model: str | None = None
-    """A directory or a hub name: a smaller model with the same vocabulary, for ``speculative = "draft"``."""
-
-
 class MonitorSection(Section):
     sinks: tuple[Literal["tensorboard"], ...] = ()
     """Besides metrics.jsonl, which is always written."""
@@ -344,6 +322,10 @@ class MonitorSection(Section):
     """Steps between plain progress lines and between points in the sinks; metrics.jsonl has every step."""
     samples: Annotated[int, Field(ge=0)] = 2
     """Rollouts per step that are kept in rollouts.jsonl."""
+    trace_steps: tuple[PositiveInt, ...] = ()
+    """Steps of which a timeline is written to trace/."""
+    stall_after: Annotated[float, Field(ge=0)] = 300.0
+    """Seconds without any movement until it is said who waits for whom; 0: never."""
 
 
 class CheckpointSection(Section):

@@ -7,7 +7,6 @@ _DERIVED = (
     "train.batch_size, in samples"
 )
 _PACKED = "sequences are always packed without padding, up to system.max_tokens_per_microbatch"
-_ENGINE = "the sampler runs inside the trainer and shares its weights; there is nothing to set"
 
 RENAMED: dict[str, tuple[str, ...]] = {
     "actor_learning_rate": ("train.lr",),
@@ -33,9 +32,13 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "critic_learning_rate": ("critic.lr",),
     "critic_pretrain": ("critic.path",),
     "critic_warmup": ("critic.freeze_actor_steps",),
+    "data_parallel_size": ("system.engines",),
     "dataset": ("data.train",),
     "dataset_name": ("data.train",),
     "ema_beta": ("train.ema_decay",),
+    "enable_chunked_prefill": ("system.vllm.chunked_prefill",),
+    "enable_prefix_caching": ("system.vllm.prefix_caching",),
+    "enforce_eager": ("system.vllm.eager",),
     "entropy_coeff": ("algorithm.entropy_coef",),
     "environment_factory": ("environment.path",),
     "epsilon": ("algorithm.clip_low", "algorithm.clip_high"),
@@ -49,6 +52,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "dynamic_filtering": ("algorithm.dynamic_filter",),
     "freezing_actor_steps": ("critic.freeze_actor_steps",),
     "gen_batch_size": ("rollout.oversample",),
+    "gpu_memory_utilization": ("system.kv_memory", "system.vllm.memory_share"),
     "init_kl_coef": ("algorithm.kl_coef",),
     "input_key": ("data.prompt",),
     "kl_coeff": ("algorithm.kl_coef",),
@@ -80,7 +84,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "max_length": ("data.max_tokens",),
     "max_norm": ("train.max_grad_norm",),
     "max_num_seqs": ("system.max_running",),
-    "max_num_batched_tokens": ("system.max_prefill_tokens",),
+    "max_num_batched_tokens": ("system.max_prefill_tokens", "system.vllm.max_batched_tokens"),
     "max_prompt_length": ("data.max_prompt_tokens",),
     "max_response_length": ("rollout.max_new_tokens",),
     "max_seq_length": ("data.max_tokens",),
@@ -125,9 +129,14 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "train_dataset": ("data.train",),
     "use_peft": ("lora.rank",),
     "use_kl_loss": ("algorithm.kl_in",),
+    "use_vllm": ("system.engine",),
     "use_kl_in_reward": ("algorithm.kl_in",),
     "value_loss_coef": ("critic.value_coef",),
     "vf_coef": ("critic.value_coef",),
+    "vllm_gpu_memory_utilization": ("system.kv_memory", "system.vllm.memory_share"),
+    "vllm_mode": ("system.engine_process",),
+    "vllm_num_engines": ("system.engines",),
+    "vllm_tensor_parallel_size": ("system.vllm.tensor_parallel_size",),
     "warmup_proportion": ("train.warmup_ratio",),
 }
 """Synonym → the dotted key or keys that say the same."""
@@ -150,8 +159,6 @@ WITHOUT_EQUIVALENT: dict[str, str] = {
     "compute_fp32_loss": "losses are always computed in float32",
     "flash_attn": "the attention kernel is chosen by the hardware",
     "attn_implementation": "the attention kernel is chosen by the hardware",
-    "enforce_eager": _ENGINE,
-    "gpu_memory_utilization": "say the sampler's memory as system.kv_memory, such as '4GB'",
     "gradient_accumulation_steps": _DERIVED,
     "log_prob_micro_batch_size": _DERIVED,
     "micro_batch_size": _DERIVED,
@@ -167,7 +174,5 @@ WITHOUT_EQUIVALENT: dict[str, str] = {
     "scale_rewards": "it is part of algorithm.advantage: 'grpo' divides by the deviation, 'dr_grpo' does not",
     "use_dynamic_batch": _PACKED,
     "use_dynamic_bsz": _PACKED,
-    "use_vllm": _ENGINE,
-    "vllm_mode": _ENGINE,
 }
 """Synonym → why there is no such key."""

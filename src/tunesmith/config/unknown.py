@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from tunesmith.config.describe import sections_of
+from tunesmith.config.describe import is_section, sections_of
 from tunesmith.config.places import KeyPath, dotted
 from tunesmith.config.problems import Problem
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -25,8 +25,8 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Every dotted key of a configuration: ``run_dir``, ``model.path``, ..."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
-        section = next(sections_of(field.annotation), None) if not prefix else None
-        keys += all_keys(section, f"{name}.") if section else [prefix + name]
+        section = next(sections_of(field.annotation), None) if not prefix or is_section(field.annotation) else None
+        keys += all_keys(section, f"{prefix}{name}.") if section else [prefix + name]
     return keys
 
 

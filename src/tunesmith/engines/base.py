@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol, runtime_checkable
 
 from tunesmith.errors import UserError
 from tunesmith.types import Completion, Sampling
+from tunesmith.weights.base import Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,19 @@ class EngineStats:
     0 where the hardware's limits are not known."""
 
 
+_PEAKS = ("peak_running", "peak_kv_bytes", "kv_budget_bytes")
+
+
+def added(total: EngineStats, more: EngineStats, *, apart: bool = False) -> EngineStats:
+    """Both together: counters add up; peaks and budgets are the highest, or add up where the engines are ``apart``."""
+
+    def value(name: str) -> Any:
+        a, b = getattr(total, name), getattr(more, name)
+        return max(a, b) if name in _PEAKS and not apart else a + b
+
+    return EngineStats(**{f.name: value(f.name) for f in fields(EngineStats)})
+
+
 class RolloutEngine(Protocol):
     """Generates completions. All methods are called from one event loop."""
 
@@ -52,6 +66,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    async def interrupt(self) -> None:
+        """End every request in flight with the tokens it has, ``finish_reason="abort"``."""
+        ...
+
     async def load_weights(self, version: int) -> None:
         """Take the trainer's current weights as ``version``; every cached prefix dies with the old one.
 
@@ -59,8 +77,13 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    async def sleep(self) -> None:
-        """Free the KV memory; requests in flight must have ended."""
+    async def sleep(self, level: int = 1) -> None:
+        """Free the KV memory; requests in flight must have ended.
+
+        Args:
+            level: what becomes of weights of the engine's own: 1 keeps them off the device, 2 discards them, so
+                that ``load_weights`` has to come before the next request. It may come before ``wake``.
+        """
         ...
 
     async def wake(self) -> None:
@@ -72,6 +95,79 @@ class RolloutEngine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """What several engines behind one port can besides."""
+
+    async def resize(self, size: int) -> None:
+        """Go on with another number of engines. One that leaves finishes what it was asked."""
+        ...
+
+
+class Member(Protocol):
+    """An engine elsewhere, one of a pool: its weights come as an offer (``weights.base``).
+
+    Every call raises ``EngineLostError`` when the engine is no more.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion: ...
+
+    async def interrupt(self) -> None: ...
+
+    async def take(self, version: int, offer: Offer) -> None:
+        """Take offered weights; requests in flight continue with them."""
+        ...
+
+    async def sleep(self, level: int = 1) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        """Counters since the last call, as far as the engine's answers have told."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class AskedMember:
+    """A ``Member`` that sends requests to ``engines.served``; how they travel is ``ask``."""
+
+    def __init__(self) -> None:
+        self.told = EngineStats()
+        """What answers have told since the last call of ``stats``."""
+
+    async def ask(self, do: str, **values: Any) -> Any:
+        """The result of a request.
+
+        Raises:
+            UserError, EngineError: it was refused, or failed.
+            EngineLostError: the engine is no more.
+        """
+        raise NotImplementedError
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        return Completion(**await self.ask("generate", prompt_ids=list(prompt_ids), sampling=asdict(sampling)))
+
+    async def interrupt(self) -> None:
+        await self.ask("interrupt")
+
+    async def take(self, version: int, offer: Offer) -> None:
+        await self.ask("load_weights", version=version, offer=offer)
+
+    async def sleep(self, level: int = 1) -> None:
+        await self.ask("sleep", level=level)
+
+    async def wake(self) -> None:
+        await self.ask("wake")
+
+    def stats(self) -> EngineStats:
+        found, self.told = self.told, EngineStats()
+        return found
 
 
 def check_sampling(sampling: Sampling) -> None:

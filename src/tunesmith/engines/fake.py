@@ -49,7 +49,7 @@ class FakeEngine:
         self._context = context
         self._version = 0
         self._fresh_seed = count(1 << 64)
-        self._running = 0
+        self._running = self._interruptions = 0
         self._peak_running = self._sampled = 0
         self._unavailable: str | None = None
 
@@ -78,8 +78,11 @@ class FakeEngine:
         seed = next(self._fresh_seed) if seed is None else seed
         tokens = iter(self._script(prompt_ids, sampling) if self._script else self._hashed(prompt_ids, seed))
         done = Completion([], [], [], "length")
+        interruptions = self._interruptions
         for token in tokens:
             await asyncio.sleep(0)
+            if self._interruptions > interruptions:
+                return Completion(done.token_ids, done.logprobs, done.versions, "abort")
             if self._unavailable:
                 raise EngineError(self._unavailable)
             done.token_ids.append(token)
@@ -98,11 +101,15 @@ class FakeEngine:
             digest = hashlib.blake2b(repr((seed, prompt_ids, position)).encode(), digest_size=8).digest()
             yield int.from_bytes(digest) % self._vocab_size
 
+    async def interrupt(self) -> None:
+        self._interruptions += 1
+
     async def load_weights(self, version: int) -> None:
         self._version = version
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: int = 1) -> None:
         """Raises EngineError while requests are in flight."""
+        del level  # it has no weights
         if self._running:
             raise EngineError("the engine cannot sleep while requests are in flight: await them first")
         self._unavailable = self._unavailable or "the engine sleeps: call wake() first"

@@ -5,24 +5,43 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.errors import TunesmithError, UserError
 from tunesmith.types import Sampling
+from tunesmith.weights.base import Offer
 
 Send = Callable[[dict[str, Any]], None]
+TakeWeights = Callable[[Offer], None]
+"""Puts offered weights where the engine finds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An engine to which requests come one by one, as calls."""
+
+    engine: RolloutEngine
+    take_weights: TakeWeights
+
+    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What came of one message."""
+        said: list[dict[str, Any]] = []
+        await answer(self.engine, message, said.append, self.take_weights)
+        return said[0]
+
+    async def close(self) -> None:
+        await self.engine.close()
 
 
 async def serve(
     engine: RolloutEngine,
     read: Callable[[], Awaitable[bytes]],
     write: Callable[[bytes], None],
-    take_weights: Callable[[Path, int], None],
+    take_weights: TakeWeights,
 ) -> None:
-    """Answer until the input ends. ``take_weights`` puts a published file where the engine finds its weights."""
+    """Answer until the input ends."""
     running: dict[int, asyncio.Task[None]] = {}
 
     def send(message: dict[str, Any]) -> None:
@@ -36,15 +55,14 @@ async def serve(
             if (task := running.get(number)) is not None:
                 task.cancel()
             continue
-        task = asyncio.create_task(_answer(engine, message, send, take_weights))
+        task = asyncio.create_task(answer(engine, message, send, take_weights))
         running[number] = task
         task.add_done_callback(lambda _, number=number: running.pop(number, None))
     await engine.close()
 
 
-async def _answer(
-    engine: RolloutEngine, message: dict[str, Any], send: Send, take_weights: Callable[[Path, int], None]
-) -> None:
+async def answer(engine: RolloutEngine, message: dict[str, Any], send: Send, take_weights: TakeWeights) -> None:
+    """Do what one message asks, and send what came of it."""
     try:
         result = await _do(engine, message, take_weights)
     except TunesmithError as error:
@@ -55,18 +73,20 @@ async def _answer(
         send({"id": message["id"], "result": result, "stats": asdict(engine.stats())})
 
 
-async def _do(engine: RolloutEngine, message: dict[str, Any], take_weights: Callable[[Path, int], None]) -> Any:
+async def _do(engine: RolloutEngine, message: dict[str, Any], take_weights: TakeWeights) -> Any:
     match message["do"]:
         case "generate":
             settings = message["sampling"]
             for name in ("stop", "stop_token_ids"):
                 settings[name] = tuple(settings[name])
             return asdict(await engine.generate(message["prompt_ids"], Sampling(**settings)))
+        case "interrupt":
+            return await engine.interrupt()
         case "load_weights":
-            take_weights(Path(message["path"]), message["version"])
+            take_weights(message["offer"])
             return await engine.load_weights(message["version"])
         case "sleep":
-            return await engine.sleep()
+            return await engine.sleep(message["level"])
         case "wake":
             return await engine.wake()
         case "ping":

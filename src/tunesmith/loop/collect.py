@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.environments.base import Environment, Generate
 from tunesmith.errors import EngineError, EpisodeError, UserError
+from tunesmith.monitor.timeline import REWARD, ROLLOUTS, Timeline
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class Collector:
     """Seconds that one rollout may take; waiting for its turn does not count."""
     turn: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext[None])
     """What a rollout holds while it is played: a semaphore limits how many are at once."""
+    timeline: Timeline | None = None
 
     async def collect(
         self, tasks: Sequence[Task], sampling: Sampling, group_size: int, seed: int
@@ -56,15 +58,20 @@ class Collector:
         rollouts = await together([self._rollout(task, s) for s in samplings])
         played = [r for r in rollouts if r.status is Status.OK]
         if played:
-            await self.scorer.score(played, [self.decode(r.answer_ids) for r in played])
+            with self._span(REWARD, "score", task):
+                await self.scorer.score(played, [self.decode(r.answer_ids) for r in played])
         return RolloutGroup(task, rollouts)
 
     async def _rollout(self, task: Task, sampling: Sampling) -> Rollout:
         rollout = Rollout(task)
         rollout.observe(task.prompt_ids)
         async with self.turn:
-            await self._play(rollout, self._generate(sampling))
+            with self._span(ROLLOUTS, task.environment, task):
+                await self._play(rollout, self._generate(sampling))
         return rollout
+
+    def _span(self, lane: str, name: str, task: Task) -> AbstractContextManager[Any]:
+        return self.timeline.span(lane, name, task=task.id) if self.timeline else nullcontext()
 
     async def _play(self, rollout: Rollout, generate: Generate) -> None:
         deadline = asyncio.timeout(self.timeout)

@@ -21,6 +21,9 @@ class Curriculum:
     rest_epochs: int = 0
     _rest_until: dict[str, int] = field(default_factory=dict[str, int], init=False)
     """The epoch in which a resting task may be drawn again."""
+    _unsettled: list[Task] = field(default_factory=list[Task], init=False)
+    """Drawn, and neither trained on nor thrown away: after a resumption they come first."""
+    _again: list[Task] = field(default_factory=list[Task], init=False)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -35,7 +38,14 @@ class Curriculum:
         return sum(until > self.epoch for until in self._rest_until.values())
 
     def next_batch(self, n: int) -> list[Task]:
-        return [self._next() for _ in range(n)]
+        drawn = [self._again.pop(0) if self._again else self._next() for _ in range(n)]
+        self._unsettled += drawn
+        return drawn
+
+    def settle(self, tasks: Sequence[Task]) -> None:
+        """These were trained on, or nothing can be learned from them."""
+        for task in tasks:
+            self._unsettled.remove(task)
 
     def rest(self, groups: Sequence[RolloutGroup]) -> None:
         """Let the tasks of these groups rest."""
@@ -52,8 +62,11 @@ class Curriculum:
         return task
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.loader.state_dict(), "rest_until": dict(self._rest_until)}
+        unsettled = [task.id for task in (*self._unsettled, *self._again)]
+        return {**self.loader.state_dict(), "rest_until": dict(self._rest_until), "unsettled": unsettled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.loader.load_state_dict(state)
         self._rest_until = dict(state["rest_until"])
+        tasks = {task.id: task for task in self.loader.items}
+        self._again = [tasks[name] for name in state["unsettled"]]

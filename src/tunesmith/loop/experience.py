@@ -97,9 +97,17 @@ def batch_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
         "tokens": float(lengths.sum()),
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
+        "longest_sequence": float(max(len(record.token_ids) for r in rollouts for record in r.records)),
         "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         "groups_equal": float(np.mean([len({r.reward for r in g.usable}) < 2 for g in groups])),
     }
+
+
+def staleness(groups: Sequence[RolloutGroup], version: int) -> Metrics:
+    """By how many versions the policy that sampled a token is older than the trainer's ``version``, over all tokens."""
+    records = [record for g in groups for r in g.rollouts for record in r.records]
+    ages = [version - v for record in records for v, ours in zip(record.versions, record.sampled, strict=True) if ours]
+    return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
 
 
 def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) -> float:

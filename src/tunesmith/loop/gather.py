@@ -12,7 +12,7 @@ from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.environments.reward_types import TrainerState
 from tunesmith.environments.rewards import FailureGate
 from tunesmith.loop.collect import derive_seed, together
-from tunesmith.loop.experience import batch_metrics
+from tunesmith.loop.experience import batch_metrics, staleness
 from tunesmith.loop.learner import Metrics
 from tunesmith.loop.session import Session
 from tunesmith.types import RolloutGroup, Task
@@ -36,27 +36,39 @@ async def gather(parts: RLParts, session: Session) -> tuple[list[RolloutGroup], 
     while len(kept) < wanted and len(tried) < max(wanted, len(parts.tasks)):
         tasks = parts.tasks.next_batch(ceil((wanted - len(kept)) * config.rollout.oversample))
         seed = derive_seed(config.train.seed, config.rollout.seed or 0, session.step, len(tried))
-        groups = await _play(parts, tasks, seed)
+        groups = await play(parts, tasks, seed)
         played = [r for g in groups for r in (*g.rollouts, *([g.greedy] if g.greedy else ()))]
         FailureGate(config.reward.max_failed_share).check(played)
         tried += groups
-        kept += _informative(parts, groups)
+        kept += informative(parts, groups)
+    parts.tasks.settle([g.task for g in tried])
+    return kept[:wanted], step_metrics(parts, tried, kept[:wanted], len(kept) / len(tried))
+
+
+def step_metrics(
+    parts: RLParts, tried: Sequence[RolloutGroup], batch: Sequence[RolloutGroup], groups_kept: float
+) -> Metrics:
+    """Of the groups that were played for a step, of those it trains on, and of the sampler since the last step."""
     stats = parts.engine.stats()
-    return kept[:wanted], {
+    prompts = stats.reused_prompt_tokens + stats.prefilled_tokens
+    rewards = parts.rewards.metrics([r for g in tried for r in g.rollouts])
+    return {
         **batch_metrics(tried),
-        **(rewards := parts.rewards.metrics([r for g in tried for r in g.rollouts])),
+        **rewards,
         **({"reward": rewards["reward/mean"]} if "reward/mean" in rewards else {}),
-        "groups_kept": len(kept) / len(tried),
-        **({"tasks_resting": float(parts.tasks.resting)} if config.algorithm.rest_epochs else {}),
+        "groups_kept": groups_kept,
+        **({"tasks_resting": float(parts.tasks.resting)} if parts.config.algorithm.rest_epochs else {}),
         "sampled_tokens": float(stats.sampled_tokens),
         "reused_prompt_tokens": float(stats.reused_prompt_tokens),
+        **({"prefix_hit_share": stats.reused_prompt_tokens / prompts} if prompts else {}),
+        **staleness(batch, parts.engine.version),
         "preemptions": float(stats.preemptions),
         "attainable_seconds": stats.attainable_seconds,
         **({"draft_acceptance": stats.accepted_tokens / stats.drafted_tokens} if stats.drafted_tokens else {}),
     }
 
 
-async def _play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[RolloutGroup]:
+async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[RolloutGroup]:
     """A group per task; beside it a greedy rollout, played and rewarded in the same way, where it is compared with."""
     collect, sampling, size = parts.collector.collect, parts.sampling, parts.config.rollout.group_size
     if "greedy_rollout" not in algorithm_needs(parts.config.algorithm):
@@ -66,7 +78,7 @@ async def _play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[Rollou
     return [replace(g, greedy=b.rollouts[0]) for g, b in zip(groups, baselines, strict=True)]
 
 
-def _informative(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+def informative(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     """Without those whose greedy rollout failed, and with a filter those without contrast."""
     algorithm = parts.config.algorithm
     comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]

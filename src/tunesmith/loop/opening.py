@@ -14,11 +14,14 @@ from tunesmith.data.formats import Goal
 from tunesmith.data.prepare import Prepared, peek
 from tunesmith.errors import CheckpointError
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
-from tunesmith.loop.session import Best, Cadence, Session
+from tunesmith.loop.session import BESIDE_STEPS, Best, Cadence, Session
+from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, Metrics, check_sinks, drop_after, open_sinks, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir, open_run_dir
+from tunesmith.monitor.timeline import Timeline
+from tunesmith.monitor.watchdog import Watchdog
 from tunesmith.plan.facts import Facts, count_parameters, known_model_facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
@@ -126,14 +129,20 @@ def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoin
     )
     samples = JsonLines(run_dir.rollouts)
     stack.callback(samples.close)
+    timeline = Timeline(run_dir.traces, config.monitor.trace_steps, beside=BESIDE_STEPS)
+    stack.enter_context(progress)
+    if config.monitor.stall_after:
+        stack.enter_context(Watchdog(timeline, config.monitor.stall_after, progress.note))
     return Session(
         cadence=Cadence(config.train.steps, config.eval.every, config.checkpoint.every),
         metrics=stack.enter_context(metrics),
-        progress=stack.enter_context(progress),
+        progress=progress,
         checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
         best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
         samples=samples,
         clock=Clock(),
+        timeline=timeline,
+        adjustments=Adjustments(run_dir.path),
         resume_from=checkpoint,
     )
 

@@ -13,13 +13,14 @@ from tunesmith.backends.base import LossFn, TrainBackend
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.environments.rewards import RewardSet
+from tunesmith.loop.canary import Canary
 from tunesmith.loop.collect import Collector, derive_seed
 from tunesmith.loop.critic import Critic
 from tunesmith.loop.curriculum import Curriculum
 from tunesmith.loop.evaluate import Evaluation, evaluate
 from tunesmith.loop.experience import experience
-from tunesmith.loop.gather import gather
 from tunesmith.loop.learner import Learner, Metrics
+from tunesmith.loop.rollouts import Rollouts, open_rollouts
 from tunesmith.loop.samples import write_samples
 from tunesmith.loop.session import Session
 from tunesmith.types import RolloutGroup, Sample, Sampling
@@ -35,33 +36,45 @@ class RLParts:
     rewards: RewardSet
     collector: Collector
     engine: RolloutEngine
+    """A ``Gate`` where rollouts are played ahead of the steps."""
     backend: TrainBackend
     learner: Learner
     critic: Critic | None
     kl: AdaptiveController
     evaluation: Evaluation | None
+    canary: Canary | None = None
+    """Compares sampler and trainer after each sync, where they do not share their weights."""
     objective: LossFn | None = None
     """Minimised on the samples in place of the algorithm's loss."""
 
 
 async def run(parts: RLParts, session: Session) -> None:
     """Train until the configured step; evaluate and save on the way."""
+    rollouts = open_rollouts(parts, session)
+    try:
+        await _run(parts, session, rollouts)
+    finally:
+        await rollouts.close()
+
+
+async def _run(parts: RLParts, session: Session, rollouts: Rollouts) -> None:
     if session.step == 0 and parts.config.eval.at_start:
-        await _evaluate(parts, session)
+        await _evaluate(parts, session, rollouts)
     while session.running:
         with session.phase("sync"):
-            await parts.engine.load_weights(parts.backend.version)
+            await rollouts.update(session.step)
+            compared = await parts.canary.check(session.step) if parts.canary else {}
         with session.phase("rollout"):
-            groups, metrics = await gather(parts, session)
+            groups, metrics = await rollouts.next()
         with session.phase("train"):
-            learned = learn(parts, groups, session.step)
+            learned = await rollouts.beside(learn, parts, groups, session.step)
         attainable = metrics["attainable_seconds"] + learned.get("attainable_seconds", 0.0)
-        session.finish_step(metrics | learned | {"attainable_seconds": attainable})
+        session.finish_step(metrics | learned | compared | {"attainable_seconds": attainable})
         if (every := parts.config.algorithm.reference_every) and session.step % every == 0:
             parts.backend.refresh_reference()
         write_samples(session, parts.collector.decode, groups, parts.config.monitor.samples)
         if session.evaluation_due():
-            await _evaluate(parts, session)
+            await _evaluate(parts, session, rollouts)
         if session.checkpoint_due():
             save(parts, session)
     if session.checkpoints.newest() is None:
@@ -109,12 +122,12 @@ def improve(parts: RLParts, samples: Sequence[Sample], batch_size: int, seed: in
     return metrics
 
 
-async def _evaluate(parts: RLParts, session: Session) -> None:
+async def _evaluate(parts: RLParts, session: Session, rollouts: Rollouts) -> None:
     if parts.evaluation is None:
         return
     with session.phase("eval"), parts.backend.averaged() if parts.config.eval.use_ema else nullcontext():
-        await parts.engine.load_weights(parts.backend.version)
-        metrics, groups = await evaluate(parts.collector, parts.evaluation)
+        async with rollouts.evaluating(session.step) as collector:
+            metrics, groups = await evaluate(collector, parts.evaluation)
     parts.engine.stats()  # Dropped, so that the next step counts its own alone.
     session.finish_evaluation(metrics)
     write_samples(session, parts.collector.decode, groups, parts.config.monitor.samples, "eval")

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ConfigError, nearest
 from tunesmith.loop.checkpoint import Checkpoints, read_state
+from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, Metrics
 from tunesmith.monitor.progress import Progress
+from tunesmith.monitor.timeline import LOOP, TRAINER, Timeline
 
 BESIDE_STEPS = ("setup", "eval", "checkpoint")
 """Phases that a step's rates leave out."""
+TRAINER_WAITS = {"rollout": "the rollouts", "sync": "the engines to take the weights"}
+"""Phases in which the trainer waits, and for what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class Session:
     best: Best
     samples: JsonLines
     clock: Clock
+    timeline: Timeline = field(default_factory=Timeline)
+    adjustments: Adjustments | None = None
     resume_from: Path | None = None
     step: int = 0
 
@@ -84,7 +90,9 @@ class Session:
     def phase(self, name: str) -> Generator[None]:
         """Time spent inside counts as ``name``."""
         self.progress.phase(name)
-        with self.clock.phase(name):
+        lane = TRAINER if name in ("train", *TRAINER_WAITS) else LOOP
+        waits_for = f"{TRAINER_WAITS[name]} of step {self.step + 1}" if name in TRAINER_WAITS else None
+        with self.clock.phase(name), self.timeline.span(lane, name, waits_for=waits_for):
             yield
 
     def note(self, text: str) -> None:
@@ -97,7 +105,7 @@ class Session:
         times = {f"seconds/{name}": value for name, value in seconds.items()}
         wall = sum(seconds.values())
         busy = sum(value for name, value in seconds.items() if name not in BESIDE_STEPS)
-        record = {**metrics, **times, "seconds": wall}
+        record = {**metrics, **times, **self.timeline.finish_step(self.step), "seconds": wall}
         if "tokens" in metrics:
             record["tokens_per_second"] = metrics["tokens"] / busy
         if "attainable_seconds" in metrics:

@@ -11,7 +11,7 @@ off by default. In reinforcement learning it is refused: the trainer's log-proba
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,11 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -66,6 +67,30 @@ class Adapter:
         """A frozen float32 copy of the model with the adapter merged in."""
         whole = cast(Any, copy.deepcopy(self.peft).float()).merge_and_unload()
         return cast(PreTrainedModel, whole.requires_grad_(False).eval())
+
+    def own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What is trained, under the names that it has in the module."""
+        for name, tensor in self.peft.get_base_model().state_dict().items():
+            if f".{TRAINED}." in name and ".lora_" in name:
+                yield name, tensor
+
+    @torch.no_grad()
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the model that base and adapter make, under the base's names; the module stays as it is.
+
+        Each sum ``W + scale · B A`` is taken in float32, then rounded to the base's number format.
+        """
+        module = self.peft.get_base_model()
+        adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+        for name, tensor in module.state_dict().items():
+            owner, inside, rest = name.partition(".base_layer.")
+            if inside:
+                if rest == "weight":
+                    delta = cast(Any, adapted[owner]).get_delta_weight(TRAINED)
+                    tensor = (tensor.float() + delta.float()).to(tensor.dtype)
+                yield f"{owner}.{rest}", tensor
+            elif ".lora_" not in name:
+                yield name, tensor
 
     def save(self, directory: Path) -> None:
         """Write a peft adapter directory, and with ``save_merged`` the whole model beside it, in ``…_merged``."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from tunesmith.config.files import ADAPTER_CONFIG
 from tunesmith.errors import ConfigError, ModelError, boundary
@@ -107,6 +109,11 @@ def load_module(
         let_gradients_pass(module)
         return module.eval()
     return cast(PreTrainedModel, cast(nn.Module, module).to(device).eval())
+
+
+def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """A module's weights as its files have them, where transformers renames or fuses them when it loads."""
+    return cast("dict[str, Tensor]", revert_weight_conversion(module, dict(named))).items()
 
 
 def check_directory(path: str | Path) -> None:

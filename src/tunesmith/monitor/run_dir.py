@@ -8,6 +8,7 @@
         metrics.jsonl     one object per step
         rollouts.jsonl    some rollouts of each step
         checkpoints/      step-000010, ...
+        trace/            where asked
         tensorboard/      where asked
         run.lock          held by the process that writes here
 """
@@ -57,6 +58,10 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def traces(self) -> Path:
+        return self.path / "trace"
 
     def release(self) -> None:
         if self._lock is not None:

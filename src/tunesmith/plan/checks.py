@@ -12,6 +12,7 @@ from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, ScoreCo
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
+from tunesmith.plan.ahead import ahead_problems, hybrid_problems
 from tunesmith.plan.distillation import distill_problems, teacher_problems
 from tunesmith.plan.engine import SAMPLER_KEYS, engine_problems
 from tunesmith.plan.generation import generation_problems
@@ -24,10 +25,10 @@ def check(config: RunConfig) -> None:
         ConfigError: naming the keys, why they do not go together, and what to change.
     """
     problems = [*_check_train(config), *_check_eval(config), *_check_lora(config), *generation_problems(config)]
-    problems += engine_problems(config)
+    problems += [*engine_problems(config), *hybrid_problems(config)]
     problems += distill_problems(config)
     if isinstance(config, RLConfig):
-        problems += [*_check_rl(config), *_check_algorithm(config)]
+        problems += [*_check_rl(config), *ahead_problems(config), *_check_algorithm(config)]
     if isinstance(config, SFTConfig | ScoreConfig | DPOConfig | KTOConfig):
         problems += [*_check_sft(config), *_check_preference(config)]
     if config.checkpoint.resume is True and config.run_dir is None:
@@ -72,6 +73,13 @@ def check_warmup(config: RunConfig, steps: int) -> Iterator[str]:
         )
 
 
+def check_trace_steps(config: RunConfig, steps: int) -> Iterator[str]:
+    """Steps to be traced that the run does not have."""
+    if beyond := [step for step in config.monitor.trace_steps if step > steps]:
+        asked = list(config.monitor.trace_steps)
+        yield f"monitor.trace_steps = {asked}: the run ends after step {steps}, before {beyond[0]}; name earlier steps"
+
+
 def _check_train(config: RunConfig) -> Iterator[str]:
     train = config.train
     if train.steps is not None and train.epochs is not None:
@@ -85,6 +93,7 @@ def _check_train(config: RunConfig) -> Iterator[str]:
         )
     if train.steps is not None:
         yield from check_warmup(config, train.steps)
+        yield from check_trace_steps(config, train.steps)
 
 
 def _check_lora(config: RunConfig) -> Iterator[str]:
@@ -228,7 +237,7 @@ def _indivisible(config: RLConfig, size: int) -> str:
 def _check_algorithm(config: RLConfig) -> Iterator[str]:
     limit, section = config.rollout.max_new_tokens, config.algorithm
     try:
-        section, _ = resolve_algorithm(section, max_new_tokens=limit)
+        section, _ = resolve_algorithm(section, max_new_tokens=limit, max_staleness=config.rollout.max_staleness)
     except ConfigError as error:
         yield str(error)
         return

@@ -18,6 +18,7 @@ from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.hardware import Gpu
+from tunesmith.plan.weights import engines_apart
 
 STATE_BYTES = 16
 """Per trained parameter: weight, gradient, master weight and AdamW's two moments, in either number format."""
@@ -57,8 +58,16 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     rewards = facts.reward_parameters * bytes_per_number(filling.config)
     budget = max(0, free_memory(filling.config, facts) - state_bytes(filling.config, facts) - rewards)
     _derive_microbatch(filling, facts, budget, "cuda" if _on_gpu(filling.config) else "cpu")
-    if isinstance(filling.config, RLConfig):
+    if isinstance(filling.config, RLConfig) and not filling.config.system.served:
         _derive_kv_memory(filling, facts, budget)
+        _derive_hybrid(filling)
+
+
+def _derive_hybrid(filling: Filling[Any]) -> None:
+    if _on_gpu(filling.config) and not engines_apart(filling.config):
+        filling.fill("system.hybrid", True, "engine and trainer share the GPU")
+    else:
+        filling.fill("system.hybrid", False, "there is memory enough, or engine and trainer do not share a GPU")
 
 
 def free_memory(config: RunConfig, facts: Facts) -> int:
@@ -161,12 +170,12 @@ def _derive_kv_memory(filling: Filling[Any], facts: Facts, budget: int) -> None:
     key, config, model = "system.kv_memory", filling.config, facts.model
     share = max(budget // 4, LEAST_KV_BYTES)
     longest = longest_sample(config, facts)
-    if longest is None:
+    if longest is None or config.system.vllm.memory_share is not None:
         return
     if model is None:
         filling.fill(key, megabytes(min(share, 4 * 10**9)), "a quarter of the free memory, at most 4GB")
         return
-    together = config.rollout.prompts_per_step * config.rollout.group_size
+    together = ceil(config.rollout.prompts_per_step * config.rollout.over_generation) * config.rollout.group_size
     together = min(config.system.max_running, max(together, (facts.eval_size or 0) * config.eval.samples))
     # A tenth more, because memory is given out in blocks.
     wanted = ceil(1.1 * together * longest * model.kv_bytes_per_token(bytes_per_number(config)))

@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
+from tunesmith.plan.cluster import CLUSTER_KEYS, cluster_problems
+from tunesmith.plan.http_engine import http_problems
+from tunesmith.plan.vllm import VLLM_KEYS, vllm_problems
+from tunesmith.plan.weights import engines_apart, weight_problems
 
 SAMPLER_KEYS = (
     "system.engine",
+    "system.engine_urls",
+    "system.engine_directory",
     "system.engine_process",
     "system.engine_python",
+    "system.engines",
+    "system.engine_restarts",
+    "system.weight_plane",
+    "system.adapter_sync",
+    "system.cluster",
+    *(f"system.{key}" for key in CLUSTER_KEYS),
     "system.kv_memory",
     "system.max_running",
     "system.max_prefill_tokens",
     "system.speculative",
     "system.speculative_tokens",
     "system.draft_model",
+    *VLLM_KEYS,
 )
 """What only a run that samples reads."""
 
 
 def engine_problems(config: RunConfig) -> list[str]:
     """What is wrong with the choice of an engine and with its speculation."""
-    return [*_check_choice(config), *_check_speculation(config)]
+    return [
+        *_check_choice(config),
+        *weight_problems(config),
+        *_check_speculation(config),
+        *http_problems(config),
+        *vllm_problems(config),
+        *cluster_problems(config),
+    ]
 
 
 def _check_speculation(config: RunConfig) -> Iterator[str]:
@@ -39,21 +58,10 @@ def _check_speculation(config: RunConfig) -> Iterator[str]:
 
 def _check_choice(config: RunConfig) -> Iterator[str]:
     system = config.system
-    if system.engine_python is not None and not system.engine_process:
-        yield "system.engine_python has no effect with system.engine_process = false; say true, or leave it out"
-    if system.engine == "vllm" and system.engine_python is None and find_spec("vllm") is None:
-        yield (
-            'system.engine = "vllm": vLLM is not installed in this environment. Install it, or name the interpreter '
-            "of one that has it and Tunesmith: system.engine_process = true, system.engine_python = "
-            '".venv-vllm/bin/python"'
-        )
-    apart = system.engine == "vllm" or system.engine_process
-    if apart and system.speculative != "off":
+    said = settings(config, said_only=True)
+    for key in ("system.engine_python", "system.engines", "system.engine_restarts"):
+        if key in said and not engines_apart(config):
+            yield f"{key} has no effect with system.engine_process = false; say true, or leave it out"
+    apart = system.served or engines_apart(config)
+    if system.engine != "vllm" and apart and system.speculative != "off":
         yield f'system.speculative = "{system.speculative}" is of the engine in the trainer\'s process; leave it out'
-    if apart and (config.lora.on or config.model.quantize is not None):
-        yield (
-            "an adapter or quantised weights are sampled only by the engine in the trainer's process: leave out "
-            "system.engine and system.engine_process"
-        )
-    if system.engine == "vllm" and "system.max_prefill_tokens" in settings(config, said_only=True):
-        yield 'system.max_prefill_tokens has no effect with system.engine = "vllm", which chooses it; leave it out'

@@ -21,8 +21,10 @@ class Filling(Generic[C]):
 
     def get(self, key: str) -> Any:
         """The value of a dotted key."""
-        section, _, name = key.rpartition(".")
-        return getattr(getattr(self.config, section) if section else self.config, name)
+        value: Any = self.config
+        for name in key.split("."):
+            value = getattr(value, name)
+        return value
 
     def fill(self, key: str, value: Any, reason: str) -> None:
         """Set a key that was left out."""
@@ -40,5 +42,8 @@ class Filling(Generic[C]):
 
     def _put(self, key: str, value: Any) -> None:
         section, _, name = key.rpartition(".")
-        inner: BaseModel = getattr(self.config, section)
-        self.config = self.config.model_copy(update={section: inner.model_copy(update={name: value})})
+        while section:
+            inner: BaseModel = self.get(section)
+            value = inner.model_copy(update={name: value})
+            section, _, name = section.rpartition(".")
+        self.config = self.config.model_copy(update={name: value})

@@ -184,7 +184,7 @@ def derive_kv_memory(filling: Filling[Any], facts: Facts) -> None:
     """KV memory of the sampler, beside which only the weights lie in memory."""
     config: SamplingConfig = filling.config
     longest, model = longest_sample(config, facts), facts.model
-    if longest is None or not config.samples:
+    if longest is None or not config.samples or config.system.served:
         return
     weights = (model.parameters or 0) * bytes_per_number(config) if model else 0
     share = max((free_memory(config, facts) - weights) // 2, LEAST_KV_BYTES)

@@ -12,12 +12,22 @@ from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size
-from tunesmith.plan.checks import check, check_critic_steps, check_warmup, optimizer_steps, raise_all, rollout_samples
+from tunesmith.plan.checks import (
+    check,
+    check_critic_steps,
+    check_trace_steps,
+    check_warmup,
+    optimizer_steps,
+    raise_all,
+    rollout_samples,
+)
 from tunesmith.plan.device import derive_system, device_problem, state_bytes
 from tunesmith.plan.distillation import derive_distill
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.generation import derive_kv_memory, derive_sampling, length_problems
+from tunesmith.plan.vllm import derive_vllm, vllm_misfits
+from tunesmith.plan.weights import derive_weights, weight_problems
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -56,6 +66,8 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     _derive_episode(filling, facts)
     # Before the limits, which are often far above what the data needs.
     derive_system(filling, facts)
+    derive_weights(filling)
+    derive_vllm(filling)
     if sampling:
         derive_kv_memory(filling, facts)
     if not samples_only:
@@ -69,7 +81,10 @@ def _derive_algorithm(filling: Filling[Any]) -> None:
     config = filling.config
     if not isinstance(config, RLConfig):
         return
-    section, reasons = resolve_algorithm(config.algorithm, max_new_tokens=config.rollout.max_new_tokens)
+    rollout = config.rollout
+    section, reasons = resolve_algorithm(
+        config.algorithm, max_new_tokens=rollout.max_new_tokens, max_staleness=rollout.max_staleness
+    )
     filling.config = config.model_copy(update={"algorithm": section})
     filling.derived += [Derived(key, value, reason) for key, value, reason in reasons]
 
@@ -77,6 +92,9 @@ def _derive_algorithm(filling: Filling[Any]) -> None:
 def _derive_length(filling: Filling[Any], facts: Facts) -> None:
     """Batch size, steps and warm-up, and the seeds."""
     config, size = filling.config, facts.train_size
+    if isinstance(config, RLConfig) and (ahead := config.rollout.max_staleness):
+        queue = ahead * config.rollout.prompts_per_step
+        filling.fill("rollout.queue_size", queue, "rollout.max_staleness × rollout.prompts_per_step")
     for key in ("data.seed", *(("rollout.seed",) if isinstance(config, RLConfig) else ())):
         filling.fill(key, config.train.seed, "train.seed")
     if isinstance(config, RLConfig):
@@ -208,10 +226,13 @@ def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
     """Contradictions with what is known about machine, model and data."""
     if config.train.steps is not None:
         yield from check_warmup(config, config.train.steps)
+        yield from check_trace_steps(config, config.train.steps)
         if isinstance(config, RLConfig):
             yield from check_critic_steps(config, config.train.steps)
     if problem := device_problem(config.system.device or "cpu", facts.hardware.gpus):
         yield problem
+    yield from weight_problems(config)
+    yield from vllm_misfits(config, facts)
     context = facts.model.context if facts.model else None
     if isinstance(config, GenerateConfig | RFTConfig):
         yield from length_problems(config, facts)

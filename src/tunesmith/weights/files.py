@@ -1,97 +1,152 @@
 """Weights handed from one process to another through a file, best one in memory (``/dev/shm``).
 
 A file is written whole under another name and then renamed; it carries its version and a checksum of every
-tensor, and is gone when the next version is there.
+tensor, and is not to be found any more when the next version is there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tunesmith.errors import EngineError
+from tunesmith.errors import EngineError, StorageError, boundary
+from tunesmith.models.flat_weights import checksum
+from tunesmith.weights.base import Named, Offer
 
 MEMORY = Path("/dev/shm")
-ROOM = 1.5
-"""Free space to find there, in weights, before memory is preferred to disk."""
+DTYPES = {
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    **{f"{sign}int{bits}": f"{sign.upper() or 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    "bfloat16": "BF16",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""Number formats as safetensors calls them."""
+ROOM = 2.5
+"""Free space to find there, in weights, before memory is preferred to disk: two files are kept."""
 
 
-def shared_directory(num_bytes: int) -> TemporaryDirectory[str]:
-    """For files of ``num_bytes`` each, and gone with the process: in memory where there is room, else on disk."""
+def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDirectory[str]:
+    """For files of ``num_bytes`` each, and gone with the process.
+
+    Args:
+        parent: where it is made; None: in memory where there is room, else on disk.
+    """
+    if parent is not None:
+        with boundary(StorageError, f"system.weight_directory: cannot write to {parent}", OSError):
+            parent.mkdir(parents=True, exist_ok=True)
+            return TemporaryDirectory(prefix="tunesmith-weights-", dir=parent)
     roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM * num_bytes
     return TemporaryDirectory(prefix="tunesmith-weights-", dir=MEMORY if roomy else None)
 
 
 @dataclass(slots=True)
-class WeightFiles:
-    """Publishes a trainer's weights, each time to a new file.
+class FilePlane:
+    """Publishes a trainer's weights, each time in another file, which any number may read.
 
-    ``tensors`` gives them under their Hugging Face names, such as ``model.state_dict().items``.
+    The file before the last one is written over: pages that are there already take a third of the time of fresh ones.
+    Who still reads it is told by its checksums.
     """
 
-    tensors: Callable[[], Iterable[tuple[str, Tensor]]]
+    tensors: Named
     directory: TemporaryDirectory[str]
     _published: int = field(default=0, init=False)
-    _newest: Path | None = field(default=None, init=False)
+    _newest: tuple[int, Path] | None = field(default=None, init=False)
+    _spare: Path | None = field(default=None, init=False)
 
-    def publish(self, version: int) -> Path:
+    async def publish(self, version: int) -> None:
+        # On a thread: requests in flight go on meanwhile.
+        await asyncio.to_thread(self.write, version)
+
+    async def offer(self, takers: int) -> list[Offer]:
+        assert self._newest is not None, "nothing was published"
+        version, path = self._newest
+        return [{"plane": "file", "version": version, "path": str(path)}] * takers
+
+    async def withdraw(self, offers: Sequence[Offer]) -> None:
+        """Nobody waits for another."""
+
+    async def close(self) -> None:
+        self.directory.cleanup()
+
+    def write(self, version: int) -> Path:
         """The file of the current weights, which are ``version``.
 
         Written anew also where the version is the last one's: an evaluation may have put averaged weights in place.
         """
         self._published += 1
         path = Path(self.directory.name) / f"{self._published}-version-{version}.safetensors"
-        tensors = _separate(self.tensors())
-        sums = {name: checksum(tensor) for name, tensor in tensors.items()}
         unfinished = path.with_suffix(".unfinished")
-        save_file(tensors, unfinished, metadata={"version": str(version), "checksums": json.dumps(sums)})
-        unfinished.rename(path)
-        if self._newest is not None:
-            self._newest.unlink(missing_ok=True)
-        self._newest = path
+        if self._spare is not None:
+            self._spare.rename(unfinished)
+        with boundary(StorageError, f"cannot write weights to {unfinished}", OSError):
+            _write(unfinished, version, dict(self.tensors()))
+            if self._newest is not None:  # no longer to be found, still there for who reads it
+                self._spare = self._newest[1].rename(self._newest[1].with_suffix(".old"))
+            unfinished.rename(path)
+        self._newest = version, path
         return path
 
 
-def read_weights(path: Path, version: int) -> dict[str, Tensor]:
-    """The tensors of a published file.
+def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file (github.com/huggingface/safetensors, "Format"), the checksum of each tensor in its metadata.
+
+    Tied tensors are written under each of their names. The largest items come first, which keeps all aligned.
+    """
+    ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    table: dict[str, Any] = {}
+    end = 0
+    for name in ordered:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        kind = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        table[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+
+    def header(sums: Mapping[str, int]) -> bytes:
+        said = {"version": str(version), "checksums": json.dumps(sums), "format": "pt"}
+        return json.dumps({"__metadata__": said, **table}).encode()
+
+    room = -(-len(header(dict.fromkeys(ordered, 2**32))) // 8) * 8
+    sums: dict[str, int] = {}
+    with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
+        file.seek(8 + room)
+        for name in ordered:
+            plain = tensors[name].detach().cpu().contiguous()
+            sums[name] = checksum(plain)
+            raw = memoryview(cast(Any, plain.flatten().view(torch.uint8).numpy()))
+            while raw:
+                raw = raw[file.write(raw) :]
+        file.truncate()
+        file.seek(0)
+        file.write(room.to_bytes(8, "little") + header(sums).ljust(room))
+
+
+def take_file(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a published file, one after the other.
 
     Raises:
         EngineError: it is of another version, or a tensor is not what was written.
     """
-    with safe_open(path, framework="pt") as opened:
+    path, version = offer["path"], offer["version"]
+    with boundary(EngineError, f"cannot read {path}", (OSError, SafetensorError)):
+        opened = safe_open(path, framework="pt")
+    with opened:
         said = opened.metadata()
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no dictionary)
-    if said["version"] != str(version):
-        raise EngineError(f"{path} holds the weights of version {said['version']}, not of {version}")
-    for name, expected in json.loads(said["checksums"]).items():
-        if checksum(tensors[name]) != expected:
-            raise EngineError(f"{path}: the checksum of '{name}' is wrong; the weights were damaged on their way")
-    return tensors
-
-
-def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
-    raw: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return zlib.crc32(raw)
-
-
-def _separate(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """On the CPU, each tensor with memory of its own: tied ones are written twice, as readers may expect."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in named:
-        plain = tensor.detach().cpu().contiguous()
-        tensors[name] = plain.clone() if plain.data_ptr() in seen else plain
-        seen.add(plain.data_ptr())
-    return tensors
+        if said["version"] != str(version):
+            raise EngineError(f"{path} holds the weights of version {said['version']}, not of {version}")
+        for name, expected in json.loads(said["checksums"]).items():
+            tensor = opened.get_tensor(name)
+            if checksum(tensor) != expected:
+                raise EngineError(f"{path}: the checksum of '{name}' is wrong; the weights were damaged on their way")
+            yield name, tensor

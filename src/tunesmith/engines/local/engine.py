@@ -61,7 +61,7 @@ class LocalEngine:
     ) -> None:
         self._model = model
         self._kv_bytes = kv_bytes
-        self._eos = frozenset(_eos_of(model) if eos_token_ids is None else eos_token_ids)
+        self._eos = frozenset(end_of_sequence_ids(model) if eos_token_ids is None else eos_token_ids)
         layout, cost = probe(model)
         self._meter = Meter(cost, limits)
         self._context: int = text_config(model).max_position_embeddings
@@ -101,18 +101,27 @@ class LocalEngine:
             self._aborted.append(request)
             raise
 
+    async def interrupt(self) -> None:
+        """See ``RolloutEngine``."""
+        self._drop_aborted()
+        requests = [*self._scheduler.waiting, *self._scheduler.running]
+        self._scheduler.release(requests)
+        self._forget(requests)
+        _deliver(dict.fromkeys(requests, "abort"))
+
     async def load_weights(self, version: int) -> None:
         """The parameters are the trainer's: only the version changes, and old prefixes die."""
         self._version = version
         self._scheduler.forget_prompts()
         self._runner.refresh()
 
-    async def sleep(self) -> None:
-        """Free the KV memory.
+    async def sleep(self, level: int = 1) -> None:
+        """Free the KV memory. The weights are the trainer's, and stay at any level.
 
         Raises:
             EngineError: requests are in flight.
         """
+        del level
         self._drop_aborted()
         if self._has_work:
             raise EngineError("the engine cannot sleep while requests are in flight: await them first")
@@ -311,7 +320,7 @@ def _deliver(ended: dict[Request, FinishReason]) -> None:
             request.future.set_result(completion)
 
 
-def _eos_of(model: CausalLM) -> set[int]:
+def end_of_sequence_ids(model: CausalLM) -> set[int]:
     """End-of-sequence ids of the generation config and of the tokenizer."""
     found: set[int] = set()
     generation = getattr(model.module, "generation_config", None)

@@ -8,17 +8,19 @@ the version that made it (``cache_salt``), so that none outlives its weights.
 from __future__ import annotations
 
 import asyncio
-import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tunesmith.engines.base import EngineStats, check_sampling
+from tunesmith.engines.base import EngineStats, added, check_sampling
+from tunesmith.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.errors import EngineError, UserError
 from tunesmith.types import Completion, FinishReason, Sampling
 
@@ -26,34 +28,6 @@ T = TypeVar("T")
 Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 """The trainer's current weights under their Hugging Face names: ``model.state_dict().items``, which has the head of a
 model with tied embeddings too (vLLM would silently keep the old one)."""
-
-
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer has the same cores
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class VllmSettings:
-    """What vLLM is started with; memory in bytes. ``extra`` goes to its ``EngineArgs`` as it is."""
-
-    model: str
-    dtype: str
-    max_model_len: int | None = None
-    """Longest prompt and completion together; None: the model's context, or what ``kv_bytes`` holds."""
-    kv_bytes: int | None = None
-    max_running: int = 256
-    max_batched_tokens: int | None = None
-    prefix_caching: bool = True
-    eager: bool = True
-    tensor_parallel_size: int = 1
-    trust_remote_code: bool = False
-    sleeps: bool = False
-    """Whether its memory can be taken back between rollouts, which needs a GPU."""
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(slots=True)
@@ -66,21 +40,62 @@ class _Request:
     versions: list[int] = field(default_factory=list[int])
 
 
+class _Tally:
+    """What vLLM tells of a step, in the place of its own loggers."""
+
+    def __init__(self, kv_bytes: int) -> None:
+        self.kv_bytes = kv_bytes
+        self.step = EngineStats()
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        guesses = scheduler_stats.spec_decoding_stats
+        self.step = EngineStats(
+            peak_kv_bytes=int(scheduler_stats.kv_cache_usage * self.kv_bytes),
+            drafted_tokens=guesses.num_draft_tokens if guesses else 0,
+            accepted_tokens=guesses.num_accepted_tokens if guesses else 0,
+        )
+        if iteration_stats is not None:
+            prompts = iteration_stats.prompt_token_stats
+            self.step = replace(
+                self.step,
+                sampled_tokens=iteration_stats.num_generation_tokens,
+                prefilled_tokens=prompts.computed,
+                reused_prompt_tokens=prompts.cached_tokens,
+                preemptions=iteration_stats.num_preempted_reqs,
+            )
+
+    def log(self) -> None: ...
+
+    def record_sleep_state(self, *_: Any) -> None: ...
+
+
 class VllmEngine:
-    """The real vLLM, colocated with the trainer; ``weights`` is where ``load_weights`` takes the new ones from."""
+    """The real vLLM, colocated with the trainer; ``weights`` is where ``load_weights`` takes the new ones from.
+
+    With several ranks each of them calls ``weights`` in a process of its own.
+
+    Raises:
+        UserError: vLLM is missing, of a version that is not supported, or does not know the model.
+        EngineError: it cannot start, such as for want of memory.
+    """
 
     def __init__(self, settings: VllmSettings, weights: Weights) -> None:
         self._weights, self._sleeps = weights, settings.sleeps
         self._thread = ThreadPoolExecutor(1, "vllm")
-        self._vllm = self._thread.submit(_start, settings).result()
+        self._vllm, context = self._thread.submit(start, settings).result()
         self._context: int = self._vllm.model_config.max_model_len
+        self._kept_short = self._context < context
+        self._vllm.logger_manager = self._tally = _Tally(kv_bytes(self._vllm))
         self._between_steps: deque[Callable[[], None]] = deque()
         self._requests: dict[str, _Request] = {}
         self._numbers = count()
         self._pump: asyncio.Task[None] | None = None
         self._version = 0
         self._state = "awake"
-        self._sampled = self._prompted = self._reused = self._steps = self._peak = 0
+        self._away: list[str] = []
+        """Device memory that a sleeping engine has given away."""
+        self._hollow = False
+        self._stats, self._peak = EngineStats(), 0
 
     @property
     def version(self) -> int:
@@ -93,52 +108,77 @@ class VllmEngine:
                 f"a prompt of {len(prompt_ids)} tokens cannot be completed: give 1 to {self._context - 1} "
                 "(vLLM's max_model_len leaves room for at least one more)"
             )
+        if self._kept_short and len(prompt_ids) + sampling.max_new_tokens > self._context:
+            raise UserError(
+                f"a prompt of {len(prompt_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the KV memory "
+                f"of {self._context} tokens: raise system.kv_memory"
+            )
         if self._state != "awake":
             raise EngineError(f"the vLLM engine is {self._state}")
+        if self._hollow:
+            raise EngineError("the vLLM engine discarded its weights (sleep level 2): load_weights comes first")
         name = str(next(self._numbers))
         request = _Request(asyncio.get_running_loop().create_future())
         self._requests[name] = request
         self._peak = max(self._peak, len(self._requests))
-        prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": str(self._version)}
-        parameters = _parameters(sampling)
-        self._do(lambda: self._vllm.add_request(name, prompt, parameters))
+        prompt, parameters = list(prompt_ids), _parameters(sampling)
+
+        def add() -> None:
+            salted = {"prompt_token_ids": prompt, "cache_salt": str(self._version)}
+            self._vllm.add_request(name, salted, parameters)
+
+        self._do(add)
         try:
             return await request.done
         finally:
             if self._requests.pop(name, None) is not None and request.done.cancelled():
                 self._do(lambda: self._vllm.abort_request([name]))
 
+    async def interrupt(self) -> None:
+        requests = dict(self._requests)
+        await self._call(lambda: self._vllm.abort_request(list(requests)))
+        for request in requests.values():
+            if not request.done.done():
+                request.done.set_result(Completion(request.token_ids, request.logprobs, request.versions, "abort"))
+
     async def load_weights(self, version: int) -> None:
         def load() -> None:
-            self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(self._weights())})
-            self._version = version
+            if self._away:
+                self._fetch(["weights"])  # the KV memory may stay with the trainer for the while
+            self._vllm.collective_rpc(partial(_reload, weights=self._weights))
+            self._version, self._hollow = version, False
 
         await self._call(load)
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: int = 1) -> None:
         if self._requests:
             raise EngineError(f"{len(self._requests)} requests are in flight: an engine sleeps when they have ended")
-        await self._call(self._vllm.reset_prefix_cache)
-        if self._sleeps:
-            await self._call(lambda: self._vllm.sleep(level=1))
-        self._state = "asleep"
+        if self._state == "closed":
+            raise EngineError("the vLLM engine is closed")
+        self._state, self._hollow = "asleep", self._hollow or level == 2
+        await self._call(lambda: self._lie_down(level))
 
     async def wake(self) -> None:
         if self._state == "asleep":
-            if self._sleeps:
-                await self._call(self._vllm.wake_up)
+            await self._call(lambda: self._fetch(list(self._away)))
             self._state = "awake"
 
+    def _lie_down(self, level: int) -> None:
+        self._vllm.reset_prefix_cache()
+        if self._sleeps and not self._away:
+            self._vllm.sleep(level=level)
+            self._away = ["weights", "kv_cache"]
+
+    def _fetch(self, what: list[str]) -> None:
+        """Take back device memory that sleep gave away: ``weights``, ``kv_cache``."""
+        for tag in what:
+            if tag in self._away:
+                self._vllm.wake_up(tags=[tag])
+                self._away.remove(tag)
+
     def stats(self) -> EngineStats:
-        found = EngineStats(
-            sampled_tokens=self._sampled,
-            prefilled_tokens=self._prompted - self._reused,
-            reused_prompt_tokens=self._reused,
-            decode_steps=self._steps,
-            peak_running=self._peak,
-        )
-        self._sampled = self._prompted = self._reused = self._steps = 0
-        self._peak = len(self._requests)
+        found = replace(self._stats, peak_running=self._peak, kv_budget_bytes=self._tally.kv_bytes)
+        self._stats, self._peak = EngineStats(), len(self._requests)
         return found
 
     async def close(self) -> None:
@@ -185,20 +225,25 @@ class VllmEngine:
         loop = asyncio.get_running_loop()
         while self._between_steps or self._requests:
             try:
-                outputs = await loop.run_in_executor(self._thread, self._turn)
+                outputs, step = await loop.run_in_executor(self._thread, self._turn)
             except Exception as error:
                 self._fail(EngineError(f"vLLM failed: {type(error).__name__}: {error}"))
                 return
+            self._stats = added(self._stats, step)
             for output in outputs:
                 self._deliver(output)
 
-    def _turn(self) -> list[Any]:
+    def _turn(self) -> tuple[list[Any], EngineStats]:
         while self._between_steps:
             self._between_steps.popleft()()
         if not self._vllm.has_unfinished_requests():
-            return []
-        self._steps += 1
-        return self._vllm.step()
+            return [], EngineStats()
+        self._tally.step, begun = EngineStats(), time.perf_counter()
+        outputs = self._vllm.step()
+        step, seconds = self._tally.step, time.perf_counter() - begun
+        prefills = step.prefilled_tokens + step.reused_prompt_tokens > 0
+        times = {"prefill_seconds" if prefills else "decode_seconds": seconds}
+        return outputs, replace(step, decode_steps=1, **times)
 
     def _deliver(self, output: Any) -> None:
         request = self._requests.get(output.request_id)
@@ -208,10 +253,7 @@ class VllmEngine:
         request.token_ids.extend(new.token_ids)
         request.logprobs.extend(chosen[t].logprob for t, chosen in zip(new.token_ids, new.logprobs, strict=True))
         request.versions.extend([self._version] * len(new.token_ids))
-        self._sampled += len(new.token_ids)
         if output.finished:
-            self._prompted += len(output.prompt_token_ids)
-            self._reused += output.num_cached_tokens or 0
             reason: FinishReason = new.finish_reason if new.finish_reason in ("stop", "length") else "abort"
             request.done.set_result(Completion(request.token_ids, request.logprobs, request.versions, reason))
 
@@ -221,40 +263,9 @@ class VllmEngine:
                 request.done.set_exception(error)
 
 
-def _start(settings: VllmSettings) -> Any:
-    for key, value in _ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
-    try:
-        from vllm import EngineArgs  # pyright: ignore[reportMissingImports]
-        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
-        from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise EngineError(
-            f"vLLM cannot be imported ({error}). Install it beside Tunesmith (pip install 'tunesmith[vllm]'), or set "
-            'system.engine="local"'
-        ) from error
-    # Prefixes are cached in whole blocks: on a CPU the default of 128 tokens would miss most prompts.
-    blocks = {"block_size": 32} if current_platform.is_cpu() else {}
-    arguments = EngineArgs(
-        model=settings.model,
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len or -1,
-        kv_cache_memory_bytes=settings.kv_bytes,
-        max_num_seqs=settings.max_running,
-        max_num_batched_tokens=settings.max_batched_tokens,
-        enable_prefix_caching=settings.prefix_caching,
-        enforce_eager=settings.eager,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        trust_remote_code=settings.trust_remote_code,
-        enable_sleep_mode=settings.sleeps,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        async_scheduling=False,
-        disable_log_stats=True,
-        **blocks,
-        **settings.extra,
-    )
-    return LLMEngine.from_engine_args(arguments)
+def _reload(worker: Any, *, weights: Weights) -> None:
+    """On each rank: its part of the new weights, in the place of the old ones."""
+    worker.reload_weights(weights_iterator=iter(weights()))
 
 
 def _parameters(sampling: Sampling) -> Any:

@@ -1,0 +1,208 @@
+"""A Ray cluster, found or started, and the places of a run's processes on it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tunesmith.cluster.host import Host
+from tunesmith.cluster.remote import PATIENCE, Remote
+from tunesmith.config.placement import Role
+from tunesmith.config.system import SystemSection
+from tunesmith.errors import ClusterError, ConfigError, EngineError, TunesmithError, boundary, nearest
+from tunesmith.plan.cluster import NAMES, Bundle, missing
+
+PLACING = 120.0
+"""Seconds to wait for what others hold on a cluster that would be large enough."""
+REACHING = 10.0
+"""Seconds to wait for a cluster's first answer."""
+OBJECT_STORE = 200 << 20
+"""Bytes that a cluster started here may keep of what travels between processes; more goes to disk."""
+
+
+class Cluster:
+    """Places for the processes of one run. Use as a context manager; leaving it ends them."""
+
+    def __init__(self, group: Any, bundles: Sequence[Bundle], *, started: bool, patience: float = PATIENCE) -> None:
+        self._group, self._bundles, self._started, self._patience = group, bundles, started, patience
+        self._numbers = count(1)
+        self._running: dict[Remote, tuple[Role, int | None]] = {}
+        """Role and bundle of each process; no bundle of those beside them."""
+
+    @classmethod
+    def open(cls, system: SystemSection, bundles: Sequence[Bundle], *, patience: float = PATIENCE) -> Cluster:
+        """Reserve ``bundles``, each on one machine.
+
+        Raises:
+            ClusterError: there is no cluster at the address, it is too small, or others hold too much of it.
+            ConfigError: Ray does not know, or refuses, the runtime environment.
+        """
+        started = _connect(system, sum(len(bundle.roles) for bundle in bundles))
+        try:
+            return cls(_reserve(bundles), bundles, started=started, patience=patience)
+        except BaseException:
+            _disconnect(started)
+            raise
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        self.close(*NAMES)
+        with suppress(RayError, ValueError):
+            ray.util.remove_placement_group(self._group)
+        _disconnect(self._started)
+
+    def close(self, *roles: Role) -> None:
+        """End the processes of these roles."""
+        for remote, (role, _) in list(self._running.items()):
+            if role in roles:
+                remote.close()
+
+    def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Remote:
+        """A new process in a free place of its role, or outside them where all are taken.
+
+        Args:
+            python: the interpreter of another environment, with Ray of the same version and Tunesmith.
+
+        Raises:
+            EngineError: all places are taken and the cluster has no room beside them.
+        """
+        import ray
+
+        bundle = next((i for i in range(len(self._bundles)) if self._has_room(i, role)), None)
+        options = self._outside(role) if bundle is None else self._inside(bundle)
+        if python is not None:
+            # Not resolved: the interpreter of a virtual environment is a link to another one.
+            options["runtime_env"] = {"py_executable": str(python.absolute())}
+        # More requests than an engine runs may wait at it, and pings have to get through.
+        named = type(NAMES[role].title().replace(" ", ""), (Host,), {})  # what `ps` shows
+        made: Any = ray.remote(named)
+        actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd())
+        name = f"the {NAMES[role]}'s actor ({next(self._numbers)})"
+        remote = Remote(actor, name, lost, patience=self._patience, ended=lambda: self._running.pop(remote, None))
+        self._running[remote] = role, bundle
+        return remote
+
+    def _has_room(self, bundle: int, role: Role) -> bool:
+        return list(self._running.values()).count((role, bundle)) < self._bundles[bundle].roles.count(role)
+
+    def _inside(self, bundle: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        cpus, gpus = self._bundles[bundle].share
+        there = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": there}
+
+    def _outside(self, role: Role) -> dict[str, Any]:
+        """What a pool that has grown since the start asks for."""
+        import ray
+
+        like = next(bundle for bundle in self._bundles if role in bundle.roles)
+        free = ray.available_resources()
+        if any(free.get(unit, 0.0) < n for unit, n in like.resources.items()):
+            wanted, there = _in_words(like.resources), _in_words(free)
+            raise EngineError(f"no room for another {NAMES[role]}: it needs {wanted}; the cluster has {there} free")
+        cpus, gpus = like.share
+        return {"num_cpus": cpus, "num_gpus": gpus}
+
+
+def _connect(system: SystemSection, processes: int) -> bool:
+    """Whether a cluster was started, rather than one found."""
+    address = system.ray_address or os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is None:
+        # Read when ray is imported: no port is opened to other machines.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    import ray
+
+    environment = _environment(system.ray_runtime_env)
+    if ray.is_initialized():
+        if environment:
+            raise ConfigError("system.ray_runtime_env: this process uses Ray already, in the environment it has")
+        return False
+    common: dict[str, Any] = {"runtime_env": environment, "logging_level": "error", "log_to_driver": True}
+    if address is not None:
+        cure = "Start it (ray start --head), mend system.ray_address or RAY_ADDRESS, or leave them out for a local one"
+        with boundary(ClusterError, f"there is no Ray cluster at {address}. {cure}", Exception):
+            _reach(address)
+        token = "Where it asks for a token (as `ray start` says), set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN"
+        with boundary(ClusterError, f"the Ray cluster at {address} does not let this run in. {token}", Exception):
+            ray.init(address=address, **common)
+        return True
+    # Processes may share cores, so that a small machine is large enough.
+    cores = max(len(os.sched_getaffinity(0)), processes)
+    with boundary(ClusterError, "cannot start Ray on this machine", Exception):
+        ray.init(
+            address="local",
+            num_cpus=cores,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE,
+            _node_ip_address="127.0.0.1",
+            **common,
+        )
+    return True
+
+
+def _reach(address: str) -> None:
+    """Ray itself tries for more than half a minute."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if "://" in address or not (host and port.isdigit()):
+        raise ValueError("an address is written host:port; run the command on a machine of the cluster")
+    socket.create_connection((host.strip("[]"), int(port)), REACHING).close()
+
+
+def _disconnect(started: bool) -> None:
+    import ray
+
+    if started:
+        ray.shutdown()
+
+
+def _environment(said: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    from ray.runtime_env import RuntimeEnv
+
+    if not said:
+        return None
+    if unknown := sorted(said.keys() - RuntimeEnv.known_fields):
+        raise ConfigError(
+            f"system.ray_runtime_env: Ray knows no '{unknown[0]}'.{nearest(unknown[0], RuntimeEnv.known_fields)}"
+        )
+    with boundary(ConfigError, "system.ray_runtime_env: Ray refuses it", (ValueError, TypeError)):
+        return dict(RuntimeEnv(**said))
+
+
+def _reserve(bundles: Sequence[Bundle]) -> Any:
+    """A placement group, ready."""
+    import ray
+
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if (problem := missing(bundles, machines)) is not None:
+        raise ClusterError(problem)
+    group = ray.util.placement_group([bundle.resources for bundle in bundles], strategy="PACK")
+    if not group.wait(PLACING):
+        free = _in_words(ray.available_resources())
+        ray.util.remove_placement_group(group)
+        wanted = "; ".join(_in_words(bundle.resources) for bundle in bundles)
+        raise ClusterError(
+            f"the cluster had no room within {PLACING:g} s: wanted, each on one machine, {wanted}; free are {free}. "
+            "Wait for other runs to end, or take less with system.placement"
+        )
+    return group
+
+
+def _in_words(resources: Mapping[str, float]) -> str:
+    return (
+        " and ".join(f"{resources.get(unit, 0.0):g} {unit}s" for unit in ("CPU", "GPU") if resources.get(unit))
+        or "none"
+    )

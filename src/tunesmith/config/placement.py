@@ -1,0 +1,31 @@
+"""``[system.placement]``: what each process of a run is given on a cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tunesmith.config.section import Section
+
+Role = Literal["actor", "ref", "critic", "reward", "rollout"]
+
+
+class Resources(Section):
+    cpus: Annotated[float, Field(gt=0)] | None = None
+    gpus: Annotated[float, Field(ge=0)] | None = None
+
+
+class PlacementSection(Section):
+    """By role, for each of its processes; None: 1 CPU and, where ``system.device`` is a GPU, 1 of them."""
+
+    actor: Resources = Resources()
+    """The trainer."""
+    ref: Resources = Resources()
+    critic: Resources = Resources()
+    reward: Resources = Resources()
+    """Each of ``reward.models``."""
+    rollout: Resources = Resources()
+    """Each engine."""
+    colocate: tuple[tuple[Role, ...], ...] = ()
+    """Groups of roles that share one machine and one GPU, such as ``[["actor", "ref"]]``."""

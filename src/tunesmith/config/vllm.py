@@ -1,0 +1,31 @@
+"""``[system.vllm]``: settings that only ``system.engine = "vllm"`` has."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from tunesmith.config.section import Section
+from tunesmith.config.values import PositiveInt
+
+
+class VllmSection(Section):
+    tensor_parallel_size: PositiveInt = 1
+    """Devices that each layer of one engine is split over."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Groups of devices that the layers of one engine are dealt out to, one after the other."""
+    memory_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of each GPU's memory for weights and KV memory together, in the place of ``system.kv_memory``."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt and completion together; None: the model's context, or what the KV memory holds."""
+    max_batched_tokens: PositiveInt | None = None
+    """Tokens of one forward, prompts' and new ones; None: vLLM's choice for the device."""
+    chunked_prefill: bool | None = None
+    """Compute long prompts in pieces beside the decoding; None: where vLLM can with this model."""
+    prefix_caching: bool | None = None
+    """Keep what was computed of prompts for others that begin in the same way."""
+    eager: bool | None = None
+    """Run the model as it is written, without compiling it and without CUDA graphs."""
+    quantization: str | None = None
+    """Round the weights at each sync: ``fp8_per_tensor``, ``fp8_per_channel`` or ``fp8_per_block``."""

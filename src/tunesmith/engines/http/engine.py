@@ -1,0 +1,265 @@
+"""What engines behind HTTP have in common: their state, their counters, and where a completion ends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunesmith.engines.base import EngineStats, check_sampling
+from tunesmith.engines.http.client import Client
+from tunesmith.errors import EngineError, TunesmithError, UserError
+from tunesmith.types import Completion, FinishReason, Sampling
+
+PATIENCE = 300.0
+"""Seconds a server may be away, as when it restarts."""
+START_PATIENCE = 10.0
+"""The same before it has answered for the first time."""
+ANSWER = 3600.0
+"""Seconds one completion may take."""
+HOT = 1e5
+"""A temperature at which every token is as likely as any other."""
+
+Watch = Callable[[Sequence[int]], bool]
+"""Told all tokens after each one: whether their text contains a stop string by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The run's model, which the server has to serve."""
+
+    path: str
+    model_type: str
+    vocab_size: int
+    context: int
+    eos_token_ids: frozenset[int]
+    bos_token_id: int | None
+    decode: Callable[[Sequence[int]], str]
+    """Special tokens included."""
+    watch: Callable[[tuple[str, ...]], Watch]
+
+
+@dataclass(slots=True)
+class Draft:
+    """A completion as it grows."""
+
+    sampling: Sampling
+    limit: int
+    """Tokens that fit."""
+    stops: frozenset[int]
+    watch: Callable[[tuple[str, ...]], Watch]
+    interrupted: bool = False
+    token_ids: list[int] = field(init=False)
+    logprobs: list[float] = field(init=False)
+    versions: list[int] = field(init=False)
+    finish_reason: FinishReason = field(init=False)
+    """``abort`` until it has ended."""
+    _watched: Watch | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was written."""
+        self.token_ids, self.logprobs, self.versions, self.finish_reason = [], [], [], "abort"
+        self._watched = self.watch(self.sampling.stop) if self.sampling.stop else None
+
+    def add(self, token_id: Any, logprob: Any, version: int, url: str) -> None:
+        """Append a token, unless the completion has ended before it. Raises EngineError: it is no token."""
+        if self.ended:
+            return
+        if type(token_id) is not int or type(logprob) not in (int, float) or not math.isfinite(logprob):
+            raise EngineError(f"{url} answered the token {token_id!r} with the log-probability {logprob!r}")
+        self.token_ids.append(token_id)
+        self.logprobs.append(min(0.0, float(logprob)))
+        self.versions.append(version)
+        if token_id in self.stops or (self._watched is not None and self._watched(self.token_ids)):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.limit:
+            self.finish_reason = "length"
+
+    def end(self, reason: FinishReason) -> None:
+        """The server ended it, by what is not known here."""
+        if not self.ended:
+            self.finish_reason = reason
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason != "abort"
+
+
+class HttpEngine:
+    """A server that somebody else started; its memory is its own, so that sleeping frees nothing.
+
+    Args:
+        max_running: requests it is sent at most before it has answered one of them.
+        patience: seconds for which it may be away.
+        report: is told what a reader of the run should know.
+    """
+
+    kind: str
+    launch: str
+    """The command that starts such a server of ``{path}`` on ``{port}``."""
+
+    def __init__(
+        self,
+        url: str,
+        served: Served,
+        *,
+        max_running: int = 256,
+        patience: float = PATIENCE,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self._client = Client(url, patience=patience, deadline=ANSWER)
+        self._served, self._max_running, self._report = served, max_running, report
+        self._longest_prompt, self._longest = served.context - 1, served.context
+        self._opening = asyncio.Lock()
+        self._unfit: TunesmithError | None = None
+        self._places: asyncio.Semaphore | None = None
+        self._work: set[asyncio.Task[Completion]] = set()
+        self._drafts: dict[asyncio.Task[Any], Draft] = {}
+        self._state = "awake"
+        self._sampled = self._prefilled = self._reused = self._peak = 0
+
+    @property
+    def name(self) -> str:
+        return f"the {self.kind} server {self._client.url}"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    @property
+    def _closed(self) -> bool:
+        return self._state == "closed"
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """See ``RolloutEngine``. Raises UserError, EngineError, EngineLostError."""
+        check_sampling(sampling)
+        self._check_sampling(sampling)
+        if self._state != "awake":
+            raise EngineError(f"{self.name}: the engine is {self._state}")
+        work = asyncio.create_task(self._generate(list(prompt_ids), sampling))
+        self._work.add(work)
+        self._peak = max(self._peak, len(self._work))
+        try:
+            return await work
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and not (task and task.cancelling()):
+                raise EngineError("the engine was closed") from None
+            raise
+        finally:
+            self._work.discard(work)
+
+    async def sleep(self, level: int = 1) -> None:
+        del level  # what a server does with its memory is its own business
+        if self._work:
+            raise EngineError(f"{len(self._work)} requests are in flight: an engine sleeps when they have ended")
+        self._state = "asleep"
+
+    async def wake(self) -> None:
+        self._state = "awake" if self._state == "asleep" else self._state
+
+    def stats(self) -> EngineStats:
+        found = EngineStats(
+            sampled_tokens=self._sampled,
+            prefilled_tokens=self._prefilled,
+            reused_prompt_tokens=self._reused,
+            peak_running=self._peak,
+        )
+        self._sampled = self._prefilled = self._reused = 0
+        self._peak = len(self._work)
+        return found
+
+    async def close(self) -> None:
+        self._state = "closed"
+        work = list(self._work)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        await self._part()
+        await self._client.close()
+
+    async def _part(self) -> None:
+        """What is left to do before the connections close."""
+
+    async def _generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        await self._opened()
+        if not 0 < len(prompt_ids) <= self._longest_prompt:
+            raise UserError(
+                f"a prompt of {len(prompt_ids)} tokens cannot be completed: {self.name} and the model take "
+                f"1 to {self._longest_prompt}"
+            )
+        limit = min(sampling.max_new_tokens, self._longest - len(prompt_ids))
+        stops = frozenset(sampling.stop_token_ids)
+        stops = stops if sampling.ignore_eos else stops | self._served.eos_token_ids
+        task = asyncio.current_task()
+        assert self._places is not None and task is not None
+        draft = self._drafts[task] = Draft(sampling, limit, stops, self._served.watch)
+        try:
+            async with self._places:
+                if not draft.interrupted:
+                    await self._complete(prompt_ids, draft)
+        except asyncio.CancelledError:
+            if not draft.interrupted or self._closed:
+                raise
+            task.uncancel()
+        finally:
+            del self._drafts[task]
+        self._sampled += len(draft.token_ids)
+        return Completion(draft.token_ids, draft.logprobs, draft.versions, draft.finish_reason)
+
+    async def _opened(self) -> None:
+        """Meet the server, once: it answers, and serves this model."""
+        async with self._opening:
+            if self._unfit is not None:
+                raise self._unfit
+            if self._places is None:
+                try:
+                    self._places = asyncio.Semaphore(await self._open())
+                except TunesmithError as error:
+                    self._unfit = error
+                    raise
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        """Refuse what the server cannot do. Raises UserError."""
+        raise NotImplementedError
+
+    async def _open(self) -> int:
+        """Look at the server and set the limits; how many requests it takes at once.
+
+        Raises:
+            UserError: it does not answer, or serves something else.
+            EngineError: it failed.
+        """
+        raise NotImplementedError
+
+    async def _complete(self, prompt_ids: list[int], draft: Draft) -> None:
+        raise NotImplementedError
+
+    async def _first(self, asked: Coroutine[Any, Any, Any]) -> Any:
+        """The first answer of a server. Raises UserError, with the command that starts one."""
+        try:
+            return await asked
+        except EngineError as error:
+            port = self._client.url.rpartition(":")[2]
+            command = self.launch.format(path=self._served.path, port=port if port.isdigit() else "30000")
+            raise UserError(f"{error}. Start {self.kind} there with: {command}") from error
+
+    def _check_probe(self, logprob: Any) -> None:
+        """Judge the log-probability of a token drawn at the temperature ``HOT``: of all alike, so 1 / vocabulary.
+
+        Raises:
+            UserError: it is another one.
+        """
+        size = self._served.vocab_size
+        # A tenth more or less: a server in a short number format gives it in three digits.
+        if type(logprob) not in (int, float) or abs(logprob + math.log(size)) > 0.1:
+            raise UserError(
+                f"{self.name} does not serve this model: at a temperature of {HOT:g} a token of a vocabulary of {size} "
+                f"has the log-probability {-math.log(size):.2f}, and it answered {logprob!r}. Either its vocabulary is "
+                "another one, or its log-probabilities are not those after the temperature"
+            )

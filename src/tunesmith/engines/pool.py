@@ -1,0 +1,299 @@
+"""Several engines behind one port: requests shared out, weights handed to all, the dead replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from tunesmith.engines.base import EngineStats, Member, added, check_sampling
+from tunesmith.engines.routing import BLOCK, Prefixes
+from tunesmith.errors import EngineError, EngineLostError, UserError
+from tunesmith.types import Completion, Sampling
+from tunesmith.weights.base import Offer, Plane
+
+SLACK = 1.5
+"""An engine that knows the prompt gets it unless it has this many times the work of the least busy one ..."""
+SIBLINGS = 16
+"""... and, where it knows all of it, so many requests more: those of a group."""
+
+Start = Callable[[int], Awaitable[Member]]
+"""Starts the engine with this number."""
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """An engine at work."""
+
+    number: int
+    member: Member
+    running: int = 0
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    leaving: bool = False
+
+
+class EnginePool:
+    """Fulfils ``RolloutEngine`` with ``size`` engines, started at the first call.
+
+    An equal beginning goes to the engine that has read it, so that a group shares its prefill, unless that one is
+    far busier. An engine that is lost is replaced, at most ``restarts`` times in all for each of the pool: what it
+    was asked is asked of another one, and the new one is given the weights of the others, so no rollout is lost and
+    none is counted twice.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        plane: Plane,
+        *,
+        size: int = 1,
+        restarts: int = 3,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self._start, self._plane, self._report = start, plane, report
+        self._size, self._restarts_left = size, restarts * size
+        self._numbers = count()
+        self._seats: list[_Seat] = []
+        self._coming = 0
+        self._changed = asyncio.Event()
+        self._loading = asyncio.Lock()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._version: int | None = None
+        self._publishing = 0
+        """Publications begun and ended: odd while there is one."""
+        self._state = "awake"
+        self._lost = EngineStats()
+        self._running = self._peak = 0
+        self._failure: Exception | None = None
+
+    @property
+    def version(self) -> int:
+        return self._version or 0
+
+    @property
+    def size(self) -> int:
+        """Engines that there are or shall be."""
+        return self._size
+
+    @property
+    def members(self) -> list[Member]:
+        """The engines at work now."""
+        return [seat.member for seat in self._seats if not seat.leaving]
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        check_sampling(sampling)
+        if self._state != "awake":
+            raise EngineError(f"the engine is {self._state}")
+        self._running += 1
+        self._peak = max(self._peak, self._running)
+        try:
+            while True:
+                seat = await self._seat_for(prompt_ids)
+                try:
+                    return await self._ask(seat, prompt_ids, sampling)
+                except EngineLostError as lost:
+                    self._replace(seat, lost)
+        finally:
+            self._running -= 1
+
+    async def interrupt(self) -> None:
+        await self._each(lambda seats: together(seat.member.interrupt() for seat in seats))
+
+    async def load_weights(self, version: int) -> None:
+        async with self._loading:
+            self._publishing += 1
+            try:
+                await self._plane.publish(version)
+                self._version = version
+            finally:
+                self._publishing += 1
+            await self._each(self._hand_out)
+
+    async def sleep(self, level: int = 1) -> None:
+        if self._running:
+            raise EngineError(f"{self._running} requests are in flight: an engine sleeps when they have ended")
+        await self._each(lambda seats: together(seat.member.sleep(level) for seat in seats))
+        self._state = "asleep"
+
+    async def wake(self) -> None:
+        await self._each(lambda seats: together(seat.member.wake() for seat in seats))
+        self._state = "awake"
+
+    async def resize(self, size: int) -> None:
+        """Go on with another number of engines. One that leaves finishes what it was asked."""
+        if size < 1:
+            raise UserError(f"a pool of {size} engines samples nothing: ask for at least 1")
+        async with self._loading:
+            self._size = size
+            self._trim()
+            await self._present()
+
+    def stats(self) -> EngineStats:
+        found = EngineStats()
+        for seat in self._seats:
+            found = added(found, seat.member.stats(), apart=True)
+        found, self._lost = added(found, self._lost), EngineStats()
+        found, self._peak = replace(found, peak_running=self._peak), self._running
+        return found
+
+    async def close(self) -> None:
+        self._state = "closed"
+        self._failure = EngineError("the engine was closed")
+        self._changed.set()
+        for task in self._starting:
+            task.cancel()
+        await together(self._starting)
+        await together(seat.member.close() for seat in self._seats)
+        await together(self._ending)
+        self._seats = []
+        await self._plane.close()
+
+    async def _seat_for(self, prompt_ids: Sequence[int]) -> _Seat:
+        """The engine that has read most of the prompt, of those not much busier than the least busy one."""
+        while not (seats := self._staying()):
+            await self._present()
+        least = min(seat.running for seat in seats)
+        known = {seat: seat.prefixes.known(prompt_ids) for seat in seats}
+        more = {seat: SIBLINGS if known[seat] + BLOCK > len(prompt_ids) else 1 for seat in seats}
+        free = [seat for seat in seats if seat.running <= SLACK * least + more[seat]]
+        return max(free, key=lambda seat: (known[seat], -seat.running, -seat.number))
+
+    async def _ask(self, seat: _Seat, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        seat.running += 1
+        seat.prefixes.add(prompt_ids)
+        try:
+            done = await seat.member.generate(prompt_ids, sampling)
+        finally:
+            seat.running -= 1
+        seat.prefixes.add([*prompt_ids, *done.token_ids])
+        return done
+
+    async def _present(self) -> list[_Seat]:
+        """All engines, those that are missing started."""
+        while self._failure is None:
+            missing = self._size - self._coming - len(self._staying())
+            if missing <= 0 and not self._coming:
+                return self._staying()
+            for _ in range(missing):
+                self._start_one()
+            self._changed.clear()
+            await self._changed.wait()
+        raise self._failure
+
+    async def _each(self, ask: Callable[[Sequence[_Seat]], Awaitable[list[Any]]]) -> None:
+        """Ask all engines, and those that come in the place of lost ones.
+
+        What fails beside a lost one may have failed for its sake, and is asked again.
+        """
+        done: set[_Seat] = set()
+        while seats := [seat for seat in await self._present() if seat not in done]:
+            answers = dict(zip(seats, await ask(seats), strict=True))
+            failures = [answer for answer in answers.values() if isinstance(answer, Exception)]
+            lost = {seat: a for seat, a in answers.items() if isinstance(a, EngineLostError)}
+            if failures and not lost:
+                raise failures[0]
+            for seat, error in lost.items():
+                self._replace(seat, error)
+            done |= {seat for seat, answer in answers.items() if not isinstance(answer, Exception)}
+
+    async def _hand_out(self, seats: Sequence[_Seat]) -> list[Any]:
+        for seat in seats:  # what was cached before is of no use with other weights
+            seat.prefixes.forget()
+        return await self._give([seat.member for seat in seats], self.version)
+
+    async def _give(self, members: Sequence[Member], version: int) -> list[Any]:
+        """Offer what was published; one that fails does not keep the others waiting."""
+        offers = await self._plane.offer(len(members))
+
+        async def take(member: Member, offer: Offer) -> None:
+            try:
+                await member.take(version, offer)
+            except Exception:
+                await self._plane.withdraw(offers)
+                raise
+
+        return await together(take(*pair) for pair in zip(members, offers, strict=True))
+
+    def _start_one(self) -> None:
+        self._coming += 1
+        _go(self._add(), self._starting)
+
+    def _staying(self) -> list[_Seat]:
+        return [seat for seat in self._seats if not seat.leaving]
+
+    def _trim(self) -> None:
+        """Let those go that are too many."""
+        for seat in self._staying()[self._size :]:
+            seat.leaving = True
+            _go(self._see_off(seat), self._ending)
+
+    async def _add(self) -> None:
+        """One more engine, with the weights of the others."""
+        number, member = next(self._numbers), None
+        try:
+            member = await self._start(number)
+            await self._catch_up(member)
+            self._seats.append(_Seat(number, member))
+            self._trim()
+        except EngineLostError as lost:
+            self._spend_restart(lost)
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._coming -= 1
+            self._changed.set()
+            if member is not None and all(seat.member is not member for seat in self._seats):
+                await member.close()
+
+    async def _catch_up(self, member: Member) -> None:
+        """Give it the newest weights. Others may be published meanwhile, and an offer is then gone."""
+        while self._version is not None:
+            before = self._publishing
+            [failure] = await self._give([member], self._version)
+            undisturbed = before == self._publishing and not before % 2
+            if isinstance(failure, EngineLostError) or (failure and undisturbed):
+                raise failure
+            if undisturbed:
+                return
+            await asyncio.sleep(0.05)
+
+    def _replace(self, seat: _Seat, lost: EngineLostError) -> None:
+        """Start another engine in the place of a lost one, once."""
+        if seat not in self._seats:
+            return
+        self._seats.remove(seat)
+        self._lost = added(self._lost, seat.member.stats())
+        _go(seat.member.close(), self._ending)
+        if self._state != "closed" and not seat.leaving:
+            self._spend_restart(lost)
+            self._report(f"{lost}: starting another; what it had not answered is asked again")
+
+    def _spend_restart(self, lost: EngineLostError) -> None:
+        if self._restarts_left:
+            self._restarts_left -= 1
+            self._start_one()
+        else:
+            self._failure = EngineError(f"{lost}, once too often (system.engine_restarts)")
+            self._changed.set()
+
+    async def _see_off(self, seat: _Seat) -> None:
+        while seat.running:
+            await asyncio.sleep(0.05)
+        if seat in self._seats:
+            self._seats.remove(seat)
+            self._lost = added(self._lost, seat.member.stats())
+            await seat.member.close()
+
+
+def _go(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+
+
+async def together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """The results, with an exception in the place of what failed."""
+    return await asyncio.gather(*calls, return_exceptions=True)

@@ -1,0 +1,157 @@
+"""Starting vLLM: what it is given, and what can be said before it loads any weights."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from tunesmith.errors import EngineError, ModelError, UserError, boundary
+from tunesmith.plan.vllm import version_problem
+
+_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer has the same cores
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_LEAST_SHARE = 0.01
+_CPU_BLOCK = 32
+"""Prefixes are cached in whole blocks: on a CPU the default of 128 tokens would miss most prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """What vLLM is started with; memory in bytes, of each rank."""
+
+    model: str
+    dtype: str
+    max_model_len: int | None = None
+    """Longest prompt and completion together; None: the model's context, or what the KV memory holds."""
+    kv_bytes: int | None = None
+    memory_share: float | None = None
+    """Share of a GPU's memory for weights and KV memory, in the place of ``kv_bytes``."""
+    max_running: int = 256
+    max_batched_tokens: int | None = None
+    chunked_prefill: bool | None = None
+    prefix_caching: bool = True
+    eager: bool = True
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    quantization: str | None = None
+    speculative: str = "off"
+    """``ngram`` or ``draft``."""
+    speculative_tokens: int = 4
+    draft_model: str | None = None
+    trust_remote_code: bool = False
+    sleeps: bool = False
+    """Whether its memory can be given away between rollouts, which needs a GPU."""
+
+
+def start(settings: VllmSettings) -> tuple[Any, int]:
+    """A vLLM ``LLMEngine`` in this process, its ranks in others where there are several; and the model's context.
+
+    Raises:
+        UserError: vLLM is missing, of a version that is not supported, or does not know the model.
+        EngineError: it could not start.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
+    for key, value in _ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    with boundary(
+        UserError,
+        "vLLM cannot be imported; install it beside Tunesmith (pip install 'tunesmith[vllm]'), or set "
+        'system.engine="local"',
+        ImportError,
+    ):
+        import vllm  # pyright: ignore[reportMissingImports]
+        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
+    if problem := version_problem(vllm.__version__):
+        raise UserError(problem)
+    arguments = vllm.EngineArgs(**_arguments(settings, on_cpu=current_platform.is_cpu()))
+    with _random_states():
+        # Whether vLLM knows the architecture is found out here, before any weights are loaded.
+        try:
+            config = arguments.create_engine_config()
+        except ValueError as error:
+            raise ModelError(f"vLLM {vllm.__version__} cannot serve {settings.model}: {_said(error)}") from error
+        context: int = config.model_config.max_model_len  # before it is shortened to what the KV memory holds
+        with boundary(EngineError, "vLLM could not start", Exception):
+            return LLMEngine.from_vllm_config(config), context
+
+
+def _said(error: ValueError) -> str:
+    """vLLM's own words, without pydantic's around them and the list of all the models it knows."""
+    details = error.errors() if isinstance(error, ValidationError) else []
+    text = details[0]["msg"] if details else str(error)
+    return text.removeprefix("Value error, ").partition(" Supported architectures")[0]
+
+
+def _arguments(settings: VllmSettings, *, on_cpu: bool) -> Mapping[str, Any]:
+    optional = {
+        "kv_cache_memory_bytes": settings.kv_bytes,
+        # With its KV memory given, all that vLLM makes of the share is to ask that so much be free: the trainer has it.
+        "gpu_memory_utilization": settings.memory_share or (_LEAST_SHARE if settings.kv_bytes else None),
+        "enable_chunked_prefill": settings.chunked_prefill,
+        "max_num_batched_tokens": settings.max_batched_tokens,
+        "quantization": settings.quantization,
+        "speculative_config": _speculation(settings),
+        "block_size": _CPU_BLOCK if on_cpu else None,
+    }
+    return {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len or -1,
+        "max_num_seqs": settings.max_running,
+        "enable_prefix_caching": settings.prefix_caching,
+        "enforce_eager": settings.eager,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "trust_remote_code": settings.trust_remote_code,
+        "enable_sleep_mode": settings.sleeps,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "async_scheduling": False,
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def _speculation(settings: VllmSettings) -> Mapping[str, Any] | None:
+    tokens = {"num_speculative_tokens": settings.speculative_tokens}
+    match settings.speculative:
+        case "ngram":
+            return {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, **tokens}
+        case "draft":
+            return {"method": "draft_model", "model": settings.draft_model, **tokens}
+        case _:
+            return None
+
+
+@contextmanager
+def _random_states() -> Generator[None]:
+    """vLLM seeds every generator of the process, which may be the trainer's."""
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+def kv_bytes(engine: Any) -> int:
+    """KV memory of each rank; groups of layers, where there are several, share it."""
+    found = engine.engine_core.engine_core.scheduler.kv_cache_config
+    pages = (len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in found.kv_cache_groups)
+    return found.num_blocks * max(pages)

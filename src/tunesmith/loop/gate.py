@@ -1,0 +1,102 @@
+"""An engine whose requests can be held, so that weights change under them in the way the run asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tunesmith.engines.base import EngineStats, RolloutEngine
+from tunesmith.loop.collect import derive_seed
+from tunesmith.types import Completion, Sampling
+
+
+class Gate:
+    """Fulfils ``RolloutEngine`` by another one, ``engine``.
+
+    New weights are either put under requests in flight (``partial``), whose tokens then are of several versions,
+    or taken when those have ended, while new requests wait. ``hold`` interrupts what is in flight; ``release``
+    lets it go on from the tokens it has. Callers see nothing of either.
+    """
+
+    def __init__(self, engine: RolloutEngine, *, partial: bool) -> None:
+        self.engine, self._partial = engine, partial
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._running = 0
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    @property
+    def in_flight(self) -> int:
+        return self._running
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        done = Completion([], [], [], "abort")
+        while done.finish_reason == "abort":
+            await self._open.wait()
+            more = await self._ask([*prompt_ids, *done.token_ids], _rest(sampling, len(done.token_ids)))
+            keep = len(more.token_ids)
+            if more.finish_reason == "abort" and sampling.stop:
+                # A stop string that would straddle the seam is found by writing its possible beginning again.
+                keep = max(0, keep - max(map(len, sampling.stop)))
+            done = Completion(
+                [*done.token_ids, *more.token_ids[:keep]],
+                [*done.logprobs, *more.logprobs[:keep]],
+                [*done.versions, *more.versions[:keep]],
+                more.finish_reason,
+            )
+        return done
+
+    async def hold(self) -> None:
+        """Interrupt what is in flight and let nothing in, until ``release``."""
+        self._open.clear()
+        while self._running:
+            await self.engine.interrupt()
+            await asyncio.sleep(0)
+
+    def release(self) -> None:
+        self._open.set()
+
+    async def interrupt(self) -> None:
+        await self.engine.interrupt()
+
+    async def load_weights(self, version: int) -> None:
+        if not self._partial:
+            self._open.clear()
+            await self._idle.wait()
+        await self.engine.load_weights(version)
+
+    async def sleep(self, level: int = 1) -> None:
+        await self.engine.sleep(level)
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    async def _ask(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self._running += 1
+        self._idle.clear()
+        try:
+            return await self.engine.generate(prompt_ids, sampling)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+
+def _rest(sampling: Sampling, written: int) -> Sampling:
+    """What is left to sample after as many tokens."""
+    if not written:
+        return sampling
+    seed = None if sampling.seed is None else derive_seed(sampling.seed, "after", written)
+    return replace(sampling, max_new_tokens=sampling.max_new_tokens - written, seed=seed)

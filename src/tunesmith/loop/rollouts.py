@@ -1,0 +1,278 @@
+"""Where a step's groups come from: played when they are wanted, or ahead of that while the policy trains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import ceil
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+from tunesmith.engines.base import Resizable, RolloutEngine
+from tunesmith.environments.reward_types import TrainerState
+from tunesmith.environments.rewards import FailureGate
+from tunesmith.loop.collect import Collector, derive_seed
+from tunesmith.loop.gate import Gate
+from tunesmith.loop.gather import gather, informative, play, step_metrics
+from tunesmith.loop.learner import Metrics
+from tunesmith.loop.session import Session
+from tunesmith.loop.staleness import Bound
+from tunesmith.plan.weights import weights_apart
+from tunesmith.types import RolloutGroup, Task
+
+if TYPE_CHECKING:
+    from tunesmith.loop.rl import RLParts
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Rollouts(Protocol):
+    """What the loop asks of whoever plays."""
+
+    async def update(self, version: int) -> None:
+        """Give the sampler the trainer's weights, as ``version``."""
+        ...
+
+    async def next(self) -> tuple[list[RolloutGroup], Metrics]:
+        """The groups of the session's step."""
+        ...
+
+    async def beside(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Do the trainer's work, with sampling going on beside it where that is possible."""
+        ...
+
+    def evaluating(self, version: int) -> AbstractAsyncContextManager[Collector]:
+        """Who plays an evaluation, with the trainer's weights as they are inside. ``update`` ends it."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def open_rollouts(parts: RLParts, session: Session) -> Rollouts:
+    """As ``[rollout]`` asks for."""
+    if isinstance(parts.engine, Gate):
+        return Stream(parts, session, parts.engine)
+    return InStep(parts, session)
+
+
+@dataclass(slots=True)
+class InStep:
+    """Every step plays its own groups, with the newest policy: ``max_staleness = 0``."""
+
+    parts: RLParts
+    session: Session
+
+    async def update(self, version: int) -> None:
+        await resize(self.parts.engine, adjusted(self.session))
+        await load(self.parts, self.parts.engine, version)
+
+    async def next(self) -> tuple[list[RolloutGroup], Metrics]:
+        return await gather(self.parts, self.session)
+
+    async def beside(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        await sleep(self.parts)
+        return work(*args, **kwargs)
+
+    @asynccontextmanager
+    async def evaluating(self, version: int) -> AsyncGenerator[Collector]:
+        await load(self.parts, self.parts.engine, version)
+        yield self.parts.collector
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """A group on its way: being played, or finished and waiting to be trained on."""
+
+    number: int
+    start: int
+    """The version that sampled when it began."""
+    task: Task
+
+
+@dataclass(slots=True)
+class Stream:
+    """Plays ahead of the steps, within ``rollout.max_staleness``.
+
+    ``rollout.over_generation`` groups are played at once for each that a step takes: a step goes on with those that
+    finished first, and the slow ones are finished for a later one. Where the engine has weights of its own, playing
+    goes on while the policy trains; where it shares the trainer's, what is in flight is interrupted meanwhile.
+    """
+
+    parts: RLParts
+    session: Session
+    gate: Gate
+    over_generation: float = field(init=False)
+    queue_size: int = field(init=False)
+    _playing: dict[_Group, asyncio.Task[None]] = field(default_factory=dict[_Group, "asyncio.Task[None]"], init=False)
+    _waiting: dict[_Group, RolloutGroup] = field(default_factory=dict[_Group, RolloutGroup], init=False)
+    _batch: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
+    """Chosen for the step so far."""
+    _tried: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
+    """Finished since the last batch."""
+    _kept: int = field(default=0, init=False)
+    _batches: int = field(init=False)
+    _numbers: count[int] = field(default_factory=count, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _failure: Exception | None = field(default=None, init=False)
+    _trainer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "trainer"), init=False)
+
+    def __post_init__(self) -> None:
+        rollout = self.parts.config.rollout
+        self.over_generation = rollout.over_generation
+        self.queue_size = rollout.queue_size or rollout.prompts_per_step * max(1, rollout.max_staleness)
+        self._batches = self.session.step
+
+    @property
+    def bound(self) -> Bound:
+        rollout = self.parts.config.rollout
+        return Bound(rollout.prompts_per_step, rollout.max_staleness)
+
+    async def update(self, version: int) -> None:
+        asked = adjusted(self.session)
+        self.over_generation = asked.get("rollout.over_generation", self.over_generation)
+        self.queue_size = asked.get("rollout.queue_size", self.queue_size)
+        await resize(self.gate.engine, asked)
+        await load(self.parts, self.gate, version)
+        self.gate.release()
+        parts, session = self.parts, self.session
+        parts.rewards.state = TrainerState(session.step, session.total_steps, float(parts.tasks.epoch))
+
+    async def next(self) -> tuple[list[RolloutGroup], Metrics]:
+        """As many groups as a step takes, oldest first; fewer where none of as many as the data has has contrast."""
+        wanted, version, batch = self.bound.batch_size, self.gate.version, self._batch
+        while len(batch) < wanted and not self._exhausted():
+            self._changed.clear()
+            self._admit()
+            if (group := self._choose(version, wanted - len(batch))) is not None:
+                batch.append(self._waiting.pop(group))
+                self.parts.tasks.settle([group.task])
+            else:
+                await self._changed.wait()
+            if self._failure is not None:
+                raise self._failure
+        self._batch, self._batches = [], self._batches + 1
+        self._admit()
+        self._report_queue()
+        tried, self._tried, kept, self._kept = self._tried, [], self._kept, 0
+        # A step that others were finished for before may have had none of its own.
+        seen = tried or batch
+        return batch, step_metrics(self.parts, seen, batch, kept / len(tried) if tried else 1.0)
+
+    async def beside(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if not weights_apart(self.parts.config):
+            await self.gate.hold()
+            await sleep(self.parts)
+            return work(*args, **kwargs)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._trainer, lambda: work(*args, **kwargs))
+
+    @asynccontextmanager
+    async def evaluating(self, version: int) -> AsyncGenerator[Collector]:
+        await self.gate.hold()
+        await load(self.parts, self.gate.engine, version)
+        yield replace(self.parts.collector, engine=self.gate.engine)
+
+    async def close(self) -> None:
+        for task in self._playing.values():
+            task.cancel()
+        await asyncio.gather(*self._playing.values(), return_exceptions=True)
+        self._trainer.shutdown()
+
+    @property
+    def _alive(self) -> int:
+        return len(self._playing) + len(self._waiting) + len(self._batch)
+
+    def _admit(self) -> None:
+        """Start groups while the bound, the engine's share and the queue have room for them."""
+        version, size = self.gate.version, self.bound.batch_size
+        while (
+            self._failure is None
+            and len(self._playing) < ceil(size * self.over_generation)
+            and len(self._waiting) < self.queue_size
+            and self.bound.room(version, self._batches, self._alive)
+        ):
+            [task] = self.parts.tasks.next_batch(1)
+            group = _Group(next(self._numbers), version, task)
+            self._playing[group] = asyncio.create_task(self._play(group))
+        self._report_queue()
+
+    async def _play(self, group: _Group) -> None:
+        config = self.parts.config
+        seed = derive_seed(config.train.seed, config.rollout.seed or 0, "ahead", self.session.step, group.number)
+        try:
+            [played] = await play(self.parts, [group.task], seed)
+            kept = informative(self.parts, [played])
+            self._tried.append(played)
+            self._kept += len(kept)
+            self._check_failures()
+        except Exception as error:
+            self._failure = error
+        else:
+            if kept:
+                self._waiting[group] = kept[0]
+            else:
+                self.parts.tasks.settle([group.task])
+        finally:
+            del self._playing[group]
+            self._changed.set()
+        self._admit()
+
+    def _choose(self, version: int, slots: int) -> _Group | None:
+        """The oldest finished group that this batch may have, none where an older one must be waited for."""
+        starts = [group.start for group in (*self._playing, *self._waiting)]
+        newest = self.bound.newest_start(version, starts, slots)
+        fitting = [group for group in self._waiting if group.start <= newest]
+        return min(fitting, key=lambda group: group.start, default=None)
+
+    def _exhausted(self) -> bool:
+        """Whether as many groups as the data has were tried for this batch, and none is left that may be kept."""
+        return (
+            len(self._batch) + len(self._tried) > max(self.bound.batch_size, len(self.parts.tasks))
+            and not self._waiting
+        )
+
+    def _check_failures(self) -> None:
+        if len(self._tried) >= self.bound.batch_size:
+            played = [r for g in self._tried for r in (*g.rollouts, *([g.greedy] if g.greedy else ()))]
+            FailureGate(self.parts.config.reward.max_failed_share).check(played)
+
+    def _report_queue(self) -> None:
+        self.session.timeline.level("queue", len(self._waiting))
+        self.session.timeline.level("playing", len(self._playing))
+
+
+async def sleep(parts: RLParts) -> None:
+    """The trainer's turn on a shared device. Weights are loaded before the next rollout, so none need be kept."""
+    if parts.config.system.hybrid:
+        await parts.engine.sleep(2)
+        parts.backend.reload()
+
+
+async def load(parts: RLParts, engine: RolloutEngine, version: int) -> None:
+    """The engine's turn, with new weights: they are taken first, as the memory for them is all that they need."""
+    if parts.config.system.hybrid:
+        parts.backend.offload()
+    await engine.load_weights(version)
+    if parts.config.system.hybrid:
+        await engine.wake()
+
+
+def adjusted(session: Session) -> dict[str, Any]:
+    """What somebody asked to be changed since the last step (``tunesmith adjust``)."""
+    asked = session.adjustments.new() if session.adjustments else {}
+    for key, value in asked.items():
+        session.note(f"{key} is {value} from step {session.step + 1} on, as asked for")
+    return asked
+
+
+async def resize(engine: RolloutEngine, asked: Mapping[str, Any]) -> None:
+    if "system.engines" in asked:
+        assert isinstance(engine, Resizable), "only pools are offered to be resized"
+        await engine.resize(asked["system.engines"])

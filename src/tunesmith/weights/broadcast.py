@@ -1,0 +1,206 @@
+"""Weights broadcast to engines over a network: gloo between CPUs, NCCL between GPUs.
+
+Each hand-out is a round: a process group of the trainer (rank 0) and the engines that got an offer together, made
+for it and gone with it, beside torch.distributed's default group. That costs 2 to 5 ms, and an engine that died or
+was added is nothing to repair. Nothing of a round is used before all of it has arrived and is right.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tunesmith.errors import EngineError, boundary
+from tunesmith.models.flat_weights import FlatWeights, Row, checksum, flatten
+from tunesmith.weights.base import Named, Offer
+
+BUCKET = 64 << 20
+LOOPBACK = "127.0.0.1"
+Backend = Literal["gloo", "nccl"]
+
+
+@dataclass(slots=True)
+class _Round:
+    """A hand-out. Who comes late still learns from its store what became of it."""
+
+    store: dist.TCPStore
+    takers: int
+    withdrawn: threading.Event = field(default_factory=threading.Event)
+    work: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class BroadcastPlane:
+    """The trainer's side: ``publish`` keeps a copy in this machine's memory; ``offer`` begins a round.
+
+    Args:
+        host: address of this machine that engines can reach.
+        bucket_bytes: sent at a time, and what NCCL needs of the GPU's memory.
+        patience: seconds that engines may take to come, and one bucket to arrive.
+    """
+
+    tensors: Named
+    backend: Backend = "gloo"
+    host: str = LOOPBACK
+    bucket_bytes: int = BUCKET
+    patience: float = 60.0
+    _flat: FlatWeights | None = field(default=None, init=False)
+    _header: str = field(default="", init=False)
+    _rounds: dict[int, _Round] = field(default_factory=dict[int, _Round], init=False)
+
+    async def publish(self, version: int) -> None:
+        await self._end_rounds()  # they read from the buffer, which is used again
+        await asyncio.to_thread(self._snapshot, version)
+
+    async def offer(self, takers: int) -> list[Offer]:
+        assert self._flat is not None, "nothing was published"
+        limit = timedelta(seconds=self.patience)
+        store = dist.TCPStore(self.host, 0, None, is_master=True, timeout=limit, wait_for_workers=False)
+        store.set("header", self._header)
+        begun = _Round(store, takers)
+        begun.work = asyncio.create_task(self._run(begun, self._flat.buckets(self.bucket_bytes)))
+        self._rounds[store.port] = begun
+        said = {"plane": self.backend, "version": json.loads(self._header)["version"], "host": self.host}
+        said |= {"port": store.port, "world": takers + 1, "patience": self.patience}
+        return [{**said, "rank": rank} for rank in range(1, takers + 1)]
+
+    async def withdraw(self, offers: Sequence[Offer]) -> None:
+        for offer in offers:
+            if found := self._rounds.get(offer["port"]):
+                found.withdrawn.set()
+
+    async def close(self) -> None:
+        for begun in self._rounds.values():
+            begun.withdrawn.set()
+        await self._end_rounds()
+        self._flat = None
+
+    async def _end_rounds(self) -> None:
+        await asyncio.gather(*(r.work for r in self._rounds.values() if r.work))
+        self._rounds.clear()
+
+    def _snapshot(self, version: int) -> None:
+        before = self._flat
+        flat = self._flat = flatten(self.tensors(), into=before.buffer if before else None)
+        sums = [checksum(bucket) for bucket in flat.buckets(self.bucket_bytes)]
+        said = {"version": version, "table": flat.table, "bytes": flat.buffer.numel()}
+        self._header = json.dumps({**said, "bucket_bytes": self.bucket_bytes, "checksums": sums})
+
+    async def _run(self, begun: _Round, buckets: Sequence[Tensor]) -> None:
+        try:
+            await asyncio.to_thread(self._send, begun, buckets)
+        except Exception as error:  # the takers are told; who gave out the offers hears it from them
+            begun.store.set("go", f"the trainer did not send: {error}")
+
+    def _send(self, begun: _Round, buckets: Sequence[Tensor]) -> None:
+        store = begun.store
+        if fault := self._wait(begun, "came"):
+            store.set("go", fault)
+            return
+        store.set("go", "")
+        group = _group(self.backend, store, 0, begun.takers + 1, self.host, self.patience)
+        for bucket in buckets:
+            _broadcast(group, bucket.to(_device(self.backend)))
+        self._wait(begun, "done")
+
+    def _wait(self, begun: _Round, what: str) -> str | None:
+        """Until as many as take have said it; why that was not, if so."""
+        deadline = time.monotonic() + self.patience
+        while (count := begun.store.add(what, 0)) < begun.takers:
+            if begun.withdrawn.wait(0.002):
+                return "another engine of this round failed"
+            if time.monotonic() > deadline:
+                return f"{count} of {begun.takers} engines {what} within {self.patience:g} s"
+        return None
+
+
+def take_broadcast(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a round, in this machine's memory, when all have arrived.
+
+    Raises:
+        EngineError: the round ended, or what arrived is of another version or damaged.
+    """
+    where = f"{offer['plane']} broadcast of version {offer['version']} from {offer['host']}:{offer['port']}"
+    with boundary(EngineError, where, (RuntimeError, OSError)):  # torch.distributed's are one of these
+        flat = _receive(offer, where)
+    yield from flat.named()
+
+
+def _receive(offer: Mapping[str, Any], where: str) -> FlatWeights:
+    backend, patience = offer["plane"], offer["patience"]
+    limit = timedelta(seconds=patience + 5)  # who sends gives up first, and says why
+    store = dist.TCPStore(offer["host"], offer["port"], None, is_master=False, timeout=limit)
+    header = json.loads(store.get("header"))
+    if header["version"] != offer["version"]:
+        raise EngineError(f"{where}: the weights are of version {header['version']}")
+    store.add("came", 1)
+    if fault := store.get("go").decode():
+        raise EngineError(f"{where}: {fault}")
+    try:
+        group = _group(backend, store, offer["rank"], offer["world"], _own_address(offer), patience)
+        flat = FlatWeights(torch.empty(header["bytes"], dtype=torch.uint8), [_row(*row) for row in header["table"]])
+        device = _device(backend)
+        for number, (bucket, expected) in enumerate(
+            zip(flat.buckets(header["bucket_bytes"]), header["checksums"], strict=True)
+        ):
+            arriving = bucket if device == "cpu" else torch.empty_like(bucket, device=device)
+            _broadcast(group, arriving)
+            bucket.copy_(arriving)
+            if checksum(bucket) != expected:
+                raise EngineError(f"{where}: the checksum of bucket {number} is wrong; it was damaged on its way")
+    finally:
+        store.add("done", 1)
+    return flat
+
+
+def _row(name: str, dtype: str, shape: list[int], start: int) -> Row:
+    return name, dtype, tuple(shape), start
+
+
+def _device(backend: Backend) -> str:
+    return "cuda" if backend == "nccl" else "cpu"
+
+
+def _own_address(offer: Mapping[str, Any]) -> str:
+    """This machine's, on the way to the trainer's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((offer["host"], offer["port"]))
+        return probe.getsockname()[0]
+
+
+def _group(backend: Backend, store: dist.Store, rank: int, world: int, host: str, patience: float) -> Any:
+    """A process group that torch.distributed does not know of."""
+    limit = timedelta(seconds=patience)
+    prefixed = dist.PrefixStore("group", store)
+    make: Callable[..., Any]
+    if backend == "nccl":
+        make = dist.ProcessGroupNCCL
+        options: Any = make.Options()
+        options._timeout = limit
+    else:
+        make = dist.ProcessGroupGloo
+        options = make._Options()
+        options._devices = [make.create_device(hostname=host, lazy_init=False)]
+        options._threads = 1
+        options._timeout = limit
+    return make(prefixed, rank, world, options)
+
+
+def _broadcast(group: Any, bucket: Tensor) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([bucket], options).wait()
+    if bucket.is_cuda:  # NCCL's wait is that of the stream
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,84 @@
+"""Weights handed to engines on the same GPU: they read the trainer's copy where it lies (CUDA IPC)."""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunesmith.errors import EngineError, boundary
+from tunesmith.models.flat_weights import FlatWeights, checksum, flatten
+from tunesmith.weights.base import Named, Offer
+
+BUCKET = 64 << 20
+
+
+@dataclass(slots=True)
+class IpcPlane:
+    """The trainer's side: one copy of the weights on its GPU, which any number of engines on that GPU may read."""
+
+    tensors: Named
+    device: str = "cuda"
+    _flat: FlatWeights | None = field(default=None, init=False)
+    _offer: Offer = field(default_factory=dict[str, Any], init=False)
+
+    async def publish(self, version: int) -> None:
+        before = self._flat
+        flat = self._flat = await asyncio.to_thread(
+            flatten, self.tensors(), self.device, before.buffer if before else None
+        )
+        self._offer = {
+            "plane": "ipc",
+            "version": version,
+            "gpu": str(torch.cuda.get_device_properties(flat.buffer.device).uuid),
+            "bytes": flat.buffer.numel(),
+            "table": flat.table,
+            "checksums": [checksum(bucket) for bucket in flat.buckets(BUCKET)],
+        }
+
+    async def offer(self, takers: int) -> list[Offer]:
+        assert self._flat is not None, "nothing was published"
+        storage: Any = self._flat.buffer.untyped_storage()
+        # Each taker gets a handle of its own: the memory is counted as in use until that one is dropped.
+        return [{**self._offer, "handle": [_text(part) for part in storage._share_cuda_()]} for _ in range(takers)]
+
+    async def withdraw(self, offers: Sequence[Offer]) -> None:
+        """Nobody waits for another."""
+
+    async def close(self) -> None:
+        self._flat = None
+
+
+def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an offer, as views of the trainer's copy; they are gone when the last one was taken.
+
+    Raises:
+        EngineError: this process does not see the trainer's GPU, or the copy is not what was offered.
+    """
+    devices = range(torch.cuda.device_count())
+    found = [n for n in devices if str(torch.cuda.get_device_properties(n).uuid) == offer["gpu"]]
+    if not found:
+        raise EngineError(
+            f"the weights lie on GPU {offer['gpu']}, which the engine's process does not see: CUDA IPC works on one "
+            'GPU; say system.weight_plane = "memory" or "nccl"'
+        )
+    handle = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in offer["handle"]]
+    with boundary(EngineError, "cannot open the trainer's weights by CUDA IPC", RuntimeError):
+        torch.cuda.init()
+        storage: Any = torch.UntypedStorage._new_shared_cuda(found[0], *handle[1:])
+        buffer = torch.empty(0, dtype=torch.uint8, device=found[0]).set_(storage)[: offer["bytes"]]
+    flat = FlatWeights(buffer, [(name, dtype, tuple(shape), start) for name, dtype, shape, start in offer["table"]])
+    for number, (bucket, expected) in enumerate(zip(flat.buckets(BUCKET), offer["checksums"], strict=True)):
+        if checksum(bucket) != expected:
+            raise EngineError(f"CUDA IPC: bucket {number} of version {offer['version']} is not what was offered")
+    yield from flat.named()
+    torch.cuda.synchronize(found[0])  # until here the trainer's copy is read
+
+
+def _text(part: Any) -> Any:
+    return {"hex": part.hex()} if isinstance(part, bytes) else part

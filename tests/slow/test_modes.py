@@ -1,0 +1,67 @@
+"""The same run in every mode, by settings alone: it learns the same, and synchronous modes take the same first step."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from sums import learned, taught
+from tunesmith.loop.opening import Outcome
+from tunesmith.monitor.metrics import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+APART: dict[str, Any] = {"system.engine_process": True}
+AHEAD: dict[str, Any] = {"rollout.max_staleness": 1, **APART}
+SYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "engine apart": APART,
+    "two engines, gloo": {**APART, "system.engines": 2, "system.weight_plane": "gloo"},
+    "taking turns": {**APART, "system.hybrid": True},
+    "ray": {"system.cluster": "ray"},
+}
+ASYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "one step behind": AHEAD,
+    "one step behind, partial": {**AHEAD, "rollout.partial": True, "rollout.over_generation": 2.0},
+    "over-generation on shared weights": {
+        "rollout.max_staleness": 1, "rollout.partial": True, "rollout.over_generation": 1.5,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2])
+def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int, Outcome]:
+    """Folder, taught model, seed, and what the engine in the trainer's process makes of it."""
+    folder, seed = tmp_path_factory.mktemp("sums"), request.param
+    model = taught(folder, seed)
+    return folder, model, seed, learned(folder, model, "local", seed, {})
+
+
+def accuracies(outcome: Outcome) -> tuple[float, float]:
+    """Before and after."""
+    return outcome.evaluations[0]["eval/reward"], outcome.evaluations[-1]["eval/reward"]
+
+
+@pytest.mark.parametrize("mode", [*SYNCHRONOUS, *ASYNCHRONOUS])
+def test_every_mode_learns_the_same(start: tuple[Path, Path, int, Outcome], mode: str, tmp_path: Path) -> None:
+    folder, model, seed, local = start
+    if mode == "ray" and not find_spec("ray"):
+        pytest.skip("Ray is not installed here")
+    changed = (SYNCHRONOUS | ASYNCHRONOUS)[mode]
+    outcome = learned(folder, model, str(tmp_path / "run"), seed, changed)
+    before, after = accuracies(outcome)
+    assert before < 0.7 and after > 0.85
+    assert abs(after - accuracies(local)[1]) < 0.12
+    steps = [
+        [line for line in read_metrics(o.run_dir / "metrics.jsonl") if "grad_norm" in line] for o in (local, outcome)
+    ]
+    assert len(steps[1]) == 40
+    assert max(line["staleness/max"] for line in steps[1]) <= changed.get("rollout.max_staleness", 0)
+    if mode in SYNCHRONOUS:
+        for name in ("grad_norm", "loss", "reward"):
+            assert steps[1][0][name] == pytest.approx(steps[0][0][name], rel=1e-4, abs=1e-6), name

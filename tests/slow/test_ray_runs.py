@@ -1,0 +1,181 @@
+"""Whole runs on a local Ray cluster: equal to local ones, and right in spite of killed actors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tiny import save_model
+from tiny_rewards import save_reward_model
+from tiny_runs import rl_settings, sums, write_lines
+from tunesmith.monitor.metrics import read_metrics
+
+pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+STEPS = 24
+RAY: dict[str, Any] = {"system__cluster": "ray"}
+
+
+class Run:
+    """``tunesmith rl`` in a process of its own."""
+
+    def __init__(
+        self, folder: Path, name: str, text: str = "", environment: dict[str, str] | None = None, **changed: Any
+    ) -> None:
+        self.directory = folder / name
+        model = folder / "model"
+        if not model.exists():
+            save_model(model)
+        file = folder / f"{name}.toml"
+        file.write_text(text)
+        settings = rl_settings(folder, model, name, **changed)
+        arguments = [sys.executable, "-m", "tunesmith", "rl", str(file), *settings]
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **(environment or {})}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(arguments, cwd=folder, stdout=pipe, stderr=subprocess.STDOUT, env=env)
+
+    def finish(self) -> str:
+        said, _ = self.process.communicate(timeout=200)
+        assert self.process.returncode == 0, said.decode()
+        return said.decode()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.directory / "metrics.jsonl")
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while not any(line["step"] >= step and "loss" in line for line in self.metrics()):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
+            time.sleep(0.01)
+
+    def kill(self, actor: str) -> None:
+        """The first of the actors that ``ps`` shows under this name."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        victim = next(p for p in children if "".join(p.cmdline()).startswith(f"ray::{actor}"))
+        victim.send_signal(signal.SIGKILL)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        newest = max((self.directory / "checkpoints").glob("step-*"))
+        return load_file(newest / "model/model.safetensors")
+
+
+def same(a: Run, b: Run, names: tuple[str, ...] = ("reward", "tokens")) -> None:
+    """Up to rounding: which requests are decoded together depends on when they arrive."""
+    for name, tensor in a.weights().items():
+        torch.testing.assert_close(b.weights()[name], tensor, rtol=1e-2, atol=1e-4)
+    seen = [[[line.get(name, -1) for name in ("step", *names)] for line in run.metrics()] for run in (a, b)]
+    assert len(seen[0]) == len(seen[1])
+    for ours, theirs in zip(*seen, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
+    """Trainer, reference, critic, reward model and two engines, with an evaluation of averaged weights."""
+    held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
+    save_reward_model(tmp_path / "reward_model")
+    changed: dict[str, Any] = {
+        "algorithm__name": "ppo", "algorithm__kl_coef": 0.05, "algorithm__reference_every": 2, "train__steps": 4,
+        "train__lr": 1e-3, "train__ema_decay": 0.5, "eval__use_ema": True, "eval__every": 2,
+        "data__eval": str(held_out),
+        "reward__functions": None, "checkpoint__every": 2,
+    }  # fmt: skip
+    rewards = f"[[reward.models]]\npath = '{tmp_path / 'reward_model'}'\n"
+    inside = Run(tmp_path, "inside", rewards, **changed)
+    inside.finish()
+    spread = Run(tmp_path, "spread", rewards, **changed, **RAY, system__engines=2)
+    assert "1 actor, 1 ref, 1 critic, 1 reward, 2 rollout" in spread.finish()
+    same(inside, spread)
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> Run:
+    run = Run(tmp_path, "undisturbed", train__steps=STEPS, train__lr=1e-3)
+    run.finish()
+    return run
+
+
+def test_a_killed_engine_changes_nothing(tmp_path: Path, undisturbed: Run) -> None:
+    run = Run(tmp_path, "run", train__steps=STEPS, train__lr=1e-3, system__engines=2, **RAY)
+    for step in (3, 12):
+        run.wait_for_step(step)
+        run.kill("Engine")
+    assert run.finish().count("starting another") == 2
+    same(undisturbed, run)
+    assert all(line["rollouts"] == 16 for line in run.metrics())
+
+
+def test_a_killed_trainer_is_gone_back_from_and_every_step_counts_once(tmp_path: Path, undisturbed: Run) -> None:
+    """Once before there is a checkpoint, once after."""
+    run = Run(tmp_path, "run", train__steps=STEPS, train__lr=1e-3, checkpoint__every=8, **RAY)
+    run.wait_for_step(2)
+    run.kill("Trainer")
+    time.sleep(1)
+    run.wait_for_step(10)
+    run.kill("Trainer")
+    said = run.finish()
+    assert "the run goes on from the beginning, there being no checkpoint yet; 2 more times" in said
+    assert "checkpoints/step-000008; 1 more times" in said
+    assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
+    same(undisturbed, run)
+
+
+def test_the_last_death_ends_the_run_and_says_how_to_go_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, "run", train__steps=400, checkpoint__every=2, system__trainer_restarts=0, **RAY)
+    run.wait_for_step(3)
+    run.kill("Trainer")
+    said, _ = run.process.communicate(timeout=100)
+    assert run.process.returncode == 1
+    assert "once too often (system.trainer_restarts)" in said.decode()
+    assert f"run_dir={run.directory} checkpoint.resume=true" in said.decode()
+
+
+def test_a_killed_controller_takes_its_actors_along_and_resumes(tmp_path: Path, undisturbed: Run) -> None:
+    settings = {"train__steps": STEPS, "train__lr": 1e-3, "checkpoint__every": 4, **RAY}
+    run = Run(tmp_path, "run", **settings)
+    run.wait_for_step(6)
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    run.process.send_signal(signal.SIGKILL)
+    run.process.communicate()
+    # Ray's own agents take longer.
+    _, alive = psutil.wait_procs([p for p in children if not p.name().endswith("Agent")], timeout=60)
+    assert not alive
+    again = Run(tmp_path, "run", **settings, checkpoint__resume=True)
+    again.finish()
+    same(undisturbed, again)
+
+
+def test_the_same_run_on_a_cluster_that_runs_already(tmp_path: Path) -> None:
+    """As ``RAY_ADDRESS`` or ``system.ray_address`` names it, in an environment of the run's own."""
+    ray = Path(sys.executable).parent / "ray"
+    key = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    env = {**os.environ, **key, "RAY_USAGE_STATS_ENABLED": "0"}
+    start = [str(ray), "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block"]
+    head = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=tmp_path, text=True)
+    try:
+        assert head.stdout is not None
+        address = next(line.split("=")[-1].strip(" '\"\n") for line in head.stdout if "ray start --address" in line)
+        runtime = "[system.ray_runtime_env]\nenv_vars = {TUNESMITH_TEST = '1'}\n"
+        run = Run(tmp_path, "run", runtime, key, **RAY, system__ray_address=address)
+        run.finish()
+        assert [line["step"] for line in run.metrics()] == [1, 2, 3]
+        crowd = Run(tmp_path, "crowd", "", {**key, "RAY_ADDRESS": address}, **RAY, system__engines=4)
+        said, _ = crowd.process.communicate(timeout=60)
+        assert crowd.process.returncode == 2
+        assert "a trainer of 1 CPU and 4 engines of 1 CPU need 5 CPUs; the cluster has 2" in said.decode()
+        stranger = Run(tmp_path, "stranger", **RAY, system__ray_address=address)
+        said, _ = stranger.process.communicate(timeout=100)
+        assert stranger.process.returncode == 2 and "set RAY_AUTH_MODE=token" in said.decode()
+    finally:
+        head.terminate()
+        head.wait(30)

@@ -1,0 +1,55 @@
+"""One small arithmetic run for every mode: a model that adds or subtracts learns from its score alone to add."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from tiny_runs import write_lines
+from tunesmith import build
+from tunesmith.config.toml import toml_value
+from tunesmith.loop.opening import Outcome
+from tunesmith.recipes.arithmetic import make_model
+
+COMMON: dict[str, Any] = {
+    "model.dtype": "float32", "data.chat": False, "system.threads": 1, "monitor.progress": False,
+}  # fmt: skip
+SFT: dict[str, Any] = {
+    "train.steps": 600, "train.batch_size": 64, "train.lr": 3e-3, "train.schedule": "cosine", "train.warmup_steps": 20,
+}  # fmt: skip
+RL: dict[str, Any] = {
+    "reward.functions": ["exact_match"], "train.steps": 40, "train.lr": 5e-4, "rollout.prompts_per_step": 32,
+    "rollout.group_size": 8, "rollout.max_new_tokens": 3, "monitor.samples": 0,
+}  # fmt: skip
+LARGEST = 18
+
+
+def overrides(settings: dict[str, Any]) -> list[str]:
+    return [f"{key}={toml_value(str(v) if isinstance(v, Path) else v)}" for key, v in settings.items()]
+
+
+def taught(folder: Path, seed: int) -> Path:
+    """A model that gives the sum of two numbers or, as often, their difference; its data beside it."""
+    pairs = [(a, b) for a in range(LARGEST) for b in range(a + 1)]
+    draw = random.Random(seed)
+    draw.shuffle(pairs)
+    lines = [{"prompt": f"{a:02}+{b:02}=", "answer": f"{a + b:02}"} for a, b in pairs]
+    wrong = [{**line, "answer": f"{a - b:02}"} for line, (a, b) in zip(lines, pairs, strict=True)]
+    examples = [{"prompt": line["prompt"], "completion": line["answer"]} for line in (*lines, *wrong)]
+    write_lines(folder / "examples.jsonl", examples)
+    write_lines(folder / "tasks.jsonl", lines)
+    settings = {
+        "run_dir": folder / "sft", "model.path": make_model(folder / "model", seed, hidden=64, layers=2),
+        "data.train": folder / "examples.jsonl", "train.seed": seed,
+    }  # fmt: skip
+    return build.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
+
+
+def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, Any]) -> Outcome:
+    """Reinforcement learning from ``model`` on the data in ``folder``."""
+    tasks = folder / "tasks.jsonl"
+    settings = {
+        "run_dir": folder / run, "model.path": model, "data.train": tasks, "data.eval": tasks, "train.seed": seed,
+    }  # fmt: skip
+    return build.run_rl(None, overrides(COMMON | RL | settings | changed))

@@ -1,0 +1,432 @@
+"""Ray: engines and trainers in actors, what is refused, what happens when one dies, and the job script for Slurm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from engine_contract import CHECKS, FREE, Subject
+from tiny import save_model
+from tiny_runs import rl_settings
+from tunesmith.algorithms.aggregation import weigh
+from tunesmith.algorithms.objective import policy_objective
+from tunesmith.build.cluster import remote_trainer
+from tunesmith.build.common import load_model, load_tokenizer
+from tunesmith.build.engine_worker import served
+from tunesmith.build.policy import policy_backend
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RLConfig
+from tunesmith.config.system import SystemSection
+from tunesmith.data.forest import plant
+from tunesmith.engines.pool import EnginePool
+from tunesmith.errors import (
+    ClusterError,
+    ConfigError,
+    EngineError,
+    EngineLostError,
+    ModelError,
+    TrainerLostError,
+)
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.checks import check
+from tunesmith.plan.cluster import Bundle, bundles, missing, processes
+from tunesmith.plan.facts import Facts, known_model_facts
+from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.resolve import resolve
+from tunesmith.types import Sample
+from tunesmith.weights.files import FilePlane, shared_directory
+
+ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
+
+from tunesmith.cluster.engine import RayEngine  # noqa: E402
+from tunesmith.cluster.ray_cluster import Cluster  # noqa: E402
+
+CONTEXT = 64
+LAST = "close_fails_what_is_in_flight"
+PLACES = [Bundle((role,), 0.1, 0.0) for role in ("actor", "ref", "rollout", "rollout")]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster.open(SystemSection(), PLACES, patience=20.0) as opened:
+        yield opened
+
+
+class Bench:
+    """One engine for the whole module, on one event loop: starting it takes seconds."""
+
+    def __init__(self, folder: Path, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.path = save_model(folder / "model", max_position_embeddings=CONTEXT, vocab_size=261)
+        self.model = CausalLM.load(self.path)
+        self.said: list[str] = []
+        self.runner = asyncio.Runner()
+        self.engine = self.another()
+
+    def another(self, **options: Any) -> EnginePool:
+        settings: dict[str, Any] = {
+            "engine": "local", "model": str(self.path), "dtype": "float32", "device": "cpu",
+            "trust_remote_code": False, "kv_bytes": 1 << 20, "max_running": 6, "max_prefill_tokens": 32,
+        }  # fmt: skip
+
+        async def start(_: int) -> RayEngine:
+            remote = self.cluster.spawn("rollout", EngineLostError)
+            await remote.make_heard(partial(served, settings))
+            return RayEngine(remote)
+
+        plane = FilePlane(self.model.module.state_dict().items, shared_directory(1 << 20))
+        return EnginePool(start, plane, report=self.said.append, **options)
+
+    @torch.inference_mode()
+    def score(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
+        plain = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+        logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+
+    def subject(self) -> Subject:
+        return Subject(self.engine, lambda ids: self.model.tokenizer.decode(list(ids)), self.score, CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Iterator[Bench]:
+    made = Bench(tmp_path_factory.mktemp("ray"), cluster)
+    yield made
+    made.runner.run(made.engine.close())
+    made.runner.close()
+
+
+def pid(pool: EnginePool) -> int:
+    [member] = pool.members
+    assert isinstance(member, RayEngine)
+    return member.remote.pid()
+
+
+@pytest.mark.parametrize(
+    "check", [c for c in CHECKS if not c.__name__.endswith(LAST)], ids=lambda c: c.__name__.removeprefix("check_")
+)
+def test_contract(check: Callable[[Subject], Awaitable[None]], bench: Bench) -> None:
+    async def run() -> None:
+        await check(bench.subject())
+
+    bench.runner.run(run())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="hanging", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(
+    bench: Bench, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.cluster, "_patience", 4.0)
+
+    async def run() -> None:
+        await bench.engine.close()  # its place is for the next one
+        bench.engine = bench.another()
+        await bench.engine.load_weights(5)
+        wanted = [replace(FREE, seed=i, max_new_tokens=30) for i in range(4)]
+        undisturbed = [await bench.engine.generate([11, 12], s) for s in wanted]
+        first = pid(bench.engine)
+        running = [asyncio.create_task(bench.engine.generate([11, 12], s)) for s in wanted]
+        await asyncio.sleep(0.01)
+        os.kill(first, how)
+        again = await asyncio.wait_for(asyncio.gather(*running), 60)
+        assert pid(bench.engine) != first
+        assert [c.token_ids for c in again] == [c.token_ids for c in undisturbed]
+        assert all(c.versions == [5] * 30 for c in again)
+
+    bench.runner.run(run())
+    assert any("starting another" in text for text in bench.said)
+
+
+def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
+    async def run() -> None:
+        remote = bench.cluster.spawn("rollout", EngineLostError)
+        with pytest.raises(ModelError, match="nowhere"):
+            settings = {"engine": "local", "model": "/nowhere", "dtype": "float32", "device": "cpu"}
+            await remote.make_heard(partial(served, {**settings, "trust_remote_code": False}))
+        remote.close()
+
+    bench.runner.run(run())
+
+
+def resolved(folder: Path, **changed: Any) -> RLConfig:
+    path = folder / "model"
+    if not path.exists():
+        save_model(path)
+    config = load_config(RLConfig, None, rl_settings(folder, path, **{"system__cluster": "ray", **changed}))
+    check(config)
+    return resolve(config, Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)).config
+
+
+def samples() -> list[Sample]:
+    made = []
+    for length in (5, 9, 7):
+        ids = [10 + (7 * t + length) % 40 for t in range(length)]
+        mask = [t > 2 for t in range(length)]
+        columns = {"advantages": [0.5] * length, "old_logprobs": [-3.0] * length, "ref_logprobs": [-3.1] * length}
+        made.append(Sample(ids, mask, columns))
+    return made
+
+
+def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: Cluster, tmp_path: Path) -> None:
+    """Losses travel there, numbers come back, bit by bit; so do the reference, the average and checkpoints."""
+    config = resolved(tmp_path, algorithm__kl_coef=0.1, train__ema_decay=0.5)
+    assert processes(config) == {"actor": 1, "ref": 1, "rollout": 1}
+    tokenizer = load_tokenizer(config)
+    local = policy_backend(config, tokenizer, load_model(CausalLM, config, tokenizer))
+    there, _ = remote_trainer(cluster, config)
+    assert there.cost == local.cost
+    objective = policy_objective(config.algorithm)
+    forest = plant(weigh(samples(), "token_mean", None), [0, 1, 2])
+    steps = [
+        [backend.forward_backward(forest, objective), backend.step(1e-2), backend.score(forest).logprobs.tolist()]
+        for backend in (local, there)
+        for _ in (backend.zero_grad(), backend.forward_backward(forest, objective), backend.step(1e-2))
+    ]
+    assert steps[:3] == steps[3:]
+    for backend in (local, there):
+        backend.refresh_reference()
+    with local.averaged(), there.averaged():
+        assert local.score(forest).logprobs.tolist() == there.score(forest).logprobs.tolist()
+    for backend, name in ((local, "local"), (there, "there")):
+        (tmp_path / name).mkdir()
+        backend.save(tmp_path / name)
+        backend.step(1e-2)
+        backend.load(tmp_path / name)
+    assert local.version == there.version
+    for reference in (False, True):
+        ours, theirs = (b.score(forest, reference=reference).logprobs.tolist() for b in (local, there))
+        assert ours == theirs
+    with pytest.raises(ModelError, match="there is no model directory"):
+        there.load(tmp_path / "nothing")
+    os.kill(there.remote.pid(), signal.SIGKILL)
+    with pytest.raises(TrainerLostError, match="trainer's actor"):
+        there.score(forest)
+    with pytest.raises(TrainerLostError):
+        there.step(1e-2)
+    cluster.close("actor", "ref")
+
+
+def test_a_place_is_free_again_when_its_process_has_ended(cluster: Cluster) -> None:
+    for _ in range(2):
+        remote = cluster.spawn("ref", TrainerLostError)
+        remote.make(partial(__import__, "os"))
+        assert remote.get("sep") == os.sep
+        remote.close()
+        with pytest.raises(TrainerLostError, match="was closed"):
+            remote.get("sep")
+
+
+def test_an_actor_in_another_environment(cluster: Cluster, tmp_path: Path) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/bash\nexport ANOTHER=yes\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    remote = cluster.spawn("ref", TrainerLostError, interpreter)
+    remote.make(partial(__import__, "os"))
+    assert remote.call("environ.get", "ANOTHER") == "yes"
+    remote.close()
+
+
+def test_a_pool_that_grows_beyond_the_cluster_is_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_bundles", [Bundle(("critic",), 1000.0, 0.0)])
+    monkeypatch.setattr(cluster, "_has_room", lambda *_: False)
+    with pytest.raises(EngineError, match="no room for another critic: it needs 1000 CPUs"):
+        cluster.spawn("critic", TrainerLostError)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "words"),
+    [
+        ({"ray_runtime_env": {"env_var": {}}}, ConfigError, "Ray knows no 'env_var'. Did you mean 'env_vars'"),
+        ({"ray_runtime_env": {"env_vars": 1}}, ConfigError, "Ray refuses it"),
+    ],
+)
+@pytest.mark.usefixtures("cluster")
+def test_runtime_environments_that_ray_does_not_know(settings: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        Cluster.open(SystemSection(**settings), PLACES)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
+    config = resolved(tmp_path, system__engines=3, system__placement__rollout__gpus=1, system__placement__actor__gpus=1)
+    with pytest.raises(ClusterError, match="a trainer of 1 GPU and 3 engines of 1 GPU need 4 GPUs; the cluster has 0"):
+        Cluster.open(config.system, bundles(config))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://10.0.0.1:10001"])
+def test_no_cluster_at_the_address(address: str) -> None:
+    code = (
+        "from tunesmith.config.system import SystemSection\nfrom tunesmith.cluster.ray_cluster import Cluster\n"
+        f"Cluster.open(SystemSection(ray_address='{address}'), [])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert f"ClusterError: there is no Ray cluster at {address}. Start it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"system__engine_process": True}, "engines are actors"),
+        ({"system__cluster": None, "system__ray_address": "x:1"}, "no effect with system.cluster"),
+        ({"system__placement__colocate": [["actor"]]}, "shares with nobody"),
+        ({"system__placement__colocate": [["actor", "ref"], ["ref", "rollout"]]}, "'ref' twice"),
+        ({"system__engines": 2, "system__placement__colocate": [["actor", "rollout"]]}, "no one engine"),
+    ],
+)
+def test_settings_that_do_not_fit(changed: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolved(tmp_path, **changed)
+
+
+def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunesmith.plan.cluster.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r'pip install "tunesmith\[ray\]"'):
+        resolved(tmp_path)
+
+
+def test_roles_that_share_a_place(tmp_path: Path) -> None:
+    said = {"colocate": [["actor", "ref"]], "actor__gpus": 1, "actor__cpus": 3, "rollout__gpus": 2}
+    placement = {f"system__placement__{key}": value for key, value in said.items()}
+    config = resolved(tmp_path, algorithm__kl_coef=0.1, system__engines=2, **placement)
+    together, *engines = bundles(config)
+    assert together == Bundle(("actor", "ref"), 4.0, 1.0)
+    assert together.share == (2.0, 0.5)
+    assert engines == [Bundle(("rollout",), 1.0, 2.0)] * 2
+    with pytest.raises(ConfigError, match="names 'critic'"):
+        bundles(resolved(tmp_path, system__placement__critic__gpus=1))
+
+
+def test_what_is_missing() -> None:
+    wanted = [Bundle(("actor",), 1, 1), Bundle(("rollout",), 1, 2)]
+    assert missing(wanted, [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 2.0}]) is None
+    said = missing(wanted, [{"CPU": 1.0, "GPU": 2.0}])
+    assert said is not None
+    assert "a trainer of 1 CPU and an engine of 1 CPU need 2 CPUs; the cluster has 1" in said
+    assert "a trainer of 1 GPU and an engine of 2 GPUs need 3 GPUs; the cluster has 2" in said
+    said = missing(wanted, [{"CPU": 4.0, "GPU": 1.0}] * 4)
+    assert said is not None and "an engine needs 2 GPUs on one machine; the largest has 1" in said
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.lists(st.integers(0, 6), min_size=1, max_size=4))
+def test_what_fits_one_by_one_is_not_called_missing(needs: list[int], machines: list[int]) -> None:
+    """Never refused where a placement exists; always where no machine, or all together, have too little."""
+    wanted = [Bundle(("rollout",), 1.0, float(n)) for n in needs]
+    there = [{"CPU": 100.0, "GPU": float(m)} for m in machines]
+    lacking = missing(wanted, there) is not None
+    assert lacking == (sum(needs) > sum(machines) or max(needs) > max(machines))
+
+
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+PYTHON = """#!/bin/bash
+if [ "$1" = -c ]; then ls "$CALLS" | grep -c joined; exit; fi
+echo "$@" > "$CALLS/run"
+"""
+RAY = """#!/bin/bash
+[ -n "$RAY_AUTH_TOKEN" ] || exit 1
+echo "$@" >> "$CALLS/joined-$$"
+exec sleep 60
+"""
+
+
+def slurm(folder: Path, *arguments: str) -> Path:
+    from typer.testing import CliRunner
+
+    from tunesmith.cli.main import app
+
+    (folder / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (folder / "run.toml").write_text(
+        '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n[reward]\nfunctions = ["exact_match"]\n'
+    )
+    script = folder / "job.sh"
+    told = CliRunner().invoke(
+        app, ["launch", "slurm", str(folder / "run.toml"), "--nodes", "2", "--gpus-per-node", "8",
+              "--python", str(folder / "bin/python"), "--output", str(script), *arguments]
+    )  # fmt: skip
+    assert told.exit_code == 0, told.output
+    return script
+
+
+def submit(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the script where ``srun``, ``scontrol``, ``ray`` and ``tunesmith`` are stand-ins that note their calls."""
+    calls, tools = folder / "calls", folder / "bin"
+    for place in (calls, tools):
+        place.mkdir(exist_ok=True)
+    for old in calls.iterdir():
+        old.unlink()
+    hosts = '#!/bin/bash\nprintf "one\\ntwo\\n"\n'
+    address = "#!/bin/bash\necho 10.0.0.1\n"
+    for name, text in {"srun": SRUN, "python": PYTHON, "ray": RAY, "scontrol": hosts, "hostname": address}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "77", "CALLS": str(calls)}
+    path = f"{tools}:{os.environ['PATH']}"
+    env = {**os.environ, **job, "PATH": path, **environment}
+    return subprocess.run(["bash", str(script)], cwd=folder, env=env, capture_output=True, text=True, timeout=30)
+
+
+def test_the_slurm_job_starts_a_cluster_and_the_run(tmp_path: Path) -> None:
+    script = slurm(tmp_path, "train.lr=1e-5", "rollout.stop=['a b']", "--sbatch=--partition=gpu")
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+    asked = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
+    for option in ("--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--requeue"):
+        assert f"#SBATCH {option}" in asked
+    done = submit(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    started = sorted(path.read_text() for path in (tmp_path / "calls").glob("joined-*"))
+    assert len(started) == 2
+    assert "--head --node-ip-address=10.0.0.1 --port=20077" in "".join(started)
+    assert "--address=10.0.0.1:20077 --num-cpus=36 --num-gpus=8 --block" in "".join(started)
+    run = (tmp_path / "calls/run").read_text().strip()
+    assert run.startswith(f"-m tunesmith rl {tmp_path}/run.toml system.cluster=ray run_dir=runs/run train.lr=1e-5")
+    assert run.endswith("rollout.stop=['a b']")
+
+
+def test_a_job_that_is_started_again_resumes(tmp_path: Path) -> None:
+    script = slurm(tmp_path, "--python", str(tmp_path / "bin/python"))
+    script.write_text(script.read_text().replace(f"cd {Path.cwd()}", f"cd {tmp_path}"))
+    (tmp_path / "runs/run/checkpoints/step-000004").mkdir(parents=True)
+    assert submit(script, tmp_path).returncode == 0
+    assert (tmp_path / "calls/run").read_text().strip().endswith("checkpoint.resume=true")
+    (tmp_path / "runs/run/checkpoints/step-000004").rmdir()
+    assert submit(script, tmp_path, SLURM_RESTART_COUNT="1").returncode == 0
+    assert "resume" not in (tmp_path / "calls/run").read_text()
+    assert (tmp_path / "runs/run.before-restart-1/checkpoints").is_dir() and not (tmp_path / "runs/run").exists()
+
+
+def test_machines_that_do_not_join_end_the_job(tmp_path: Path) -> None:
+    script = slurm(tmp_path)
+    script.write_text(script.read_text().replace("--block &", "--block > /dev/null & true #", 1))
+    done = submit(script, tmp_path, RAY_START_TIMEOUT="1", CALLS=str(tmp_path / "nowhere"))
+    assert done.returncode == 1
+    assert "only 0 of 2 machines have joined the Ray cluster at 10.0.0.1:20077" in done.stderr
+
+
+def test_a_scheduler_that_there_is_not(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from tunesmith.cli.main import app
+
+    told = CliRunner().invoke(app, ["launch", "slrum", str(tmp_path / "run.toml")])
+    assert told.exit_code == 2 and "Did you mean 'slurm'?" in told.output

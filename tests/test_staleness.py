@@ -1,0 +1,214 @@
+"""Playing ahead: the bound on staleness, the gate before the engine, and whole runs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiny import save_model
+from tiny_runs import rl_settings, sums, write_lines
+from tunesmith import build
+from tunesmith.engines.fake import FakeEngine
+from tunesmith.errors import ConfigError
+from tunesmith.loop.gate import Gate
+from tunesmith.loop.staleness import Bound
+from tunesmith.monitor.metrics import read_metrics
+from tunesmith.types import Sampling
+
+
+def test_the_bound_by_hand() -> None:
+    bound = Bound(batch_size=2, max_staleness=1)
+    assert bound.room(version=0, batches=0, alive=0) == 4
+    assert bound.room(version=0, batches=1, alive=2) == 0
+    assert bound.room(version=1, batches=1, alive=2) == 2
+    assert bound.newest_start(version=3, starts=[2, 2, 3], slots=2) == 2
+    assert bound.newest_start(version=3, starts=[2, 3, 3], slots=2) == 3
+    assert bound.newest_start(version=3, starts=[2, 3, 3], slots=1) == 2
+    assert Bound(2, 0).room(version=5, batches=5, alive=0) == 2
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 2**32), st.floats(0, 0.5))
+def test_no_group_is_ever_too_old_and_none_is_dropped(size: int, limit: int, seed: int, filtered: float) -> None:
+    """Groups end in any order, some are thrown away, and every batch is full."""
+    draw, bound = random.Random(seed), Bound(size, limit)
+    playing: list[int] = []
+    waiting: list[int] = []
+    for version in range(12):
+        batch: list[int] = []
+        while len(batch) < size:
+            batches = version
+            alive = len(playing) + len(waiting) + len(batch)
+            playing += [version] * bound.room(version, batches, alive)
+            newest = bound.newest_start(version, [*playing, *waiting], size - len(batch))
+            fitting = [start for start in waiting if start <= newest]
+            if fitting and draw.random() < 0.7:
+                chosen = draw.choice(fitting)
+                waiting.remove(chosen)
+                batch.append(chosen)
+            elif playing:
+                ended = playing.pop(draw.randrange(len(playing)))
+                if draw.random() >= filtered:
+                    waiting.append(ended)
+            else:
+                assert fitting, "nothing is played and nothing may be taken"
+        assert all(version - start <= limit for start in batch)
+
+
+def asked(count: int, **changes: Any) -> Sampling:
+    return replace(Sampling(max_new_tokens=count, ignore_eos=True, seed=3), **changes)
+
+
+def test_an_interrupted_completion_goes_on_from_its_tokens() -> None:
+    async def run() -> None:
+        gate = Gate(FakeEngine(), partial=True)
+        await gate.load_weights(4)
+        running = asyncio.create_task(gate.generate([1, 2], asked(30)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await gate.hold()
+        assert gate.in_flight == 0 and not running.done()
+        await gate.load_weights(5)
+        await asyncio.sleep(0)
+        assert not running.done()
+        gate.release()
+        done = await asyncio.wait_for(running, 5)
+        assert len(done.token_ids) == len(done.logprobs) == 30 and done.finish_reason == "length"
+        assert sorted(set(done.versions)) == [4, 5] and done.versions == sorted(done.versions)
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_across_an_interruption_is_found() -> None:
+    async def run() -> None:
+        script = [7, 7, 8, 9, 9, 9, 9, 9]
+        engine = FakeEngine(lambda prompt, _: script[len(prompt) - 1 :])
+        gate = Gate(engine, partial=True)
+        await gate.load_weights(0)
+        running = asyncio.create_task(gate.generate([1], asked(8, stop=("8 9 9",))))
+        for _ in range(4):  # the 8 is written, what follows is not
+            await asyncio.sleep(0)
+        await gate.hold()
+        gate.release()
+        done = await asyncio.wait_for(running, 5)
+        assert done.token_ids == [7, 7, 8, 9, 9] and done.finish_reason == "stop"
+
+    asyncio.run(run())
+
+
+def test_without_partial_new_weights_wait_for_what_is_in_flight() -> None:
+    async def run() -> None:
+        gate = Gate(FakeEngine(), partial=False)
+        await gate.load_weights(0)
+        gate.release()
+        first = asyncio.create_task(gate.generate([1], asked(20)))
+        await asyncio.sleep(0)
+        loading = asyncio.create_task(gate.load_weights(1))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(gate.generate([2], asked(3)))
+        await loading
+        assert set((await first).versions) == {0}
+        assert not second.done()
+        gate.release()
+        assert set((await second).versions) == {1}
+
+    asyncio.run(run())
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "one behind": {"system__engine_process": True, "rollout__max_staleness": 1},
+    "under way": {
+        "system__engine_process": True, "rollout__max_staleness": 2, "rollout__partial": True,
+        "rollout__over_generation": 2.0,
+    },
+    "shared": {"rollout__max_staleness": 1, "rollout__partial": True, "rollout__over_generation": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_that_play_ahead(name: str, tmp_path: Path) -> None:
+    """All steps are taken with full batches, no token is too old, and the correction is on."""
+    held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
+    settings = RUNS[name] | {"train__steps": 5, "data__eval": str(held_out), "eval__every": 2}
+    outcome = build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **settings))
+    lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "optimizer_steps" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    oldest = [line["staleness/max"] for line in lines]
+    assert max(oldest) <= settings["rollout__max_staleness"]
+    assert max(oldest) > 0
+    resolved = (outcome.run_dir / "config.toml").read_text()
+    assert 'correction = "token_truncate"' in resolved and "decoupled = true" in resolved
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rollout__partial": True}, "max_staleness = 0"),
+        ({"rollout__over_generation": 1.5}, "max_staleness = 0"),
+        ({"rollout__max_staleness": 1}, "rollout.partial = true"),
+        ({"rollout__max_staleness": 1, "rollout__partial": True}, "gains nothing"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
+
+
+def test_a_run_is_adjusted_while_it_goes_on(tmp_path: Path) -> None:
+    reward = """
+import pathlib, tunesmith.build as build
+def share(completions, trainer_state, **columns):
+    if trainer_state.global_step == 2:
+        build.run_adjust(pathlib.Path(__file__).parent / "run", ["rollout.queue_size=1", "system.engines=2"])
+    return [float(len(text) % 3) for text in completions]
+"""
+    changed = {"system__engine_process": True, "rollout__max_staleness": 2, "train__steps": 9}
+    settings = rl_settings(tmp_path, save_model(tmp_path / "model"), **changed)
+    (tmp_path / "rewards.py").write_text(reward)
+    outcome = build.run_rl(None, settings)
+    lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "optimizer_steps" in line]
+    assert "idle/engine/1" in lines[-1] and "idle/engine/1" not in lines[1]
+    assert lines[-1]["queue/max"] <= 4 < max(line["queue/max"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.lr=1"], "train.lr is fixed while a run goes on"),
+        (["rollout.over_generation=0.5"], "rollout.over_generation is 0.5"),
+        (["system.engines=2"], "engine_process"),
+        (["rollout.over_generation=2"], "every step plays its own rollouts"),
+        ([], "say what to change"),
+    ],
+)
+def test_what_cannot_be_adjusted_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
+    outcome = build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), train__steps=1))
+    with pytest.raises(ConfigError, match=words):
+        build.run_adjust(outcome.run_dir, overrides)
+    with pytest.raises(ConfigError, match="no directory of a run"):
+        build.run_adjust(tmp_path, overrides)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["inside", "apart"])
+def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path, apart: bool) -> None:
+    """The engine's memory is given back before every training step; the curve is the same."""
+    model, changed = save_model(tmp_path / "model"), {"system__engine_process": apart}
+    plain = build.run_rl(None, rl_settings(tmp_path, model, "plain", **changed))
+    turns = build.run_rl(None, rl_settings(tmp_path, model, "turns", system__hybrid=True, **changed))
+    losses = [
+        [line["loss"] for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
+        for outcome in (plain, turns)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and len(losses[0]) == 3
+
+
+def test_turns_and_working_at_once_exclude_each_other(tmp_path: Path) -> None:
+    changed = {"system__engine_process": True, "rollout__max_staleness": 1, "system__hybrid": True}
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))

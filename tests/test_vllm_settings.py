@@ -1,0 +1,142 @@
+"""What vLLM may be asked for, and what is refused before anything loads. vLLM itself need not be installed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tunesmith.config.load import load_config
+from tunesmith.config.resolved import config_text, settings
+from tunesmith.config.schema import RLConfig, SFTConfig
+from tunesmith.errors import ConfigError
+from tunesmith.plan.checks import check
+from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.hardware import Gpu, Hardware
+from tunesmith.plan.resolve import resolve
+from tunesmith.plan.vllm import version_problem, vllm_misfits
+
+MODEL = ModelFacts(
+    parameters=10**6, layers=4, hidden_size=64, intermediate_size=128, heads=6, kv_heads=2, head_dim=16,
+    vocab_size=300, context=512,
+)  # fmt: skip
+GPU = Gpu("GPU", memory_total=80 * 10**9, memory_free=70 * 10**9, capability=(9, 0))
+CPU = Hardware("CPU", cores=2, memory_total=24 * 10**9, memory_available=20 * 10**9, bf16=False)
+FACTS = Facts(CPU, MODEL, train_size=100, longest=40)
+ON_GPUS = replace(FACTS, hardware=replace(CPU, gpus=(GPU, GPU)))
+BASE = (
+    'model.path="m"', 'data.train="d"', 'reward.functions=["exact_match"]', "rollout.max_new_tokens=20",
+    'system.engine="vllm"', "system.engine_process=true", f'system.engine_python="{sys.executable}"',
+)  # fmt: skip
+
+
+def resolved(*overrides: str, facts: Facts = FACTS) -> Any:
+    return resolve(load_config(RLConfig, None, [*BASE, *overrides]), facts)
+
+
+def refused(*overrides: str, facts: Facts = FACTS) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolved(*overrides, facts=facts)
+    return str(caught.value)
+
+
+def test_caching_and_compilation_are_derived_with_reasons() -> None:
+    found = resolved()
+    assert (found.config.system.vllm.prefix_caching, found.config.system.vllm.eager) == (True, True)
+    reasons = {d.key: d.reason for d in found.derived}
+    assert "share its prefill" in reasons["system.vllm.prefix_caching"]
+    assert "CPU" in reasons["system.vllm.eager"]
+    assert resolve(found.config, FACTS).config == found.config
+    alone = resolved("rollout.group_size=1", 'algorithm.name="reinforce"').config.system.vllm
+    assert alone.prefix_caching is False
+    assert resolved(facts=ON_GPUS).config.system.vllm.eager is False
+    said = resolved("system.vllm.eager=false", "system.vllm.prefix_caching=false").config.system.vllm
+    assert (said.prefix_caching, said.eager) == (False, False)
+
+
+def test_the_table_is_spelt_out_and_reads_back() -> None:
+    found = resolved("system.vllm.max_model_len=100", "system.vllm.tensor_parallel_size=2")
+    text = config_text(found)
+    assert "[system.vllm]\n" in text and "max_model_len = 100" in text and "# eager = true  # " in text
+    said = settings(found.config, said_only=True)
+    assert said["system.vllm.tensor_parallel_size"] == 2
+    assert settings(found.config)["system.vllm.pipeline_parallel_size"] == 1
+    assert not any(isinstance(v, dict) for k, v in said.items() if k.startswith("system.vllm"))
+
+
+def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
+    found = resolved("system.vllm.memory_share=0.5", facts=ON_GPUS).config.system
+    assert found.vllm.memory_share == 0.5 and found.kv_memory is None
+    assert "leave one out" in refused("system.vllm.memory_share=0.5", 'system.kv_memory="1GB"', facts=ON_GPUS)
+    assert "of a GPU's memory" in refused("system.vllm.memory_share=0.5")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (["system.vllm.tensor_parallel_size=4"], "2 cores"),
+        (["system.vllm.pipeline_parallel_size=5"], "the model has 4 layers"),
+        (["system.vllm.pipeline_parallel_size=2"], "cannot pass anything from stage to stage"),
+        (
+            ["system.vllm.pipeline_parallel_size=2", "rollout.partial=true", "rollout.max_staleness=1"],
+            "on their way through the stages",
+        ),
+        (["system.vllm.max_model_len=50"], "raise it to at least 60"),
+        (["system.vllm.max_model_len=600"], "context of 512"),
+        (['system.kv_memory="10KB"'], "does not hold one sequence of 60 tokens"),
+        (["system.max_prefill_tokens=64"], "system.vllm.max_batched_tokens"),
+        (['system.speculative="ngram"'], "leaves the temperature out"),
+        (['system.speculative="ngram"', "rollout.min_p=0.1"], "rollout.min_p = 0.1 does not go with"),
+        (['system.vllm.quantization="awq"'], "rounds to as they arrive"),
+        (['system.vllm.quantization="fp8_per_chanel"'], "Did you mean 'fp8_per_channel'"),
+        (['system.vllm.quantization="fp8_per_channel"'], 'algorithm.correction = "token_truncate"'),
+        (["system.vllm.data_parallel_size=2"], "is called system.engines"),
+        (["system.vllm.eagre=true"], "Did you mean 'eager'"),
+        (["system.vllm.eager=1"], "system.vllm.eager is 1; it must be true or false"),
+        (["system.vllm.tensor_parallel_size=2", 'system.weight_plane="gloo"'], 'say "memory", or "disk"'),
+        (
+            ["system.vllm.tensor_parallel_size=2", "system.engine_process=false"],
+            "say system.engine_process = true",
+        ),
+        (['system.engine="local"', "system.vllm.eager=true"], 'no effect with system.engine = "local"'),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(said: list[str], words: str) -> None:
+    assert words in refused(*said)
+
+
+def test_ranks_divide_the_heads_and_have_devices() -> None:
+    assert "6 attention heads; use one of [1, 2, 3, 6]" in refused("system.vllm.tensor_parallel_size=4", facts=ON_GPUS)
+    assert "this machine has 2 GPUs" in refused("system.vllm.tensor_parallel_size=3", facts=ON_GPUS)
+    assert resolved("system.vllm.tensor_parallel_size=2", facts=ON_GPUS)
+    second = 'system.device="cuda:1"'
+    assert resolved(second, facts=ON_GPUS)
+    # Without system.engine_python this environment is looked at too.
+    assert "CUDA_VISIBLE_DEVICES=1" in "".join(vllm_misfits(load_config(RLConfig, None, [*BASE[:5], second]), ON_GPUS))
+
+
+def test_guesses_and_rounding_are_allowed_where_they_are_right() -> None:
+    guessing = resolved('system.speculative="ngram"', facts=ON_GPUS).config
+    assert guessing.system.speculative == "ngram"
+    rounding = ('algorithm.correction="token_truncate"', 'model.dtype="bfloat16"')
+    assert resolved('system.vllm.quantization="fp8_per_channel"', *rounding).config.algorithm.decoupled
+    assert "no kernel for it on a CPU" in refused('system.vllm.quantization="fp8_per_tensor"', *rounding)
+    assert "in 16 bits" in refused('system.vllm.quantization="fp8_per_channel"', rounding[0], 'model.dtype="float32"')
+
+
+def test_settings_of_vllm_mean_nothing_without_sampling() -> None:
+    said = ['model.path="m"', 'data.train="d"', "system.vllm.eager=true"]
+    with pytest.raises(ConfigError, match=r"system\.vllm\.eager has no effect"):
+        check(load_config(SFTConfig, None, said))
+
+
+@pytest.mark.parametrize(
+    ("found", "fits"), [("0.32.0", True), ("0.32.4+cpu", True), ("0.31.1", False), ("0.9", False), ("dev", False)]
+)
+def test_versions(found: str, fits: bool) -> None:
+    problem = version_problem(found)
+    assert (problem is None) == fits
+    if problem:
+        assert found in problem and "pip install 'vllm==0.32.*'" in problem

@@ -1,0 +1,278 @@
+"""Every weight plane hands over the same bytes, and refuses what is not the version that was asked for, whole."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tiny import save_model
+from tiny_runs import sums, write_lines
+from tunesmith.build.planes import published, read_offer
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import LoraSection, RLConfig
+from tunesmith.errors import ConfigError, EngineError
+from tunesmith.models.adapters import attach
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.flat_weights import checksum, flatten
+from tunesmith.plan.checks import check
+from tunesmith.weights.base import Named, Offer, Plane
+from tunesmith.weights.broadcast import BroadcastPlane
+from tunesmith.weights.files import FilePlane
+from tunesmith.weights.ipc import IpcPlane
+
+GPUS = torch.cuda.device_count()
+
+
+def tensors() -> dict[str, Tensor]:
+    tied = torch.randn(40, 8)
+    return {
+        "embed": tied,
+        "half": torch.randn(7, 3, dtype=torch.bfloat16),
+        "scalar": torch.tensor(3),
+        "turned": torch.randn(5, 6).t(),
+        "part": torch.randn(12, 12)[2:9, 3:4],
+        "none": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False, True]),
+        "head": tied,
+    }
+
+
+def file_plane(named: Named, folder: Path) -> Plane:
+    return FilePlane(named, TemporaryDirectory(dir=folder))
+
+
+def gloo_plane(named: Named, folder: Path) -> Plane:
+    del folder
+    return BroadcastPlane(named, bucket_bytes=700, patience=10)
+
+
+def nccl_plane(named: Named, folder: Path) -> Plane:
+    if GPUS < 2:
+        pytest.skip("NCCL needs a GPU for each process")
+    del folder
+    return BroadcastPlane(named, "nccl", bucket_bytes=700, patience=60)
+
+
+def ipc_plane(named: Named, folder: Path) -> Plane:
+    if not GPUS:
+        pytest.skip("CUDA IPC needs a GPU")
+    del folder
+    return IpcPlane(named)
+
+
+def take(offer: Offer) -> dict[str, Tensor]:
+    return {name: tensor.cpu().clone() for name, tensor in read_offer(offer)}
+
+
+async def take_all(offers: list[Offer]) -> list[Any]:
+    return await asyncio.gather(*(asyncio.to_thread(take, offer) for offer in offers), return_exceptions=True)
+
+
+@pytest.fixture(params=[file_plane, gloo_plane, nccl_plane, ipc_plane], ids=["file", "gloo", "nccl", "ipc"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Named], Plane]:
+    return lambda named: request.param(named, tmp_path)
+
+
+def test_what_was_published_arrives_bit_by_bit(make: Callable[[Named], Plane]) -> None:
+    async def run() -> None:
+        named = tensors()
+        plane = make(named.items)
+        wanted = {name: t.clone() for name, t in named.items()}
+        await plane.publish(5)
+        offers = await plane.offer(2)
+        for tensor in named.values():  # the trainer goes on while engines take
+            tensor.fill_(1)
+        later = await plane.offer(1)
+        found = [*await take_all(offers), *await take_all(later)]
+        assert [offer["version"] for offer in (*offers, *later)] == [5, 5, 5]
+        for weights in found:
+            assert weights.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert weights[name].dtype == tensor.dtype
+                assert weights[name].equal(tensor), name
+        await plane.publish(6)
+        assert not Path(later[0].get("path", "none")).exists()
+        [newer] = await take_all(await plane.offer(1))
+        assert newer["head"].eq(1).all() and newer["embed"].eq(1).all()
+        await plane.close()
+
+    asyncio.run(run())
+
+
+def test_another_version_is_refused(make: Callable[[Named], Plane]) -> None:
+    async def run() -> None:
+        plane = make(tensors().items)
+        await plane.publish(5)
+        [offer] = await plane.offer(1)
+        [error] = await take_all([{**offer, "version": 6}])
+        assert isinstance(error, EngineError) and "version 5" in str(error)
+        await plane.withdraw([offer])
+        await plane.close()
+
+    asyncio.run(run())
+
+
+def test_damaged_weights_are_refused(make: Callable[[Named], Plane]) -> None:
+    async def run() -> None:
+        plane = make(tensors().items)
+        await plane.publish(5)
+        if isinstance(plane, FilePlane):
+            [offer] = await plane.offer(1)
+            raw = bytearray(Path(offer["path"]).read_bytes())
+            raw[-1] ^= 1
+            Path(offer["path"]).write_bytes(raw)
+        else:
+            assert isinstance(plane, BroadcastPlane | IpcPlane) and plane._flat is not None
+            plane._flat.buffer[-20] ^= 1
+        [error] = await take_all(await plane.offer(1))
+        assert isinstance(error, EngineError) and ("checksum" in str(error) or "not what was offered" in str(error))
+        await plane.close()
+
+    asyncio.run(run())
+
+
+def test_weights_that_are_gone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="cannot read"):
+        take({"plane": "file", "version": 1, "path": str(tmp_path / "gone.safetensors")})
+
+
+def die_in_a_round(offer: Offer) -> None:
+    """Come, and be killed while the first bucket is awaited."""
+    store = torch.distributed.TCPStore(offer["host"], offer["port"], None, is_master=False)
+    store.add("came", 1)
+    os._exit(9)
+
+
+def test_an_engine_that_dies_in_a_round_fails_it_for_the_others() -> None:
+    async def run() -> None:
+        plane = BroadcastPlane(tensors().items, patience=2)
+        await plane.publish(5)
+        offers = await plane.offer(2)
+        dying = multiprocessing.get_context("fork").Process(target=die_in_a_round, args=(offers[1],))
+        dying.start()
+        started = time.monotonic()
+        [error] = await take_all(offers[:1])
+        assert isinstance(error, EngineError) and "broadcast of version 5" in str(error)
+        assert time.monotonic() - started < 10
+        dying.join()
+        [again] = await take_all(await plane.offer(1))  # who is left is asked again
+        assert isinstance(again, dict)
+        await plane.close()
+
+    asyncio.run(run())
+
+
+def test_a_round_that_is_withdrawn_ends_at_once_and_one_nobody_comes_to_in_time() -> None:
+    async def run() -> None:
+        plane = BroadcastPlane(tensors().items, patience=60)
+        await plane.publish(5)
+        offers = await plane.offer(2)
+        waiting = asyncio.create_task(take_all(offers[:1]))
+        await asyncio.sleep(0.05)
+        await plane.withdraw(offers)
+        for found in (await asyncio.wait_for(waiting, 5), await asyncio.wait_for(take_all(offers[1:]), 5)):
+            assert isinstance(found[0], EngineError) and "another engine of this round failed" in str(found[0])
+        plane.patience = 0.2
+        await plane.offer(1)
+        [error] = await take_all((await plane.offer(2))[:1])
+        assert "1 of 2 engines came within 0.2 s" in str(error)
+        await asyncio.wait_for(plane.publish(6), 5)
+        await plane.close()
+
+    asyncio.run(run())
+
+
+def test_flat_weights_hold_tied_tensors_once_and_use_their_buffer_again() -> None:
+    named = tensors()
+    flat = flatten(named.items())
+    places = {row[0]: row[3] for row in flat.table}
+    assert places["embed"] == places["head"] and all(start % 16 == 0 for start in places.values())
+    assert flat.buffer.numel() < sum(t.nbytes for t in named.values())
+    assert flatten(named.items(), into=flat.buffer).buffer is flat.buffer
+    assert checksum(flat.buffer) != checksum(flat.buffer.flip(0))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalLM, CausalLM]:
+    """A tied model, and the same with an adapter that does something."""
+    path = save_model(tmp_path_factory.mktemp("lora") / "model", "qwen3", tie_word_embeddings=True)
+    base, model = CausalLM.load(path), CausalLM.load(path)
+    attach(model, LoraSection(rank=2))
+    with torch.no_grad():
+        for name, parameter in model.module.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(0, 0.3)
+    return base, model
+
+
+def test_merged_weights_are_the_whole_models(adapted: tuple[CausalLM, CausalLM]) -> None:
+    base, model = adapted
+    before = {name: t.clone() for name, t in model.module.state_dict().items()}
+    assert model.adapter is not None
+    wanted = dict(model.adapter.merged().state_dict())
+    found = dict(published(model)())
+    assert found.keys() == wanted.keys() == base.module.state_dict().keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name])
+    plain = base.module.state_dict()
+    assert sum(not tensor.equal(plain[name]) for name, tensor in found.items()) == 14  # 7 modules, 2 layers
+    assert found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()
+    assert all(t.equal(before[name]) for name, t in model.module.state_dict().items())
+
+
+def test_an_adapter_alone_is_small(adapted: tuple[CausalLM, CausalLM]) -> None:
+    _, model = adapted
+    found = dict(published(model, merged=False)())
+    assert len(found) == 2 * 14 and all(".lora_" in name for name in found)
+    trained = {n for n, p in model.module.named_parameters() if p.requires_grad}
+    assert found.keys() == trained
+
+
+APART = {"system.engine_process": "true"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"system.weight_plane": '"gloo"'}, "system.weight_plane has no effect"),
+        ({"system.adapter_sync": '"merged"', "lora.rank": "2"}, "system.adapter_sync has no effect"),
+        ({**APART, "system.adapter_sync": '"merged"'}, "without an adapter"),
+        ({**APART, "system.weight_plane": '"disk"'}, "needs system.engine_directory"),
+        ({**APART, "system.weight_plane": '"ipc"', "system.device": '"cpu"'}, "is for GPUs"),
+        ({**APART, "system.weight_plane": '"nccl"', "system.device": '"cpu"'}, "is for GPUs"),
+        ({"system.canary": "true"}, "system.canary has no effect"),
+        (
+            {**APART, "lora.rank": "2", "model.quantize": '"nf4"', "system.adapter_sync": '"merged"'},
+            "would not compute with the quantised ones",
+        ),
+    ],
+)
+def test_ways_that_cannot_be_are_refused(tmp_path: Path, settings: dict[str, str], words: str) -> None:
+    data = write_lines(tmp_path / "d.jsonl", sums(2))
+    said = {"model.path": '"m"', "data.train": f'"{data}"', "reward.functions": '["exact_match"]', **settings}
+    with pytest.raises(ConfigError, match=words):
+        check(load_config(RLConfig, None, [f"{key}={value}" for key, value in said.items()]))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "phi3"])
+def test_engines_of_others_are_given_what_the_models_files_hold(tmp_path: Path, kind: str) -> None:
+    """Experts that transformers fuses are parted again; a fused projection that the files have stays one."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    path = save_model(tmp_path / "model", kind, **(experts if kind == "qwen3_moe" else {}))
+    model = CausalLM.load(path)
+    stored = load_file(path / "model.safetensors")
+    found = dict(published(model, as_stored=True)())
+    assert found.keys() == stored.keys()
+    assert all(tensor.equal(stored[name]) for name, tensor in found.items())
+    assert any("experts.3.gate_proj" in name or "qkv_proj" in name for name in found)

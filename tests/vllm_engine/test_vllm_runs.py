@@ -1,0 +1,58 @@
+"""Whole runs that sample with the real vLLM, in the trainer's process and in one of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny import save_model
+from tiny_runs import rl_settings
+from tunesmith import build
+from tunesmith.monitor.metrics import read_metrics
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+PLACES: dict[str, dict[str, Any]] = {
+    "colocated": {"system__engine": "vllm"},
+    "process": {"system__engine": "vllm", "system__engine_process": True},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    return save_model(folder, "llama", max_position_embeddings=64, vocab_size=261, head_dim=32)
+
+
+def steps(folder: Path, model: Path, name: str, **changed: Any) -> list[dict[str, Any]]:
+    """The metrics of a run's steps."""
+    outcome = build.run_rl(None, rl_settings(folder, model, name, **changed))
+    return [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "grad_norm" in line]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_log_probabilities_are_as_trained(tmp_path: Path, model: Path, place: str) -> None:
+    lines = steps(tmp_path, model, place, **PLACES[place])
+    assert len(lines) == 3
+    for line in lines:
+        assert line.get("canary", 0.0) <= 1e-3
+        assert line["policy_kl"] <= 0.5 * 1e-3**2  # so much is d²/2 of log-probabilities that lie d apart
+        assert line["ratio"] == pytest.approx(1.0, abs=1e-3)
+        assert line["sampled_tokens"] > 0 and line["grad_norm"] > 0
+
+
+def test_greedy_completions_give_the_local_engines_first_gradient(tmp_path: Path, model: Path) -> None:
+    """The likeliest token each time (``top_k = 1``), so that every engine writes the same."""
+    greedy: dict[str, Any] = {
+        "rollout__top_k": 1, "rollout__group_size": 1, "rollout__prompts_per_step": 8, "train__steps": 1,
+        "algorithm__name": "reinforce",
+    }  # fmt: skip
+    local, *others = (
+        steps(tmp_path, model, name, **greedy, **place)[0] for name, place in {"local": {}, **PLACES}.items()
+    )
+    assert local["grad_norm"] > 1e-3
+    for other in others:
+        assert other["reward"] == local["reward"] and other["tokens"] == local["tokens"]
+        assert other["grad_norm"] == pytest.approx(local["grad_norm"], rel=1e-4)
