@@ -39,6 +39,7 @@ from tunesmith.errors import (
     EngineError,
     EngineLostError,
     ModelError,
+    RewardError,
     TrainerLostError,
 )
 from tunesmith.models.causal_lm import CausalLM
@@ -54,6 +55,8 @@ ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith
 
 from tunesmith.cluster.engine import RayEngine  # noqa: E402
 from tunesmith.cluster.ray_cluster import Cluster  # noqa: E402
+from tunesmith.cluster.remote import Remote  # noqa: E402
+from tunesmith.cluster.reward import Replaced  # noqa: E402
 
 CONTEXT = 64
 LAST = "close_fails_what_is_in_flight"
@@ -233,6 +236,23 @@ def test_a_place_is_free_again_when_its_process_has_ended(cluster: Cluster) -> N
         remote.close()
         with pytest.raises(TrainerLostError, match="was closed"):
             remote.get("sep")
+
+
+def test_a_reward_models_process_is_replaced_as_often_as_said(cluster: Cluster) -> None:
+    said: list[str] = []
+
+    def start() -> Remote:
+        remote = cluster.spawn("ref", RewardError)
+        remote.make(partial(__import__, "operator"))
+        return remote
+
+    place = Replaced(start, 1, said.append)
+    for _ in range(2):
+        assert place.call("add", 2, 3) == 5
+        os.kill(place.remote.pid(), signal.SIGKILL)
+    with pytest.raises(RewardError, match="is lost"):
+        place.call("add", 2, 3)
+    assert len(said) == 1 and "starting another" in said[0]
 
 
 def test_an_actor_in_another_environment(cluster: Cluster, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +63,18 @@ class Run:
 
     def kill(self, actor: str) -> None:
         """The first of the actors that ``ps`` shows under this name."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        victim = next(p for p in children if "".join(p.cmdline()).startswith(f"ray::{actor}"))
-        victim.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while not (found := self.actors(actor)):  # one may be about to take the place of another
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
+            time.sleep(0.05)
+        found[0].send_signal(signal.SIGKILL)
+
+    def actors(self, name: str) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has ended meanwhile
+                found += [child] if "".join(child.cmdline()).startswith(f"ray::{name}") else []
+        return found
 
     def weights(self) -> dict[str, torch.Tensor]:
         newest = max((self.directory / "checkpoints").glob("step-*"))
@@ -127,6 +138,22 @@ def test_a_killed_trainer_is_gone_back_from_and_every_step_counts_once(tmp_path:
     assert "the run goes on from the beginning, there being no checkpoint yet; 2 more times" in said
     assert "checkpoints/step-000008; 1 more times" in said
     assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
+    same(undisturbed, run)
+
+
+def test_deaths_at_random_moments_change_nothing(tmp_path: Path, undisturbed: Run) -> None:
+    often = {"system__trainer_restarts": 9, "system__engine_restarts": 9, "checkpoint__every": 4}
+    run = Run(tmp_path, "run", train__steps=STEPS, train__lr=1e-3, system__engines=2, **often, **RAY)
+    rng = random.Random()
+    deaths = [rng.choice(("Trainer", "Engine")) for _ in range(6)]
+    for done, actor in enumerate(deaths):
+        run.wait_for_step(3 * done + 2)
+        time.sleep(rng.uniform(0.0, 0.3))
+        run.kill(actor)
+    said = run.finish()
+    assert said.count("the run goes on from") == deaths.count("Trainer")
+    assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
+    assert all(line["rollouts"] == 16 for line in run.metrics())
     same(undisturbed, run)
 
 
