@@ -26,7 +26,7 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 -m "not slow"
 
 test-slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 -m slow
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m slow --durations 25
 
 $(PEERS_INSTALLED): pyproject.toml constraints.txt tests/peers/requirements.txt tests/peers/peers.txt
 	$(PYTHON) -m venv $(PEERS)

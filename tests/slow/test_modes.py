@@ -15,7 +15,7 @@ from sums import learned, taught
 from tunesmith.loop.opening import Outcome
 from tunesmith.monitor.metrics import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 APART: dict[str, Any] = {"system.engine_process": True}
 AHEAD: dict[str, Any] = {"rollout.max_staleness": 1, **APART}

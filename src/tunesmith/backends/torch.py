@@ -130,10 +130,14 @@ class TorchBackend(Generic[M]):
         self._reference_is_new = True
 
     def offload(self) -> None:
-        self.optimizer.move("cpu")
+        self._move("cpu")
 
     def reload(self) -> None:
-        self.optimizer.move(self.model.device)
+        self._move(self.model.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        self.optimizer.move(device)
+        self.average = {name: a.to(device) for name, a in self.average.items()}
 
     def save(self, directory: Path) -> None:
         self.model.save(directory / MODEL_DIRECTORY)

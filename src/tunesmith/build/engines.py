@@ -116,7 +116,7 @@ def _vllm_settings(config: RunConfig) -> dict[str, Any]:
         "max_running": system.max_running,
         "trust_remote_code": model.trust_remote_code,
         # Only with the trainer on the same GPU is there anyone to give memory to.
-        "sleeps": system.device != "cpu" and not engines_apart(config),
+        "sleeps": system.device != "cpu" and (bool(system.hybrid) or not engines_apart(config)),
         "speculative": system.speculative,
         "speculative_tokens": system.speculative_tokens,
         "draft_model": system.draft_model,

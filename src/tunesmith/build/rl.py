@@ -33,6 +33,7 @@ from tunesmith.loop.opening import (
     outcome_of,
     resolve_run,
 )
+from tunesmith.monitor.adjustments import forget_adjustments
 from tunesmith.plan.checks import check, optimizer_steps
 from tunesmith.types import Sampling, Task
 
@@ -55,6 +56,7 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
     check_inputs(config, "rl")
     with ExitStack() as stack:
         run_dir = stack.enter_context(enter_run_dir(config, path))
+        forget_adjustments(run_dir.path)
         checkpoint = checkpoint_to_resume(config, run_dir)
         rewards = load_run_rewards(config, base_dir)
         stack.callback(rewards.close)
@@ -78,8 +80,13 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
             with ExitStack() as stack:
                 session = open_session(stack, config, run_dir, checkpoint, config.eval.metric or "eval/reward")
                 with session.phase("setup"):
-                    parts = _rl_parts(config, session, *data_and_rewards, cluster)
-                    rl.restore(parts, session)
+                    learner, engine = _policy(config, session, tokenizer, cluster)
+                    try:
+                        parts = _rl_parts(config, session, *data_and_rewards, cluster, learner, engine)
+                        rl.restore(parts, session)
+                    except BaseException:
+                        asyncio.run(engine.close())
+                        raise
                 asyncio.run(_run(parts, session))
                 return outcome_of(session, run_dir)
 
@@ -104,6 +111,8 @@ def _rl_parts(
     train: Prepared[Task],
     held_out: Prepared[Task] | None,
     cluster: Cluster | None,
+    learner: Learner,
+    engine: RolloutEngine,
 ) -> RLParts:
     from tunesmith.algorithms.kl import AdaptiveController
     from tunesmith.loop.canary import make_canary
@@ -113,7 +122,6 @@ def _rl_parts(
     from tunesmith.loop.rl import RLParts
 
     algorithm, rollout = config.algorithm, config.rollout
-    learner, engine = _policy(config, session, tokenizer, cluster)
     add_rewards(rewards, config, tokenizer, session.note, cluster)
     sampling = make_sampling(rollout, tokenizer, rollout.temperature)
     if rollout.max_staleness:

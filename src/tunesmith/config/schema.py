@@ -263,7 +263,7 @@ class RolloutSection(Section):
     over_generation: Annotated[float, Field(ge=1)] = 1.0
     """With ``max_staleness``, prompts played at once for each of a step: it goes on with those that end first."""
     queue_size: PositiveInt | None = None
-    """With ``max_staleness``, prompts whose finished rollouts may wait to be trained on."""
+    """With ``max_staleness``, none is begun while so many prompts' finished rollouts wait to be trained on."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 3600.0

@@ -14,6 +14,8 @@ from tunesmith.errors import EngineError, EngineLostError, UserError
 from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer, Plane
 
+HAND_OUTS, PAUSE = 3, 0.5
+"""How often weights that did not arrive are handed out, and seconds in between: a connection may break."""
 SLACK = 1.5
 """An engine that knows the prompt gets it unless it has this many times the work of the least busy one ..."""
 SIBLINGS = 16
@@ -62,6 +64,9 @@ class EnginePool:
         self._starting: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._version: int | None = None
+        """Published last."""
+        self._handed_out = 0
+        self._growing = False
         self._publishing = 0
         """Publications begun and ended: odd while there is one."""
         self._state = "awake"
@@ -71,7 +76,7 @@ class EnginePool:
 
     @property
     def version(self) -> int:
-        return self._version or 0
+        return self._handed_out
 
     @property
     def size(self) -> int:
@@ -100,7 +105,7 @@ class EnginePool:
             self._running -= 1
 
     async def interrupt(self) -> None:
-        await self._each(lambda seats: together(seat.member.interrupt() for seat in seats))
+        await together(seat.member.interrupt() for seat in list(self._seats))
 
     async def load_weights(self, version: int) -> None:
         async with self._loading:
@@ -110,7 +115,8 @@ class EnginePool:
                 self._version = version
             finally:
                 self._publishing += 1
-            await self._each(self._hand_out)
+            await self._each(self._hand_out, tries=HAND_OUTS)
+            self._handed_out = version
 
     async def sleep(self, level: int = 1) -> None:
         if self._running:
@@ -123,13 +129,20 @@ class EnginePool:
         self._state = "awake"
 
     async def resize(self, size: int) -> None:
-        """Go on with another number of engines. One that leaves finishes what it was asked."""
+        """Go on with another number of engines. One that leaves finishes what it was asked.
+
+        Where there is no room for as many, the pool says so and stays as it is.
+        """
         if size < 1:
             raise UserError(f"a pool of {size} engines samples nothing: ask for at least 1")
         async with self._loading:
             self._size = size
             self._trim()
-            await self._present()
+            self._growing = True
+            try:
+                await self._present()
+            finally:
+                self._growing = False
 
     def stats(self) -> EngineStats:
         found = EngineStats()
@@ -183,7 +196,7 @@ class EnginePool:
             await self._changed.wait()
         raise self._failure
 
-    async def _each(self, ask: Callable[[Sequence[_Seat]], Awaitable[list[Any]]]) -> None:
+    async def _each(self, ask: Callable[[Sequence[_Seat]], Awaitable[list[Any]]], *, tries: int = 1) -> None:
         """Ask all engines, and those that come in the place of lost ones.
 
         What fails beside a lost one may have failed for its sake, and is asked again.
@@ -194,7 +207,10 @@ class EnginePool:
             failures = [answer for answer in answers.values() if isinstance(answer, Exception)]
             lost = {seat: a for seat, a in answers.items() if isinstance(a, EngineLostError)}
             if failures and not lost:
-                raise failures[0]
+                tries -= 1
+                if not tries:
+                    raise failures[0]
+                await asyncio.sleep(PAUSE)
             for seat, error in lost.items():
                 self._replace(seat, error)
             done |= {seat for seat, answer in answers.items() if not isinstance(answer, Exception)}
@@ -202,7 +218,8 @@ class EnginePool:
     async def _hand_out(self, seats: Sequence[_Seat]) -> list[Any]:
         for seat in seats:  # what was cached before is of no use with other weights
             seat.prefixes.forget()
-        return await self._give([seat.member for seat in seats], self.version)
+        assert self._version is not None, "nothing was published"
+        return await self._give([seat.member for seat in seats], self._version)
 
     async def _give(self, members: Sequence[Member], version: int) -> list[Any]:
         """Offer what was published; one that fails does not keep the others waiting."""
@@ -241,7 +258,11 @@ class EnginePool:
         except EngineLostError as lost:
             self._spend_restart(lost)
         except Exception as error:
-            self._failure = error
+            if self._growing and self._staying():
+                self._size = len(self._staying()) + self._coming - 1
+                self._report(f"{error}: the pool stays at {self._size} engines")
+            else:
+                self._failure = error
         finally:
             self._coming -= 1
             self._changed.set()

@@ -62,9 +62,8 @@ class ProcessEngine(AskedMember):
             raise
         if not ready:
             code = await worker.wait()
-            raise EngineError(
-                f"the engine's process ended at its start with exit code {code}; what it said is above. {said}"
-            )
+            kind = EngineLostError if code < 0 else EngineError  # killed, or gone of itself and for a reason
+            raise kind(f"the engine's process ended at its start with exit code {code}; what it said is above. {said}")
         return cls(worker, patience)
 
     @property

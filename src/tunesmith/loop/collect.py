@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -17,6 +18,8 @@ from tunesmith.monitor.timeline import REWARD, ROLLOUTS, Timeline
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 T = TypeVar("T")
+DEADLINE: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
+"""Of the rollout that is being played."""
 
 
 class Scorer(Protocol):
@@ -75,6 +78,7 @@ class Collector:
 
     async def _play(self, rollout: Rollout, generate: Generate) -> None:
         deadline = asyncio.timeout(self.timeout)
+        DEADLINE.set(deadline)
         try:
             async with deadline:
                 await self.environments[rollout.task.environment].play(rollout, generate)

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tunesmith.engines.base import EngineStats, RolloutEngine
-from tunesmith.loop.collect import derive_seed
+from tunesmith.engines.base import EngineStats, RolloutEngine, added
+from tunesmith.loop.collect import DEADLINE, derive_seed
 from tunesmith.types import Completion, Sampling
 
 
@@ -26,19 +26,16 @@ class Gate:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running = 0
+        self._kept = EngineStats()
 
     @property
     def version(self) -> int:
         return self.engine.version
 
-    @property
-    def in_flight(self) -> int:
-        return self._running
-
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         done = Completion([], [], [], "abort")
         while done.finish_reason == "abort":
-            await self._open.wait()
+            await self._enter()
             more = await self._ask([*prompt_ids, *done.token_ids], _rest(sampling, len(done.token_ids)))
             keep = len(more.token_ids)
             if more.finish_reason == "abort" and sampling.stop:
@@ -53,8 +50,10 @@ class Gate:
         return done
 
     async def hold(self) -> None:
-        """Interrupt what is in flight and let nothing in, until ``release``."""
+        """Let nothing in, until ``release``; what is in flight is interrupted, or without ``partial`` ends first."""
         self._open.clear()
+        if not self._partial:
+            await self._idle.wait()
         while self._running:
             await self.engine.interrupt()
             await asyncio.sleep(0)
@@ -78,10 +77,27 @@ class Gate:
         await self.engine.wake()
 
     def stats(self) -> EngineStats:
-        return self.engine.stats()
+        found, self._kept = added(self._kept, self.engine.stats()), EngineStats()
+        return found
+
+    def keep_stats(self) -> None:
+        """What has been counted so far is told by the next ``stats``, whoever asks the engine in between."""
+        self._kept = added(self._kept, self.engine.stats())
 
     async def close(self) -> None:
         await self.engine.close()
+
+    async def _enter(self) -> None:
+        """Wait while requests are held. That is none of the rollout's own time, so its deadline waits too."""
+        deadline = DEADLINE.get()
+        if self._open.is_set() or deadline is None or (due := deadline.when()) is None:
+            await self._open.wait()
+            return
+        loop = asyncio.get_running_loop()
+        left = due - loop.time()
+        deadline.reschedule(None)
+        await self._open.wait()
+        deadline.reschedule(loop.time() + left)
 
     async def _ask(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self._running += 1

@@ -128,7 +128,6 @@ async def _evaluate(parts: RLParts, session: Session, rollouts: Rollouts) -> Non
     with session.phase("eval"), parts.backend.averaged() if parts.config.eval.use_ema else nullcontext():
         async with rollouts.evaluating(session.step) as collector:
             metrics, groups = await evaluate(collector, parts.evaluation)
-    parts.engine.stats()  # Dropped, so that the next step counts its own alone.
     session.finish_evaluation(metrics)
     write_samples(session, parts.collector.decode, groups, parts.config.monitor.samples, "eval")
 

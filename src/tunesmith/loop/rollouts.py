@@ -11,6 +11,7 @@ from itertools import count
 from math import ceil
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
+from tunesmith.backends.base import TrainBackend
 from tunesmith.engines.base import Resizable, RolloutEngine
 from tunesmith.environments.reward_types import TrainerState
 from tunesmith.environments.rewards import FailureGate
@@ -81,6 +82,7 @@ class InStep:
     async def evaluating(self, version: int) -> AsyncGenerator[Collector]:
         await load(self.parts, self.parts.engine, version)
         yield self.parts.collector
+        self.parts.engine.stats()  # dropped, so that the next step counts its own alone
 
     async def close(self) -> None:
         pass
@@ -117,6 +119,8 @@ class Stream:
     _tried: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
     """Finished since the last batch."""
     _kept: int = field(default=0, init=False)
+    _choosing: bool = field(default=False, init=False)
+    """Whether a step waits for its groups."""
     _batches: int = field(init=False)
     _numbers: count[int] = field(default_factory=count, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -147,7 +151,8 @@ class Stream:
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
         """As many groups as a step takes, oldest first; fewer where none of as many as the data has has contrast."""
         wanted, version, batch = self.bound.batch_size, self.gate.version, self._batch
-        while len(batch) < wanted and not self._exhausted():
+        self._choosing = True
+        while len(batch) < wanted and not self._exhausted(version):
             self._changed.clear()
             self._admit()
             if (group := self._choose(version, wanted - len(batch))) is not None:
@@ -157,10 +162,9 @@ class Stream:
                 await self._changed.wait()
             if self._failure is not None:
                 raise self._failure
-        self._batch, self._batches = [], self._batches + 1
-        self._admit()
-        self._report_queue()
+        self._choosing, self._batch, self._batches = False, [], self._batches + 1
         tried, self._tried, kept, self._kept = self._tried, [], self._kept, 0
+        self._admit()
         # A step that others were finished for before may have had none of its own.
         seen = tried or batch
         return batch, step_metrics(self.parts, seen, batch, kept / len(tried) if tried else 1.0)
@@ -176,8 +180,13 @@ class Stream:
     @asynccontextmanager
     async def evaluating(self, version: int) -> AsyncGenerator[Collector]:
         await self.gate.hold()
+        self.gate.keep_stats()
         await load(self.parts, self.gate.engine, version)
-        yield replace(self.parts.collector, engine=self.gate.engine)
+        collector = self.parts.collector
+        if isinstance(collector.turn, asyncio.Semaphore):  # those that are held keep their turns
+            collector = replace(collector, turn=asyncio.Semaphore(self.parts.config.environment.concurrency))
+        yield replace(collector, engine=self.gate.engine)
+        self.gate.engine.stats()  # dropped, so that the next step counts its own alone
 
     async def close(self) -> None:
         for task in self._playing.values():
@@ -197,6 +206,7 @@ class Stream:
             and len(self._playing) < ceil(size * self.over_generation)
             and len(self._waiting) < self.queue_size
             and self.bound.room(version, self._batches, self._alive)
+            and not (self._choosing and self._tried_enough)
         ):
             [task] = self.parts.tasks.next_batch(1)
             group = _Group(next(self._numbers), version, task)
@@ -231,12 +241,17 @@ class Stream:
         fitting = [group for group in self._waiting if group.start <= newest]
         return min(fitting, key=lambda group: group.start, default=None)
 
-    def _exhausted(self) -> bool:
-        """Whether as many groups as the data has were tried for this batch, and none is left that may be kept."""
-        return (
-            len(self._batch) + len(self._tried) > max(self.bound.batch_size, len(self.parts.tasks))
-            and not self._waiting
-        )
+    @property
+    def _tried_enough(self) -> bool:
+        """Whether as many groups as the data has have finished since the last batch."""
+        return len(self._tried) >= max(self.bound.batch_size, len(self.parts.tasks))
+
+    def _exhausted(self, version: int) -> bool:
+        """Whether the batch stays short: enough were tried, none waits, and later batches have room for the rest."""
+        starts, bound = [group.start for group in self._playing], self.bound
+        have_room = len(starts) <= bound.batch_size * bound.max_staleness
+        in_time = bound.newest_start(version, starts, 1) == version
+        return self._tried_enough and not self._waiting and have_room and in_time
 
     def _check_failures(self) -> None:
         if len(self._tried) >= self.bound.batch_size:
@@ -252,16 +267,24 @@ async def sleep(parts: RLParts) -> None:
     """The trainer's turn on a shared device. Weights are loaded before the next rollout, so none need be kept."""
     if parts.config.system.hybrid:
         await parts.engine.sleep(2)
-        parts.backend.reload()
+        for backend in _trained(parts):
+            backend.reload()
 
 
 async def load(parts: RLParts, engine: RolloutEngine, version: int) -> None:
     """The engine's turn, with new weights: they are taken first, as the memory for them is all that they need."""
     if parts.config.system.hybrid:
-        parts.backend.offload()
+        for backend in _trained(parts):
+            backend.offload()
     await engine.load_weights(version)
     if parts.config.system.hybrid:
         await engine.wake()
+
+
+def _trained(parts: RLParts) -> list[TrainBackend]:
+    """The policy's backend, and a critic's of its own."""
+    critic = parts.critic and parts.critic.learner.backend
+    return [parts.backend] if critic is None or critic is parts.backend else [parts.backend, critic]
 
 
 def adjusted(session: Session) -> dict[str, Any]:

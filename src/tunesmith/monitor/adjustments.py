@@ -21,9 +21,14 @@ def write_adjustments(run_dir: Path, values: Mapping[str, Any]) -> None:
     unfinished.rename(path)
 
 
+def forget_adjustments(run_dir: Path) -> None:
+    """What was asked of an earlier run in the directory: this one has what its settings say."""
+    (run_dir / FILE).unlink(missing_ok=True)
+
+
 @dataclass(slots=True)
 class Adjustments:
-    """The run's side. What was asked of an earlier run in the directory holds for its continuation too."""
+    """The run's side."""
 
     run_dir: Path
     _seen: dict[str, Any] = field(default_factory=dict[str, Any], init=False)

@@ -18,7 +18,7 @@ from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.hardware import Gpu
-from tunesmith.plan.weights import engines_apart
+from tunesmith.plan.weights import engines_apart, weights_apart
 
 STATE_BYTES = 16
 """Per trained parameter: weight, gradient, master weight and AdamW's two moments, in either number format."""
@@ -64,10 +64,12 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
 
 
 def _derive_hybrid(filling: Filling[Any]) -> None:
-    if _on_gpu(filling.config) and not engines_apart(filling.config):
+    config = filling.config
+    at_once = config.rollout.max_staleness and weights_apart(config)
+    if _on_gpu(config) and not engines_apart(config) and not at_once:
         filling.fill("system.hybrid", True, "engine and trainer share the GPU")
     else:
-        filling.fill("system.hybrid", False, "there is memory enough, or engine and trainer do not share a GPU")
+        filling.fill("system.hybrid", False, "engine and trainer do not take turns on a GPU")
 
 
 def free_memory(config: RunConfig, facts: Facts) -> int:

@@ -44,7 +44,7 @@ def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDir
         parent: where it is made; None: in memory where there is room, else on disk.
     """
     if parent is not None:
-        with boundary(StorageError, f"system.weight_directory: cannot write to {parent}", OSError):
+        with boundary(StorageError, f"system.engine_directory: cannot write to {parent}", OSError):
             parent.mkdir(parents=True, exist_ok=True)
             return TemporaryDirectory(prefix="tunesmith-weights-", dir=parent)
     roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM * num_bytes
