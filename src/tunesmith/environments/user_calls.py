@@ -215,6 +215,9 @@ class _LoopThread:
             try:
                 return await function()
             except BaseException as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # nobody waits for it any more
+                    raise
                 raise RaisedInCall(error) from None
 
         return asyncio.run_coroutine_threadsafe(call(), self._loop)
