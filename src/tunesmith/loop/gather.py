@@ -30,19 +30,29 @@ async def gather(parts: RLParts, session: Session) -> tuple[list[RolloutGroup], 
     """
     config = parts.config
     wanted = config.rollout.prompts_per_step
-    parts.rewards.state = TrainerState(session.step, session.total_steps, float(parts.tasks.epoch))
+    tell_rewards(parts, session)
     kept: list[RolloutGroup] = []
     tried: list[RolloutGroup] = []
     while len(kept) < wanted and len(tried) < max(wanted, len(parts.tasks)):
         tasks = parts.tasks.next_batch(ceil((wanted - len(kept)) * config.rollout.oversample))
         seed = derive_seed(config.train.seed, config.rollout.seed or 0, session.step, len(tried))
         groups = await play(parts, tasks, seed)
-        played = [r for g in groups for r in (*g.rollouts, *([g.greedy] if g.greedy else ()))]
-        FailureGate(config.reward.max_failed_share).check(played)
+        check_failures(parts, groups)
         tried += groups
         kept += informative(parts, groups)
     parts.tasks.settle([g.task for g in tried])
     return kept[:wanted], step_metrics(parts, tried, kept[:wanted], len(kept) / len(tried))
+
+
+def tell_rewards(parts: RLParts, session: Session) -> None:
+    """Where the run stands, for reward functions that ask."""
+    parts.rewards.state = TrainerState(session.step, session.total_steps, float(parts.tasks.epoch))
+
+
+def check_failures(parts: RLParts, groups: Sequence[RolloutGroup]) -> None:
+    """Stop the run where too many rollouts failed, greedy ones among them."""
+    played = [r for g in groups for r in (*g.rollouts, *([g.greedy] if g.greedy else ()))]
+    FailureGate(parts.config.reward.max_failed_share).check(played)
 
 
 def step_metrics(

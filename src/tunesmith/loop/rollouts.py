@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from tunesmith.backends.base import TrainBackend
 from tunesmith.engines.base import Resizable, RolloutEngine
-from tunesmith.environments.reward_types import TrainerState
-from tunesmith.environments.rewards import FailureGate
 from tunesmith.loop.collect import Collector, derive_seed
 from tunesmith.loop.gate import Gate
-from tunesmith.loop.gather import gather, informative, play, step_metrics
+from tunesmith.loop.gather import check_failures, gather, informative, play, step_metrics, tell_rewards
 from tunesmith.loop.learner import Metrics
 from tunesmith.loop.session import Session
 from tunesmith.loop.staleness import Bound
@@ -130,7 +128,8 @@ class Stream:
     def __post_init__(self) -> None:
         rollout = self.parts.config.rollout
         self.over_generation = rollout.over_generation
-        self.queue_size = rollout.queue_size or rollout.prompts_per_step * max(1, rollout.max_staleness)
+        assert rollout.queue_size is not None, "not resolved"
+        self.queue_size = rollout.queue_size
         self._batches = self.session.step
 
     @property
@@ -145,8 +144,7 @@ class Stream:
         await resize(self.gate.engine, asked)
         await load(self.parts, self.gate, version)
         self.gate.release()
-        parts, session = self.parts, self.session
-        parts.rewards.state = TrainerState(session.step, session.total_steps, float(parts.tasks.epoch))
+        tell_rewards(self.parts, self.session)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
         """As many groups as a step takes, oldest first; fewer where none of as many as the data has has contrast."""
@@ -255,8 +253,7 @@ class Stream:
 
     def _check_failures(self) -> None:
         if len(self._tried) >= self.bound.batch_size:
-            played = [r for g in self._tried for r in (*g.rollouts, *([g.greedy] if g.greedy else ()))]
-            FailureGate(self.parts.config.reward.max_failed_share).check(played)
+            check_failures(self.parts, self._tried)
 
     def _report_queue(self) -> None:
         self.session.timeline.level("queue", len(self._waiting))
