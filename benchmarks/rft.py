@@ -91,7 +91,7 @@ def measure(arms: Sequence[str], epochs: float, seed: int, questions: int, warm_
 def prepare(here: Path, questions: int, warm_up_steps: int) -> dict[str, Any]:
     """A model that is right now and then, and its right answers."""
     from tunesmith.build.rft import run_rft
-    from tunesmith.build.sft import run_sft
+    from tunesmith.build.supervised import run_sft
 
     shutil.copytree(EXAMPLE, here, ignore=shutil.ignore_patterns("runs", "model", "*.jsonl"))
     runpy.run_path(str(here / "prepare.py"))["main"]()

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.protocol import peak_memory_mb
 from tunesmith.build.rft import run_rft
-from tunesmith.build.sft import run_sft
+from tunesmith.build.supervised import run_sft
 from tunesmith.monitor.metrics import read_metrics
 
 

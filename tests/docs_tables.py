@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tunesmith.algorithms.advantages import ESTIMATORS, Estimator
+from tunesmith.algorithms.advantages import ESTIMATORS
 from tunesmith.algorithms.corrections import CORRECTIONS
-from tunesmith.algorithms.losses import POLICY_LOSSES, PolicyLoss
+from tunesmith.algorithms.losses import POLICY_LOSSES
 from tunesmith.algorithms.presets import NEEDS, PRESETS
+from tunesmith.algorithms.registry import Entry
 
 ALGORITHMS = Path(__file__).parent.parent / "docs" / "algorithms.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -93,7 +95,7 @@ def with_tables(text: str) -> str:
     return BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
 
 
-def _registered(entries: Iterable[PolicyLoss | Estimator], when: Mapping[str, str]) -> str:
+def _registered(entries: Iterable[Entry[Any]], when: Mapping[str, str]) -> str:
     rows = [
         (
             f"`{e.name}`",

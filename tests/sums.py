@@ -6,17 +6,20 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tiny_runs import write_lines
 from tunesmith import build
 from tunesmith.config.toml import toml_value
 from tunesmith.loop.opening import Outcome
+from tunesmith.monitor.metrics import read_metrics
 from tunesmith.recipes.arithmetic import make_model
 
 COMMON: dict[str, Any] = {
     "model.dtype": "float32", "data.chat": False, "system.threads": 1, "monitor.progress": False,
 }  # fmt: skip
 SFT: dict[str, Any] = {
-    "train.steps": 600, "train.batch_size": 64, "train.lr": 3e-3, "train.schedule": "cosine", "train.warmup_steps": 20,
+    "train.batch_size": 64, "train.lr": 3e-3, "train.schedule": "cosine", "train.warmup_steps": 20,
 }  # fmt: skip
 RL: dict[str, Any] = {
     "reward.functions": ["exact_match"], "train.steps": 40, "train.lr": 5e-4, "rollout.prompts_per_step": 32,
@@ -29,8 +32,11 @@ def overrides(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={toml_value(str(v) if isinstance(v, Path) else v)}" for key, v in settings.items()]
 
 
-def taught(folder: Path, seed: int) -> Path:
-    """A model that gives the sum of two numbers or, as often, their difference; its data beside it."""
+def taught(folder: Path, seed: int, head_dim: int = 16, steps: int = 600) -> Path:
+    """A model that gives the sum of two numbers or, as often, their difference; its data beside it.
+
+    vLLM on a CPU wants heads of at least 32.
+    """
     pairs = [(a, b) for a in range(LARGEST) for b in range(a + 1)]
     draw = random.Random(seed)
     draw.shuffle(pairs)
@@ -40,8 +46,8 @@ def taught(folder: Path, seed: int) -> Path:
     write_lines(folder / "examples.jsonl", examples)
     write_lines(folder / "tasks.jsonl", lines)
     settings = {
-        "run_dir": folder / "sft", "model.path": make_model(folder / "model", seed, hidden=64, layers=2),
-        "data.train": folder / "examples.jsonl", "train.seed": seed,
+        "run_dir": folder / "sft", "model.path": make_model(folder / "model", seed, 64, 2, head_dim=head_dim),
+        "data.train": folder / "examples.jsonl", "train.seed": seed, "train.steps": steps,
     }  # fmt: skip
     return build.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
 
@@ -53,3 +59,23 @@ def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, A
         "run_dir": folder / run, "model.path": model, "data.train": tasks, "data.eval": tasks, "train.seed": seed,
     }  # fmt: skip
     return build.run_rl(None, overrides(COMMON | RL | settings | changed))
+
+
+def check_learned_as(local: Outcome, outcome: Outcome, *, staleness: int, same_start: bool) -> None:
+    """Both learned to add, and one no better than the other.
+
+    Args:
+        local: of the engine in the trainer's process.
+        same_start: whether ``outcome`` drew the same tokens in its first step.
+    """
+    before, after = (outcome.evaluations[place]["eval/reward"] for place in (0, -1))
+    assert before < 0.7 and after > 0.85
+    assert abs(after - local.evaluations[-1]["eval/reward"]) < 0.12
+    theirs, ours = (
+        [line for line in read_metrics(o.run_dir / "metrics.jsonl") if "grad_norm" in line] for o in (local, outcome)
+    )
+    assert len(ours) == 40
+    assert max(line["staleness/max"] for line in ours) <= staleness
+    if same_start:
+        for name in ("grad_norm", "loss", "reward"):
+            assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-4, abs=1e-6), name

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tunesmith.algorithms.advantages import (
     ESTIMATORS,
-    GROUP_ESTIMATORS,
     AdvantageParams,
     Outcome,
     compute_advantages,
@@ -21,6 +20,7 @@ from tunesmith.algorithms.advantages import (
 )
 from tunesmith.types import Completion, Rollout, RolloutGroup, Status, Task
 
+GROUP_ESTIMATORS = {name for name, entry in ESTIMATORS.items() if "group" in entry.needs}
 UNWHITENED = ("grpo", "dr_grpo", "rloo", "opo", "gpg")
 
 

@@ -17,7 +17,7 @@ from tiny_runs import rl_settings, same_tensors, sft_settings, sums, tensors, un
 from tunesmith import build
 from tunesmith.errors import CheckpointError, StorageError
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
-from tunesmith.loop.session import Best, Cadence
+from tunesmith.loop.session import Best, due
 
 FILES = ("model/config.json", "model/model.safetensors", "optimizer.safetensors")
 
@@ -155,16 +155,15 @@ def test_reading_what_is_no_checkpoint(tmp_path: Path) -> None:
         read_state(tmp_path)
 
 
-def test_best_and_cadence() -> None:
+def test_best_and_due() -> None:
     best = Best("eval/loss", higher_is_better=False, target=0.5)
     for step, value in enumerate((float("nan"), 2.0, 3.0, float("nan"), 1.0, 1.0)):
         best.update(value, step)
     assert (best.value, best.step) == (1.0, 4) and not best.reached_target
     best.update(0.5, 9)
     assert best.reached_target
-    cadence = Cadence(5, None, 2)
-    assert [cadence.due(2, s) for s in range(1, 6)] == [False, True, False, True, True]
-    assert [cadence.due(None, s) for s in range(1, 6)] == [False] * 4 + [True]
+    assert [due(s, 2, 5) for s in range(1, 6)] == [False, True, False, True, True]
+    assert [due(s, None, 5) for s in range(1, 6)] == [False] * 4 + [True]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.load import find_kind, load_config, parse_override
-from tunesmith.config.places import key_lines, line_of
+from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.problems import key_lines, line_of
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.synonyms import RENAMED, WITHOUT_EQUIVALENT
@@ -279,8 +280,8 @@ def test_rewards_may_be_imported_or_assigned(folder: Path) -> None:
 
 
 def test_every_synonym_leads_to_a_key_that_exists() -> None:
-    keys = set(all_keys(RLConfig))
-    names = {key.rpartition(".")[2] for key in keys}
+    names = {key.rpartition(".")[2] for key in all_keys(RLConfig)}
+    keys = {key for kind in (RLConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig) for key in all_keys(kind)}
     for word, targets in RENAMED.items():
         assert set(targets) <= keys, word
         assert word not in names, f"{word} is a valid key itself"
@@ -298,7 +299,7 @@ def test_every_synonym_leads_to_a_key_that_exists() -> None:
 )  # fmt: skip
 def test_common_synonyms_are_refused_with_the_right_name(folder: Path, word: str) -> None:
     message = refused(folder, f"train.{word}=1")
-    expected = RENAMED.get(word, ())
+    expected = set(RENAMED.get(word, ())) & set(all_keys(RLConfig))
     assert all(key in message for key in expected)
     assert expected or WITHOUT_EQUIVALENT[word] in message
 

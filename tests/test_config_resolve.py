@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, config_text, print_resolved, save_resolved
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError, ModelError, StorageError
 from tunesmith.plan.checks import check
+from tunesmith.plan.device import state_bytes
 from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
 from tunesmith.plan.hardware import Gpu, Hardware, parse_gpus, read_hardware
 from tunesmith.plan.resolve import resolve
@@ -131,12 +133,28 @@ def test_micro_batches_follow_the_memory_and_always_hold_the_longest_sample() ->
 
 def test_sampler_memory_is_what_the_batch_needs_or_its_share() -> None:
     resolved = resolve(rl(), facts())
-    # 64 requests of 100 + 512 tokens; 2 · 6 layers · 2 heads · 64 numbers of 2 bytes per token; a tenth more.
-    assert derived(resolved, "system.kv_memory")[0] == f"{-(-64 * 612 * 3072 * 11 // 10**7)}MB"
+    # 64 requests of 100 + 512 tokens and two blocks of 16; 2 · 6 layers · 2 heads · 64 numbers of 4 bytes per token, in
+    # bfloat16 too, as the local engine has them on a CPU; one plane to move rows in; a tenth more.
+    wanted = 64 * (612 + 32) * (2 * 6 + 1) * 2 * 64 * 4
+    assert resolved.config.model.dtype == "bfloat16"
+    assert derived(resolved, "system.kv_memory")[0] == f"{-(-wanted * 11 // 10**7)}MB"
     tight = resolve(rl("rollout.group_size=256", "rollout.max_new_tokens=3000", "system.max_running=2048"), facts())
     value, reason = derived(tight, "system.kv_memory")
     assert value == f"{-(-(8 * GB - 80_000_000) // 4 // 10**6)}MB"
     assert reason.startswith("a quarter of the free memory")
+
+
+def test_state_counts_the_teacher_in_place_of_a_reference() -> None:
+    """16 bytes of each trained number, and 2 of each frozen one in bfloat16."""
+    base = ["model.path=org/m", "data.train=org/d"]
+    for config, frozen, expected in (
+        (rl(), 0, 16 * 5),
+        (rl("algorithm.kl_coef=0.1"), 0, 16 * 5 + 2 * 5),
+        (load_config(DistillConfig, None, [*base, "teacher.path=org/t"]), 7, 16 * 5 + 2 * 7),
+        (load_config(OfflineDistillConfig, None, [*base, "teacher.path=org/t"]), 7, 16 * 5 + 2 * 7),
+    ):
+        known = facts(frozen_parameters=frozen * 1_000_000)
+        assert state_bytes(resolve(config, known).config, known) == expected * 1_000_000
 
 
 def test_intervals_longer_than_the_run_are_shortened_and_it_says_so() -> None:

@@ -64,7 +64,7 @@ def test_each_part_gives_each_of_its_items_once_an_epoch(sizes: list[int], shuff
 def test_order_without_shuffling_and_epochs() -> None:
     made = loader([3], shuffle=False, batch_size=2)
     assert [made.next_batch() for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
-    assert (made.epoch, made.drawn, made.taken) == (2, 6, {"s0": 6})
+    assert (made.epoch, made.drawn, made.state_dict()["taken"]) == (2, 6, [6])
 
 
 def test_shuffling_differs_by_seed_and_epoch_and_ignores_global_randomness() -> None:
@@ -87,7 +87,7 @@ def test_weights_are_shares_of_the_draws() -> None:
     made = loader([10, 1000], weights=[3.0, 1.0], seed=0)
     counts = Counter(item < 10 for item in made.next_batch(8000))
     assert counts[True] / 8000 == pytest.approx(0.75, abs=0.02)  # four standard deviations
-    assert made.taken["s0"] == counts[True] and made.epoch == 2000 // 1000
+    assert made.state_dict()["taken"][0] == counts[True] and made.epoch == 2000 // 1000
 
 
 @pytest.mark.parametrize(

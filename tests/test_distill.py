@@ -18,13 +18,12 @@ from tiny_runs import rl_settings, same_tensors, sft_settings, untimed
 from tunesmith import build
 from tunesmith.algorithms.advantages import Outcome, compute_advantages
 from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.distillation import distillation_objective
+from tunesmith.algorithms.objective import distillation_objective
 from tunesmith.data.forest import Predictions, plant
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.head import LogitScale
+from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
 from tunesmith.models.teacher import check_same_vocabulary, forward_kl, predict_with_teacher
-from tunesmith.models.topk_head import Head, likeliest, logprobs_at
 from tunesmith.types import Sample
 
 
@@ -63,13 +62,13 @@ def test_log_probabilities_at_tokens_and_their_gradient(scale: LogitScale, bias:
     tokens = torch.randint(11, (7, 3), generator=torch.Generator().manual_seed(4))
     tokens[2] = tokens[2, 0]  # one token several times
     expected = logits(hidden, head).log_softmax(-1).gather(1, tokens)
-    found = logprobs_at(hidden, head, tokens)
+    found, _ = fused_logprobs(hidden, head, tokens)
     torch.testing.assert_close(found, expected)
     inputs = [t for t in (hidden, weight, added) if t is not None]
     up = normal(7, 3, seed=5)
     for a, b in zip(torch.autograd.grad(found, inputs, up), torch.autograd.grad(expected, inputs, up), strict=True):
         torch.testing.assert_close(a, b)
-    assert torch.autograd.gradcheck(lambda *t: logprobs_at(t[0], Head(t[1], added, scale, 3), tokens), inputs[:2])
+    assert torch.autograd.gradcheck(lambda *t: fused_logprobs(t[0], Head(t[1], added, scale, 3), tokens)[0], inputs[:2])
 
 
 def test_the_likeliest_tokens() -> None:
@@ -156,7 +155,7 @@ def test_a_student_is_compared_with_its_teacher_token_by_token(models: tuple[Pat
     expected = torch.cat([plain(teacher, s).exp() * (plain(teacher, s) - plain(student, s)) for s in SEQUENCES]).sum(-1)
     assert found.divergence is not None and found.logprobs is not None
     torch.testing.assert_close(found.divergence, expected, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(found.logprobs, student.logprobs(plant(SEQUENCES))[0])
+    torch.testing.assert_close(found.logprobs, student.predict(plant(SEQUENCES)).logprobs)
     few = predict(student, plant(SEQUENCES), top_k=5).divergence
     assert few is not None and (few <= expected + 1e-9).all() and (few > 0).all()
     same = predict_with_teacher(teacher, plant(SEQUENCES), teacher=teacher, top_k=5).divergence

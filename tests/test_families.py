@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
-from tunesmith.data.forest import plant
+from tunesmith.data.forest import Forest, plant
 from tunesmith.errors import ModelError
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
@@ -102,6 +102,12 @@ def gradients(model: CausalLM, logprobs: Tensor) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.module.named_parameters() if p.grad is not None}
 
 
+def logprobs(model: CausalLM, forest: Forest, **options: Any) -> tuple[Tensor, Tensor | None]:
+    found = model.predict(forest, **options)
+    assert found.logprobs is not None
+    return found.logprobs, found.entropy
+
+
 def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
     assert got.keys() == want.keys()
     scale = max(float(g.norm()) for g in want.values())
@@ -120,7 +126,7 @@ def test_forest_equals_one_sequence_at_a_time(model_type: str) -> None:
     for lean in dict.fromkeys((None, LeanDecoder.of(model.module.base_model))):
         assert lean is not None or model.lean is None
         model.lean = lean
-        got, _ = model.logprobs(forest, temperature=0.8)
+        got, _ = logprobs(model, forest, temperature=0.8)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
         assert_same_gradients(gradients(model, got), want_gradients, 1e-4)
 
@@ -142,16 +148,16 @@ def test_lean_equals_hugging_face_in_float64(model_type: str, monkeypatch: pytes
     model, forest = build(model_type, torch.float64), plant(samples())
     model.module.set_attn_implementation(ATTENTION_NAME)
     exact_norms(monkeypatch, model)
-    want, want_entropy = model.logprobs(forest, entropy=True)
+    want, want_entropy = logprobs(model, forest, entropy=True)
     want_gradients = gradients(model, want)
     model.lean = LeanDecoder.of(model.module.base_model)
     assert model.lean is not None
-    got, entropy = model.logprobs(forest, entropy=True)
+    got, entropy = logprobs(model, forest, entropy=True)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
     torch.testing.assert_close(entropy, want_entropy, rtol=0, atol=1e-10)
     assert_same_gradients(gradients(model, got), want_gradients, 1e-10)
     with torch.inference_mode():
-        again, _ = model.logprobs(forest)
+        again, _ = logprobs(model, forest)
     torch.testing.assert_close(again, want, rtol=0, atol=1e-10)
 
 
@@ -161,9 +167,9 @@ def test_lean_with_biases_and_partly_frozen() -> None:
     frozen = [p for n, p in model.module.named_parameters() if "k_proj" in n or "layers.0" in n]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    want = gradients(model, model.logprobs(forest)[0])
+    want = gradients(model, logprobs(model, forest)[0])
     model.lean = LeanDecoder.of(model.module.base_model)
-    assert_same_gradients(gradients(model, model.logprobs(forest)[0]), want, 1e-5)
+    assert_same_gradients(gradients(model, logprobs(model, forest)[0]), want, 1e-5)
 
 
 def test_lean_follows_the_modules(tmp_path: Path) -> None:
@@ -174,12 +180,12 @@ def test_lean_follows_the_modules(tmp_path: Path) -> None:
 
     def check() -> None:
         model.lean = lean
-        got = model.logprobs(forest)[0]
+        got = logprobs(model, forest)[0]
         model.lean = None
-        torch.testing.assert_close(got, model.logprobs(forest)[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(got, logprobs(model, forest)[0], rtol=0, atol=1e-5)
 
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=0.01)
-    model.logprobs(forest)[0].sum().backward()
+    logprobs(model, forest)[0].sum().backward()
     optimizer.step()
     check()
     attention = model.module.base_model.layers[0].self_attn
@@ -209,9 +215,9 @@ def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-        want, _ = model.logprobs(forest)
+        want, _ = logprobs(model, forest)
         model.save(tmp_path / "saved")
-        again, _ = CausalLM.load(tmp_path / "saved").logprobs(forest)
+        again, _ = logprobs(CausalLM.load(tmp_path / "saved"), forest)
         assert torch.equal(again, want)
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
         torch.testing.assert_close(
@@ -225,9 +231,9 @@ def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:
 def test_dropout_is_off_and_kept_in_the_configuration(tmp_path: Path) -> None:
     path = tiny.save_model(tmp_path / "m", "gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     model, forest = CausalLM.load(path), plant(samples())
-    want, _ = model.logprobs(forest)
+    want, _ = logprobs(model, forest)
     model.module.train()
-    assert torch.equal(model.logprobs(forest)[0], want)
+    assert torch.equal(logprobs(model, forest)[0], want)
     model.save(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["resid_pdrop"] == 0.5
 

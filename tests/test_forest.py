@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.data.forest import Forest, Segment, num_forest_tokens, plant
+from tunesmith.data.forest import Forest, Segment, plant
+from tunesmith.data.trie import num_forest_tokens
 from tunesmith.types import Sample
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import tiny
 from tunesmith.data.forest import Segment, plant
 from tunesmith.data.packing import pack
+from tunesmith.models.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.types import Sample
@@ -83,7 +84,7 @@ def test_exact(
 ) -> None:
     inputs = tensors(58, heads, kv_heads, dtype)
     upstream = torch.randn(58, heads, 16, dtype=torch.float64)
-    got = ForestAttention(TREE).attend(0, *inputs, 0.3, window, softcap)
+    got = ForestAttention(TREE).attend(0, *inputs, AttentionRule(0.3, window, softcap))
     got_gradients = torch.autograd.grad(got, inputs, upstream.to(dtype))
     exact = [t.detach().double().requires_grad_() for t in inputs]
     want = reference(visible(TREE, window), *exact, 0.3, softcap)
@@ -112,7 +113,7 @@ def forests(draw: st.DrawFn) -> tuple[Segment, ...]:
 def test_any_forest(segments: tuple[Segment, ...], window: int | None) -> None:
     total = sum(s.length for s in segments)
     inputs = tensors(total, 4, 2, torch.float64, 8)
-    got = ForestAttention(segments).attend(0, *inputs, 0.5, window)
+    got = ForestAttention(segments).attend(0, *inputs, AttentionRule(0.5, window))
     want = reference(visible(segments, window), *inputs, 0.5)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     upstream = torch.randn_like(want)
@@ -125,7 +126,7 @@ def test_strided_inputs() -> None:
     """Queries, keys and values may be parts of one tensor."""
     joint = torch.randn(58, 8, 16, dtype=torch.float64, requires_grad=True)
     q, k, v = joint.split([4, 2, 2], 1)
-    got = ForestAttention(TREE).attend(0, q, k, v, 0.3)
+    got = ForestAttention(TREE).attend(0, q, k, v, AttentionRule(0.3))
     want = reference(visible(TREE), q, k, v, 0.3)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     upstream = torch.randn_like(want)
@@ -136,7 +137,7 @@ def test_strided_inputs() -> None:
 def test_long_rows_cross_the_kernel_blocks() -> None:
     segments = (Segment(0, 700, -1), Segment(700, 300, 0), Segment(1000, 600, 0))
     inputs = tensors(1600, 2, 1, torch.float32, 8)
-    got = ForestAttention(segments).attend(0, *inputs, 0.3)
+    got = ForestAttention(segments).attend(0, *inputs, AttentionRule(0.3))
     exact = [t.detach().double() for t in inputs]
     assert difference(got, reference(visible(segments), *exact, 0.3)) < 1e-6
 
@@ -144,7 +145,7 @@ def test_long_rows_cross_the_kernel_blocks() -> None:
 def test_without_gradients() -> None:
     inputs = [t.detach() for t in tensors(58, 4, 2, torch.float32)]
     with torch.inference_mode():
-        got = ForestAttention(TREE).attend(0, *inputs, 0.3)
+        got = ForestAttention(TREE).attend(0, *inputs, AttentionRule(0.3))
     assert difference(got, reference(visible(TREE), *(t.double() for t in inputs), 0.3)) < 1e-6
 
 
@@ -175,11 +176,11 @@ def gradient(model: CausalLM, batches: list[list[Sample]], share: bool, entropy:
     model.module.zero_grad()
     for batch in batches:
         forest = plant(batch, share=share)
-        logprobs, entropies = model.logprobs(forest, temperature=0.9, entropy=entropy, chunk=13)
+        found = model.predict(forest, temperature=0.9, entropy=entropy, chunk=13)
         # Not linear in the log-probabilities, like a clipped policy loss.
-        loss = (forest.columns["weight"] * torch.exp(0.1 * logprobs)).sum()
-        if entropies is not None:
-            loss = loss + 0.3 * (forest.columns["weight"] * entropies).sum()
+        loss = (forest.columns["weight"] * torch.exp(0.1 * found.logprobs)).sum()
+        if found.entropy is not None:
+            loss = loss + 0.3 * (forest.columns["weight"] * found.entropy).sum()
         loss.backward()
     return torch.cat([p.grad.flatten() for p in model.module.parameters() if p.grad is not None]).clone()
 
@@ -252,7 +253,7 @@ def test_exact_on_cuda(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     inputs = [t.detach().cuda().requires_grad_() for t in tensors(58, heads, kv_heads, dtype, 64)]
     upstream = torch.randn(58, heads, 64, dtype=torch.float64, device="cuda").to(dtype)
     attention = ForestAttention(TREE)
-    got = attention.attend(0, *inputs, 0.125)
+    got = attention.attend(0, *inputs, AttentionRule(0.125))
     exact = [t.detach().double().requires_grad_() for t in inputs]
     want = reference(visible(TREE).cuda(), *exact, 0.125)
     assert difference(got, want) < tolerance
@@ -264,5 +265,5 @@ def test_exact_on_cuda(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
 def test_one_root_is_plain_causal_attention() -> None:
     q, k, v = (t.detach() for t in tensors(20, 4, 4, torch.float64))
     want = scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True, scale=0.3)
-    got = ForestAttention([Segment(0, 20, -1)]).attend(0, q, k, v, 0.3)
+    got = ForestAttention([Segment(0, 20, -1)]).attend(0, q, k, v, AttentionRule(0.3))
     torch.testing.assert_close(got, want.transpose(0, 1), rtol=0, atol=1e-12)

@@ -27,7 +27,6 @@ from tunesmith.errors import ConfigError, DataError, RewardError, UserError
 from tunesmith.loop.collect import Collector, derive_seed
 from tunesmith.loop.generation import LineWriter, Unscored, answer, given_records, read_lines, repair
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.monitor.progress import PlainLines
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
 
@@ -90,10 +89,7 @@ def answered(path: Path, tasks: Sequence[Task], engine: Any, window: int, n: int
     async def produce(place: int, task: Task) -> RolloutGroup:
         return (await collector.collect([task], Sampling(5), n, derive_seed(0, place)))[0]
 
-    work = answer(
-        path, tasks, produce, writer.line, window=window, max_failed_share=0.1, progress=PlainLines(len(tasks))
-    )
-    asyncio.run(work)
+    asyncio.run(answer(path, tasks, produce, writer.line, window=window, max_failed_share=0.1, live=False))
     return lines_of(path)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunesmith.models.head import default_chunk, fused_logprobs
+from tunesmith.models.head import Head, LogitScale, default_chunk, fused_logprobs
 
 N, D, V = 37, 16, 101
 
@@ -56,17 +56,8 @@ def test_equals_the_plain_way(
             total = total + (entropies * factors.flip(0)).sum()
         return torch.autograd.grad(total, used)
 
-    got, got_entropy = fused_logprobs(
-        hidden,
-        weight,
-        targets,
-        bias=bias if with_bias else None,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=0.7,
-        chunk=chunk,
-        entropy=entropy,
-    )
+    head = Head(weight, bias if with_bias else None, LogitScale(0.7, softcap, temperature), chunk)
+    got, got_entropy = fused_logprobs(hidden, head, targets, entropy=entropy)
     want, want_entropy = plain(hidden, weight, bias if with_bias else None, targets, temperature, softcap, 0.7)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert (got_entropy is None) != entropy
@@ -79,14 +70,14 @@ def test_equals_the_plain_way(
 
 def test_hand_computed() -> None:
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [1.0]]).log1p()  # logits 0 and log 2
-    logprobs, entropy = fused_logprobs(hidden, weight, torch.tensor([1]), entropy=True)
+    logprobs, entropy = fused_logprobs(hidden, Head(weight), torch.tensor([1]), entropy=True)
     assert logprobs.item() == pytest.approx(-0.405465, abs=1e-6)  # log 2/3
     assert entropy is not None and entropy.item() == pytest.approx(0.636514, abs=1e-6)
 
 
 def test_entropy_alone_has_a_gradient() -> None:
     hidden, weight, _, targets = inputs(torch.float64)
-    _, entropy = fused_logprobs(hidden, weight, targets, entropy=True, chunk=10)
+    _, entropy = fused_logprobs(hidden, Head(weight, chunk=10), targets, entropy=True)
     assert entropy is not None
     (got,) = torch.autograd.grad(entropy.sum(), hidden)
     (want,) = torch.autograd.grad(plain(hidden, weight, None, targets, 1.0, None, 1.0)[1].sum(), hidden)
@@ -96,7 +87,7 @@ def test_entropy_alone_has_a_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_inputs_give_float32_logprobs(dtype: torch.dtype) -> None:
     hidden, weight, bias, targets = inputs(dtype)
-    logprobs, _ = fused_logprobs(hidden, weight, targets, bias=bias)
+    logprobs, _ = fused_logprobs(hidden, Head(weight, bias), targets)
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
     want, _ = plain(exact[0], exact[1], exact[2], targets, 1.0, None, 1.0)
     assert logprobs.dtype == torch.float32
@@ -110,7 +101,7 @@ def test_low_precision_inputs_give_float32_logprobs(dtype: torch.dtype) -> None:
 def test_precision_of_float32_products_is_left_as_it_was() -> None:
     before = torch.backends.mkldnn.matmul.fp32_precision
     hidden, weight, _, targets = inputs(torch.bfloat16)
-    fused_logprobs(hidden, weight, targets)[0].sum().backward()
+    fused_logprobs(hidden, Head(weight), targets)[0].sum().backward()
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
@@ -132,7 +123,7 @@ def test_never_a_tensor_of_tokens_by_vocabulary(entropy: bool) -> None:
     hidden, weight = torch.randn(512, 8, requires_grad=True), torch.randn(300, 8, requires_grad=True)
     with Largest() as largest:
         logprobs, entropies = fused_logprobs(
-            hidden, weight, torch.zeros(512, dtype=torch.long), chunk=16, entropy=entropy
+            hidden, Head(weight, chunk=16), torch.zeros(512, dtype=torch.long), entropy=entropy
         )
         (logprobs.sum() + (0 if entropies is None else entropies.sum())).backward()
     assert largest.elements <= max(16 * 300, 512 * 8)
@@ -140,10 +131,10 @@ def test_never_a_tensor_of_tokens_by_vocabulary(entropy: bool) -> None:
 
 def test_frozen_head_gets_no_gradient_and_no_rows_work() -> None:
     hidden, weight, _, targets = inputs(torch.float32)
-    logprobs, _ = fused_logprobs(hidden, weight.detach(), targets)
+    logprobs, _ = fused_logprobs(hidden, Head(weight.detach()), targets)
     logprobs.sum().backward()
     assert hidden.grad is not None
-    empty, _ = fused_logprobs(hidden[:0], weight, targets[:0])
+    empty, _ = fused_logprobs(hidden[:0], Head(weight), targets[:0])
     empty.sum().backward()
     assert weight.grad is not None and not weight.grad.any()
 

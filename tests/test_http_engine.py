@@ -25,6 +25,7 @@ from tunesmith.engines.http.tgi import TgiEngine
 from tunesmith.errors import EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.types import Completion, Sampling
+from tunesmith.weights.base import Offer
 
 CONTEXT = 64
 NEVER = 10**6
@@ -57,10 +58,33 @@ def tgi(path: Path) -> Iterator[Tgi]:
         yield server
 
 
-def sglang_engine(url: str, model: CausalLM, **options: Any) -> SglangEngine:
-    files = weight_files(model, None)
-    options = {"patience": 5.0, "report": lambda _: None, **options}
-    return SglangEngine(url, make_served(model), files, **options)
+class Alone(SglangEngine):
+    """Gives itself the weights that a pool would give it."""
+
+    def __init__(self, url: str, model: CausalLM, **options: Any) -> None:
+        super().__init__(url, make_served(model), **options)
+        self.plane, self.publishing = weight_files(model, None), asyncio.Lock()
+
+    async def offered(self, version: int) -> Offer:
+        await self.plane.publish(version)
+        [offer] = await self.plane.offer(1)
+        return offer
+
+    async def load_weights(self, version: int) -> None:
+        await self.take(version, await self.offered(version))
+
+    async def _ready(self) -> None:
+        async with self.publishing:
+            self._offer = self._offer or await self.offered(0)
+        await super()._ready()
+
+    async def _part(self) -> None:
+        await super()._part()
+        await self.plane.close()
+
+
+def sglang_engine(url: str, model: CausalLM, **options: Any) -> Alone:
+    return Alone(url, model, **{"patience": 5.0, "report": lambda _: None, **options})
 
 
 def tgi_engine(url: str, model: CausalLM, **options: Any) -> TgiEngine:
@@ -137,7 +161,7 @@ def test_what_tgi_cannot_do_is_refused(tgi: Tgi, model: CausalLM) -> None:
         engine = tgi_engine(tgi.url, model)
         short = Sampling(max_new_tokens=2)
         with pytest.raises(EngineError, match="cannot take new weights"):
-            await engine.load_weights(1)
+            await engine.take(1, {})
         for changed, reason in (
             ({"min_p": 0.1}, "min_p"),
             ({"ignore_eos": True}, "ignore_eos"),
@@ -425,7 +449,7 @@ def test_what_cannot_be_used_is_an_engine_error_with_the_address(
 
 
 def test_a_server_that_dies_in_the_middle_is_a_lost_engine(path: Path, model: CausalLM) -> None:
-    async def run(server: Sglang) -> SglangEngine:
+    async def run(server: Sglang) -> Alone:
         engine = sglang_engine(server.url, model, patience=0.3)
         await engine.load_weights(0)
 

@@ -119,7 +119,12 @@ def adapter(module: tuple[str, ...]) -> tuple[str, str] | None:
 
 
 # Modules beside an adapter that serve one adapter only, by the adapter they belong to.
-PARTS = {("backends", "memory"): "torch", ("backends", "optimizer"): "torch", ("engines", "routing"): "pool"}
+PARTS = {
+    ("backends", "memory"): "torch",
+    ("backends", "optimizer"): "torch",
+    ("backends", "rank_group"): "torch",
+    ("engines", "routing"): "pool",
+}
 
 
 def owner(module: tuple[str, ...]) -> tuple[str, str] | None:

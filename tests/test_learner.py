@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tiny import save_model
 from tunesmith.algorithms.objective import sft_objective
-from tunesmith.backends.base import LossFn
+from tunesmith.backends.base import LossFn, OneDevice
 from tunesmith.backends.memory import is_out_of_memory
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
@@ -178,7 +178,7 @@ def test_dropout_is_off_in_training(models: dict[str, Path]) -> None:
     assert difference(second, first) < 1e-5
 
 
-class Recorder:
+class Recorder(OneDevice):
     """A backend without a model: it notes what it was given."""
 
     def __init__(self) -> None:
@@ -273,7 +273,7 @@ def test_a_sample_over_the_cap_is_refused_with_what_to_do() -> None:
     assert isinstance(error.value, SampleTooLong)
 
 
-class Failing:
+class Failing(OneDevice):
     """A backend that does not fit: at the given calls, or above a size, before or half-way through backward."""
 
     def __init__(self, inner: TorchBackend, *, at: Sequence[int] = (), above: int | None = None, where: str) -> None:

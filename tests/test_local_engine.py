@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tiny import save_model
+from tunesmith.engines.local import decode_attention
+from tunesmith.engines.local.decode_attention import parts
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.kv_cache import KVCache
 from tunesmith.engines.local.prefill_attention import Piece
@@ -96,6 +99,40 @@ def test_greedy_is_generate_and_logprobs_are_the_trainers(family: str, tmp_path:
             assert done.token_ids == expected[0, len(prompt) :].tolist()
         expected_scores = scores(plain, prompt, done.token_ids, sampling.temperature or 1.0)
         assert done.logprobs == pytest.approx(expected_scores, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_long_and_short_completions_side_by_side(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of unlike lengths attend in parts; each is scored as if it were alone."""
+    monkeypatch.setitem(decode_attention.WORTH_A_PART, "cpu", 1)
+    seen: list[int] = []
+
+    def counted(ends: Sequence[int], worth: int) -> list[tuple[int, int, int]]:
+        found = parts(ends, worth)
+        seen.append(len(found))
+        return found
+
+    monkeypatch.setattr(decode_attention, "parts", counted)
+    save_model(tmp_path, family, **FAMILIES[family], max_position_embeddings=512)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    engine = make(CausalLM.load(tmp_path), 16384, max_running=12)
+    starts = prompts(3, 9, 20)
+    lengths = (300, 10, 150, 5, 70, 40, 20, 90, 8, 30, 60, 12, 25, 110, 15, 200)
+    requests = [(starts[i % 3], free(n, i)) for i, n in enumerate(lengths)]
+    for (prompt, sampling), done in zip(requests, run(engine, *requests), strict=True):
+        assert len(done.token_ids) == sampling.max_new_tokens
+        assert done.logprobs == pytest.approx(scores(plain, prompt, done.token_ids), abs=1e-4)
+    assert max(seen) >= 3
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=40), st.integers(1, 5000))
+def test_parts_cover_all_rows_and_spare_what_another_costs(ends: list[int], worth: int) -> None:
+    ends.sort(reverse=True)
+    found = parts(ends, worth)
+    assert [row for start, stop, _ in found for row in range(start, stop)] == list(range(len(ends)))
+    assert all(longest == max(ends[start:stop]) for start, stop, longest in found)
+    spared = [(a[2] - b[2]) * (b[1] - b[0]) for a, b in pairwise(found)]
+    assert all(slots >= worth for slots in spared)
 
 
 def test_a_prompt_is_prefilled_once_for_its_group(llama: CausalLM) -> None:

@@ -127,7 +127,7 @@ def gradients(backend: TorchBackend[Any], split: list[list[int] | None]) -> list
 def hugging_face_training(model: Any) -> Tensor:
     """As ``hugging_face``, with gradient, on the adapted module itself: one sequence in a forest at a time."""
     lm = CausalLM(model, None)  # pyright: ignore[reportArgumentType]
-    found = [lm.logprobs(forest([i]))[0] for i in range(3)]
+    found = [lm.predict(forest([i])).logprobs for i in range(3)]
     return torch.cat(found)
 
 

@@ -26,11 +26,12 @@ from tunesmith.monitor.progress import (
     duration,
     number,
     open_progress,
+    print_summary,
     share,
     sparkline,
+    time_table,
 )
 from tunesmith.monitor.run_dir import open_run_dir
-from tunesmith.monitor.summary import print_summary, time_table
 
 
 def steps(path: Path) -> list[int]:
@@ -162,30 +163,30 @@ def test_directories_without_a_name_are_numbered(folder: Path) -> None:
 def test_a_run_is_never_overwritten(folder: Path) -> None:
     path = folder / "out"
     with open_run_dir(path, "", False) as run:
-        run.config.write_text("")
+        (run.path / "config.toml").write_text("")
     with open_run_dir(path, "", False) as run:
         Metrics(run.metrics).write(1, {})
     with pytest.raises(ConfigError, match=r"already holds a run\. Continue it with checkpoint\.resume=true"):
-        open_run_dir(path, "", False)
+        open_run_dir(path, "", False).__enter__()
     with open_run_dir(path, "", True):
         pass
     with open_run_dir(path, "", path / "checkpoints" / "step-000001"):
         pass
     with pytest.raises(ConfigError, match="already holds a run"):
-        open_run_dir(path, "", folder / "other" / "checkpoints" / "step-000001")
+        open_run_dir(path, "", folder / "other" / "checkpoints" / "step-000001").__enter__()
 
 
 def test_resuming_needs_a_run(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no run to resume"):
-        open_run_dir(folder / "gone", "", True)
+        open_run_dir(folder / "gone", "", True).__enter__()
     with pytest.raises(ConfigError, match="say run_dir"):
-        open_run_dir(None, "", True)
+        open_run_dir(None, "", True).__enter__()
 
 
 def test_a_directory_that_cannot_be_made(folder: Path) -> None:
     (folder / "file").touch()
     with pytest.raises(StorageError, match="cannot create the run directory"):
-        open_run_dir(folder / "file" / "run", "", False)
+        open_run_dir(folder / "file" / "run", "", False).__enter__()
 
 
 HOLD = """
@@ -193,6 +194,7 @@ import sys, time, multiprocessing
 from pathlib import Path
 from tunesmith.monitor.run_dir import open_run_dir
 run = open_run_dir(Path(sys.argv[1]), "", False)
+run.__enter__()
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
 child.start()
 print(child.pid, flush=True)
@@ -207,7 +209,7 @@ def test_two_processes_cannot_share_a_directory_and_a_dead_one_holds_nothing(fol
     child = int(holder.stdout.readline())
     try:
         with pytest.raises(ConfigError, match=rf"in use by process {holder.pid} on "):
-            open_run_dir(path, "", False)
+            open_run_dir(path, "", False).__enter__()
         holder.kill()
         holder.wait()
         with open_run_dir(path, "", False) as run:
@@ -222,7 +224,7 @@ def test_one_process_cannot_open_a_directory_twice(folder: Path) -> None:
         open_run_dir(folder / "out", "", False),
         pytest.raises(ConfigError, match="this process already writes"),
     ):
-        open_run_dir(folder / "out", "", False)
+        open_run_dir(folder / "out", "", False).__enter__()
     with open_run_dir(folder / "out", "", False):
         pass
 

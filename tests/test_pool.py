@@ -13,7 +13,7 @@ from engine_contract import CHECKS, FREE, Subject
 from tunesmith.engines.base import EngineStats
 from tunesmith.engines.fake import FakeEngine, numbers
 from tunesmith.engines.pool import EnginePool
-from tunesmith.engines.routing import BLOCK, Prefixes
+from tunesmith.engines.routing import BLOCK, Prefixes, blocks
 from tunesmith.errors import EngineError, EngineLostError, UserError
 from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer
@@ -164,12 +164,13 @@ def test_one_prompt_does_not_keep_a_single_engine_busy() -> None:
 
 def test_prefixes_count_whole_blocks_from_the_start() -> None:
     prefixes = Prefixes()
-    prefixes.add(list(range(3 * BLOCK + 2)))
-    assert prefixes.known(list(range(3 * BLOCK + 9))) == 3 * BLOCK
-    assert prefixes.known([*range(BLOCK), *range(BLOCK)]) == BLOCK
-    assert prefixes.known(list(range(1, BLOCK + 1))) == 0
+    prefixes.add(blocks(range(3 * BLOCK + 2)))
+    assert prefixes.known(blocks(range(3 * BLOCK + 9))) == 3
+    assert prefixes.known(blocks([*range(BLOCK), *range(BLOCK)])) == 1
+    assert prefixes.known(blocks(range(1, BLOCK + 1))) == 0
+    assert blocks(range(5)) != blocks(range(6)) and len(blocks(range(6))) == 1
     prefixes.forget()
-    assert prefixes.known(list(range(BLOCK))) == 0
+    assert prefixes.known(blocks(range(BLOCK))) == 0
 
 
 def test_what_a_lost_engine_was_asked_is_answered_once_by_others() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine_contract import CHECKS, FREE, Subject
+from engine_contract import FREE, Subject
+from pool_bench import LAST, PoolBench, each_check
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
 from tunesmith.build.planes import file_plane, published
@@ -26,69 +27,39 @@ from tunesmith.config.schema import LoraSection
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.pool import EnginePool
 from tunesmith.engines.process import ProcessEngine
-from tunesmith.errors import ConfigError, EngineError
+from tunesmith.errors import ConfigError, EngineError, UserError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.metrics import read_metrics
+from tunesmith.weights.base import Plane
 from tunesmith.weights.broadcast import BroadcastPlane
 from tunesmith.weights.files import MEMORY
 
-CONTEXT = 64
 COMMAND = [sys.executable, "-m", "tunesmith.build.engine_worker"]
-LAST = "close_fails_what_is_in_flight"
 
 
-class Bench:
-    """One worker for the whole module, on one event loop: starting it takes seconds."""
+class Bench(PoolBench):
+    patience = 120.0
 
-    def __init__(self, folder: Path) -> None:
-        self.model = CausalLM.load(save_model(folder / "model", max_position_embeddings=CONTEXT, vocab_size=261))
-        self.before = {name: t.clone() for name, t in self.model.module.state_dict().items()}
-        self.said: list[str] = []
-        self.runner = asyncio.Runner()
-        self.settings: dict[str, Any] = {
-            "engine": "local", "model": str(folder / "model"), "dtype": "float32", "device": "cpu",
-            "trust_remote_code": False, "kv_bytes": 1 << 20, "max_running": 6, "max_prefill_tokens": 32,
-        }  # fmt: skip
-        self.engine = self.another("gloo")
+    async def start(self) -> ProcessEngine:
+        return await ProcessEngine.start(COMMAND, self.settings, patience=self.patience)
 
-    def another(self, plane: str = "file", patience: float = 120.0, **options: Any) -> EnginePool:
-        async def start(_: int) -> ProcessEngine:
-            return await ProcessEngine.start(COMMAND, self.settings, patience=patience)
+    def gloo(self) -> Plane:
+        return BroadcastPlane(self.named, bucket_bytes=10_000, patience=20)
 
-        named = self.model.module.state_dict().items
-        made = file_plane(named) if plane == "file" else BroadcastPlane(named, bucket_bytes=10_000, patience=20)
-        return EnginePool(start, made, report=self.said.append, **options)
-
-    @torch.inference_mode()
-    def score(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-        from transformers import AutoModelForCausalLM
-
-        plain = AutoModelForCausalLM.from_pretrained(self.settings["model"], dtype=torch.float32)
-        plain.load_state_dict(self.model.module.state_dict())
-        logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
-
-    def subject(self) -> Subject:
-        return Subject(self.engine, lambda ids: self.model.tokenizer.decode(list(ids)), self.score, CONTEXT)
+    def another(self, plane: Plane | None = None, **options: Any) -> EnginePool:
+        return super().another(plane or self.gloo(), **options)
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    made = Bench(tmp_path_factory.mktemp("process"))
-    yield made
-    made.runner.run(made.engine.close())
-    made.runner.close()
+    with Bench(tmp_path_factory.mktemp("process")).opened() as made:
+        yield made
 
 
-@pytest.mark.parametrize(
-    "check", [c for c in CHECKS if not c.__name__.endswith(LAST)], ids=lambda c: c.__name__.removeprefix("check_")
-)
+@each_check
 def test_contract(check: Callable[[Subject], Awaitable[None]], bench: Bench) -> None:
-    async def run() -> None:
-        await check(bench.subject())
-
-    bench.runner.run(run())
+    bench.check(check)
 
 
 def test_new_weights_reach_the_worker(bench: Bench) -> None:
@@ -105,14 +76,14 @@ def test_new_weights_reach_the_worker(bench: Bench) -> None:
     bench.runner.run(run())
 
 
-@pytest.mark.parametrize(
-    ("how", "plane", "size"), [(signal.SIGKILL, "gloo", 2), (signal.SIGSTOP, "file", 1)], ids=["killed", "hanging"]
-)
+@pytest.mark.parametrize(("how", "size"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 1)], ids=["killed", "hanging"])
 def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(
-    bench: Bench, how: signal.Signals, plane: str, size: int
+    bench: Bench, how: signal.Signals, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bench, "patience", 4.0)
+
     async def run() -> None:
-        engine = bench.another(plane, patience=4.0, size=size)
+        engine = bench.another(bench.gloo() if size > 1 else file_plane(bench.named), size=size)
         try:
             await engine.load_weights(5)
             wanted = [replace(FREE, seed=i, max_new_tokens=30) for i in range(4)]
@@ -149,18 +120,21 @@ def test_the_last_death_fails_what_waits(bench: Bench) -> None:
 
 
 def test_closing_fails_what_is_in_flight(bench: Bench) -> None:
-    check = next(c for c in CHECKS if c.__name__.endswith(LAST))
-
-    async def run() -> None:
-        await check(replace(bench.subject(), engine=bench.another()))
-
-    bench.runner.run(run())
+    bench.check(LAST, bench.another())
 
 
 def test_a_worker_that_cannot_start_says_how_it_was_started(bench: Bench) -> None:
     async def run() -> None:
         with pytest.raises(EngineError, match="exit code 7"):
             await ProcessEngine.start([sys.executable, "-c", "raise SystemExit(7)"], {})
+
+    bench.runner.run(run())
+
+
+def test_a_worker_that_cannot_build_its_engine_says_why(bench: Bench) -> None:
+    async def run() -> None:
+        with pytest.raises(UserError, match="nowhere"):
+            await ProcessEngine.start(COMMAND, {**bench.settings, "model": "/nowhere"})
 
     bench.runner.run(run())
 

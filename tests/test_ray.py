@@ -7,23 +7,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
-from engine_contract import CHECKS, FREE, Subject
+from engine_contract import FREE, Subject
+from pool_bench import PoolBench, each_check
 from tiny import save_model
 from tiny_runs import rl_settings
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.objective import policy_objective
+from tunesmith.backends.base import TrainBackend
 from tunesmith.build.cluster import remote_trainer
 from tunesmith.build.common import load_model, load_tokenizer
 from tunesmith.build.engine_worker import served
@@ -42,6 +42,7 @@ from tunesmith.errors import (
     RewardError,
     TrainerLostError,
 )
+from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check
 from tunesmith.plan.cluster import Bundle, bundles, missing, processes
@@ -49,7 +50,6 @@ from tunesmith.plan.facts import Facts, known_model_facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Sample
-from tunesmith.weights.files import FilePlane, shared_directory
 
 ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 
@@ -58,9 +58,7 @@ from tunesmith.cluster.ray_cluster import Cluster  # noqa: E402
 from tunesmith.cluster.remote import Remote  # noqa: E402
 from tunesmith.cluster.reward import Replaced  # noqa: E402
 
-CONTEXT = 64
-LAST = "close_fails_what_is_in_flight"
-PLACES = [Bundle((role,), 0.1, 0.0) for role in ("actor", "ref", "rollout", "rollout")]
+PLACES = [Bundle((role,), 0.1, 0.0) for role in ("actor", "actor", "ref", "rollout", "rollout")]
 
 
 @pytest.fixture(scope="module")
@@ -69,47 +67,21 @@ def cluster() -> Iterator[Cluster]:
         yield opened
 
 
-class Bench:
-    """One engine for the whole module, on one event loop: starting it takes seconds."""
-
+class Bench(PoolBench):
     def __init__(self, folder: Path, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.path = save_model(folder / "model", max_position_embeddings=CONTEXT, vocab_size=261)
-        self.model = CausalLM.load(self.path)
-        self.said: list[str] = []
-        self.runner = asyncio.Runner()
-        self.engine = self.another()
+        super().__init__(folder)
 
-    def another(self, **options: Any) -> EnginePool:
-        settings: dict[str, Any] = {
-            "engine": "local", "model": str(self.path), "dtype": "float32", "device": "cpu",
-            "trust_remote_code": False, "kv_bytes": 1 << 20, "max_running": 6, "max_prefill_tokens": 32,
-        }  # fmt: skip
-
-        async def start(_: int) -> RayEngine:
-            remote = self.cluster.spawn("rollout", EngineLostError)
-            await remote.make_heard(partial(served, settings))
-            return RayEngine(remote)
-
-        plane = FilePlane(self.model.module.state_dict().items, shared_directory(1 << 20))
-        return EnginePool(start, plane, report=self.said.append, **options)
-
-    @torch.inference_mode()
-    def score(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-        plain = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
-        logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
-
-    def subject(self) -> Subject:
-        return Subject(self.engine, lambda ids: self.model.tokenizer.decode(list(ids)), self.score, CONTEXT)
+    async def start(self) -> RayEngine:
+        remote = self.cluster.spawn("rollout", EngineLostError)
+        await remote.make_heard(partial(served, self.settings))
+        return RayEngine(remote)
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Iterator[Bench]:
-    made = Bench(tmp_path_factory.mktemp("ray"), cluster)
-    yield made
-    made.runner.run(made.engine.close())
-    made.runner.close()
+    with Bench(tmp_path_factory.mktemp("ray"), cluster).opened() as made:
+        yield made
 
 
 def pid(pool: EnginePool) -> int:
@@ -118,14 +90,9 @@ def pid(pool: EnginePool) -> int:
     return member.remote.pid()
 
 
-@pytest.mark.parametrize(
-    "check", [c for c in CHECKS if not c.__name__.endswith(LAST)], ids=lambda c: c.__name__.removeprefix("check_")
-)
+@each_check
 def test_contract(check: Callable[[Subject], Awaitable[None]], bench: Bench) -> None:
-    async def run() -> None:
-        await check(bench.subject())
-
-    bench.runner.run(run())
+    bench.check(check)
 
 
 @pytest.mark.parametrize(
@@ -199,16 +166,23 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: Cluster, tmp_path: 
     assert there.cost == local.cost
     objective = policy_objective(config.algorithm)
     forest = plant(weigh(samples(), "token_mean", None), [0, 1, 2])
-    steps = [
-        [backend.forward_backward(forest, objective), backend.step(1e-2), backend.score(forest).logprobs.tolist()]
-        for backend in (local, there)
-        for _ in (backend.zero_grad(), backend.forward_backward(forest, objective), backend.step(1e-2))
-    ]
-    assert steps[:3] == steps[3:]
+
+    def learned(backend: TrainBackend) -> list[Any]:
+        backend.zero_grad()
+        [(_, metrics)] = backend.forward_backward_all([forest], objective)
+        return [metrics, backend.step(1e-2), scored(backend)]
+
+    def scored(backend: TrainBackend, **options: Any) -> list[float]:
+        [(_, predictions)] = backend.score_all([forest], **options)
+        assert predictions.logprobs is not None
+        return predictions.logprobs.tolist()
+
+    for _ in range(3):
+        assert learned(local) == learned(there)
     for backend in (local, there):
         backend.refresh_reference()
     with local.averaged(), there.averaged():
-        assert local.score(forest).logprobs.tolist() == there.score(forest).logprobs.tolist()
+        assert scored(local) == scored(there)
     for backend, name in ((local, "local"), (there, "there")):
         (tmp_path / name).mkdir()
         backend.save(tmp_path / name)
@@ -216,16 +190,57 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: Cluster, tmp_path: 
         backend.load(tmp_path / name)
     assert local.version == there.version
     for reference in (False, True):
-        ours, theirs = (b.score(forest, reference=reference).logprobs.tolist() for b in (local, there))
-        assert ours == theirs
+        assert scored(local, reference=reference) == scored(there, reference=reference)
     with pytest.raises(ModelError, match="there is no model directory"):
         there.load(tmp_path / "nothing")
-    os.kill(there.remote.pid(), signal.SIGKILL)
+    os.kill(there.first.pid(), signal.SIGKILL)
     with pytest.raises(TrainerLostError, match="trainer's actor"):
-        there.score(forest)
+        scored(there)
     with pytest.raises(TrainerLostError):
         there.step(1e-2)
     cluster.close("actor", "ref")
+
+
+def test_two_trainer_ranks_take_the_steps_of_one(cluster: Cluster, tmp_path: Path) -> None:
+    """Memory runs out on one at first; then a checkpoint of both goes on in one; then one dies."""
+    config = resolved(tmp_path, system__trainer_ranks=2, train__ema_decay=0.5)
+    tokenizer = load_tokenizer(config)
+    local = policy_backend(config, tokenizer, load_model(CausalLM, config, tokenizer))
+    there, limits = remote_trainer(cluster, config)
+    assert there.ranks == 2 and limits.flops_per_second > 0
+    objective, full = policy_objective(config.algorithm), tmp_path / "full"
+
+    def exhausted(forest: Any, predictions: Any) -> Any:
+        if not full.exists() and forest.num_tokens == 9:
+            full.touch()
+            raise MemoryError
+        return objective(forest, predictions)
+
+    alone, both = (
+        Learner(
+            backend=backend, objective=loss, aggregation="token_mean", max_new_tokens=8, max_tokens=40,
+            learning_rate=lambda step: 1e-2 / (step + 1), cost=local.cost, report=lambda text: None,  # noqa: ARG005
+        )
+        for backend, loss in ((local, objective), (there, exhausted))
+    )  # fmt: skip
+    for batch in (samples(), samples()[:1], samples()):
+        ours, theirs = alone.step(batch), both.step(batch)
+        assert [theirs[n] for n in ("loss", "grad_norm")] == pytest.approx([ours[n] for n in ("loss", "grad_norm")])
+    assert both.max_tokens == 20 and there.version == 3
+    (tmp_path / "saved").mkdir()
+    there.save(tmp_path / "saved")
+    assert (tmp_path / "saved/random-00001.safetensors").is_file()
+    with local.averaged(), there.averaged():
+        ours, theirs = (learner.score(samples(), "x") for learner in (alone, both))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.columns["x"] == pytest.approx(b.columns["x"], abs=1e-5)
+    local.load(tmp_path / "saved")
+    there.load(tmp_path / "saved")
+    assert local.version == there.version == 3
+    os.kill(there.replicas[1].pid(), signal.SIGKILL)
+    with pytest.raises(TrainerLostError):
+        both.step(samples())
+    cluster.close("actor")
 
 
 def test_a_place_is_free_again_when_its_process_has_ended(cluster: Cluster) -> None:
@@ -309,7 +324,15 @@ def test_no_cluster_at_the_address(address: str) -> None:
         ({"system__cluster": None, "system__ray_address": "x:1"}, "no effect with system.cluster"),
         ({"system__placement__colocate": [["actor"]]}, "shares with nobody"),
         ({"system__placement__colocate": [["actor", "ref"], ["ref", "rollout"]]}, "'ref' twice"),
-        ({"system__engines": 2, "system__placement__colocate": [["actor", "rollout"]]}, "no one engine"),
+        ({"system__cluster": None, "system__trainer_ranks": 2}, "system.trainer_ranks has no effect with system.clus"),
+        (
+            {"system__engines": 2, "system__placement__colocate": [["actor", "rollout"]]},
+            "different numbers of processes to share a place .actor 1, rollout 2: system.trainer_ranks",
+        ),
+        (
+            {"system__trainer_ranks": 2, "system__placement__colocate": [["actor", "critic", "ref"]]},
+            "actor 2, critic 2, ref 1",
+        ),
     ],
 )
 def test_settings_that_do_not_fit(changed: Any, words: str, tmp_path: Path) -> None:
@@ -331,8 +354,18 @@ def test_roles_that_share_a_place(tmp_path: Path) -> None:
     assert together == Bundle(("actor", "ref"), 4.0, 1.0)
     assert together.share == (2.0, 0.5)
     assert engines == [Bundle(("rollout",), 1.0, 2.0)] * 2
+    side_by_side = {**placement, "system__placement__colocate": [["actor", "rollout"]], "system__trainer_ranks": 2}
+    del side_by_side["system__placement__rollout__gpus"]
+    config = resolved(tmp_path, algorithm__kl_coef=0.1, system__engines=2, **side_by_side)
+    assert processes(config) == {"actor": 2, "ref": 1, "rollout": 2}
+    assert bundles(config) == [Bundle(("actor", "rollout"), 4.0, 1.0)] * 2 + [Bundle(("ref",), 1.0, 0.0)]
     with pytest.raises(ConfigError, match="names 'critic'"):
         bundles(resolved(tmp_path, system__placement__critic__gpus=1))
+
+
+def test_ranks_on_one_machine_share_its_cores(tmp_path: Path) -> None:
+    config = resolved(tmp_path, system__threads=None, system__trainer_ranks=2)
+    assert config.system.threads == max(1, read_hardware().cores // 2)
 
 
 def test_what_is_missing() -> None:

@@ -18,7 +18,7 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import RemoteReward, RewardSection, RLConfig
 from tunesmith.environments import remote_reward as module
 from tunesmith.environments.remote_reward import pause, remote_reward, scores_of
-from tunesmith.environments.reward_types import ItemFailure, RewardFunction, signature_of
+from tunesmith.environments.reward_types import ItemFailure, RewardFunction, required_columns
 from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
 from tunesmith.errors import ConfigError, RewardError
 from tunesmith.monitor.metrics import read_metrics
@@ -221,7 +221,7 @@ def test_several_rewards_are_mixed_by_weight() -> None:
     def brief(completions: list[str]) -> list[float]:
         return [1.0 / len(c) for c in completions]
 
-    function = RewardFunction("brief", "rewards.py:brief", brief, *signature_of(brief, "brief"))
+    function = RewardFunction("brief", "rewards.py:brief", brief, required_columns(brief, "brief"))
     with answering(lengths) as a, answering(lambda body, _: {"rewards": [None] * len(body["prompts"])}) as b:
         rewards = RewardSet([function], [2.0], 5.0)
         rewards.add(remote_reward(RemoteReward(urls=(a.url,), name="a"), "answer", decode), 0.5)

@@ -43,7 +43,6 @@ def test_loads_functions_of_a_file_beside_the_run_file(directory: Path) -> None:
     rewards = load_rewards(section("rewards.py:correct", "rewards.py:judged", "rewards.py:alias"), directory)
     assert [f.name for f in rewards.functions] == ["correct", "judged", "alias"]
     assert rewards.functions[0].columns == {"answer"}
-    assert rewards.functions[1].accepts is None
     assert rewards.functions[0].function is rewards.functions[2].function
 
 

@@ -18,7 +18,7 @@ from tunesmith import build
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import ModelReward, RewardSection, RLConfig
 from tunesmith.environments.batching import Batcher
-from tunesmith.environments.reward_types import ItemFailure, RewardFunction, signature_of
+from tunesmith.environments.reward_types import ItemFailure, RewardFunction, required_columns
 from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
 from tunesmith.errors import ConfigError
 from tunesmith.models.reward_model import RewardModel, model_reward, same_tokens
@@ -146,7 +146,7 @@ def test_a_model_and_a_function_are_mixed_by_weight(path: Path) -> None:
     def brief(completions: list[str]) -> list[float]:
         return [1.0 / len(c) for c in completions]
 
-    function = RewardFunction("brief", "rewards.py:brief", brief, *signature_of(brief, "brief"))
+    function = RewardFunction("brief", "rewards.py:brief", brief, required_columns(brief, "brief"))
     rewards = RewardSet([function], [2.0], 5.0)
     rewards.add(model_reward("rm", load(path), exact=True), -0.5)
     one = rollout("p", "abcd", SEQUENCES[0])
@@ -266,7 +266,7 @@ def test_a_reward_models_weights_leave_less_for_the_sampler(tmp_path: Path, path
     config = load_config(RLConfig, None, settings)
     room: list[int] = []
     for parameters in (0, 200_000_000):
-        facts = Facts(machine, read_model_facts(policy), 12, None, 8, reward_parameters=parameters)
+        facts = Facts(machine, read_model_facts(policy), 12, None, 8, frozen_parameters=parameters)
         room.append(resolve(config, facts).config.system.max_tokens_per_microbatch or 0)
     assert room[0] > room[1] > 0
     assert count_parameters(path) == sum(p.numel() for p in load(path).model.module.parameters())

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tunesmith.environments.reward_types import RewardFunction, TrainerState, signature_of
-from tunesmith.environments.rewards import FailureGate, RewardSet, reward_metrics
+from tunesmith.environments.reward_types import RewardFunction, TrainerState, required_columns
+from tunesmith.environments.rewards import RewardSet, check_failed, reward_metrics
 from tunesmith.errors import ConfigError, DataError, RewardError
 from tunesmith.types import Completion, Message, Rollout, Status, Task
 
@@ -36,7 +36,7 @@ def reward_set(
     made: list[RewardFunction] = []
     for f in functions:
         name = getattr(f, "__name__", "f")
-        made.append(RewardFunction(name, f"rewards.py:{name}", f, *signature_of(f, name)))
+        made.append(RewardFunction(name, f"rewards.py:{name}", f, required_columns(f, name)))
     return RewardSet(made, weights or [1.0] * len(made), timeout)
 
 
@@ -466,7 +466,7 @@ def test_answers_the_builtins_cannot_use_are_refused_by_task() -> None:
     def f(completions: list[str], answer: list[str]) -> list[float]:
         return []
 
-    function = RewardFunction("f", "f", f, frozenset({"answer"}), None, True, check_gold=problem)
+    function = RewardFunction("f", "f", f, frozenset({"answer"}), True, check_gold=problem)
     tasks = [rollout("one", answer="4").task, rollout("two", answer="5").task]
     with pytest.raises(DataError, match="task two: the column 'answer' is 5"):
         RewardSet([function], [1.0], 1.0).check_tasks(tasks)
@@ -477,7 +477,7 @@ def test_answers_the_builtins_cannot_use_are_refused_by_task() -> None:
     def h(completions: list[str]) -> list[float]:
         return []
 
-    other = RewardFunction("h", "h", h, frozenset(), None)
+    other = RewardFunction("h", "h", h)
     RewardSet([function, other], [1.0, 1.0], 1.0).check_tasks(mixture)
 
 
@@ -489,21 +489,20 @@ def failed(status: Status, error: str = "why") -> Rollout:
 
 def test_gate_stops_above_the_share_only() -> None:
     good = [rollout() for _ in range(9)]
-    gate = FailureGate(0.1)
-    gate.check([])
-    gate.check(good)
-    gate.check([*good, failed(Status.REWARD_FAILED)])
+    check_failed([], 0.1)
+    check_failed(good, 0.1)
+    check_failed([*good, failed(Status.REWARD_FAILED)], 0.1)
     with pytest.raises(RewardError) as error:
-        gate.check([*good, failed(Status.REWARD_FAILED, "Traceback: boom"), failed(Status.TIMED_OUT)])
+        check_failed([*good, failed(Status.REWARD_FAILED, "Traceback: boom"), failed(Status.TIMED_OUT)], 0.1)
     message = str(error.value)
     assert "2 of 11 rollouts failed (1 reward_failed, 1 timed_out): 18%" in message
     assert "Traceback: boom" in message
 
 
 def test_gate_does_not_count_what_was_aborted_on_purpose() -> None:
-    FailureGate(0.0).check([rollout(), failed(Status.ABORTED)])
+    check_failed([rollout(), failed(Status.ABORTED)], 0.0)
     with pytest.raises(RewardError):
-        FailureGate(0.0).check([rollout(), failed(Status.ENGINE_FAILED)])
+        check_failed([rollout(), failed(Status.ENGINE_FAILED)], 0.0)
 
 
 def test_metrics_by_hand() -> None:

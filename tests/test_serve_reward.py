@@ -30,7 +30,7 @@ from tunesmith.cli.main import app
 from tunesmith.config.schema import ModelReward, RemoteReward
 from tunesmith.environments.remote_reward import remote_reward
 from tunesmith.environments.reward_server import RewardService, make_app
-from tunesmith.environments.reward_types import RewardFunction, signature_of
+from tunesmith.environments.reward_types import RewardFunction, required_columns
 from tunesmith.environments.rewards import RewardSet
 from tunesmith.errors import ConfigError
 from tunesmith.models.reward_model import RewardModel, model_reward
@@ -52,7 +52,7 @@ def service(function: RewardFunction, window: float = 0.0, max_bytes: int = 2**2
 
 
 def function_of(f: Any) -> RewardFunction:
-    return RewardFunction("f", "rewards.py:f", f, *signature_of(f, "f"))
+    return RewardFunction("f", "rewards.py:f", f, required_columns(f, "f"))
 
 
 def ask(url: str, body: Any = None, path: str = "/reward", kind: str = "application/json") -> tuple[int, Any]:

@@ -19,23 +19,13 @@ def test_overlong_buffer_of_zero_is_off() -> None:
     assert overlong_penalty(100, 100, 0, 1.0) == 0.0
 
 
-@pytest.mark.parametrize("buffer", [-1, 101])
-def test_overlong_buffer_outside_the_limit_is_refused(buffer: int) -> None:
-    with pytest.raises(ValueError, match="between 0 and 100"):
-        overlong_penalty(50, 100, buffer, 1.0)
-
-
 def test_stop_properly_touches_only_what_was_cut_off() -> None:
     assert stop_properly(0.8, "length", 0.25) == pytest.approx(0.2)
     assert stop_properly(0.8, "length", 0.0) == 0.0
     assert stop_properly(0.8, "length", 1.0) == 0.8
     assert stop_properly(0.8, "length", -0.5) == -0.5
     assert stop_properly(0.8, "stop", -0.5) == 0.8
-    with pytest.raises(ValueError, match="at most 1"):
-        stop_properly(0.8, "length", 1.5)
 
 
 def test_clip_reward() -> None:
     assert [clip_reward(r, -1.0, 2.0) for r in (-3.0, 0.5, 7.0)] == [-1.0, 0.5, 2.0]
-    with pytest.raises(ValueError, match="empty"):
-        clip_reward(0.0, 1.0, -1.0)

@@ -22,9 +22,8 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import EngineStats
 from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.engines.local.ngrams import LENGTHS, Continuations, NgramDrafter
 from tunesmith.engines.local.requests import Request
-from tunesmith.engines.local.speculation import RETRY, TRIAL, Speculation, Switch
+from tunesmith.engines.local.speculation import LENGTHS, RETRY, TRIAL, Continuations, NgramDrafter, Speculation, Switch
 from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.monitor.busy import covered, mean_level
-from tunesmith.monitor.timeline import REWARD, TRAINER, Span, Timeline
+from tunesmith.monitor.timeline import REWARD, TRAINER, Span, Timeline, covered, mean_level
 from tunesmith.monitor.trace import rows
 from tunesmith.monitor.watchdog import Watchdog, threads_at
 

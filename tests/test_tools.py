@@ -9,7 +9,7 @@ import pytest
 
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
-from tunesmith.environments.tool_calls import (
+from tunesmith.environments.tools import (
     BadCall,
     Parse,
     ToolCall,

@@ -19,7 +19,7 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.plan.vllm import version_problem, vllm_misfits
 
 MODEL = ModelFacts(
-    parameters=10**6, layers=4, hidden_size=64, intermediate_size=128, heads=6, kv_heads=2, head_dim=16,
+    parameters=10**6, layers=4, hidden_size=64, intermediate_size=128, heads=6, kv_heads=2, head_dim=32,
     vocab_size=300, context=512,
 )  # fmt: skip
 GPU = Gpu("GPU", memory_total=80 * 10**9, memory_free=70 * 10**9, capability=(9, 0))
@@ -78,7 +78,6 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
     [
         (["system.vllm.tensor_parallel_size=4"], "2 cores"),
         (["system.vllm.pipeline_parallel_size=5"], "the model has 4 layers"),
-        (["system.vllm.pipeline_parallel_size=2"], "cannot pass anything from stage to stage"),
         (
             ["system.vllm.pipeline_parallel_size=2", "rollout.partial=true", "rollout.max_staleness=1"],
             "on their way through the stages",
@@ -109,12 +108,28 @@ def test_what_cannot_be_is_refused_by_name(said: list[str], words: str) -> None:
 
 def test_ranks_divide_the_heads_and_have_devices() -> None:
     assert "6 attention heads; use one of [1, 2, 3, 6]" in refused("system.vllm.tensor_parallel_size=4", facts=ON_GPUS)
-    assert "this machine has 2 GPUs" in refused("system.vllm.tensor_parallel_size=3", facts=ON_GPUS)
-    assert resolved("system.vllm.tensor_parallel_size=2", facts=ON_GPUS)
+    assert "take 4 GPUs, and this process sees 2" in refused("system.vllm.tensor_parallel_size=3", facts=ON_GPUS)
+    assert "system.hybrid = true" in refused("system.vllm.tensor_parallel_size=2", facts=ON_GPUS)
+    assert resolved("system.vllm.tensor_parallel_size=2", "system.hybrid=true", facts=ON_GPUS)
+    on_one = replace(FACTS, hardware=replace(CPU, gpus=(GPU,)))
+    assert "2 ranks, and this machine has 1 GPUs" in refused("system.vllm.pipeline_parallel_size=2", facts=on_one)
+    assert resolved("system.vllm.pipeline_parallel_size=2")
     second = 'system.device="cuda:1"'
     assert resolved(second, facts=ON_GPUS)
     # Without system.engine_python this environment is looked at too.
     assert "CUDA_VISIBLE_DEVICES=1" in "".join(vllm_misfits(load_config(RLConfig, None, [*BASE[:5], second]), ON_GPUS))
+
+
+@pytest.mark.parametrize(
+    ("width", "works"), [(8, False), (16, False), (32, True), (40, False), (48, True), (128, True)]
+)
+def test_heads_that_vllm_has_no_kernel_for_on_a_cpu(width: int, works: bool) -> None:
+    model = replace(MODEL, head_dim=width)
+    if works:
+        assert resolved(facts=replace(FACTS, model=model))
+    else:
+        assert f"heads have {width} numbers" in refused(facts=replace(FACTS, model=model))
+    assert resolved(facts=replace(ON_GPUS, model=model))
 
 
 def test_guesses_and_rounding_are_allowed_where_they_are_right() -> None:

@@ -106,3 +106,8 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     if close:
         return f" Did you mean '{close[0]}'?"
     return f" Valid: {', '.join(choices)}." if choices else ""
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """A text for a message: its beginning, where it has more than ``most`` characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -34,7 +34,7 @@ from tunesmith.algorithms.corrections import correction_weights
 from tunesmith.algorithms.kl import AdaptiveController, kl_loss, kl_values
 from tunesmith.algorithms.objective import value_objective
 from tunesmith.algorithms.shaping import overlong_penalty, stop_properly
-from tunesmith.models.head import fused_logprobs
+from tunesmith.models.head import Head, LogitScale, fused_logprobs
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
 
@@ -253,7 +253,8 @@ def agree_logprobs_and_entropy(seed: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = (torch.randn(n, 16, generator=generator) for n in (7, 50))
     targets = torch.randint(50, (7,), generator=generator)
-    logprobs, entropy = fused_logprobs(hidden, weight, targets, temperature=temperature, entropy=True, chunk=3)
+    head = Head(weight, scale=LogitScale(temperature=temperature), chunk=3)
+    logprobs, entropy = fused_logprobs(hidden, head, targets, entropy=True)
     assert entropy is not None
     logits = hidden @ weight.T
     expected = [

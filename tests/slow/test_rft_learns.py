@@ -21,7 +21,7 @@ import tiny
 from documents import ROOT
 from tiny_runs import sums, write_lines
 from tunesmith.build.rft import run_rft
-from tunesmith.build.sft import run_sft
+from tunesmith.build.supervised import run_sft
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine_contract import CHECKS, FREE, PROMPT, Subject
 from tiny import save_model
-from tunesmith.build.planes import file_plane
 from tunesmith.engines.base import EngineStats
-from tunesmith.engines.process import ProcessEngine
 from tunesmith.engines.vllm.engine import VllmEngine
 from tunesmith.engines.vllm.start import VllmSettings
 from tunesmith.errors import EngineError, ModelError, UserError
@@ -119,32 +116,6 @@ def test_a_prompt_is_prefilled_once_for_a_group_that_comes_at_once(directory: Pa
     assert (stats.sampled_tokens, stats.decode_steps, stats.peak_running) == (48, 12, 4)
     assert 0 < stats.peak_kv_bytes <= stats.kv_budget_bytes <= 1 << 26
     assert stats.prefill_seconds > 0 < stats.decode_seconds
-
-
-def test_ranks_share_the_model(directory: Path) -> None:
-    """Two processes with half of each layer, which read their halves of new weights themselves."""
-    settings = VllmSettings(str(directory), "float32", kv_bytes=1 << 26, max_running=8, tensor_parallel_size=2)
-    command = [sys.executable, "-m", "tunesmith.build.engine_worker"]
-    score = scorer(directory)
-
-    async def run() -> None:
-        plane = file_plane(plain(directory).state_dict().items)
-        engine = await ProcessEngine.start(command, {"engine": "vllm", **asdict(settings)})
-        try:
-            with torch.no_grad():
-                for parameter in plain(directory).parameters():
-                    parameter.mul_(0.95)
-            await plane.publish(1)
-            [offer] = await plane.offer(1)
-            await engine.take(1, offer)
-            done = await engine.generate(PROMPT, FREE)
-            assert done.versions == [1] * 12
-            assert done.logprobs == pytest.approx(score(PROMPT, done.token_ids), abs=1e-4)
-        finally:
-            await engine.close()
-            await plane.close()
-
-    asyncio.run(run())
 
 
 def test_rounded_weights_are_rounded_again_at_each_sync(directory: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tiny import save_model
-from tiny_runs import rl_settings
+from tiny_runs import rl_settings, write_lines
 from tunesmith import build
 from tunesmith.monitor.metrics import read_metrics
 
@@ -33,14 +33,20 @@ def steps(folder: Path, model: Path, name: str, **changed: Any) -> list[dict[str
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_log_probabilities_are_as_trained(tmp_path: Path, model: Path, place: str) -> None:
-    lines = steps(tmp_path, model, place, **PLACES[place])
+def test_log_probabilities_are_as_trained_and_groups_share_their_prompt(
+    tmp_path: Path, model: Path, place: str
+) -> None:
+    prompts = [f"{n:02}: a prompt that is longer than one block:" for n in range(12)]
+    data = write_lines(tmp_path / "long.jsonl", [{"prompt": prompt, "answer": "A"} for prompt in prompts])
+    lines = steps(tmp_path, model, place, data__train=str(data), **PLACES[place])
     assert len(lines) == 3
     for line in lines:
         assert line.get("canary", 0.0) <= 1e-3
         assert line["policy_kl"] <= 0.5 * 1e-3**2  # so much is d²/2 of log-probabilities that lie d apart
         assert line["ratio"] == pytest.approx(1.0, abs=1e-3)
         assert line["sampled_tokens"] > 0 and line["grad_norm"] > 0
+        # All of a group but the first find one block of their prompt; the canary has read one prompt for all four.
+        assert line["reused_prompt_tokens"] in (4 * 3 * 32, 4 * 3 * 32 + 32) and 0.5 < line["prefix_hit_share"] < 0.65
 
 
 def test_greedy_completions_give_the_local_engines_first_gradient(tmp_path: Path, model: Path) -> None:

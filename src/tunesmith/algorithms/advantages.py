@@ -10,12 +10,14 @@ deviation plus ``EPSILON``; a group of equal rewards gives exactly zero, found b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tunesmith.algorithms.registry import Registry
 from tunesmith.types import RolloutGroup
 
 Floats = NDArray[np.float64]
@@ -61,7 +63,7 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageParams:
-    """Constants of the estimators; each reads only its own (``Estimator.keys``)."""
+    """Constants of the estimators; each reads only its own (``Entry.keys``)."""
 
     gamma: float = 1.0
     gae_lambda: float = 0.95
@@ -73,45 +75,12 @@ class AdvantageParams:
 
 
 EstimatorFn = Callable[[Sequence[Outcome], AdvantageParams], Advantages]
-
-
-@dataclass(frozen=True, slots=True)
-class Estimator:
-    """A registered estimator and what the settings and the reference page say about it."""
-
-    name: str
-    fn: EstimatorFn
-    formula: str
-    source: str
-    needs: frozenset[str]
-    keys: Mapping[str, float | None]
-    """Settings it reads, with their defaults."""
-
-
-ESTIMATORS: dict[str, Estimator] = {}
-
-
-def estimator(
-    name: str,
-    formula: str,
-    source: str,
-    needs: frozenset[str] = frozenset(),
-    keys: Mapping[str, float | None] | None = None,
-) -> Callable[[EstimatorFn], EstimatorFn]:
-    """Register the function below under ``name``."""
-
-    def register(fn: EstimatorFn) -> EstimatorFn:
-        ESTIMATORS[name] = Estimator(name, fn, formula, source, needs, keys or {})
-        return fn
-
-    return register
-
+ESTIMATORS: Registry[EstimatorFn] = Registry()
+estimator = ESTIMATORS.register
 
 GROUP = frozenset({"group"})
 """The estimator compares siblings, so a group has at least two."""
-CRITIC = frozenset({"critic"})
-GREEDY = frozenset({"greedy_rollout"})
-TEACHER = frozenset({"teacher"})
+CRITIC, GREEDY, TEACHER = frozenset({"critic"}), frozenset({"greedy_rollout"}), frozenset({"teacher"})
 
 
 def compute_advantages(name: str, outcomes: Sequence[Outcome], params: AdvantageParams | None = None) -> Advantages:
@@ -150,8 +119,8 @@ def whiten(parts: Sequence[Floats]) -> list[Floats]:
 
     Unbiased deviation plus ``EPSILON`` (verl: ``sqrt(var + 1e-8)``, OpenRLHF: the biased deviation).
     """
-    flat = np.concatenate([np.zeros(0), *parts])
-    if flat.size == 0 or np.all(flat == flat[0]):
+    flat = _flat(parts)
+    if _equal(flat):
         return [np.zeros_like(p) for p in parts]
     mean, deviation = flat.mean(), flat.std(ddof=1)
     return [(p - mean) / (deviation + EPSILON) for p in parts]
@@ -165,7 +134,7 @@ def suffix_sums(parts: Sequence[Floats], discounts: Sequence[float]) -> list[Flo
     """
     lengths = np.array([p.size for p in parts], dtype=np.int64)
     ends = np.cumsum(lengths)
-    flat = np.concatenate([np.zeros(0), *parts])
+    flat = _flat(parts)
     order = np.argsort(-lengths, kind="stable")
     discount = np.array(discounts, dtype=np.float64)[order]
     for step in range(1, int(lengths.max(initial=0))):
@@ -175,6 +144,14 @@ def suffix_sums(parts: Sequence[Floats], discounts: Sequence[float]) -> list[Flo
     return np.split(flat, ends[:-1]) if len(parts) else []
 
 
+def _flat(parts: Sequence[Floats]) -> Floats:
+    return np.concatenate([np.zeros(0), *parts])
+
+
+def _equal(values: Floats) -> bool:
+    return bool(np.all(values == values[:1]))
+
+
 def _by_group(outcomes: Sequence[Outcome]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     for place, outcome in enumerate(outcomes):
@@ -182,32 +159,36 @@ def _by_group(outcomes: Sequence[Outcome]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _equal(rewards: Floats) -> bool:
-    return bool(np.all(rewards == rewards[0]))
+Relative = Callable[[Floats, Floats], Floats]
+"""``(rewards, lengths) -> advantages`` of the rollouts of one group, in which not all rewards are equal."""
 
 
-def _per_group(outcomes: Sequence[Outcome], relative: Callable[[Floats, Floats], Floats]) -> list[float]:
-    """``relative(rewards, lengths)`` within each group; exactly zero for equal rewards (or one rollout)."""
-    scalars = [0.0] * len(outcomes)
+def _per_group(outcomes: Sequence[Outcome], rewards: Sequence[float | None], relative: Relative) -> Floats:
+    """``relative`` within each group; exactly zero for equal rewards (or one rollout), and where there is none."""
+    found = np.zeros(len(outcomes))
     for places in _by_group(outcomes):
-        rewards = np.array([outcomes[i].total for i in places])
-        if _equal(rewards):
-            continue
-        lengths = np.array([outcomes[i].length for i in places], dtype=np.float64)
-        for place, value in zip(places, relative(rewards, lengths), strict=True):
-            scalars[place] = float(value)
-    return scalars
+        given = {i: reward for i in places if (reward := rewards[i]) is not None}
+        values = np.array(list(given.values()), dtype=np.float64)
+        if not _equal(values):
+            found[list(given)] = relative(values, np.array([outcomes[i].length for i in given], dtype=np.float64))
+    return found
 
 
-def _broadcast(outcomes: Sequence[Outcome], scalars: Sequence[float]) -> list[Floats]:
+def _broadcast(outcomes: Sequence[Outcome], scalars: Sequence[float] | Floats) -> list[Floats]:
     return [np.full(o.length, s) for o, s in zip(outcomes, scalars, strict=True)]
 
 
-def _standardised(rewards: Floats) -> Floats:
-    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
+def _of_groups(relative: Relative) -> EstimatorFn:
+    """The estimator that gives every token of a rollout what ``relative`` makes of its whole reward."""
+
+    @functools.wraps(relative)
+    def estimate(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:  # noqa: ARG001
+        return Advantages(_broadcast(outcomes, _per_group(outcomes, [o.total for o in outcomes], relative)))
+
+    return estimate
 
 
-def _paid(outcomes: Sequence[Outcome], final: Sequence[float]) -> list[Floats]:
+def _paid(outcomes: Sequence[Outcome], final: Sequence[float] | Floats) -> list[Floats]:
     """Reward per token: ``token_rewards``, and ``final`` at the last token."""
     paid: list[Floats] = []
     for o, reward in zip(outcomes, final, strict=True):
@@ -217,41 +198,39 @@ def _paid(outcomes: Sequence[Outcome], final: Sequence[float]) -> list[Floats]:
     return paid
 
 
-@estimator("grpo", "(r − mean) / (std + 1e-6)", "DeepSeekMath, arXiv:2402.03300", GROUP)
-def grpo(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:  # noqa: ARG001
-    """Standardised within the group, with the unbiased deviation (as TRL, verl and OpenRLHF compute it)."""
-    scalars = _per_group(outcomes, lambda rewards, _: _standardised(rewards))
-    return Advantages(_broadcast(outcomes, scalars))
+def _returns_to_go(outcomes: Sequence[Outcome], final: Sequence[float] | Floats, gamma: float) -> Advantages:
+    return Advantages(whiten(suffix_sums(_paid(outcomes, final), [gamma] * len(outcomes))))
 
 
-@estimator("dr_grpo", "r − mean", "Dr. GRPO, arXiv:2503.20783", GROUP)
-def dr_grpo(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:  # noqa: ARG001
-    """Centred only: dividing by the deviation favours tasks that are nearly always or never solved."""
-    return Advantages(_broadcast(outcomes, _per_group(outcomes, lambda rewards, _: rewards - rewards.mean())))
+def _standardised(rewards: Floats, lengths: Floats) -> Floats:  # noqa: ARG001
+    """With the unbiased deviation, as TRL, verl and OpenRLHF compute it."""
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
 
 
-@estimator("rloo", "r − mean of the others", "RLOO, arXiv:2402.14740", GROUP)
-def rloo(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:  # noqa: ARG001
+def _centred(rewards: Floats, lengths: Floats) -> Floats:  # noqa: ARG001
+    """Not divided by the deviation, which favours tasks that are nearly always or never solved."""
+    return rewards - rewards.mean()
+
+
+estimator("grpo", "(r − mean) / (std + 1e-6)", "DeepSeekMath, arXiv:2402.03300", needs=GROUP)(_of_groups(_standardised))
+estimator("dr_grpo", "r − mean", "Dr. GRPO, arXiv:2503.20783", needs=GROUP)(_of_groups(_centred))
+
+
+@estimator("rloo", "r − mean of the others", "RLOO, arXiv:2402.14740", needs=GROUP)
+@_of_groups
+def rloo(rewards: Floats, lengths: Floats) -> Floats:  # noqa: ARG001
     """Leave one out, computed as ``n/(n − 1)·(r − mean)``."""
-
-    def leave_one_out(rewards: Floats, _: Floats) -> Floats:
-        return rewards.size / (rewards.size - 1) * (rewards - rewards.mean())
-
-    return Advantages(_broadcast(outcomes, _per_group(outcomes, leave_one_out)))
+    return rewards.size / (rewards.size - 1) * (rewards - rewards.mean())
 
 
-@estimator("opo", "r − Σ|y|r / Σ|y|", "OPO, arXiv:2505.23585", GROUP)
-def opo(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:  # noqa: ARG001
+@estimator("opo", "r − Σ|y|r / Σ|y|", "OPO, arXiv:2505.23585", needs=GROUP)
+@_of_groups
+def opo(rewards: Floats, lengths: Floats) -> Floats:
     """The baseline of least variance: the group's mean reward weighted by length."""
-
-    def against_optimum(rewards: Floats, lengths: Floats) -> Floats:
-        weights = lengths if lengths.any() else np.ones_like(lengths)
-        return rewards - np.average(rewards, weights=weights)
-
-    return Advantages(_broadcast(outcomes, _per_group(outcomes, against_optimum)))
+    return rewards - np.average(rewards, weights=lengths if lengths.any() else np.ones_like(lengths))
 
 
-@estimator("gpg", "(groups / groups with spread) · (r − mean)", "GPG, arXiv:2504.02546", GROUP)
+@estimator("gpg", "(groups / groups with spread) · (r − mean)", "GPG, arXiv:2504.02546", needs=GROUP)
 def gpg(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
     """Centred, and scaled up for the groups that teach nothing because their rewards are equal.
 
@@ -260,14 +239,14 @@ def gpg(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
     groups = _by_group(outcomes)
     spread_out = sum(not _equal(np.array([outcomes[i].total for i in places])) for places in groups)
     scale = len(groups) / max(spread_out, 1)
-    return Advantages([scale * a for a in dr_grpo(outcomes, params).advantages])
+    return Advantages([scale * a for a in _of_groups(_centred)(outcomes, params).advantages])
 
 
 @estimator(
     "gdpo",
     "whiten(Σ_k w_k (r_k − mean_k) / (std_k + 1e-6))",
     "GDPO, arXiv:2601.05242",
-    GROUP | {"reward_weights"},
+    needs=GROUP | {"reward_weights"},
 )
 def gdpo(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
     """Each reward standardised by itself, then summed and whitened over the batch's policy tokens.
@@ -276,16 +255,10 @@ def gdpo(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
     Whitening over tokens as in verl; TRL whitens over sequences.
     """
     assert all(o.components for o in outcomes), "gdpo takes the rewards one by one"
-    scalars = [0.0] * len(outcomes)
+    scalars = np.zeros(len(outcomes))
     for name in dict.fromkeys(name for o in outcomes for name in o.components):
-        weight = params.component_weights.get(name, 1.0)
-        for places in _by_group(outcomes):
-            present = [(i, value) for i in places if (value := outcomes[i].components.get(name)) is not None]
-            rewards = np.array([value for _, value in present])
-            if rewards.size == 0 or _equal(rewards):
-                continue
-            for (place, _), value in zip(present, _standardised(rewards), strict=True):
-                scalars[place] += weight * float(value)
+        relative = _per_group(outcomes, [o.components.get(name) for o in outcomes], _standardised)
+        scalars += params.component_weights.get(name, 1.0) * relative
     return Advantages(whiten(_broadcast(outcomes, scalars)))
 
 
@@ -299,7 +272,7 @@ def reinforce(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantage
     "reinforce_baseline",
     "whiten(r − mean, minus the KL to go)",
     "REINFORCE++-baseline, arXiv:2501.03262",
-    GROUP,
+    needs=GROUP,
 )
 def reinforce_baseline(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:  # noqa: ARG001
     """Centred within the group, then whitened over the batch.
@@ -307,20 +280,10 @@ def reinforce_baseline(outcomes: Sequence[Outcome], params: AdvantageParams) -> 
     Rewards on tokens (the KL penalty) are added after the baseline, as return to go with γ = 1, as in
     OpenRLHF.
     """
-    final = [0.0] * len(outcomes)
-    for places in _by_group(outcomes):
-        rewards = np.array([outcomes[i].reward for i in places])
-        centred = np.zeros_like(rewards) if _equal(rewards) else rewards - rewards.mean()
-        for place, value in zip(places, centred, strict=True):
-            final[place] = float(value)
-    return _returns_to_go(outcomes, final, 1.0)
+    return _returns_to_go(outcomes, _per_group(outcomes, [o.reward for o in outcomes], _centred), 1.0)
 
 
-def _returns_to_go(outcomes: Sequence[Outcome], final: Sequence[float], gamma: float) -> Advantages:
-    return Advantages(whiten(suffix_sums(_paid(outcomes, final), [gamma] * len(outcomes))))
-
-
-@estimator("remax", "r − r(greedy rollout)", "ReMax, arXiv:2310.10505", GREEDY)
+@estimator("remax", "r − r(greedy rollout)", "ReMax, arXiv:2310.10505", needs=GREEDY)
 def remax(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:  # noqa: ARG001
     """Against what the same policy earns when it decodes greedily."""
     scalars: list[float] = []
@@ -334,27 +297,25 @@ def remax(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:  
     "gae",
     "whiten(Σ_k (γλ)^k δ_{t+k}), δ_t = r_t + γV_{t+1} − V_t",
     "GAE, arXiv:1506.02438",
-    CRITIC,
-    {"gamma": 1.0, "gae_lambda": 0.95, "critic_lambda": None, "value_clip": 0.5},
+    keys={"gamma": 1.0, "gae_lambda": 0.95, "critic_lambda": None, "value_clip": 0.5},
+    needs=CRITIC,
 )
 def gae(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
     """Generalised advantages, whitened; the critic's returns are not whitened.
 
     ``critic_lambda`` gives the critic returns of its own (decoupled GAE, VC-PPO, arXiv:2503.01491).
     """
-    lambdas = [params.gae_lambda] * len(outcomes)
-    advantages = _generalised(outcomes, params.gamma, lambdas)
     critic = params.gae_lambda if params.critic_lambda is None else params.critic_lambda
-    returns = _plus_values(outcomes, _generalised(outcomes, params.gamma, [critic] * len(outcomes)))
-    return Advantages(whiten(advantages), returns)
+    found = _generalised(outcomes, params.gamma, [params.gae_lambda] * len(outcomes), critic)
+    return Advantages(whiten(found.advantages), found.returns)
 
 
 @estimator(
     "vapo",
     "GAE with λ = 1 − 1/(α|y| + 1) for the policy and 1 for the critic",
     "VAPO, arXiv:2504.05118",
-    CRITIC,
-    {"gamma": 1.0, "lambda_alpha": 0.05, "value_clip": 0.5},
+    keys={"gamma": 1.0, "lambda_alpha": 0.05, "value_clip": 0.5},
+    needs=CRITIC,
 )
 def vapo(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
     """Length-adaptive λ: the reward reaches the first token of a long rollout undiminished. Not whitened.
@@ -363,37 +324,32 @@ def vapo(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
     keeps it in (0, 1).
     """
     lambdas = [1.0 - 1.0 / (params.lambda_alpha * o.length + 1.0) for o in outcomes]
-    advantages = _generalised(outcomes, params.gamma, lambdas)
-    returns = _plus_values(outcomes, _generalised(outcomes, params.gamma, [1.0] * len(outcomes)))
-    return Advantages(advantages, returns)
+    return _generalised(outcomes, params.gamma, lambdas, 1.0)
 
 
-def _generalised(outcomes: Sequence[Outcome], gamma: float, lambdas: Sequence[float]) -> list[Floats]:
+def _generalised(
+    outcomes: Sequence[Outcome], gamma: float, lambdas: Sequence[float], critic_lambda: float
+) -> Advantages:
+    """``Σ_k (γλ)^k δ_{t+k}`` with each rollout's λ; the returns are those with ``critic_lambda`` plus the values."""
     deltas: list[Floats] = []
+    values: list[Floats] = []
     for o, paid in zip(outcomes, _paid(outcomes, [o.reward for o in outcomes]), strict=True):
         assert o.values is not None, "generalised advantages need a critic's values"
         following = np.append(o.values, o.final_value)[1:]
         deltas.append(paid + gamma * following - o.values)
-    return suffix_sums(deltas, [gamma * lam for lam in lambdas])
-
-
-def _plus_values(outcomes: Sequence[Outcome], advantages: Sequence[Floats]) -> list[Floats]:
-    return [a + o.values for a, o in zip(advantages, outcomes, strict=True) if o.values is not None]
+        values.append(o.values)
+    returns = suffix_sums(deltas, [gamma * critic_lambda] * len(deltas))
+    advantages = suffix_sums(deltas, [gamma * lam for lam in lambdas])
+    return Advantages(advantages, [a + v for a, v in zip(returns, values, strict=True)])
 
 
 @estimator("token_reward", "r_t − mean(r)", "on-policy distillation, Thinking Machines 2025", needs=TEACHER)
-def token_reward(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
+def token_reward(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:  # noqa: ARG001
     """What is paid on each token, less the batch's mean: with the KL to a teacher in the reward, logπ_T − logπ.
 
     No return: a token's own difference is the gradient of the reverse KL at that token. The rollout's reward is not
     read. The mean takes no part in the gradient's expectation, and most of its noise away.
     """
-    del params
-    paid = [np.zeros(o.length) if o.token_rewards is None else o.token_rewards for o in outcomes]
-    every = np.concatenate([np.zeros(0), *paid])
-    equal = every.size == 0 or every.min() == every.max()
-    return Advantages([0.0 * r if equal else r - every.mean() for r in paid])
-
-
-GROUP_ESTIMATORS = frozenset(name for name, entry in ESTIMATORS.items() if "group" in entry.needs)
-"""Estimators that compare siblings: a group of one teaches nothing, so settings refuse it."""
+    paid = _paid(outcomes, [0.0] * len(outcomes))
+    every = _flat(paid)
+    return Advantages([0.0 * r if _equal(every) else r - every.mean() for r in paid])

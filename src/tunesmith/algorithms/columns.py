@@ -54,12 +54,11 @@ def _with(sample: Sample, name: str, mask: Mask, values: Floats | float) -> Samp
 
 
 def _with_correction(sample: Sample, section: AlgorithmSection) -> Sample:
-    assert section.correction is not None
+    name, low, high = section.correction, section.correction_low or 0.0, section.correction_high
+    assert name is not None and high is not None, "the section is not resolved"
     mask = np.array(sample.loss_mask, dtype=np.bool_)
     old, sampler = (_column(sample, n)[mask] for n in ("old_logprobs", "behaviour_logprobs"))
-    low, high = section.correction_low or 0.0, section.correction_high
-    assert high is not None, "the section is not resolved"
-    weights = correction_weights(section.correction, old, sampler, low, high)
+    weights = correction_weights(name, old, sampler, low, high)
     return _with(sample, "correction", mask, weights)
 
 
@@ -103,15 +102,12 @@ def _with_selection(samples: Sequence[Sample], section: AlgorithmSection, seed: 
         for name in ("old_logprobs", "advantages")
     )
     chosen = np.zeros(old.size)
-    if old.size:
-        assert section.cov_share is not None, "the section is not resolved"
-        cov = covariances(old, advantages)
-        if section.loss == "clip_cov":
-            assert section.cov_low is not None and section.cov_high is not None
-            rng = np.random.default_rng(seed)
-            places = choose_clip_cov(cov, section.cov_share, section.cov_low, section.cov_high, rng)
-        else:
-            places = choose_kl_cov(cov, section.cov_share)
-        chosen[places] = 1.0
+    share, low, high = section.cov_share, section.cov_low, section.cov_high
+    assert share is not None, "the section is not resolved"
+    if old.size and section.loss == "clip_cov":
+        assert low is not None and high is not None, "the section is not resolved"
+        chosen[choose_clip_cov(covariances(old, advantages), share, low, high, np.random.default_rng(seed))] = 1.0
+    elif old.size:
+        chosen[choose_kl_cov(covariances(old, advantages), share)] = 1.0
     parts = np.split(chosen, np.cumsum([int(m.sum()) for m in masks])[:-1]) if samples else []
     return [_with(s, "selected", m, part) for s, m, part in zip(samples, masks, parts, strict=True)]

@@ -14,41 +14,20 @@ rejecting more makes the step smaller instead of the rest louder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-
-MAX_LOG_RATIO = 20.0
+from tunesmith.algorithms.advantages import Floats
+from tunesmith.algorithms.losses import MAX_LOG_RATIO
+from tunesmith.algorithms.registry import Registry
 
 CorrectionFn = Callable[[Floats, float, float], Floats]
 """``(log w [n], low, high) -> weights [n]`` of the policy tokens of one sample, all finite."""
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    name: str
-    fn: CorrectionFn
-    formula: str
-    source: str
-    keys: Mapping[str, float]
-    """Bounds it reads, with their defaults."""
-
-
-CORRECTIONS: dict[str, Correction] = {}
-
-
-def _register(
-    name: str, formula: str, source: str, keys: Mapping[str, float]
-) -> Callable[[CorrectionFn], CorrectionFn]:
-    def register(fn: CorrectionFn) -> CorrectionFn:
-        CORRECTIONS[name] = Correction(name, fn, formula, source, keys)
-        return fn
-
-    return register
+CORRECTIONS: Registry[CorrectionFn] = Registry()
+_register = CORRECTIONS.register
 
 
 def _exp(log_weights: Floats) -> Floats:
@@ -63,31 +42,32 @@ def _everywhere(value: np.float64, log_weights: Floats) -> Floats:
     return np.full_like(log_weights, value)
 
 
-_BOUNDS = {"correction_low": 0.5, "correction_high": 2.0}
+_UPPER = {"correction_high": 2.0}
+_BOUNDS = {"correction_low": 0.5, **_UPPER}
 
 
-@_register("token_truncate", "min(w, C)", "TIS, https://fengyao.notion.site/off-policy-rl", {"correction_high": 2.0})
+@_register("token_truncate", "min(w, C)", "TIS, https://fengyao.notion.site/off-policy-rl", keys=_UPPER)
 def token_truncate(log_weights: Floats, low: float, high: float) -> Floats:  # noqa: ARG001
     return np.minimum(_exp(log_weights), high)
 
 
-@_register("token_clamp", "clip(w, low, high)", "OpenRLHF (tis)", _BOUNDS)
+@_register("token_clamp", "clip(w, low, high)", "OpenRLHF (tis)", keys=_BOUNDS)
 def token_clamp(log_weights: Floats, low: float, high: float) -> Floats:
     return np.clip(_exp(log_weights), low, high)
 
 
-@_register("icepop", "w · 1[low ≤ w ≤ high]", "IcePop, Ling Team 2025", {**_BOUNDS, "correction_high": 5.0})
+@_register("icepop", "w · 1[low ≤ w ≤ high]", "IcePop, Ling Team 2025", keys={**_BOUNDS, "correction_high": 5.0})
 def icepop(log_weights: Floats, low: float, high: float) -> Floats:
     weights = _exp(log_weights)
     return weights * _inside(weights, low, high)
 
 
-@_register("sequence_truncate", "min(Πw, C) on every token", "sequence TIS, verl", {"correction_high": 2.0})
+@_register("sequence_truncate", "min(Πw, C) on every token", "sequence TIS, verl", keys=_UPPER)
 def sequence_truncate(log_weights: Floats, low: float, high: float) -> Floats:  # noqa: ARG001
     return _everywhere(np.minimum(_exp(log_weights.sum(keepdims=True)), high)[0], log_weights)
 
 
-@_register("sequence_mask", "1[low ≤ exp(mean log w) ≤ high] · clip(w, low, high)", "OpenRLHF, verl", _BOUNDS)
+@_register("sequence_mask", "1[low ≤ exp(mean log w) ≤ high] · clip(w, low, high)", "OpenRLHF, verl", keys=_BOUNDS)
 def sequence_mask(log_weights: Floats, low: float, high: float) -> Floats:
     """The whole sequence or nothing of it, by its mean. OpenRLHF does not clip what it keeps."""
     return geometric(log_weights, low, high) * token_clamp(log_weights, low, high)
@@ -97,7 +77,7 @@ def sequence_mask(log_weights: Floats, low: float, high: float) -> Floats:
     "geometric",
     "1[low ≤ exp(mean log w) ≤ high]",
     "geometric rejection, verl",
-    {"correction_low": 0.999, "correction_high": 1.001},
+    keys={"correction_low": 0.999, "correction_high": 1.001},
 )
 def geometric(log_weights: Floats, low: float, high: float) -> Floats:
     return _everywhere(_inside(_exp(log_weights.mean(keepdims=True)), low, high)[0], log_weights)

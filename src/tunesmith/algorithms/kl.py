@@ -11,17 +11,19 @@ the last one to stop pulling back (OpenRLHF's clamp stops it, verl does not clam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tunesmith.algorithms.losses import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_VALUE = 10.0
-MAX_LOG_RATIO = 20.0
 
 KL_IN_LOSS = ("k2", "k3", "k1+", "k3+")
 """k1 is refused here: its expected gradient on policy is zero."""
@@ -32,40 +34,29 @@ KL_IN_REWARD = ("k1", "k2", "k3")
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """KL per token ``[N]``, with the gradient with respect to ``logprobs`` that its name says."""
     delta = logprobs - ref_logprobs
-    if estimator == "k1":
-        return delta.clamp(-MAX_VALUE, MAX_VALUE)
-    if estimator == "k3":
-        return _k3(delta).clamp(-MAX_VALUE, MAX_VALUE)
+    value: Tensor = _value(delta, estimator.removesuffix("+"), lambda x: x.exp())
+    if estimator in ("k1", "k3"):
+        return value.clamp(-MAX_VALUE, MAX_VALUE)
     carrier = delta.square() / 2
-    match estimator:
-        case "k2":
-            value = carrier
-        case "k1+":
-            value = delta
-        case "k3+":
-            value = _k3(delta)
-        case _:
-            raise AssertionError(f"no KL estimator '{estimator}'")
     return carrier - carrier.detach() + value.detach().clamp(-MAX_VALUE, MAX_VALUE)
-
-
-def _k3(delta: Tensor) -> Tensor:
-    return (-delta).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 + delta
 
 
 def kl_values(logprobs: NDArray[np.float64], ref_logprobs: NDArray[np.float64], estimator: str) -> NDArray[np.float64]:
     """KL per token without gradient, in NumPy: what is subtracted from rewards, ``−β·kl``."""
-    delta = logprobs - ref_logprobs
+    return np.clip(_value(logprobs - ref_logprobs, estimator, np.exp), -MAX_VALUE, MAX_VALUE)
+
+
+def _value(delta: Any, estimator: str, exp: Callable[[Any], Any]) -> Any:
+    """Of an array or a tensor."""
     match estimator:
         case "k1":
-            value = delta
+            return delta
         case "k2":
-            value = np.square(delta) / 2
+            return delta * delta / 2
         case "k3":
-            value = np.exp(np.clip(-delta, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - 1 + delta
+            return exp((-delta).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)) - 1 + delta
         case _:
-            raise AssertionError(f"no KL estimator '{estimator}' for rewards")
-    return np.clip(value, -MAX_VALUE, MAX_VALUE)
+            raise AssertionError(f"no KL estimator '{estimator}'")
 
 
 @dataclass(slots=True)

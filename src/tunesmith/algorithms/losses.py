@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from tunesmith.algorithms.registry import Registry
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -52,7 +54,7 @@ class PolicyBatch:
 
 @dataclass(frozen=True, slots=True)
 class LossParams:
-    """Constants of the losses, named as in the settings; each loss reads its own (``PolicyLoss.keys``)."""
+    """Constants of the losses, named as in the settings; each loss reads its own (``Entry.keys``)."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -74,38 +76,12 @@ class TokenLoss(NamedTuple):
 LossFunction = Callable[[PolicyBatch, LossParams], TokenLoss]
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """A registered loss and what the settings and the reference page say about it."""
-
-    name: str
-    fn: LossFunction
-    formula: str
-    source: str
-    needs: frozenset[str]
-    keys: Mapping[str, float | None]
-    """Settings it reads, with their defaults; None is off."""
-
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {}
+POLICY_LOSSES: Registry[LossFunction] = Registry()
+policy_loss = POLICY_LOSSES.register
 
 CLIP: Mapping[str, float | None] = {"clip_low": 0.2, "clip_high": 0.2}
-
-
-def policy_loss(
-    name: str,
-    formula: str,
-    source: str,
-    keys: Mapping[str, float | None] | None = None,
-    needs: frozenset[str] = frozenset(),
-) -> Callable[[LossFunction], LossFunction]:
-    """Register the function below under ``name``."""
-
-    def register(fn: LossFunction) -> LossFunction:
-        POLICY_LOSSES[name] = PolicyLoss(name, fn, formula, source, needs, keys or {})
-        return fn
-
-    return register
+TIGHT_CLIP: Mapping[str, float | None] = {"clip_low": 3e-4, "clip_high": 4e-4}
+SELECTION = frozenset({"selection"})
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, params: LossParams) -> TokenLoss:
@@ -120,7 +96,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, params: LossParams) -> TokenLoss
     "ppo",
     "max(−ρA, −clip(ρ, 1−ε_low, 1+ε_high)A); with dual clip min(·, −cA) where A < 0",
     "PPO, arXiv:1707.06347; dual clip arXiv:1912.09729",
-    {**CLIP, "dual_clip": None},
+    keys={**CLIP, "dual_clip": None},
 )
 def ppo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     """Clipped surrogate. Dual clip is off unless set (verl has it on with c = 3)."""
@@ -132,23 +108,18 @@ def ppo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     return token._replace(loss=dual)
 
 
+@policy_loss("gpg", "−A logπ", "GPG, arXiv:2504.02546")
 @policy_loss("reinforce", "−A logπ", "Williams 1992")
 def reinforce(batch: PolicyBatch, params: LossParams) -> TokenLoss:  # noqa: ARG001
-    """The plain policy gradient. Off policy it is weighted by the correction column, as every loss is."""
+    """The plain policy gradient, which is GPG's too. Off policy the correction column weighs it, as every loss."""
     return TokenLoss(-batch.advantages * batch.logprobs)
-
-
-@policy_loss("gpg", "−A logπ", "GPG, arXiv:2504.02546")
-def gpg(batch: PolicyBatch, params: LossParams) -> TokenLoss:
-    """The same loss as ``reinforce``; what makes GPG is its advantage."""
-    return reinforce(batch, params)
 
 
 @policy_loss(
     "gspo",
     "−min(sA, clip(s, 1−ε_low, 1+ε_high)A), s = exp(mean_t d)",
     "GSPO, arXiv:2507.18071",
-    {"clip_low": 3e-4, "clip_high": 4e-4},
+    keys=TIGHT_CLIP,
 )
 def gspo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     """Every token carries its sequence's loss; the ratio is that of the sequence, per token of length."""
@@ -160,7 +131,7 @@ def gspo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     "gspo_token",
     "ppo with ρ_t = sg(s)·exp(logπ_t − sg(logπ_t))",
     "GSPO-token, arXiv:2507.18071",
-    {"clip_low": 3e-4, "clip_high": 4e-4},
+    keys=TIGHT_CLIP,
 )
 def gspo_token(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     """GSPO's ratio with an advantage per token; the same gradient where the advantage is the sequence's."""
@@ -172,7 +143,7 @@ def gspo_token(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     "gmpo",
     "−A exp(mean_t d̂), d̂ = d clipped to ±ε only where that lowers A·d",
     "GMPO, arXiv:2507.20673",
-    {"clip_low": 0.4, "clip_high": 0.4},
+    keys={"clip_low": 0.4, "clip_high": 0.4},
 )
 def gmpo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     """Geometric mean of the ratios, clipped in log space on the side the advantage pushes to.
@@ -192,8 +163,8 @@ def gmpo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     "gepo",
     "ppo per sequence with ratio p / (Σq² / Σq) over the group",
     "GEPO, arXiv:2508.17850",
-    CLIP,
-    frozenset({"group", "group_logprobs"}),
+    keys=CLIP,
+    needs=frozenset({"group", "group_logprobs"}),
 )
 def gepo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     """The sampling probability in the ratio is its expectation over the group, which hardly ever vanishes.
@@ -211,7 +182,7 @@ def gepo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     "cispo",
     "−sg(clip(ρ, 1−ε_low, 1+ε_high)) A logπ",
     "CISPO, MiniMax-M1, arXiv:2506.13585",
-    {"clip_low": 1.0, "clip_high": 4.0},
+    keys={"clip_low": 1.0, "clip_high": 4.0},
 )
 def cispo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     """Clips the weight and keeps every token's gradient.
@@ -228,7 +199,7 @@ def cispo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     "sapo",
     "−A (4/τ) σ(τ(ρ − 1)), τ by the sign of A",
     "SAPO, arXiv:2511.20347",
-    {"tau_positive": 1.0, "tau_negative": 1.05},
+    keys={"tau_positive": 1.0, "tau_negative": 1.05},
 )
 def sapo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     """A smooth gate instead of a clip; slope 1 at ρ = 1."""
@@ -243,7 +214,7 @@ def sapo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     "dppo_tv",
     "−A sg(min(ρ, c)) logπ · 1[π − π_old ≤ ε_high if A > 0, ≥ −ε_low otherwise]",
     "DPPO, arXiv:2602.04879",
-    {"clip_low": 0.15, "clip_high": 0.15, "ratio_cap": 20.0},
+    keys={"clip_low": 0.15, "clip_high": 0.15, "ratio_cap": 20.0},
 )
 def dppo_tv(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     """A trust region in probability (binary total variation) instead of in the ratio."""
@@ -260,8 +231,8 @@ def dppo_tv(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     "clip_cov",
     "ppo, and 0 on a random 2e-4 of the tokens with cov(logπ, A) in (1, 5)",
     "Clip-Cov, arXiv:2505.22617",
-    {**CLIP, "cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
-    frozenset({"selection"}),
+    keys={**CLIP, "cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+    needs=SELECTION,
 )
 def clip_cov(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     """Leaves out tokens that would cost the most entropy.
@@ -279,8 +250,8 @@ def clip_cov(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     "kl_cov",
     "−ρA, plus c|d| on the 2e-4 of the tokens with the highest cov(logπ, A)",
     "KL-Cov, arXiv:2505.22617",
-    {"cov_share": 2e-4, "cov_kl_coef": 1.0},
-    frozenset({"selection"}),
+    keys={"cov_share": 2e-4, "cov_kl_coef": 1.0},
+    needs=SELECTION,
 )
 def kl_cov(batch: PolicyBatch, params: LossParams) -> TokenLoss:
     """Holds back the tokens that would cost the most entropy; they are chosen as for ``clip_cov``."""

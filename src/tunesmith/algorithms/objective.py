@@ -18,7 +18,7 @@ predictions, such as a rank is given that has run out of samples, gives 0 and no
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tunesmith.algorithms.kl import kl_loss
 from tunesmith.algorithms.losses import POLICY_LOSSES, LossParams, PolicyBatch, TokenLoss, value_loss
@@ -31,13 +31,53 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, "Tensor"]
 Objective = Callable[["Forest", "Predictions"], "tuple[Tensor, Metrics]"]
+Computation = Callable[["Forest", "Tensor", "Predictions"], "tuple[Tensor, Metrics]"]
 
 
-def loss_params(section: AlgorithmSection) -> LossParams:
-    """The loss's constants from a resolved section."""
-    assert section.loss is not None, "the section is not resolved"
-    names = POLICY_LOSSES[section.loss].keys.keys() & LossParams.__dataclass_fields__.keys()
-    return LossParams(**{name: getattr(section, name) for name in names})
+def reads(kind: Literal["logprobs", "values"]) -> Callable[[Computation], Objective]:
+    """Make an objective of one kind of predictions; it gives 0 and no metrics for a forest without any."""
+
+    def wrap(compute: Computation) -> Objective:
+        def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
+            predicted = getattr(predictions, kind)
+            assert predicted is not None, f"the objective reads {kind}, and the model gives none"
+            return compute(forest, predicted, predictions) if predicted.numel() else (predicted.sum(), {})
+
+        return objective
+
+    return wrap
+
+
+class _Tokens:
+    """The predictions of a forest. Those outside the loss, by their weight or because they are not finite, are 0."""
+
+    def __init__(self, forest: Forest, *predicted: Tensor) -> None:
+        for name in ("weight", "share"):
+            assert name in forest.columns, f"no column '{name}': aggregation.weigh adds it"
+        self.forest = forest
+        unweighted = forest.columns["weight"] == 0
+        self.drop = unweighted
+        for values in predicted:
+            self.drop = self.drop | ~values.detach().isfinite()
+        self.nonfinite = (self.drop & ~unweighted).sum()
+        self.share = self.column("share")
+
+    def kept(self, values: Tensor) -> Tensor:
+        return values.masked_fill(self.drop, 0.0)
+
+    def column(self, name: str) -> Tensor:
+        return self.kept(self.forest.columns[name])
+
+    def find(self, name: str) -> Tensor | None:
+        return self.column(name) if name in self.forest.columns else None
+
+    def mean(self, values: Tensor) -> Tensor:
+        """A metric: the mean over the optimizer batch's tokens, this forest's part of it."""
+        return (self.share * values.detach()).sum()
+
+    def clipped(self, token: TokenLoss, prefix: str = "") -> Metrics:
+        sides = {"clip_low": token.clipped_low, "clip_high": token.clipped_high}
+        return {prefix + name: self.mean(acts) for name, acts in sides.items() if acts is not None}
 
 
 def needs_entropy(section: AlgorithmSection) -> bool:
@@ -53,56 +93,89 @@ def needs_reference(section: AlgorithmSection) -> bool:
 def policy_objective(section: AlgorithmSection, *, kl_coef: float | None = None) -> Objective:
     """The objective of a resolved section. ``kl_coef`` replaces the section's (an adaptive controller's)."""
     assert section.loss is not None, "the section is not resolved"
-    loss, params = POLICY_LOSSES[section.loss], loss_params(section)
+    loss = POLICY_LOSSES[section.loss]
+    names = loss.keys.keys() & LossParams.__dataclass_fields__.keys()
+    params = LossParams(**{name: getattr(section, name) for name in names})
     coef = (section.kl_coef or 0.0) if kl_coef is None else kl_coef
     beta = coef if section.kl_in == "loss" else 0.0
     bonus = section.entropy_coef or 0.0
 
-    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
-        logprobs, entropy = predictions.logprobs, predictions.entropy
-        assert logprobs is not None, "a policy objective needs log-probabilities"
-        if not logprobs.numel():
-            return logprobs.sum(), {}
-        batch, drop = _policy_batch(forest, logprobs)
-        weight, share = (_column(forest, name, drop) for name in ("weight", "share"))
+    @reads("logprobs")
+    def objective(forest: Forest, logprobs: Tensor, predictions: Predictions) -> tuple[Tensor, Metrics]:
+        tokens = _Tokens(forest, logprobs)
+        weight = tokens.column("weight")
+        correction, reference = (tokens.find(name) for name in ("correction", "ref_logprobs"))
+        batch = PolicyBatch(
+            logprobs=tokens.kept(logprobs),
+            old_logprobs=tokens.column("old_logprobs"),
+            advantages=tokens.column("advantages"),
+            keep=~tokens.drop,
+            sample=forest.sample,
+            num_samples=forest.num_samples,
+            selected=tokens.find("selected"),
+            group_logprob=tokens.find("group_logprob"),
+        )
         token = loss.fn(batch, params)
-        policy = token.loss
-        if "correction" in forest.columns:
-            policy = policy * _column(forest, "correction", drop)
-        total = policy
-        metrics = _policy_metrics(batch, token, share) | {"policy_loss": (weight * policy.detach()).sum()}
-        if "ref_logprobs" in forest.columns:
-            reference = _column(forest, "ref_logprobs", drop)
-            metrics["ref_kl"] = (share * kl_loss(batch.logprobs.detach(), reference, "k3")).sum()
-            if beta:
-                assert section.kl_estimator is not None, "the section is not resolved"
-                total = total + beta * kl_loss(batch.logprobs, reference, section.kl_estimator)
-        assert not beta or "ref_logprobs" in forest.columns, "a KL in the loss needs ref_logprobs"
-        if entropy is not None:
-            entropy = entropy.masked_fill(drop | ~entropy.detach().isfinite(), 0.0)
-            metrics["entropy"] = (share * entropy.detach()).sum()
+        total = token.loss if correction is None else token.loss * correction
+        metrics = _policy_metrics(batch, token, tokens) | {"policy_loss": (weight * total.detach()).sum()}
+        if reference is not None:
+            metrics["ref_kl"] = tokens.mean(kl_loss(batch.logprobs.detach(), reference, "k3"))
+        if beta:
+            assert reference is not None, "a KL in the loss needs ref_logprobs"
+            assert section.kl_estimator is not None, "the section is not resolved"
+            total = total + beta * kl_loss(batch.logprobs, reference, section.kl_estimator)
+        if (entropy := predictions.entropy) is not None:
+            entropy = entropy.masked_fill(tokens.drop | ~entropy.detach().isfinite(), 0.0)
+            metrics["entropy"] = tokens.mean(entropy)
         if bonus:
             assert entropy is not None, "an entropy bonus needs the entropy"
             total = total - bonus * entropy
-        metrics["nonfinite_tokens"] = _num_nonfinite(forest, drop)
+        metrics["nonfinite_tokens"] = tokens.nonfinite
         return (weight * total).sum(), metrics
 
     return objective
 
 
+def _policy_metrics(batch: PolicyBatch, token: TokenLoss, tokens: _Tokens) -> Metrics:
+    """``policy_kl`` is the k3 estimate of KL(old ‖ new): ρ − 1 − d."""
+    d = batch.log_ratio.detach()
+    ratio = d.exp()
+    return {
+        "ratio": tokens.mean(ratio),
+        "ratio_over_2": tokens.mean(ratio > 2.0),
+        "policy_kl": tokens.mean(ratio - 1.0 - d),
+        **tokens.clipped(token),
+    }
+
+
 def sft_objective() -> Objective:
     """``sum(weight · −logπ)``: with ``token_mean`` weights, the mean over the batch's loss tokens."""
 
-    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
-        logprobs = predictions.logprobs
-        assert logprobs is not None, "supervised training needs log-probabilities"
-        if not logprobs.numel():
-            return logprobs.sum(), {}
-        drop = _dropped(forest, logprobs)
-        weight, share = (_column(forest, name, drop) for name in ("weight", "share"))
-        nll = -logprobs.masked_fill(drop, 0.0)
-        metrics = {"nll": (share * nll.detach()).sum(), "nonfinite_tokens": _num_nonfinite(forest, drop)}
-        return (weight * nll).sum(), metrics
+    @reads("logprobs")
+    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
+        tokens = _Tokens(forest, logprobs)
+        nll = -tokens.kept(logprobs)
+        return (tokens.column("weight") * nll).sum(), {"nll": tokens.mean(nll), "nonfinite_tokens": tokens.nonfinite}
+
+    return objective
+
+
+def distillation_objective(alpha: float) -> Objective:
+    """``Σ weight · ((1 − α)·(−logπ) + α·KL(teacher ‖ student))``, Hinton et al., arXiv:1503.02531.
+
+    With ``token_mean`` weights it is the mean over the batch's loss tokens. The cross-entropy with the teacher, which
+    the papers write, is the KL plus the teacher's entropy, which has no gradient. Reverse KL on the student's own
+    samples is a policy gradient: preset ``distill``.
+    """
+
+    @reads("logprobs")
+    def objective(forest: Forest, logprobs: Tensor, predictions: Predictions) -> tuple[Tensor, Metrics]:
+        divergence = predictions.divergence
+        assert divergence is not None, "distillation needs a teacher"
+        tokens = _Tokens(forest, logprobs, divergence)
+        nll, kl = -tokens.kept(logprobs), tokens.kept(divergence)
+        metrics = {"nll": tokens.mean(nll), "teacher_kl": tokens.mean(kl), "nonfinite_tokens": tokens.nonfinite}
+        return (tokens.column("weight") * ((1.0 - alpha) * nll + alpha * kl)).sum(), metrics
 
     return objective
 
@@ -123,71 +196,18 @@ def actor_critic_objective(policy: Objective, clip: float | None, coef: float) -
 def value_objective(clip: float | None, weight_column: str = "weight") -> Objective:
     """The critic's objective, on the predictions' ``values``."""
 
-    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
-        values = predictions.values
-        assert values is not None, "a critic gives values"
-        if not values.numel():
-            return values.sum(), {}
-        drop = _dropped(forest, values)
-        weight, share = (_column(forest, name, drop) for name in (weight_column, "share"))
-        returns, old = (_column(forest, name, drop) for name in ("returns", "old_values"))
-        values = values.masked_fill(drop, 0.0)
-        token = value_loss(values, returns, old, clip)
-        error = (values.detach() - returns).square()
+    @reads("values")
+    def objective(forest: Forest, values: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
+        tokens = _Tokens(forest, values)
+        values, returns = tokens.kept(values), tokens.column("returns")
+        token = value_loss(values, returns, tokens.column("old_values"), clip)
         metrics = {
-            "value": (share * values.detach()).sum(),
-            "value_loss": (share * token.loss.detach()).sum(),
-            "value_error": (share * error).sum(),
-            **_clip_metrics(token, share, "value_"),
-            "nonfinite_tokens": _num_nonfinite(forest, drop),
+            "value": tokens.mean(values),
+            "value_loss": tokens.mean(token.loss),
+            "value_error": tokens.mean((values.detach() - returns).square()),
+            **tokens.clipped(token, "value_"),
+            "nonfinite_tokens": tokens.nonfinite,
         }
-        return (weight * token.loss).sum(), metrics
+        return (tokens.column(weight_column) * token.loss).sum(), metrics
 
     return objective
-
-
-def _dropped(forest: Forest, predicted: Tensor) -> Tensor:
-    """``[N]`` bool: tokens outside the loss, by their weight or because the prediction is not finite."""
-    for name in ("weight", "share"):
-        assert name in forest.columns, f"no column '{name}': aggregation.weigh adds it"
-    return (forest.columns["weight"] == 0) | ~predicted.detach().isfinite()
-
-
-def _num_nonfinite(forest: Forest, drop: Tensor) -> Tensor:
-    return (drop & (forest.columns["weight"] != 0)).sum()
-
-
-def _column(forest: Forest, name: str, drop: Tensor) -> Tensor:
-    return forest.columns[name].masked_fill(drop, 0.0)
-
-
-def _policy_batch(forest: Forest, logprobs: Tensor) -> tuple[PolicyBatch, Tensor]:
-    drop = _dropped(forest, logprobs)
-    batch = PolicyBatch(
-        logprobs=logprobs.masked_fill(drop, 0.0),
-        old_logprobs=_column(forest, "old_logprobs", drop),
-        advantages=_column(forest, "advantages", drop),
-        keep=~drop,
-        sample=forest.sample,
-        num_samples=forest.num_samples,
-        selected=_column(forest, "selected", drop) if "selected" in forest.columns else None,
-        group_logprob=_column(forest, "group_logprob", drop) if "group_logprob" in forest.columns else None,
-    )
-    return batch, drop
-
-
-def _policy_metrics(batch: PolicyBatch, token: TokenLoss, share: Tensor) -> Metrics:
-    """Means over the batch's tokens. ``policy_kl`` is the k3 estimate of KL(old ‖ new): ρ − 1 − d."""
-    d = batch.log_ratio.detach()
-    ratio = d.exp()
-    return {
-        "ratio": (share * ratio).sum(),
-        "ratio_over_2": (share * (ratio > 2.0)).sum(),
-        "policy_kl": (share * (ratio - 1.0 - d)).sum(),
-        **_clip_metrics(token, share),
-    }
-
-
-def _clip_metrics(token: TokenLoss, share: Tensor, prefix: str = "") -> Metrics:
-    sides = {"clip_low": token.clipped_low, "clip_high": token.clipped_high}
-    return {prefix + name: (share * acts).sum() for name, acts in sides.items() if acts is not None}

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tunesmith.algorithms.aggregation import WEIGHT
+from tunesmith.algorithms.objective import Metrics, Objective, reads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tunesmith.algorithms.objective import Metrics, Objective
     from tunesmith.data.forest import Forest, Predictions
 
 AGGREGATION = "seq_mean_token_sum"
@@ -138,11 +138,8 @@ class Pairs:
 def reward_objective(*, margins: bool = True) -> Objective:
     """The reward model's, on ``values``. Without ``margins`` it is ``log(1 + e^(r_r − r_c))``."""
 
-    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
-        values = predictions.values
-        assert values is not None, "a reward model gives values"
-        if not values.numel():
-            return values.sum(), {}
+    @reads("values")
+    def objective(forest: Forest, values: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
         sequences = Sequences.of(forest, values)
         pairs = Pairs.of(sequences)
         margin = pairs.first(sequences.column("margin")) if margins else 0.0
@@ -159,11 +156,8 @@ def reward_objective(*, margins: bool = True) -> Objective:
 def dpo_objective(loss: str, beta: float, smoothing: float = 0.0, nll_coef: float = 0.0) -> Objective:
     """DPO's, on ``logprobs``: a loss of ``h = β(Δ_c − Δ_r)``, plus ``λ · (−logπ(y_c)) / |y_c|`` (arXiv:2404.19733)."""
 
-    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
-        logprobs = predictions.logprobs
-        assert logprobs is not None, "DPO needs log-probabilities"
-        if not logprobs.numel():
-            return logprobs.sum(), {}
+    @reads("logprobs")
+    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
         sequences = Sequences.of(forest, logprobs)
         pairs = Pairs.of(sequences)
         delta = sequences.score - sequences.column("ref_logprob")
@@ -190,11 +184,8 @@ def dpo_objective(loss: str, beta: float, smoothing: float = 0.0, nll_coef: floa
 def kto_objective(beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> Objective:
     """KTO's, on ``logprobs``. ``class_share`` is one over the number of the batch's sequences of a sequence's side."""
 
-    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
-        logprobs = predictions.logprobs
-        assert logprobs is not None, "KTO needs log-probabilities"
-        if not logprobs.numel():
-            return logprobs.sum(), {}
+    @reads("logprobs")
+    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
         sequences = Sequences.of(forest, logprobs)
         side, kl, share = (sequences.column(name) for name in ("side", "kl", "class_share"))
         delta = sequences.score - sequences.column("ref_logprob")
@@ -220,11 +211,8 @@ def step_objective() -> Objective:
     Their difference is the logit of "good" in a softmax over the two, whatever the rest of the vocabulary gets.
     """
 
-    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
-        logprobs = predictions.logprobs
-        assert logprobs is not None, "a process reward model needs log-probabilities"
-        if not logprobs.numel():
-            return logprobs.sum(), {}
+    @reads("logprobs")
+    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
         sequences = Sequences.of(forest, logprobs)
         pairs = Pairs.of(sequences)
         logit, label = pairs.difference(sequences.score), pairs.first(sequences.column("label"))

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from tunesmith.algorithms.advantages import ESTIMATORS, Estimator
+from tunesmith.algorithms.advantages import ESTIMATORS
 from tunesmith.algorithms.corrections import CORRECTIONS
 from tunesmith.algorithms.kl import KL_IN_LOSS, KL_IN_REWARD
-from tunesmith.algorithms.losses import POLICY_LOSSES, PolicyLoss
+from tunesmith.algorithms.losses import POLICY_LOSSES
 from tunesmith.config.schema import AlgorithmSection
 from tunesmith.errors import ConfigError, nearest
 
@@ -49,138 +49,70 @@ def _needs(advantage: str, loss: str) -> frozenset[str]:
     return ESTIMATORS[advantage].needs | POLICY_LOSSES[loss].needs
 
 
-def _preset(source: str, description: str, advantage: str, loss: str, aggregation: str, **settings: Setting) -> Preset:
+def _preset(advantage: str, loss: str, aggregation: str, *, source: str, text: str, **settings: Setting) -> Preset:
     base: dict[str, Setting] = {"advantage": advantage, "loss": loss, "aggregation": aggregation}
-    return Preset(source, description, {**base, **settings})
+    return Preset(source, text, {**base, **settings})
 
 
 PRESETS: dict[str, Preset] = {
-    "grpo": _preset(
-        "DeepSeekMath, arXiv:2402.03300",
-        "Advantages standardised within the group and PPO's clip, averaged per sequence as in the paper; "
-        "without the paper's KL of 0.04, as in TRL.",
-        "grpo", "ppo", "seq_mean_token_mean",
-    ),
-    "dr_grpo": _preset(
-        "Dr. GRPO, arXiv:2503.20783",
-        "GRPO without its two biases: no deviation to divide by, and a constant length instead of each own.",
-        "dr_grpo", "ppo", "seq_mean_token_sum_norm",
-    ),
-    "dapo": _preset(
-        "DAPO, arXiv:2503.14476",
-        "GRPO with a wider upper clip, a mean over tokens, no KL, a ramp down for overlong answers, and "
-        "groups that teach nothing replaced.",
-        "grpo", "ppo", "token_mean",
-        clip_high=0.28, dynamic_filter=True, overlong_factor=1.0,
-    ),
-    "gspo": _preset(
-        "GSPO, arXiv:2507.18071",
-        "One ratio per sequence, clipped tightly; steadier for mixtures of experts.",
-        "grpo", "gspo", "seq_mean_token_mean",
-    ),
-    "gspo_token": _preset(
-        "GSPO-token, arXiv:2507.18071",
-        "GSPO's ratio where advantages differ from token to token.",
-        "grpo", "gspo_token", "seq_mean_token_mean",
-    ),
-    "rloo": _preset(
-        "RLOO, arXiv:2402.14740",
-        "Each rollout against the mean of its siblings, with a KL penalty in the reward.",
-        "rloo", "ppo", "token_mean",
-        kl_coef=0.05, kl_in="reward", kl_estimator="k1",
-    ),
-    "reinforce": _preset(
-        "Williams 1992; whitening as in REINFORCE++, arXiv:2501.03262",
-        "The plain policy gradient on whitened returns: no clip, no groups, no KL.",
-        "reinforce", "reinforce", "token_mean",
-    ),
-    "reinforce_pp": _preset(
-        "REINFORCE++, arXiv:2501.03262",
-        "Whitened returns with a per-token KL in the reward and PPO's clip; needs one rollout per prompt.",
-        "reinforce", "ppo", "token_mean",
-        kl_coef=0.01, kl_in="reward", kl_estimator="k1",
-    ),
-    "reinforce_pp_baseline": _preset(
-        "REINFORCE++-baseline, arXiv:2501.03262",
-        "The group's mean as baseline, whitened over the batch, with a k2 KL in the loss.",
-        "reinforce_baseline", "ppo", "token_mean",
+    "grpo": _preset("grpo", "ppo", "seq_mean_token_mean", source="DeepSeekMath, arXiv:2402.03300",
+        text="Advantages standardised within the group and PPO's clip, averaged per sequence as in the paper; without "
+             "the paper's KL of 0.04, as in TRL."),
+    "dr_grpo": _preset("dr_grpo", "ppo", "seq_mean_token_sum_norm", source="Dr. GRPO, arXiv:2503.20783",
+        text="GRPO without its two biases: no deviation to divide by, and a constant length instead of each own."),
+    "dapo": _preset("grpo", "ppo", "token_mean", clip_high=0.28, dynamic_filter=True, overlong_factor=1.0,
+        source="DAPO, arXiv:2503.14476",
+        text="GRPO with a wider upper clip, a mean over tokens, no KL, a ramp down for overlong answers, and groups "
+             "that teach nothing replaced."),
+    "gspo": _preset("grpo", "gspo", "seq_mean_token_mean", source="GSPO, arXiv:2507.18071",
+        text="One ratio per sequence, clipped tightly; steadier for mixtures of experts."),
+    "gspo_token": _preset("grpo", "gspo_token", "seq_mean_token_mean", source="GSPO-token, arXiv:2507.18071",
+        text="GSPO's ratio where advantages differ from token to token."),
+    "rloo": _preset("rloo", "ppo", "token_mean", kl_coef=0.05, kl_in="reward", kl_estimator="k1",
+        source="RLOO, arXiv:2402.14740",
+        text="Each rollout against the mean of its siblings, with a KL penalty in the reward."),
+    "reinforce": _preset("reinforce", "reinforce", "token_mean",
+        source="Williams 1992; whitening as in REINFORCE++, arXiv:2501.03262",
+        text="The plain policy gradient on whitened returns: no clip, no groups, no KL."),
+    "reinforce_pp": _preset("reinforce", "ppo", "token_mean", kl_coef=0.01, kl_in="reward", kl_estimator="k1",
+        source="REINFORCE++, arXiv:2501.03262",
+        text="Whitened returns with a per-token KL in the reward and PPO's clip; needs one rollout per prompt."),
+    "reinforce_pp_baseline": _preset("reinforce_baseline", "ppo", "token_mean",
         kl_coef=0.001, kl_in="loss", kl_estimator="k2",
-    ),
-    "ppo": _preset(
-        "PPO, arXiv:1707.06347; for language models arXiv:2203.02155",
-        "A critic, generalised advantages, clipped ratios and a KL penalty in the reward.",
-        "gae", "ppo", "token_mean",
-        kl_coef=0.01, kl_in="reward", kl_estimator="k1",
-    ),
-    "vapo": _preset(
-        "VAPO, arXiv:2504.05118",
-        "PPO for long reasoning: λ grows with length, the critic learns undiscounted returns, wider upper "
-        "clip; without the paper's extra likelihood of right answers.",
-        "vapo", "ppo", "token_mean",
-        clip_high=0.28,
-    ),
-    "cispo": _preset(
-        "CISPO, MiniMax-M1, arXiv:2506.13585",
-        "Clips the weight of a token and keeps its gradient, so rare tokens go on learning.",
-        "grpo", "cispo", "token_mean",
-    ),
-    "gepo": _preset(
-        "GEPO, arXiv:2508.17850",
-        "Ratios against the group's expected sampling probability: steady with very stale samples.",
-        "grpo", "gepo", "seq_mean_token_mean",
-    ),
-    "gmpo": _preset(
-        "GMPO, arXiv:2507.20673",
-        "The geometric mean of token ratios in place of the arithmetic one, with a wide clip.",
-        "grpo", "gmpo", "seq_mean_token_mean",
-    ),
-    "sapo": _preset(
-        "SAPO, arXiv:2511.20347",
-        "A smooth gate on the ratio instead of a clip, tighter for negative advantages.",
-        "grpo", "sapo", "seq_mean_token_mean",
-    ),
-    "gpg": _preset(
-        "GPG, arXiv:2504.02546",
-        "The plain policy gradient with a group baseline, scaled up for groups without spread.",
-        "gpg", "gpg", "token_mean",
-    ),
-    "opo": _preset(
-        "OPO, arXiv:2505.23585",
-        "Exact on-policy steps against the baseline of least variance, weighted by length.",
-        "opo", "reinforce", "token_mean",
-    ),
-    "remax": _preset(
-        "ReMax, arXiv:2310.10505",
-        "Each rollout against a greedy one of the same prompt.",
-        "remax", "reinforce", "token_mean",
-    ),
-    "gdpo": _preset(
-        "GDPO, arXiv:2601.05242",
-        "For several rewards: each is standardised by itself before they are added.",
-        "gdpo", "ppo", "seq_mean_token_mean",
-    ),
-    "clip_cov": _preset(
-        "Clip-Cov, arXiv:2505.22617",
-        "GRPO that leaves out the few tokens that cost most entropy.",
-        "grpo", "clip_cov", "token_mean",
-    ),
-    "kl_cov": _preset(
-        "KL-Cov, arXiv:2505.22617",
-        "GRPO that holds back the few tokens that cost most entropy with a KL to the old policy.",
-        "grpo", "kl_cov", "token_mean",
-    ),
-    "dppo": _preset(
-        "DPPO, arXiv:2602.04879",
-        "A trust region in probability instead of in the ratio: rare tokens may move far.",
-        "grpo", "dppo_tv", "token_mean",
-    ),
-    "distill": _preset(
-        "on-policy distillation, Thinking Machines 2025; MiniLLM, arXiv:2306.08543; GKD, arXiv:2306.13649",
-        "Reverse KL to a teacher on the student's own samples: each token's advantage is how much likelier the "
-        "teacher finds it.",
-        "token_reward", "ppo", "token_mean",
-        kl_coef=1.0, kl_in="reward", kl_estimator="k1",
-    ),
+        source="REINFORCE++-baseline, arXiv:2501.03262",
+        text="The group's mean as baseline, whitened over the batch, with a k2 KL in the loss."),
+    "ppo": _preset("gae", "ppo", "token_mean", kl_coef=0.01, kl_in="reward", kl_estimator="k1",
+        source="PPO, arXiv:1707.06347; for language models arXiv:2203.02155",
+        text="A critic, generalised advantages, clipped ratios and a KL penalty in the reward."),
+    "vapo": _preset("vapo", "ppo", "token_mean", clip_high=0.28, source="VAPO, arXiv:2504.05118",
+        text="PPO for long reasoning: λ grows with length, the critic learns undiscounted returns, wider upper clip; "
+             "without the paper's extra likelihood of right answers."),
+    "cispo": _preset("grpo", "cispo", "token_mean", source="CISPO, MiniMax-M1, arXiv:2506.13585",
+        text="Clips the weight of a token and keeps its gradient, so rare tokens go on learning."),
+    "gepo": _preset("grpo", "gepo", "seq_mean_token_mean", source="GEPO, arXiv:2508.17850",
+        text="Ratios against the group's expected sampling probability: steady with very stale samples."),
+    "gmpo": _preset("grpo", "gmpo", "seq_mean_token_mean", source="GMPO, arXiv:2507.20673",
+        text="The geometric mean of token ratios in place of the arithmetic one, with a wide clip."),
+    "sapo": _preset("grpo", "sapo", "seq_mean_token_mean", source="SAPO, arXiv:2511.20347",
+        text="A smooth gate on the ratio instead of a clip, tighter for negative advantages."),
+    "gpg": _preset("gpg", "gpg", "token_mean", source="GPG, arXiv:2504.02546",
+        text="The plain policy gradient with a group baseline, scaled up for groups without spread."),
+    "opo": _preset("opo", "reinforce", "token_mean", source="OPO, arXiv:2505.23585",
+        text="Exact on-policy steps against the baseline of least variance, weighted by length."),
+    "remax": _preset("remax", "reinforce", "token_mean", source="ReMax, arXiv:2310.10505",
+        text="Each rollout against a greedy one of the same prompt."),
+    "gdpo": _preset("gdpo", "ppo", "seq_mean_token_mean", source="GDPO, arXiv:2601.05242",
+        text="For several rewards: each is standardised by itself before they are added."),
+    "clip_cov": _preset("grpo", "clip_cov", "token_mean", source="Clip-Cov, arXiv:2505.22617",
+        text="GRPO that leaves out the few tokens that cost most entropy."),
+    "kl_cov": _preset("grpo", "kl_cov", "token_mean", source="KL-Cov, arXiv:2505.22617",
+        text="GRPO that holds back the few tokens that cost most entropy with a KL to the old policy."),
+    "dppo": _preset("grpo", "dppo_tv", "token_mean", source="DPPO, arXiv:2602.04879",
+        text="A trust region in probability instead of in the ratio: rare tokens may move far."),
+    "distill": _preset("token_reward", "ppo", "token_mean", kl_coef=1.0, kl_in="reward", kl_estimator="k1",
+        source="on-policy distillation, Thinking Machines 2025; MiniLLM, arXiv:2306.08543; GKD, arXiv:2306.13649",
+        text="Reverse KL to a teacher on the student's own samples: each token's advantage is how much likelier the "
+             "teacher finds it."),
 }  # fmt: skip
 
 _COMMON: Mapping[str, tuple[Setting, str]] = {
@@ -202,8 +134,8 @@ def resolve_algorithm(
 ) -> tuple[AlgorithmSection, Reasons]:
     """Fill in every key that was left out; return the section and ``(key, value, reason)`` for each.
 
-    ``max_new_tokens`` sizes DAPO's overlong buffer, a fifth of it as in the paper. With ``max_staleness`` what an
-    older policy sampled is corrected for (truncated importance sampling) unless another thing is said.
+    With ``max_staleness`` what an older policy sampled is corrected for (truncated importance sampling) unless another
+    thing is said.
 
     Raises:
         ConfigError: an unknown name, a combination that cannot learn, or a key that nothing would read.
@@ -213,12 +145,17 @@ def resolve_algorithm(
     for key, registry in (("advantage", ESTIMATORS), ("loss", POLICY_LOSSES)):
         _known(key, filling.fill(key, preset.settings[key]), registry)
     filling.fill("aggregation", preset.settings["aggregation"])
-    _fill_keys(filling, "loss", POLICY_LOSSES)
-    _fill_keys(filling, "advantage", ESTIMATORS)
-    common = {**_COMMON, "correction": _STALE} if max_staleness else _COMMON
+    for kind, registry in (("loss", POLICY_LOSSES), ("advantage", ESTIMATORS)):
+        name = str(filling[kind])
+        for key, default in registry[name].keys.items():  # the preset's only where the choice is the preset's
+            filling.fill(key, default, f"default of the {kind} {name}", use_preset=preset.settings[kind] == name)
+    common = {**_COMMON, "correction": _STALE} if max_staleness else dict(_COMMON)
+    if "overlong_factor" in preset.settings:
+        # DAPO's ramp covers the last 4096 of 20480 tokens.
+        reason = f"preset {section.name}: a fifth of rollout.max_new_tokens"
+        common["overlong_buffer"] = (max_new_tokens // 5, reason)
     for key, (value, why) in common.items():
-        if not (key == "overlong_buffer" and _fill_overlong_buffer(filling, max_new_tokens)):
-            filling.fill(key, value, why)
+        filling.fill(key, value, why)
     _fill_kl(filling)
     _fill_correction(filling)
     if filling["overlong_buffer"]:
@@ -263,24 +200,6 @@ def _known(key: str, name: object, names: Iterable[str]) -> str:
 def algorithm_needs(section: AlgorithmSection) -> frozenset[str]:
     """What a resolved section asks of the loop (keys of ``NEEDS``); ``group`` refuses groups of one."""
     return _needs(str(section.advantage), str(section.loss))
-
-
-def _fill_keys(filling: _Filling, kind: str, registry: Mapping[str, Estimator] | Mapping[str, PolicyLoss]) -> None:
-    """The constants of the chosen loss or estimator; the preset's only where the choice is the preset's."""
-    name = str(filling[kind])
-    own = filling.preset.settings[kind] == name
-    for key, default in registry[name].keys.items():
-        filling.fill(key, default, f"default of the {kind} {name}", use_preset=own)
-
-
-def _fill_overlong_buffer(filling: _Filling, max_new_tokens: int) -> bool:
-    """DAPO's ramp covers the last fifth of the answer (4096 of 20480 tokens in the paper)."""
-    ramps = "overlong_factor" in filling.preset.settings
-    if filling.section.overlong_buffer is not None or not ramps:
-        return False
-    reason = f"preset {filling.section.name}: a fifth of rollout.max_new_tokens"
-    filling.fill("overlong_buffer", max_new_tokens // 5, reason)
-    return True
 
 
 def _fill_kl(filling: _Filling) -> None:
@@ -338,18 +257,15 @@ _OFF = {"overlong_buffer": 0, "kl_in": "loss"}
 
 def _refuse_unread(filling: _Filling) -> None:
     """A key that was said and that nothing reads is an error."""
-    for key in _said(filling.section):
+    section, fields = filling.section, AlgorithmSection.model_fields
+    said = [k for k in fields if k in section.model_fields_set and getattr(section, k) != fields[k].default]
+    for key in said:
         for keys, why, holds in _CONDITIONS:
             if key in keys and holds(filling) and (keys is not _SHAPING or filling[key] != _OFF.get(key)):
                 raise ConfigError(f"algorithm.{key} would have no effect: {why}.")
         if key in _READ_BY_CHOICE and key not in filling.read:
             kind = _READ_BY_CHOICE[key]
             raise ConfigError(f"algorithm.{key} would have no effect: the {kind} '{filling[kind]}' does not read it.")
-
-
-def _said(section: AlgorithmSection) -> list[str]:
-    fields = AlgorithmSection.model_fields
-    return [k for k in fields if k in section.model_fields_set and getattr(section, k) != fields[k].default]
 
 
 _READ_BY_CHOICE: dict[str, str] = {

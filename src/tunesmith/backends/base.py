@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -31,15 +32,25 @@ class TrainBackend(Protocol):
         """Optimizer steps taken."""
         ...
 
-    def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
-        """What the model, or the frozen reference, says of the forest: without gradient, on the CPU."""
+    @property
+    def ranks(self) -> int:
+        """Forests that are computed at the same time."""
         ...
 
-    def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:
-        """Add the gradient of ``loss`` on one forest; return its metrics and ``loss``.
+    def score_all(self, forests: Iterable[Forest], *, reference: bool = False) -> Iterator[tuple[Forest, Predictions]]:
+        """Each forest with what the model, or the frozen reference, says of it: without gradient, on the CPU.
+
+        Forests are taken when there is room for them, and come back in their order; as in ``forward_backward_all``.
+        """
+        ...
+
+    def forward_backward_all(
+        self, forests: Iterable[Forest], loss: LossFn
+    ) -> Iterator[tuple[Forest, dict[str, float]]]:
+        """Add the gradients of ``loss``; give each forest back with its metrics and ``loss``.
 
         Raises:
-            DeviceMemoryError: it did not fit; gradients since ``zero_grad`` are then undefined.
+            DeviceMemoryError: one did not fit; gradients since ``zero_grad`` are then undefined.
         """
         ...
 
@@ -68,3 +79,25 @@ class TrainBackend(Protocol):
         ...
 
     def load(self, directory: Path) -> None: ...
+
+
+class OneDevice(ABC):
+    """A backend that computes one forest after the other."""
+
+    ranks = 1
+
+    @abstractmethod
+    def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
+        """As ``TrainBackend.score_all``, of one forest."""
+
+    @abstractmethod
+    def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:
+        """As ``TrainBackend.forward_backward_all``, of one forest."""
+
+    def score_all(self, forests: Iterable[Forest], *, reference: bool = False) -> Iterator[tuple[Forest, Predictions]]:
+        return ((forest, self.score(forest, reference=reference)) for forest in forests)
+
+    def forward_backward_all(
+        self, forests: Iterable[Forest], loss: LossFn
+    ) -> Iterator[tuple[Forest, dict[str, float]]]:
+        return ((forest, self.forward_backward(forest, loss)) for forest in forests)

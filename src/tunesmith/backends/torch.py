@@ -1,4 +1,4 @@
-"""Training on one device with plain torch."""
+"""Training on one device with plain torch; or on one of several, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tunesmith.backends.base import LossFn
+from tunesmith.backends.base import LossFn, OneDevice
 from tunesmith.backends.memory import memory_boundary
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
+from tunesmith.backends.rank_group import RankGroup
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.data.packing import CostModel
 from tunesmith.errors import CheckpointError, boundary
@@ -25,17 +26,22 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 MODEL_DIRECTORY = "model"
 AVERAGE_DIRECTORY, REFERENCE_DIRECTORY = "ema", "reference"
 HEAD_FILE = "value_head.safetensors"
+RANDOM_FILE = "random-{rank:05d}.safetensors"
+"""Random state of each rank but the first, whose state is with the optimizer's."""
 
 
 M = TypeVar("M", bound=Decoder)
 
 
-class TorchBackend(Generic[M]):
+class TorchBackend(OneDevice, Generic[M]):
     """One model, its optimizer and, where a KL needs it, a frozen reference.
 
     ``predict`` runs a model on a forest: ``partial(CausalLM.predict, temperature=0.7)``, ``ScoreModel.predict``.
     A ``value_head`` that it uses is trained and saved beside the model. With ``ema_decay`` a float32 average of
     the weights, ``a ← decay·a + (1 − decay)·w``, follows every optimizer step.
+
+    One that has joined a ``group`` is a replica: gradients are summed over the ranks at each step, which all of them
+    take, and each draws random numbers of its own.
     """
 
     def __init__(
@@ -56,11 +62,22 @@ class TorchBackend(Generic[M]):
         self.optimizer = MasterAdamW(model.module, settings, value_head, head_lr_ratio)
         masters = self.optimizer.masters if ema_decay is not None else {}
         self.average = {name: m.detach().clone() for name, m in masters.items()}
+        self.group: RankGroup | None = None
         self._reference_is_new = False
         self._version = 0
         torch.manual_seed(seed)
         if gradient_checkpointing:
             model.module.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def join(self, group: RankGroup) -> None:
+        """Train together with the other ranks.
+
+        Raises:
+            ModelError: they do not have the same weights.
+        """
+        group.check_equal(self.model.module.parameters())
+        self.group = group
+        torch.manual_seed(torch.initial_seed() + group.rank)
 
     @property
     def version(self) -> int:
@@ -95,6 +112,8 @@ class TorchBackend(Generic[M]):
 
     def step(self, lr: float) -> dict[str, float]:
         with memory_boundary("the optimizer step"):
+            if self.group:
+                self.group.sum_gradients(self.optimizer.masters.values())
             metrics = self.optimizer.step(lr)
             self._follow()
         self._version += 1
@@ -140,6 +159,11 @@ class TorchBackend(Generic[M]):
         self.average = {name: a.to(device) for name, a in self.average.items()}
 
     def save(self, directory: Path) -> None:
+        """As the port says; of several ranks the first writes all but the others' random states."""
+        directory.mkdir(parents=True, exist_ok=True)  # whichever rank is the first here
+        if self.group and self.group.rank:
+            save_file(self._random_state(), directory / RANDOM_FILE.format(rank=self.group.rank))
+            return
         self.model.save(directory / MODEL_DIRECTORY)
         if self.average:
             with self.averaged():
@@ -149,9 +173,7 @@ class TorchBackend(Generic[M]):
         if self.value_head is not None:
             save_file({n: t.cpu() for n, t in self.value_head.state_dict().items()}, directory / HEAD_FILE)
         tensors = self.optimizer.state() | {f"ema:{name}": t for name, t in self.average.items()}
-        tensors["random:cpu"] = torch.get_rng_state()
-        if self.model.device.type == "cuda":
-            tensors["random:cuda"] = torch.cuda.get_rng_state(self.model.device)
+        tensors |= self._random_state()
         contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         save_file(contiguous, directory / OPTIMIZER_FILE, metadata={"version": str(self._version)})
 
@@ -165,9 +187,9 @@ class TorchBackend(Generic[M]):
                 self.value_head.load_state_dict(load_file(directory / HEAD_FILE))
         with boundary(CheckpointError, f"cannot read {directory / OPTIMIZER_FILE}", Exception):
             tensors = load_file(directory / OPTIMIZER_FILE)
-        torch.set_rng_state(tensors.pop("random:cpu"))
-        if (state := tensors.pop("random:cuda", None)) is not None and self.model.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.model.device)
+        self._load_random_state(
+            directory, {key: tensors.pop(key) for key in list(tensors) if key.startswith("random:")}
+        )
         averages = {key.split(":", 1)[1]: tensors.pop(key) for key in list(tensors) if key.startswith("ema:")}
         self._check_names(directory, {key.split(":", 1)[1] for key in tensors})
         if missing := self.average.keys() - averages.keys():
@@ -179,6 +201,28 @@ class TorchBackend(Generic[M]):
         for name, average in self.average.items():
             average.copy_(averages[name])
         self._version = int(_metadata(directory / OPTIMIZER_FILE)["version"])
+
+    def _random_state(self) -> dict[str, Tensor]:
+        states = {"random:cpu": torch.get_rng_state()}
+        if self.model.device.type == "cuda":
+            states["random:cuda"] = torch.cuda.get_rng_state(self.model.device)
+        return states
+
+    def _load_random_state(self, directory: Path, first: dict[str, Tensor]) -> None:
+        """This rank's own. One that the checkpoint knows nothing of, as there were fewer, goes on with what it has.
+
+        Args:
+            first: the first rank's.
+        """
+        states = first
+        if self.group and self.group.rank:
+            file = directory / RANDOM_FILE.format(rank=self.group.rank)
+            with boundary(CheckpointError, f"cannot read {file}", Exception):
+                states = load_file(file) if file.is_file() else {}
+        if "random:cpu" in states:
+            torch.set_rng_state(states["random:cpu"])
+        if "random:cuda" in states and self.model.device.type == "cuda":
+            torch.cuda.set_rng_state(states["random:cuda"], self.model.device)
 
     def _check_names(self, directory: Path, names: set[str]) -> None:
         if unknown := names - set(self.optimizer.masters):

@@ -5,11 +5,9 @@ configuration is printed and saved before that too.
 """
 
 from tunesmith.build.adjust import run_adjust
-from tunesmith.build.distill import run_distill
 from tunesmith.build.merge import run_merge
-from tunesmith.build.preference import run_dpo, run_kto, run_prm, run_rm
 from tunesmith.build.rl import run_rl
-from tunesmith.build.sft import run_sft
+from tunesmith.build.supervised import run_distill, run_dpo, run_kto, run_prm, run_rm, run_sft
 from tunesmith.loop.opening import Outcome
 
 __all__ = [

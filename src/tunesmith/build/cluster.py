@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from tunesmith.backends.torch import TorchBackend
     from tunesmith.cluster.ray_cluster import Cluster
+    from tunesmith.cluster.remote import Remote
     from tunesmith.cluster.trainer import RayBackend
     from tunesmith.data.forest import Forest, Predictions
     from tunesmith.engines.base import RolloutEngine
@@ -41,12 +42,28 @@ TRAINING: tuple[Role, ...] = ("actor", "ref", "critic", "rollout")
 
 @dataclass(slots=True)
 class Hosted:
-    """In the actor of a trainer or a critic."""
+    """In each actor of a trainer or a critic; the first has what counts once."""
 
     backend: TorchBackend[Any]
-    limits: Limits
+    limits: Limits | None
     """Of the device there."""
     plane: Plane | None = None
+    store: Any = field(default=None, init=False)
+
+    def open_store(self) -> tuple[str, int]:
+        """Host and port at which the ranks find each other."""
+        from tunesmith.backends.rank_group import open_store
+        from tunesmith.cluster.host import node_address
+
+        self.store = open_store(node_address())
+        return node_address(), self.store.port
+
+    def join(self, rank: int, world: int, host: str, port: int) -> None:
+        from tunesmith.backends.rank_group import RankGroup, reach_store
+        from tunesmith.cluster.host import node_address
+
+        store = self.store or reach_store(host, port)
+        self.backend.join(RankGroup(store, rank, world, node_address(), self.backend.model.device))
 
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.cpu() for name, tensor in self.backend.model.module.state_dict().items()}
@@ -76,8 +93,8 @@ class HostedReference:
         load_weights(self.model, directory)
 
 
-def host_trainer(config: RLConfig) -> Hosted:
-    """Called in the trainer's actor."""
+def host_trainer(config: RLConfig, rank: int = 0) -> Hosted:
+    """Called in each of the trainer's actors."""
     from tunesmith.build.planes import make_plane
     from tunesmith.build.policy import policy_backend
     from tunesmith.models.causal_lm import CausalLM
@@ -85,7 +102,7 @@ def host_trainer(config: RLConfig) -> Hosted:
     tokenizer = load_tokenizer(config)
     model = load_model(CausalLM, config, tokenizer)
     backend = policy_backend(config, tokenizer, model, reference="ref" not in processes(config))
-    return Hosted(backend, limits_of(config), make_plane(config, model))
+    return Hosted(backend, limits_of(config), make_plane(config, model)) if rank == 0 else Hosted(backend, None)
 
 
 def host_reference(config: RLConfig) -> HostedReference:
@@ -96,11 +113,11 @@ def host_reference(config: RLConfig) -> HostedReference:
     return HostedReference(load_model(CausalLM, config, load_tokenizer(config)), policy_predict(config))
 
 
-def host_critic(config: RLConfig) -> Hosted:
-    """Called in the critic's actor; ``config`` is the critic's own."""
+def host_critic(config: RLConfig, rank: int = 0) -> Hosted:
+    """Called in each of the critic's actors; ``config`` is the critic's own."""
     from tunesmith.build.critic import critic_backend
 
-    return Hosted(critic_backend(config, load_tokenizer(config)), limits_of(config))
+    return Hosted(critic_backend(config, load_tokenizer(config)), limits_of(config) if rank == 0 else None)
 
 
 def open_cluster(config: RLConfig) -> AbstractContextManager[Cluster | None]:
@@ -122,21 +139,40 @@ def remote_trainer(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, Limi
     """The policy's trainer, and its reference where that has a process of its own."""
     from tunesmith.cluster.trainer import RayBackend
 
-    remote = cluster.spawn("actor", TrainerLostError)
+    replicas = _replicas(cluster, config, "actor", host_trainer)
     reference = None
     if "ref" in processes(config):
         reference = cluster.spawn("ref", TrainerLostError)
         reference.make(partial(host_reference, config))
-    remote.make(partial(host_trainer, config))
-    return RayBackend(remote, reference), remote.get("limits")
+    return RayBackend(replicas, reference), _limits(replicas)
 
 
 def remote_critic(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, Limits]:
     from tunesmith.cluster.trainer import RayBackend
 
-    remote = cluster.spawn("critic", TrainerLostError)
-    remote.make(partial(host_critic, config))
-    return RayBackend(remote), remote.get("limits")
+    replicas = _replicas(cluster, config, "critic", host_critic)
+    return RayBackend(replicas), _limits(replicas)
+
+
+def _replicas(
+    cluster: Cluster, config: RLConfig, role: Role, host: Callable[[RLConfig, int], Hosted]
+) -> Sequence[Remote]:
+    """The processes of a role, ``system.trainer_ranks`` of them, which train one model together."""
+    from tunesmith.cluster.remote import Remote
+
+    world = config.system.trainer_ranks
+    replicas = [cluster.spawn(role, TrainerLostError) for _ in range(world)]
+    Remote.gathered([(remote, remote.making(partial(host, config, rank))) for rank, remote in enumerate(replicas)])
+    if world > 1:
+        place = replicas[0].call("open_store")
+        Remote.gathered([(remote, remote.send("join", rank, world, *place)) for rank, remote in enumerate(replicas)])
+    return replicas
+
+
+def _limits(replicas: Sequence[Remote]) -> Limits:
+    """Of all their devices together, which are alike."""
+    one: Limits = replicas[0].get("limits")
+    return Limits(len(replicas) * one.flops_per_second, len(replicas) * one.bytes_per_second)
 
 
 def remote_engines(
@@ -156,7 +192,7 @@ def remote_engines(
             raise
         return RayEngine(remote)
 
-    return make_pool(config, start, RayPlane(backend.remote), report, timeline)
+    return make_pool(config, start, RayPlane(backend.first), report, timeline)
 
 
 def remote_reward_model(
@@ -164,7 +200,6 @@ def remote_reward_model(
 ) -> RewardModel:
     """A reward model that scores in an actor; it encodes texts here."""
     from tunesmith.build.rewards import load_reward_model
-    from tunesmith.cluster.remote import Remote
     from tunesmith.cluster.reward import RayRewardModel, Replaced
 
     def start() -> Remote:

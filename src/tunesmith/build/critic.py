@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from tunesmith.algorithms.objective import value_objective
 from tunesmith.algorithms.presets import algorithm_needs
+from tunesmith.backends.torch import TorchBackend
+from tunesmith.build.cluster import remote_critic
 from tunesmith.build.common import limits_of, load_model, load_tokenizer, make_backend, make_learner
 from tunesmith.config.schema import LoraSection, RLConfig
 from tunesmith.errors import ConfigError
+from tunesmith.loop.critic import Critic
+from tunesmith.loop.learner import Learner
+from tunesmith.loop.session import Session
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.checks import critic_steps
 from tunesmith.plan.device import USUAL_RANK
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from tunesmith.backends.torch import TorchBackend
     from tunesmith.cluster.ray_cluster import Cluster
-    from tunesmith.loop.critic import Critic
-    from tunesmith.loop.learner import Learner
-    from tunesmith.loop.session import Session
-    from tunesmith.models.causal_lm import CausalLM
-    from tunesmith.models.score_model import ScoreModel
 
 
 def make_value_head(config: RLConfig, model: CausalLM) -> nn.Linear | None:
     """A head on the policy's trunk that finds every state worth 0, where the critic shares it."""
     if not config.critic.shared_trunk:
         return None
-    import torch
-    from torch import nn
-
     wide = torch.promote_types(model.dtype, torch.float32)
     head = nn.Linear(model.head.in_features, 1, bias=False, dtype=wide, device=model.device)
     nn.init.zeros_(head.weight)
@@ -47,10 +47,6 @@ def make_critic(
     """
     if "critic" not in algorithm_needs(config.algorithm):
         return None
-    from tunesmith.algorithms.objective import value_objective
-    from tunesmith.build.cluster import remote_critic
-    from tunesmith.loop.critic import Critic
-
     section, clip = config.critic, config.algorithm.value_clip or None
     if section.shared_trunk:
         assert section.value_coef is not None, "not resolved"
@@ -68,8 +64,6 @@ def make_critic(
 
 def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]:
     """Of the critic's own configuration: its ``train`` and ``lora``."""
-    from tunesmith.models.score_model import ScoreModel
-
     return make_backend(config, load_model(ScoreModel, config, tokenizer, config.critic.path), ScoreModel.predict)
 
 

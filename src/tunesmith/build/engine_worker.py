@@ -15,7 +15,7 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.build.planes import read_offer
-from tunesmith.errors import TunesmithError
+from tunesmith.errors import TunesmithError, UserError
 from tunesmith.weights.base import Offer
 
 if TYPE_CHECKING:
@@ -29,15 +29,16 @@ def main() -> None:
     os.dup2(2, 1)
     settings = json.loads(sys.stdin.buffer.readline())
     try:
-        asyncio.run(_run(settings, answers.write))
-    except TunesmithError as error:  # the trainer says that this process ended, and why is to be read above that
-        sys.exit(f"{settings.get('model', 'the engine')}: {error}")
+        engine = ENGINES[settings.pop("engine")](**settings)
+    except TunesmithError as error:
+        answers.write(json.dumps({"error": str(error), "user": isinstance(error, UserError)}).encode() + b"\n")
+        sys.exit(1)
+    asyncio.run(_run(*engine, answers.write))
 
 
-async def _run(settings: dict[str, Any], write: Callable[[bytes], Any]) -> None:
+async def _run(engine: RolloutEngine, take_weights: TakeWeights, write: Callable[[bytes], Any]) -> None:
     from tunesmith.engines.served import serve
 
-    engine, take_weights = ENGINES[settings.pop("engine")](**settings)
     trainer, folders = os.getppid(), set[Path]()
 
     def take(offer: Offer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from tunesmith.config.sizes import parse_size
 from tunesmith.data.chat import end_of_turn_id
 from tunesmith.engines.timed import timed
 from tunesmith.monitor.timeline import Timeline, engine_lane
+from tunesmith.plan.checks import raise_all
+from tunesmith.plan.devices import device_problems, own_devices, visible_names
 from tunesmith.plan.weights import engines_apart
 from tunesmith.types import Sampling
 
@@ -56,15 +59,24 @@ def _engine_inside(config: RunConfig, model: CausalLM, report: Callable[[str], N
 def _processes(
     config: RunConfig, model: CausalLM, report: Callable[[str], None], timeline: Timeline | None
 ) -> RolloutEngine:
-    """Engines in processes of their own."""
+    """Engines in processes of their own, each with GPUs of its own where there are several."""
+    from torch.cuda import device_count
+
     from tunesmith.build.planes import make_plane
-    from tunesmith.engines.process import ProcessEngine
+    from tunesmith.engines.process import Places, ProcessEngine
 
     command = [str(config.system.engine_python or sys.executable), "-m", "tunesmith.build.engine_worker"]
+    gpus = device_count()
+    raise_all([*device_problems(config, gpus)])
+    devices = own_devices(config, visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus))
+    places = Places(devices) if devices else None
+    settings = engine_settings(config, "cuda" if places else None)  # where it sees its own alone
 
     async def start(number: int) -> ProcessEngine:
-        del number  # they differ in nothing
-        return await ProcessEngine.start(command, engine_settings(config))
+        del number  # they differ in nothing but their place
+        if places is None:
+            return await ProcessEngine.start(command, settings)
+        return await places.start(lambda there: ProcessEngine.start(command, settings, environment=there))
 
     return make_pool(config, start, make_plane(config, model), report, timeline)
 
@@ -83,13 +95,13 @@ def make_pool(
     return EnginePool(start_timed, plane, size=system.engines, restarts=system.engine_restarts, report=report)
 
 
-def engine_settings(config: RunConfig) -> dict[str, Any]:
-    """What an engine elsewhere is built from (``build.engine_worker``)."""
+def engine_settings(config: RunConfig, device: str | None = None) -> dict[str, Any]:
+    """What an engine elsewhere is built from (``build.engine_worker``); ``device``: if it is not called as here."""
     system = config.system
     if system.engine == "vllm":
         return {"engine": "vllm", **_vllm_settings(config)}
     assert system.device is not None, "not resolved"
-    own = {"model": config.model.path, "dtype": config.model.dtype, "device": system.device}
+    own = {"model": config.model.path, "dtype": config.model.dtype, "device": device or system.device}
     trusted = config.model.trust_remote_code
     lora = config.lora.model_dump(mode="json") if system.adapter_sync == "adapter" else None
     own |= {"quantize": config.model.quantize, "lora": lora}

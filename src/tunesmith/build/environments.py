@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunesmith.build.teacher import Unrewarded
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.schema import DataSection, RLConfig
-from tunesmith.data.learned import with_system
-from tunesmith.data.prepare import Prepared
+from tunesmith.data.prepare import Prepared, Sources, load_tasks
+from tunesmith.data.prompts import with_system
 from tunesmith.environments.base import Environment
 from tunesmith.environments.loading import EnvironmentSet
 from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
-from tunesmith.types import Message, Task
+from tunesmith.types import Message, Rollout, Status, Task
 
 
 def check_run_rewards(config: RLConfig, base_dir: Path) -> None:
     """As ``check_rewards``; a run whose environment gives the rewards needs no others."""
     if _has_rewards(config):
         check_rewards(config.reward, base_dir)
+
+
+class Unrewarded(RewardSet):
+    """For samples that teach by themselves: each counts, with a reward of 0 that nobody reads."""
+
+    async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
+        del texts
+        for rollout in rollouts:
+            if rollout.status is Status.OK and rollout.reward is None:
+                rollout.reward = 0.0
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        return {name: value for name, value in super().metrics(rollouts).items() if not name.startswith("reward")}
 
 
 def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
@@ -35,16 +47,18 @@ def _has_rewards(config: RLConfig) -> bool:
     return config.reward.given or needed
 
 
-def prepare_tasks(config: RLConfig, environments: EnvironmentSet, tokenizer: Any, *data: Prepared[Task] | None) -> None:
-    """Write into each task who plays it, and into its prompt which tools there are.
+def load_run_tasks(
+    environments: EnvironmentSet, tokenizer: Any, section: DataSection, source: Sources
+) -> Prepared[Task]:
+    """The tasks of a source, each with who plays it, and with the tools there are in its prompt.
 
     Raises:
-        DataError, ConfigError: see ``EnvironmentSet.route``.
+        DataError, ConfigError: see ``load_tasks`` and ``EnvironmentSet.route``.
     """
-    for one in data:
-        if one is not None:
-            chat, prompt_of = _prompts(config.data, tokenizer, one)
-            one.items[:] = environments.prepare(one.items, tokenizer, prompt_of, chat=chat)
+    loaded = load_tasks(section, source, tokenizer)
+    chat, prompt_of = _prompts(section, tokenizer, loaded)
+    loaded.items[:] = environments.prepare(loaded.items, tokenizer, prompt_of, chat=chat)
+    return loaded
 
 
 def make_environments(
@@ -60,7 +74,7 @@ def make_environments(
 def _prompts(
     section: DataSection, tokenizer: Any, data: Prepared[Task]
 ) -> tuple[bool, Callable[[Task], list[Message]]]:
-    """Whether prompts go through the chat template (as ``data.learned`` decides it), and a task's as messages."""
+    """Whether prompts go through the chat template (as ``data.prompts`` decides it), and a task's as messages."""
     wanted = section.chat or (section.chat is None and tokenizer.chat_template)
     chat = bool(wanted) or any(isinstance(t.prompt, list) for t in data.items)
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from tunesmith.build.common import load_tokenizer
-from tunesmith.build.sampler import Sampler, identity, make_ready, resolve_sampling, task_data
+from tunesmith.build.rewards import add_rewards
+from tunesmith.build.sampler import Opened, answer_tasks, identity, opened, resolve_sampling, run_async
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.data.chat import end_of_turn_id
 from tunesmith.data.formats import Example
-from tunesmith.data.learned import choose_template
-from tunesmith.data.prepare import load_tasks
+from tunesmith.data.prompts import choose_template
 from tunesmith.data.tokens import encode
-from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
 from tunesmith.errors import ConfigError
 from tunesmith.loop.generation import (
     BLOCK,
-    Json,
     LineWriter,
     answer,
     claim,
@@ -37,12 +31,10 @@ from tunesmith.loop.generation import (
     window_of,
     write_whole,
 )
-from tunesmith.loop.opening import announce, check_inputs
+from tunesmith.loop.opening import announce
 from tunesmith.loop.selection import Choice, level_borders, usable
-from tunesmith.monitor.progress import open_progress
-from tunesmith.monitor.run_dir import RunDir, open_run_dir
+from tunesmith.monitor.run_dir import RunDir
 from tunesmith.plan.checks import check
-from tunesmith.types import RolloutGroup, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,46 +51,25 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
     """``tunesmith generate``: answer, or score, every line of a data file; called again, it continues."""
     config = load_config(GenerateConfig, path, overrides)
     check(config)
-    base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), "generate")
-    if config.reward is not None:
-        check_rewards(config.reward, base_dir)
-    data = task_data(config)
-    check_inputs(config.model_copy(update={"data": data}), "rl")
-    with ExitStack() as stack:
-        run_dir = stack.enter_context(open_run_dir(config.run_dir or Path("runs").absolute() / name, name, False))
-        rewards = load_rewards(config.reward, base_dir) if config.reward else None
-        if rewards is not None:
-            stack.callback(rewards.close)
-        tokenizer = load_tokenizer(config)
-        loaded = load_tasks(data, data.train, tokenizer)
-        if rewards is not None:
-            rewards.check_tasks(loaded.items)
-        resolved = resolve_sampling(config, loaded.items)
+    with opened(config, path, "generate") as run:
+        resolved = resolve_sampling(config, run.tasks)
         scoring = config.output.kind == "score"
-        out = run_dir.path / ("scores.jsonl" if scoring else "completions.jsonl")
-        claim(out, identity(resolved.config, loaded.fingerprint))
-        config = announce(resolved, run_dir, loaded)
-        work = _score if scoring else _complete
-        work(config, tokenizer, loaded.items, rewards, out)
-        return _outcome(config, run_dir, out)
+        out = run.run_dir.path / ("scores.jsonl" if scoring else "completions.jsonl")
+        claim(out, identity(resolved.config, run.train.fingerprint))
+        config = announce(resolved, run.run_dir, run.train)
+        if scoring:
+            _score(config, run, out)
+        else:
+            decode: Callable[[Sequence[int]], str] = partial(run.tokenizer.decode, skip_special_tokens=True)
+            writer = LineWriter(decode, config.sampling.n == 1, run.rewards is not None, config.output.logprobs)
+            answer_tasks(config, run, run.tasks, writer, out)
+        return _outcome(config, run.run_dir, out)
 
 
-def _complete(
-    config: GenerateConfig, tokenizer: Any, tasks: Sequence[Task], rewards: RewardSet | None, out: Path
-) -> None:
-    decode: Callable[[Sequence[int]], str] = partial(tokenizer.decode, skip_special_tokens=True)
-    assert config.sampling.n is not None, "not resolved"
-    writer = LineWriter(decode, config.sampling.n == 1, rewards is not None, config.output.logprobs)
-    writer.check_columns(tasks)
-    if (done := repair(out)) < len(tasks):
-        with Sampler.open(config, tokenizer, rewards, decode) as sampler:
-            sampler.answer(out, tasks, writer.line, done)
-
-
-def _score(config: GenerateConfig, tokenizer: Any, tasks: Sequence[Task], rewards: RewardSet | None, out: Path) -> None:
+def _score(config: GenerateConfig, run: Opened, out: Path) -> None:
     """Every completion of the data as a rollout that ends as the model would have ended it."""
-    column = config.data.completion
-    assert rewards is not None and config.reward is not None
+    column, tasks, tokenizer = config.data.completion, run.tasks, run.tokenizer
+    assert run.rewards is not None and config.reward is not None
     for task in tasks:
         given_records(task, column)
     chat = choose_template(config.data, tokenizer, [Example(t.id, t.id, prompt=t.prompt) for t in tasks]) is not None
@@ -107,17 +78,11 @@ def _score(config: GenerateConfig, tokenizer: Any, tasks: Sequence[Task], reward
     def ids(text: str, ended: bool) -> list[int]:
         return [*encode(tokenizer, [text])[0], *([end] if ended and end is not None else [])]
 
-    def line(group: RolloutGroup) -> Json:
-        return scored_line(group, column)
-
-    if (done := repair(out)) < len(tasks):
-        make_ready(rewards, config, tokenizer)
-        with open_progress(len(tasks), start=done, live=config.monitor.progress) as progress:
-            produce, share = score_given(rewards, column, ids), config.reward.max_failed_share
-            work = answer(
-                out, tasks, produce, line, window=window_of(BLOCK, 1), max_failed_share=share, progress=progress
-            )
-            asyncio.run(work)
+    if repair(out) < len(tasks):
+        add_rewards(run.rewards, config, tokenizer, partial(print, flush=True))
+        produce, line = score_given(run.rewards, column, ids), partial(scored_line, column=column)
+        share, live = config.reward.max_failed_share, config.monitor.progress
+        run_async(answer(out, tasks, produce, line, window=window_of(BLOCK, 1), max_failed_share=share, live=live))
 
 
 def _outcome(config: GenerateConfig, run_dir: RunDir, out: Path) -> Generated:

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from tunesmith.build.planes import published
 from tunesmith.config.schema import RunConfig
+from tunesmith.engines.base import Member, RolloutEngine
+from tunesmith.engines.http.engine import Served
+from tunesmith.engines.http.sglang import SglangEngine
+from tunesmith.engines.http.tgi import TgiEngine
+from tunesmith.engines.local.engine import end_of_sequence_ids
+from tunesmith.engines.local.stopping import StopStrings
+from tunesmith.engines.pool import EnginePool
 from tunesmith.engines.timed import timed
+from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.timeline import Timeline, engine_lane
 from tunesmith.weights.base import Offer, Plane
-
-if TYPE_CHECKING:
-    from tunesmith.engines.base import Member, RolloutEngine
-    from tunesmith.engines.http.engine import HttpEngine, Served
-    from tunesmith.models.causal_lm import CausalLM
+from tunesmith.weights.files import FilePlane, shared_directory
 
 
 def make_http_engine(
     config: RunConfig, model: CausalLM, report: Callable[[str], None], timeline: Timeline | None = None
 ) -> RolloutEngine:
     """The servers of ``system.engine_urls`` as one engine."""
-    from tunesmith.engines.http.sglang import SglangEngine
-    from tunesmith.engines.http.tgi import TgiEngine
-    from tunesmith.engines.pool import EnginePool
-
     system, served = config.system, make_served(model, config.model.path)
     kind = SglangEngine if system.engine == "sglang" else TgiEngine
     plane = weight_files(model, system.engine_directory) if kind is SglangEngine else _NoWeights()
@@ -36,25 +37,11 @@ def make_http_engine(
         # One that was lost may be there again, perhaps restarted by hand.
         url = min(system.engine_urls, key=lambda url: used[url])
         used[url] += 1
-        engine = kind(url, served, max_running=system.max_running, report=report)
-        member = cast("Member", _Leased(engine, lambda: used.subtract([url])))
-        return timed(member, timeline, engine_lane(number)) if timeline else member
+        leave = partial(used.subtract, [url])
+        engine = kind(url, served, max_running=system.max_running, report=report, on_close=leave)
+        return timed(engine, timeline, engine_lane(number)) if timeline else engine
 
     return EnginePool(start, plane, size=len(system.engine_urls), report=report)
-
-
-class _Leased:
-    """An engine whose address is free again when it is closed."""
-
-    def __init__(self, engine: HttpEngine, freed: Callable[[], None]) -> None:
-        self._engine, self._freed = engine, freed
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def close(self) -> None:
-        self._freed()
-        await self._engine.close()
 
 
 class _NoWeights:
@@ -72,10 +59,6 @@ class _NoWeights:
 
 def make_served(model: CausalLM, path: str = "") -> Served:
     """What a server has to serve."""
-    from tunesmith.engines.http.engine import Served
-    from tunesmith.engines.local.engine import end_of_sequence_ids
-    from tunesmith.engines.local.stopping import StopStrings
-
     tokenizer: Any = model.tokenizer
     config = model.module.config
 
@@ -100,8 +83,6 @@ def weight_files(model: CausalLM, directory: Path | None) -> Plane:
     Args:
         directory: which the trainer and the servers see; None: memory or disk of this machine.
     """
-    from tunesmith.weights.files import FilePlane, shared_directory
-
     tensors = published(model, as_stored=True)
     folder = shared_directory(sum(t.nbytes for _, t in tensors()), directory)
     Path(folder.name).chmod(0o755)  # a server may belong to another user

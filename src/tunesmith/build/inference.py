@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tunesmith.build.common import load_model, load_tokenizer
 from tunesmith.build.engines import make_sampling
@@ -85,27 +85,36 @@ def generate(
     if isinstance(prompts, str):
         raise UserError("prompts is one text; give a list of prompts, even of one")
     temperature = float(n > 1) if temperature is None else temperature
-    sampling: dict[str, Any] = {
-        "n": n,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "stop": tuple(stop),
-        "stop_token_ids": tuple(stop_token_ids),
-        "seed": seed,
-    }
-    system = {"max_running": max_running, "max_prefill_tokens": max_prefill_tokens}
-    config = _configured(model, {"system_prompt": system_prompt, "chat": chat}, sampling, system)
-    if not prompts:
-        return []
-    loaded = _load(config) if isinstance(model, str | Path) else model
-    tokenizer: Any = loaded.tokenizer
+    with boundary(UserError, "tunesmith.generate", ValueError):
+        config = GenerateConfig(
+            model=ModelSection(path=str(model) if isinstance(model, str | Path) else "a loaded model"),
+            data=DataSection(train="prompts", system_prompt=system_prompt, chat=chat),
+            sampling=SamplingSection(
+                n=n,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                min_p=min_p,
+                stop=tuple(stop),
+                stop_token_ids=tuple(stop_token_ids),
+                seed=seed,
+            ),
+            system=SystemSection(max_running=max_running, max_prefill_tokens=max_prefill_tokens),
+        )
+    return _generate(resolve(config, Facts(read_hardware())).config, model, prompts) if prompts else []
+
+
+def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Sequence[Prompt]) -> list[Generation]:
+    from tunesmith.models.causal_lm import CausalLM
+
+    loaded = load_model(CausalLM, config, load_tokenizer(config)) if isinstance(model, str | Path) else model
+    section, tokenizer = config.sampling, cast("Any", loaded.tokenizer)
+    assert section.n is not None and section.temperature is not None, "not resolved"
     encoder = PromptEncoder.of(config.data, tokenizer, prompts)
     prompt_ids = [encoder.ids(prompt) for prompt in prompts]
-    engine = _engine(config, loaded, max(map(len, prompt_ids)), len(prompts) * n)
-    groups = run_async(_complete(engine, prompt_ids, make_sampling(config.sampling, tokenizer, temperature), config))
+    engine = _engine(config, loaded, max(map(len, prompt_ids)), len(prompts) * section.n)
+    groups = run_async(_complete(engine, prompt_ids, make_sampling(section, tokenizer, section.temperature), config))
     return [_generation(prompt, group, tokenizer) for prompt, group in zip(prompts, groups, strict=True)]
 
 
@@ -117,27 +126,6 @@ def _generation(prompt: Prompt, group: Sequence[Completion], tokenizer: Any) -> 
         [c.logprobs for c in group],
         [c.finish_reason for c in group],
     )
-
-
-def _configured(
-    model: str | Path | CausalLM, data: dict[str, Any], sampling: dict[str, Any], system: dict[str, Any]
-) -> GenerateConfig:
-    """Checked, with device and number format derived."""
-    path = str(model) if isinstance(model, str | Path) else "a loaded model"
-    with boundary(UserError, "tunesmith.generate", ValueError):
-        config = GenerateConfig(
-            model=ModelSection(path=path),
-            data=DataSection(train="prompts", **data),
-            sampling=SamplingSection(**sampling),
-            system=SystemSection(**system),
-        )
-    return resolve(config, Facts(read_hardware())).config
-
-
-def _load(config: GenerateConfig) -> CausalLM:
-    from tunesmith.models.causal_lm import CausalLM
-
-    return load_model(CausalLM, config, load_tokenizer(config))
 
 
 def _engine(config: GenerateConfig, model: CausalLM, longest_prompt: int, requests: int) -> LocalEngine:

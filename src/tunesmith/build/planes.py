@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import RunConfig
-from tunesmith.weights.base import Named, Offer, Plane, Take
+from tunesmith.weights.base import Named, Offer, Plane
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,15 +63,11 @@ def published(model: Decoder, *, merged: bool = True, as_stored: bool = False) -
 
 def read_offer(offer: Offer) -> Iterator[tuple[str, Tensor]]:
     """The engine's side: the weights of an offer, a few at a time."""
-    return _taker(offer["plane"])(offer)
-
-
-def _taker(plane: str) -> Take:
-    match plane:
+    match offer["plane"]:
         case "gloo" | "nccl":
             from tunesmith.weights.broadcast import take_broadcast as take
         case "ipc":
             from tunesmith.weights.ipc import take_ipc as take
         case _:
             from tunesmith.weights.files import take_file as take
-    return take
+    return take(offer)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.schema import ModelReward, RLConfig
 from tunesmith.environments.rewards import RewardSet
 
@@ -15,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def add_rewards(
-    rewards: RewardSet, config: RLConfig, tokenizer: Any, note: Callable[[str], None], cluster: Cluster | None = None
+    rewards: RewardSet,
+    config: RLConfig | SamplingConfig,
+    tokenizer: Any,
+    note: Callable[[str], None],
+    cluster: Cluster | None = None,
 ) -> None:
     """Add the remote rewards, and the reward models, which are loaded here or in actors of ``cluster``.
 
@@ -24,7 +29,7 @@ def add_rewards(
     Raises:
         ConfigError, ModelError: a reward model cannot be loaded.
     """
-    if len(rewards.functions) == len(rewards.weights):
+    if config.reward is None or len(rewards.functions) == len(rewards.weights):
         return
     if config.reward.remote:
         from tunesmith.environments.remote_reward import remote_reward
@@ -32,11 +37,33 @@ def add_rewards(
         decode = partial(tokenizer.decode, skip_special_tokens=False)
         for entry in config.reward.remote:
             rewards.add(remote_reward(entry, config.reward.answer, decode))
-    if config.reward.models:
-        _add_models(rewards, config, tokenizer, note, cluster)
+    if not config.reward.models:
+        return
+    from tunesmith.build.cluster import remote_reward_model
+    from tunesmith.data.prompts import with_system
+    from tunesmith.models.reward_model import model_reward, same_tokens
+
+    for entry in config.reward.models:
+        if cluster:
+            assert isinstance(config, RLConfig), "only training is put on a cluster"
+            model = remote_reward_model(cluster, config, entry, note)
+        else:
+            model = load_reward_model(config, entry)
+        exact = same_tokens(model.model.tokenizer, tokenizer)
+        conversation = partial(with_system, config.data) if model.template else None
+        rewards.add(
+            model_reward(entry.name, model, exact=exact, conversation=conversation, in_thread=cluster is not None)
+        )
+        sees = (
+            "the rollouts' own tokens: its tokenizer is the policy's"
+            if exact
+            else "prompt and answer encoded anew: its tokenizer or chat template is not the policy's"
+        )
+        scale = f"; normalised by mean {model.stats.mean:.4g} and std {model.stats.std:.4g}" if model.stats else ""
+        note(f"reward model '{entry.name}' sees {sees}{scale}")
 
 
-def load_reward_model(config: RLConfig, entry: ModelReward) -> RewardModel:
+def load_reward_model(config: RLConfig | SamplingConfig, entry: ModelReward) -> RewardModel:
     import torch
 
     from tunesmith.models.reward_model import RewardModel
@@ -51,25 +78,3 @@ def load_reward_model(config: RLConfig, entry: ModelReward) -> RewardModel:
         chat=config.data.chat,
         trust_remote_code=config.model.trust_remote_code,
     )
-
-
-def _add_models(
-    rewards: RewardSet, config: RLConfig, tokenizer: Any, note: Callable[[str], None], cluster: Cluster | None
-) -> None:
-    from tunesmith.build.cluster import remote_reward_model
-    from tunesmith.data.learned import with_system
-    from tunesmith.models.reward_model import model_reward, same_tokens
-
-    for entry in config.reward.models:
-        model = remote_reward_model(cluster, config, entry, note) if cluster else load_reward_model(config, entry)
-        exact = same_tokens(model.model.tokenizer, tokenizer)
-        conversation = partial(with_system, config.data) if model.template else None
-        apart = cluster is not None
-        rewards.add(model_reward(entry.name, model, exact=exact, conversation=conversation, in_thread=apart))
-        sees = (
-            "the rollouts' own tokens: its tokenizer is the policy's"
-            if exact
-            else "prompt and answer encoded anew: its tokenizer or chat template is not the policy's"
-        )
-        scale = f"; normalised by mean {model.stats.mean:.4g} and std {model.stats.std:.4g}" if model.stats else ""
-        note(f"reward model '{entry.name}' sees {sees}{scale}")

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tunesmith.build.common import load_tokenizer
-from tunesmith.build.sampler import Sampler, identity, release_memory, resolve_sampling, task_data
-from tunesmith.build.sft import run_sft
+from tunesmith.build.sampler import Opened, answer_tasks, identity, opened, release_memory, resolve_sampling
+from tunesmith.build.supervised import run_sft
 from tunesmith.config.files import ADAPTER_CONFIG
 from tunesmith.config.generation import RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.config.schema import DataSection, LoraSection
-from tunesmith.data.prepare import Prepared, load_samples, load_tasks
+from tunesmith.data.prepare import load_samples
 from tunesmith.data.prompts import PromptEncoder, Shots, read_shots
-from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
-from tunesmith.loop.generation import Json, LineWriter, claim, repair
-from tunesmith.loop.opening import announce, check_inputs
+from tunesmith.loop.generation import Json, LineWriter, claim
+from tunesmith.loop.opening import announce
 from tunesmith.loop.rft import (
     Round,
     check_prompts,
@@ -30,11 +27,10 @@ from tunesmith.loop.rft import (
     describe_yield,
     evaluate_file,
     report_of,
-    rounds_of,
     select_answers,
     write_json,
 )
-from tunesmith.monitor.run_dir import has_checkpoint, open_run_dir
+from tunesmith.monitor.run_dir import has_checkpoint
 from tunesmith.plan.checks import check
 from tunesmith.plan.engine import SAMPLER_KEYS
 from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup
@@ -60,30 +56,20 @@ def run_rft(step: Step, path: Path | None, overrides: Sequence[str] = ()) -> RFT
     """One step, or with ``run`` all of them; what is done already is not done again."""
     config = load_config(RFTConfig, path, overrides)
     check(config)
-    base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), "rft")
-    check_rewards(config.reward, base_dir)
     if step == "evaluate" and config.data.eval is None:
         raise ConfigError("data.eval is missing: name the questions to evaluate on")
-    data = task_data(config)
-    check_inputs(config.model_copy(update={"data": data}), "rl")
     shots = read_shots(config.rft.few_shot) if config.rft.few_shot else ()
-    with ExitStack() as stack:
-        run_dir = stack.enter_context(open_run_dir(config.run_dir or Path("runs").absolute() / name, name, False))
-        rewards = load_rewards(config.reward, base_dir)
-        stack.callback(rewards.close)
-        tokenizer = load_tokenizer(config)
-        train = load_tasks(data, data.train, tokenizer)
-        held_out = load_tasks(data, data.eval, tokenizer) if data.eval else None
-        rewards.check_tasks([*train.items, *(held_out.items if held_out else [])])
+    with opened(config, path, "rft") as run:
         encoder = PromptEncoder.of(
-            data, tokenizer, [t.prompt for t in train.items], config.rft.few_shot_separator or SEPARATOR
+            run.data, run.tokenizer, [t.prompt for t in run.train.items], config.rft.few_shot_separator or SEPARATOR
         )
         if encoder.template is not None and config.rft.few_shot_separator is not None:
             raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
-        asked = [_with_shots(task, encoder, shots, data.max_prompt_tokens) for task in train.items]
-        resolved = resolve_sampling(config, [*asked, *(held_out.items if held_out else [])], count=False)
-        announce(resolved, run_dir, train, held_out)
-        return _Run(run_dir.path, resolved, tokenizer, rewards, train, asked, encoder, held_out).do(step)
+        asked = [_with_shots(task, encoder, shots, run.data.max_prompt_tokens) for task in run.train.items]
+        resolved = resolve_sampling(config, [*asked, *(run.held_out.items if run.held_out else [])], count=False)
+        announce(resolved, run.run_dir, run.train, run.held_out)
+        rounds = [Round(run.run_dir.path / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
+        return _Run(run, resolved, asked, encoder, rounds).do(step)
 
 
 def _with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | None) -> Task:
@@ -103,38 +89,33 @@ def _with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | N
 class _Run:
     """The parts of a run, and its steps."""
 
-    run_dir: Path
+    opened: Opened
     resolved: Resolved[RFTConfig]
-    tokenizer: Any
-    rewards: RewardSet
-    train_tasks: Prepared[Task]
     asked: list[Task]
     """The training tasks with worked examples before them."""
     encoder: PromptEncoder
-    held_out: Prepared[Task] | None
+    rounds: list[Round]
 
     @property
     def config(self) -> RFTConfig:
         return self.resolved.config
 
     @property
-    def rounds(self) -> list[Round]:
-        return rounds_of(self.run_dir, self.config.rft.rounds)
-
-    @property
     def threshold(self) -> float:
         said = self.config.rft.threshold
-        return sum(w for w in self.rewards.weights.values() if w > 0) if said is None else said
+        assert self.opened.rewards is not None, "a run needs a reward"
+        return sum(w for w in self.opened.rewards.weights.values() if w > 0) if said is None else said
 
     def do(self, step: Step) -> RFTOutcome:
-        base = Round(self.run_dir / "base")
+        run_dir, held_out = self.opened.run_dir.path, self.opened.held_out
+        base = Round(run_dir / "base")
         if step == "run":
-            if self.held_out and self.config.eval.at_start:
+            if held_out and self.config.eval.at_start:
                 self.evaluate(base, None)
             for number in range(len(self.rounds)):
                 self.generate(number)
                 model = self.train(number)
-                if self.held_out:
+                if held_out:
                     self.evaluate(self.rounds[number], model)
         elif step == "evaluate":
             last = next((r for r in reversed(self.rounds) if r.model), base)
@@ -142,21 +123,21 @@ class _Run:
         else:
             number = next((i for i, r in enumerate(self.rounds) if r.model is None), None)
             if number is None:
-                raise ConfigError(f"all {len(self.rounds)} rounds in {self.run_dir} are trained; raise rft.rounds")
+                raise ConfigError(f"all {len(self.rounds)} rounds in {run_dir} are trained; raise rft.rounds")
             (self.generate if step == "generate" else self.train)(number)
         last = next((r.model for r in reversed(self.rounds) if r.model), None)
-        report = report_of(self.run_dir, self.rounds)
-        write_json(self.run_dir / "report.json", report)
-        return RFTOutcome(self.run_dir, last, report["evaluations"], report["yields"])
+        report = report_of(run_dir, self.rounds)
+        write_json(run_dir / "report.json", report)
+        return RFTOutcome(run_dir, last, report["evaluations"], report["yields"])
 
     def generate(self, number: int) -> None:
         """Sample answers with the last model, and keep right ones. Worked examples are for the first round."""
         this, config = self.rounds[number], self.config
         if this.model is not None:
             return
-        tasks = self.train_tasks.items if number else self.asked
+        tasks = self.opened.train.items if number else self.asked
         model = self.rounds[number - 1].model if number else None
-        self._sample(this, this.samples, model, tasks, self.train_tasks.fingerprint, shots=not number)
+        self._sample(this.samples, model, tasks, self.opened.train.fingerprint, shots=not number)
         found = select_answers(this, config.rft.select, self.threshold, config.sampling.n or 1)
         print("\n".join(describe_yield(this.directory.name, found)), flush=True)
 
@@ -168,8 +149,8 @@ class _Run:
         if not this.train.exists():
             raise ConfigError(f"there is no {this.train} to train on; make it with: tunesmith rft generate")
         data = self._training_data(this)
-        samples = load_samples(data, data.train, self.tokenizer)
-        check_prompts(this.train, samples.items, self.train_tasks.items)
+        samples = load_samples(data, data.train, self.opened.tokenizer)
+        check_prompts(this.train, samples.items, self.opened.train.items)
         run_file = this.directory / "sft.toml"
         with boundary(StorageError, f"cannot write {run_file}", OSError):
             run_file.write_text(self._training_text(number, data, len(samples)), encoding="utf-8")
@@ -182,15 +163,15 @@ class _Run:
 
     def evaluate(self, this: Round, model: Path | None) -> None:
         """Greedy answers to the held-out questions, asked as in training."""
-        assert self.held_out is not None
-        tasks = self.held_out.items[: self.config.eval.max_prompts]
-        self._sample(this, this.evaluation, model, tasks, self.held_out.fingerprint, greedy=True)
+        held_out = self.opened.held_out
+        assert held_out is not None
+        tasks = held_out.items[: self.config.eval.max_prompts]
+        self._sample(this.evaluation, model, tasks, held_out.fingerprint, greedy=True)
         found = evaluate_file(this, self.threshold)
         print(describe(this.directory.name, found), flush=True)
 
     def _sample(
         self,
-        this: Round,
         out: Path,
         model: Path | None,
         tasks: Sequence[Task],
@@ -199,20 +180,16 @@ class _Run:
         greedy: bool = False,
         shots: bool = False,
     ) -> None:
-        this.directory.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
         config = _with_model(self.config, model)
         separator = self.encoder.separator if shots and self.config.rft.few_shot and not self.encoder.template else ""
         source = identity(config, fingerprint)
         if shots and self.config.rft.few_shot:
             source["rft.few_shot"] = [self.config.rft.few_shot.read_text(encoding="utf-8"), separator]
         claim(out, source)
-        decode = _decoder(self.tokenizer, separator)
-        writer = LineWriter(decode, flat=False, scored=True)
-        writer.check_columns(tasks)
-        if (done := repair(out)) < len(tasks):
-            stop = (separator,) if separator else ()
-            with Sampler.open(config, self.tokenizer, self.rewards, decode, greedy=greedy, stop=stop) as sampler:
-                sampler.answer(out, tasks, writer.line, done)
+        writer = LineWriter(_decoder(self.opened.tokenizer, separator), flat=False, scored=True)
+        stop = (separator,) if separator else ()
+        answer_tasks(config, self.opened, tasks, writer, out, greedy=greedy, stop=stop)
 
     def _training_data(self, this: Round) -> DataSection:
         """The questions as they were sampled: in ``train.jsonl`` they stand as in the data, not templated."""

@@ -11,29 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from tunesmith.build.cluster import open_cluster, remote_engines, remote_trainer, resuming
 from tunesmith.build.common import data_seed, load_model, load_tokenizer, make_learner
-from tunesmith.build.critic import make_critic
 from tunesmith.build.engines import make_engine, make_sampling
-from tunesmith.build.environments import check_run_rewards, load_run_rewards, make_environments, prepare_tasks
-from tunesmith.build.policy import policy_backend
+from tunesmith.build.environments import check_run_rewards, load_run_rewards, load_run_tasks, make_environments
 from tunesmith.build.rewards import add_rewards
-from tunesmith.build.teacher import objective_with_teacher
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.data.prepare import Prepared, load_tasks
 from tunesmith.environments.loading import EnvironmentSet, check_environment, load_environments
 from tunesmith.environments.rewards import RewardSet
 from tunesmith.loop.opening import (
     Outcome,
-    announce,
+    Ready,
     check_inputs,
     checkpoint_to_resume,
-    enter_run_dir,
-    limited_data,
+    make_ready,
     open_session,
     outcome_of,
-    resolve_run,
 )
 from tunesmith.monitor.adjustments import forget_adjustments
+from tunesmith.monitor.run_dir import open_run_dir
 from tunesmith.plan.checks import check, optimizer_steps
 from tunesmith.types import Sampling, Task
 
@@ -55,7 +50,8 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
     check_environment(config.environment, base_dir)
     check_inputs(config, "rl")
     with ExitStack() as stack:
-        run_dir = stack.enter_context(enter_run_dir(config, path))
+        name = path.stem if path else "run"
+        run_dir = stack.enter_context(open_run_dir(config.run_dir, name, config.checkpoint.resume))
         forget_adjustments(run_dir.path)
         checkpoint = checkpoint_to_resume(config, run_dir)
         rewards = load_run_rewards(config, base_dir)
@@ -63,16 +59,10 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
         environments = load_environments(config.environment, base_dir)
         stack.callback(environments.close)
         tokenizer = load_tokenizer(config)
-        data = limited_data(config)
-        train = load_tasks(data, data.train, tokenizer)
-        held_out = load_tasks(data, data.eval, tokenizer) if data.eval else None
-        prepare_tasks(config, environments, tokenizer, train, held_out)
-        rewards.check_tasks([*train.items, *(held_out.items if held_out else [])])
-        longest = max(len(t.prompt_ids) for part in (train, held_out) if part for t in part.items)
-        resolved = resolve_run(config, train, held_out, longest)
-        config = announce(resolved, run_dir, train, held_out)
+        load = partial(load_run_tasks, environments, tokenizer)
+        run = make_ready(config, run_dir, tokenizer, load, lambda task: (len(task.prompt_ids), 0), rewards.check_tasks)
+        config = run.config
         cluster = stack.enter_context(open_cluster(config))
-        data_and_rewards = (tokenizer, rewards, environments, train, held_out)
 
         def attempt(checkpoint: Path | None) -> Outcome:
             from tunesmith.loop import rl
@@ -82,7 +72,7 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
                 with session.phase("setup"):
                     learner, engine = _policy(config, session, tokenizer, cluster)
                     try:
-                        parts = _rl_parts(config, session, *data_and_rewards, cluster, learner, engine)
+                        parts = _rl_parts(run, session, rewards, environments, cluster, learner, engine)
                         rl.restore(parts, session)
                     except BaseException:
                         asyncio.run(engine.close())
@@ -103,24 +93,24 @@ async def _run(parts: RLParts, session: Session) -> None:
 
 
 def _rl_parts(
-    config: RLConfig,
+    run: Ready[RLConfig, Task],
     session: Session,
-    tokenizer: Any,
     rewards: RewardSet,
     environments: EnvironmentSet,
-    train: Prepared[Task],
-    held_out: Prepared[Task] | None,
     cluster: Cluster | None,
     learner: Learner,
     engine: RolloutEngine,
 ) -> RLParts:
     from tunesmith.algorithms.kl import AdaptiveController
+    from tunesmith.build.critic import make_critic
+    from tunesmith.build.teacher import objective_with_teacher
     from tunesmith.loop.canary import make_canary
     from tunesmith.loop.collect import Collector
     from tunesmith.loop.curriculum import Curriculum
     from tunesmith.loop.gate import Gate
     from tunesmith.loop.rl import RLParts
 
+    config, tokenizer, train = run.config, run.tokenizer, run.train
     algorithm, rollout = config.algorithm, config.rollout
     add_rewards(rewards, config, tokenizer, session.note, cluster)
     sampling = make_sampling(rollout, tokenizer, rollout.temperature)
@@ -146,7 +136,7 @@ def _rl_parts(
         learner=learner,
         critic=make_critic(config, session, tokenizer, learner, cluster),
         kl=AdaptiveController(algorithm.kl_coef or 0.0, algorithm.kl_target or 1.0, algorithm.kl_horizon or 1),
-        evaluation=_evaluation(config, sampling, rewards, held_out) if held_out else None,
+        evaluation=_evaluation(config, sampling, rewards, run.evaluation) if run.evaluation else None,
         canary=make_canary(config, engine, learner, train.items[0].prompt_ids),
         objective=objective_with_teacher(config),
     )
@@ -157,6 +147,7 @@ def _policy(
 ) -> tuple[Learner, RolloutEngine]:
     """What trains the policy and what samples with it, here or on a cluster."""
     from tunesmith.algorithms.objective import policy_objective
+    from tunesmith.build.policy import policy_backend
     from tunesmith.models.causal_lm import CausalLM
 
     algorithm = config.algorithm
@@ -181,11 +172,11 @@ def _policy(
     return learner, engine
 
 
-def _evaluation(config: RLConfig, sampling: Sampling, rewards: RewardSet, held_out: Prepared[Task]) -> Evaluation:
+def _evaluation(config: RLConfig, sampling: Sampling, rewards: RewardSet, tasks: list[Task]) -> Evaluation:
     from tunesmith.loop.evaluate import Evaluation
 
     return Evaluation(
-        tasks=held_out.items[: config.eval.max_prompts],
+        tasks=tasks,
         sampling=sampling,
         samples=config.eval.samples,
         temperature=config.eval.temperature,

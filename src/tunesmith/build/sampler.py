@@ -1,119 +1,134 @@
-"""An engine with its rewards, for commands that sample and do not train meanwhile."""
+"""What ``tunesmith generate`` and ``tunesmith rft`` share: tasks opened with their rewards, and answered into files."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from tunesmith.build.common import load_model
+from tunesmith.build.common import load_model, load_tokenizer
 from tunesmith.build.engines import make_engine, make_sampling
 from tunesmith.build.rewards import add_rewards
 from tunesmith.config.generation import GenerateConfig, SamplingConfig
 from tunesmith.config.resolved import Resolved
-from tunesmith.config.schema import DataSection, RewardSection, RLConfig, RunConfig
+from tunesmith.config.schema import DataSection, RewardSection, RunConfig
+from tunesmith.data.prepare import Prepared, load_tasks
 from tunesmith.environments.base import SingleTurn
-from tunesmith.environments.rewards import RewardSet
+from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
 from tunesmith.loop.collect import Collector, derive_seed
-from tunesmith.loop.generation import Json, Unscored, answer, window_of
-from tunesmith.monitor.progress import Progress, open_progress
+from tunesmith.loop.generation import LineWriter, Unscored, answer, repair, window_of
+from tunesmith.loop.opening import check_inputs
+from tunesmith.monitor.run_dir import RunDir, open_run_dir
 from tunesmith.plan.facts import Facts, known_model_facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
-from tunesmith.types import RolloutGroup, Sampling, Task
-
-if TYPE_CHECKING:
-    from tunesmith.engines.base import RolloutEngine
+from tunesmith.types import RolloutGroup, Task
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
-    """A loaded model that answers tasks into files."""
+class Opened:
+    """A run that samples, before its model is loaded."""
 
-    collector: Collector
-    engine: RolloutEngine
-    sampling: Sampling
-    n: int
-    seed: int
-    max_running: int
-    max_failed_share: float
-    live: bool | None
+    run_dir: RunDir
+    data: DataSection
+    """As the tasks were loaded with it."""
+    tokenizer: Any
+    rewards: RewardSet | None
+    train: Prepared[Task]
+    held_out: Prepared[Task] | None
 
-    @classmethod
-    @contextmanager
-    def open(
-        cls,
-        config: SamplingConfig,
-        tokenizer: Any,
-        rewards: RewardSet | None,
-        decode: Callable[[Sequence[int]], str],
-        *,
-        greedy: bool = False,
-        stop: tuple[str, ...] = (),
-    ) -> Generator[Self]:
-        """Load the model of a resolved configuration; leaving frees it.
+    @property
+    def tasks(self) -> list[Task]:
+        return [*self.train.items, *(self.held_out.items if self.held_out else [])]
 
-        Args:
-            greedy: one completion per prompt at temperature 0, whatever ``[sampling]`` says.
-            stop: further strings to stop at.
-        """
-        from tunesmith.models.causal_lm import CausalLM
 
-        section = config.sampling
-        assert section.n is not None and section.temperature is not None, "not resolved"
-        engine = make_engine(config, load_model(CausalLM, config, tokenizer), partial(print, flush=True))
+@contextmanager
+def opened(config: SamplingConfig, path: Path | None, name: str) -> Generator[Opened]:
+    """Refuse what can be refused, enter the run's directory, and load its rewards and its data.
+
+    Args:
+        path: the run file, whose name the run has; ``name`` where there is none.
+    """
+    base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), name)
+    if config.reward is not None:
+        check_rewards(config.reward, base_dir)
+    data = _task_data(config)
+    check_inputs(config.model_copy(update={"data": data}), "rl")
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(open_run_dir(config.run_dir or Path("runs").absolute() / name, name, False))
+        rewards = load_rewards(config.reward, base_dir) if config.reward else None
         if rewards is not None:
-            make_ready(rewards, config, tokenizer)
-        yield cls(
-            collector=Collector(engine, rewards or Unscored(), {"single_turn": SingleTurn()}, decode, section.timeout),
-            engine=engine,
-            sampling=make_sampling(section, tokenizer, 0.0 if greedy else section.temperature, stop),
-            n=1 if greedy else section.n,
-            seed=section.seed,
-            max_running=config.system.max_running,
-            max_failed_share=(config.reward or RewardSection()).max_failed_share,
-            live=config.monitor.progress,
-        )
-
-    def answer(self, out: Path, tasks: Sequence[Task], writer: Callable[[RolloutGroup], Json], done: int) -> None:
-        """Append the lines that ``out`` lacks; ``done`` it has already."""
-
-        async def produce(place: int, task: Task) -> RolloutGroup:
-            groups = await self.collector.collect([task], self.sampling, self.n, derive_seed(self.seed, place))
-            return groups[0]
-
-        async def run(progress: Progress) -> None:
-            try:
-                await answer(
-                    out,
-                    tasks,
-                    produce,
-                    writer,
-                    window=window_of(self.max_running, self.n),
-                    max_failed_share=self.max_failed_share,
-                    progress=progress,
-                    stats=self.engine.stats,
-                )
-            finally:
-                await self.engine.close()
-
-        with open_progress(len(tasks), start=done, live=self.live) as progress:
-            run_async(run(progress))
+            stack.callback(rewards.close)
+        tokenizer = load_tokenizer(config)
+        train = load_tasks(data, data.train, tokenizer)
+        held_out = load_tasks(data, data.eval, tokenizer) if data.eval else None
+        run = Opened(run_dir, data, tokenizer, rewards, train, held_out)
+        if rewards is not None:
+            rewards.check_tasks(run.tasks)
+        yield run
 
 
-def make_ready(rewards: RewardSet, config: SamplingConfig, tokenizer: Any) -> None:
-    """Add the remote rewards and load the reward models, once."""
-    if len(rewards.functions) < len(rewards.weights):
-        add_rewards(rewards, reward_run(config), tokenizer, partial(print, flush=True))
+def answer_tasks(
+    config: SamplingConfig,
+    run: Opened,
+    tasks: Sequence[Task],
+    writer: LineWriter,
+    out: Path,
+    *,
+    greedy: bool = False,
+    stop: tuple[str, ...] = (),
+) -> None:
+    """Append the lines that ``out`` lacks. The model is loaded where it lacks any, and freed afterwards.
+
+    Args:
+        config: resolved.
+        greedy: one completion per prompt at temperature 0, whatever ``[sampling]`` says.
+        stop: further strings to stop at.
+    """
+    writer.check_columns(tasks)
+    if repair(out) >= len(tasks):
+        return
+    from tunesmith.models.causal_lm import CausalLM
+
+    section, rewards = config.sampling, run.rewards
+    assert section.n is not None and section.temperature is not None, "not resolved"
+    n, temperature = (1, 0.0) if greedy else (section.n, section.temperature)
+    engine = make_engine(config, load_model(CausalLM, config, run.tokenizer), partial(print, flush=True))
+    if rewards is not None:
+        add_rewards(rewards, config, run.tokenizer, partial(print, flush=True))
+    sampling = make_sampling(section, run.tokenizer, temperature, stop)
+    environments = {"single_turn": SingleTurn()}
+    collector = Collector(engine, rewards or Unscored(), environments, writer.decode, section.timeout)
+
+    async def produce(place: int, task: Task) -> RolloutGroup:
+        [group] = await collector.collect([task], sampling, n, derive_seed(section.seed, place))
+        return group
+
+    async def write() -> None:
+        try:
+            await answer(
+                out,
+                tasks,
+                produce,
+                writer.line,
+                window=window_of(config.system.max_running, n),
+                max_failed_share=(config.reward or RewardSection()).max_failed_share,
+                live=config.monitor.progress,
+                stats=engine.stats,
+            )
+        finally:
+            await engine.close()
+
+    run_async(write())
 
 
 def release_memory() -> None:
@@ -135,7 +150,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         return thread.submit(asyncio.run, work).result()
 
 
-def task_data(config: SamplingConfig) -> DataSection:
+def _task_data(config: SamplingConfig) -> DataSection:
     """The data section as tasks are loaded with it, limited to prompts that leave room for a completion."""
     facts, data = known_model_facts(config.model.path), config.data
     changed: dict[str, Any] = {"completion": None, "loss_on": None, "max_tokens": None}
@@ -151,12 +166,6 @@ def resolve_sampling(config: C, tasks: Sequence[Task], *, count: bool = True) ->
     longest = max(len(task.prompt_ids) for task in tasks)
     size = len(tasks) if count else None
     return resolve(config, Facts(read_hardware(), known_model_facts(config.model.path), size, None, longest))
-
-
-def reward_run(config: SamplingConfig) -> RLConfig:
-    """The configuration as the makers of rewards take it."""
-    assert config.reward is not None
-    return RLConfig(model=config.model, data=config.data, reward=config.reward, system=config.system)
 
 
 def identity(config: SamplingConfig, data: str) -> dict[str, Any]:

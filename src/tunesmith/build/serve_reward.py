@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -59,7 +60,7 @@ def _function(target: str, options: ServeOptions) -> RewardSet:
     section = RewardSection(functions=(target,), timeout=options.timeout or FUNCTION_SECONDS)
     rewards = load_rewards(section, Path.cwd())
     (function,) = rewards.functions
-    if "completion_ids" in (function.accepts or ()):
+    if "completion_ids" in inspect.signature(function.function).parameters:
         raise ConfigError(f"'{target}' takes completion_ids, which requests do not have; they have text")
     return rewards
 

@@ -1,140 +1,175 @@
-"""What the commands that train on given data have in common: the order of a run."""
+"""The commands that train on given data: what each reads, and the order of their runs.
+
+What is built of the data, once a model may load, is in ``supervised_parts``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
-from tunesmith.build.common import data_seed, load_tokenizer
-from tunesmith.config.load import load_config
-from tunesmith.config.schema import DataSection, RunConfig
+from tunesmith.build.common import load_tokenizer
+from tunesmith.build.rl import run_rl
+from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
+from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.schema import DataSection, RunConfig, SFTConfig
+from tunesmith.data.packing import num_forest_tokens
+from tunesmith.data.preference import Comparison, Solution, load_judged, load_pairs, load_steps
 from tunesmith.data.prepare import Prepared, Sources, load_samples
-from tunesmith.data.tokens import Tokenizer
-from tunesmith.loop.opening import (
-    Outcome,
-    announce,
-    check_inputs,
-    checkpoint_to_resume,
-    enter_run_dir,
-    limited_data,
-    open_session,
-    outcome_of,
-    resolve_run,
-)
+from tunesmith.data.tokens import Tokenizer, encode
+from tunesmith.errors import ConfigError
+from tunesmith.loop.opening import Outcome, check_inputs, checkpoint_to_resume, make_ready, open_session, outcome_of
+from tunesmith.monitor.run_dir import open_run_dir
 from tunesmith.plan.checks import check
 from tunesmith.types import Sample
 
-if TYPE_CHECKING:
-    from tunesmith.backends.base import TrainBackend
-    from tunesmith.loop.learner import Learner, Metrics
-    from tunesmith.loop.session import Session
-    from tunesmith.loop.supervised import SupervisedParts
 
-C = TypeVar("C", bound=RunConfig)
-T = TypeVar("T")
+def run_sft(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+    """``tunesmith sft``: supervised fine-tuning as a run file says."""
+    return _run(SFTConfig, path, overrides)
 
 
-@dataclass(frozen=True, slots=True)
-class Opened(Generic[C, T]):
-    """A run before its model is loaded. ``train`` and ``held_out`` are its data, ready for use."""
-
-    config: C
-    session: Session
-    tokenizer: Any
-    train: Prepared[T]
-    held_out: Prepared[T] | None
-
-    @property
-    def evaluation(self) -> list[T] | None:
-        """The held-out items that are evaluated."""
-        return self.held_out.items[: self.config.eval.max_prompts] if self.held_out else None
+def run_rm(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+    """``tunesmith rm``: a reward model from pairs, as a run file says."""
+    return _run(RMConfig, path, overrides)
 
 
-def run_supervised(
-    kind: type[C],
-    path: Path | None,
-    overrides: Sequence[str],
-    *,
-    load: Callable[[C, DataSection, Sources, Tokenizer], Prepared[T]],
-    sizes: Callable[[C, T], tuple[int, int]],
-    build: Callable[[Opened[C, T]], SupervisedParts[T]],
-    metric: str,
-) -> Outcome:
-    """Check, load data, derive, say, build, train.
+def run_dpo(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+    """``tunesmith dpo``: direct preference optimisation as a run file says."""
+    return _run(DPOConfig, path, overrides)
 
-    Args:
-        load: reads one source of data.
-        sizes: of an item: tokens of its longest sequence, and tokens that have to share a micro-batch.
-        build: the parts; the first thing that loads a model.
-        metric: what the best checkpoint is judged by where the run file does not say.
+
+def run_kto(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+    """``tunesmith kto``: learning from answers judged one by one, as a run file says."""
+    return _run(KTOConfig, path, overrides)
+
+
+def run_prm(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+    """``tunesmith prm``: a process reward model from judged steps, as a run file says."""
+    return _run(PRMConfig, path, overrides)
+
+
+def run_distill(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+    """``tunesmith distill``: a student learns from a teacher, as a run file says.
+
+    On the student's own samples it is a run of ``build/rl.py``, on given answers a supervised one.
     """
+    kind = find_kind(path, overrides)
+    if issubclass(kind, OfflineDistillConfig):
+        return _run(OfflineDistillConfig, path, overrides)
+    return run_rl(path, overrides, kind if issubclass(kind, DistillConfig) else DistillConfig)
+
+
+def _run(kind: type[RunConfig], path: Path | None, overrides: Sequence[str]) -> Outcome:
+    """Check, load data, derive, say, build, train."""
     config = load_config(kind, path, overrides)
     check(config)
     check_inputs(config, config.goal)
+    reading = READINGS[kind]
     with ExitStack() as stack:
-        run_dir = stack.enter_context(enter_run_dir(config, path))
+        name = path.stem if path else "run"
+        run_dir = stack.enter_context(open_run_dir(config.run_dir, name, config.checkpoint.resume))
         checkpoint = checkpoint_to_resume(config, run_dir)
         tokenizer = load_tokenizer(config)
-        data = limited_data(config)
-        train = load(config, data, data.train, tokenizer)
-        held_out = load(config, data, data.eval, tokenizer) if data.eval else None
-        found = [sizes(config, item) for part in (train, held_out) if part for item in part.items]
-        longest, together = (max(size) for size in zip(*found, strict=True))
-        resolved = resolve_run(config, train, held_out, longest, together)
-        config = announce(resolved, run_dir, train, held_out)
-        session = open_session(stack, config, run_dir, checkpoint, config.eval.metric or metric)
+        load, sizes = partial(reading.load, config, tokenizer), partial(reading.sizes, config)
+        run = make_ready(config, run_dir, tokenizer, load, sizes)
+        session = open_session(stack, run.config, run_dir, checkpoint, run.config.eval.metric or reading.metric)
+        from tunesmith.build.supervised_parts import make_parts
         from tunesmith.loop import supervised
 
         with session.phase("setup"):
-            parts = build(Opened(config, session, tokenizer, train, held_out))
-            if config.eval.use_ema and parts.evaluate is not None:
-                parts = replace(parts, evaluate=partial(_averaged, parts.backend, parts.evaluate))
+            parts = make_parts(run, session)
             supervised.restore(parts, session)
         supervised.run(parts, session)
         return outcome_of(session, run_dir)
 
 
-def load_answers(_: RunConfig, data: DataSection, source: Sources, tokenizer: Tokenizer) -> Prepared[Sample]:
-    """``load`` of runs that learn given answers."""
+def _load_answers(_: RunConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Sample]:
     return load_samples(data, source, tokenizer)
 
 
-def answer_sizes(_: RunConfig, sample: Sample) -> tuple[int, int]:
-    """``sizes`` of such runs, whose samples are learned one by one."""
+def _load_rm(config: RMConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
+    from tunesmith.models.score_model import whole_sequence
+
+    room, share = config.system.max_tokens_per_microbatch, config.system.share_prompts
+    found = load_pairs(data, source, tokenizer, room=room, share=share, shape=lambda s: whole_sequence(s.token_ids))
+    if config.rm.loss == "logexp" and any(item.values["margin"][0] for item in found.items):
+        raise ConfigError(
+            "rm.loss = 'logexp' knows no margin, and the data has a column 'margin'; say rm.loss = 'sigmoid', "
+            "or take the column out"
+        )
+    return found
+
+
+def _load_dpo(config: DPOConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
+    room, share = config.system.max_tokens_per_microbatch, config.system.share_prompts
+    return load_pairs(data, source, tokenizer, room=room, share=share)
+
+
+def _load_kto(_: KTOConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
+    return load_judged(data, source, tokenizer)
+
+
+def _load_prm(config: PRMConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Solution]:
+    label_tokens(config, tokenizer)
+    return load_steps(data, source, tokenizer, config.prm.separator, (config.prm.good, config.prm.bad))
+
+
+def label_tokens(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, int]:
+    """The tokens of ``prm.good`` and ``prm.bad``.
+
+    Raises:
+        ConfigError: one of them is no single token.
+    """
+    ids = encode(tokenizer, [config.prm.good, config.prm.bad])
+    for key, text, found in zip(("good", "bad"), (config.prm.good, config.prm.bad), ids, strict=True):
+        if len(found) != 1:
+            raise ConfigError(f"prm.{key} = '{text}' is {len(found)} tokens of this tokenizer; it has to be one")
+    return ids[0][0], ids[1][0]
+
+
+def _answer_sizes(_: RunConfig, sample: Sample) -> tuple[int, int]:
     return len(sample.token_ids), len(sample.token_ids)
 
 
-def make_parts(
-    run: Opened[Any, T],
-    learner: Learner,
-    prepare: Callable[[Sequence[T]], list[Sample]],
-    evaluate: Callable[[], Metrics] | None,
-    *,
-    train: Prepared[T] | None = None,
-    summarise: Callable[[Metrics], Metrics] = dict,
-    save_beside: Callable[[Path], None] | None = None,
-) -> SupervisedParts[T]:
-    """The loop's parts. ``train`` is the run's data with what was added to it since it was opened."""
-    from tunesmith.loop.supervised import SupervisedParts
-
-    config: RunConfig = run.config
-    assert config.train.batch_size, "not resolved"
-    return SupervisedParts(
-        items=(train or run.train).loader(config.train.batch_size, shuffle=config.data.shuffle, seed=data_seed(config)),
-        backend=learner.backend,
-        learner=learner,
-        prepare=prepare,
-        evaluate=evaluate,
-        evaluate_at_start=config.eval.at_start,
-        summarise=summarise,
-        save_beside=save_beside,
-    )
+def _pair_sizes(config: RMConfig | DPOConfig, item: Comparison) -> tuple[int, int]:
+    extra = int(isinstance(config, RMConfig))
+    longest = max(len(sample.token_ids) for sample in item.samples) - extra
+    return longest, num_forest_tokens(item.samples, config.system.share_prompts)
 
 
-def _averaged(backend: TrainBackend, evaluate: Callable[[], Metrics]) -> Metrics:
-    with backend.averaged():
-        return evaluate()
+def _single_sizes(_: KTOConfig, item: Comparison) -> tuple[int, int]:
+    longest = max(len(sample.token_ids) for sample in item.samples)
+    return longest, longest
+
+
+def _step_sizes(config: PRMConfig, item: Solution) -> tuple[int, int]:
+    """The pair of the last step is the largest: all tokens, and both labels."""
+    longest = item.marks[-1] + 1
+    return len(item.token_ids), longest + 2 if config.system.share_prompts else 2 * (longest + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a command makes of its data."""
+
+    load: Callable[[Any, Tokenizer, DataSection, Sources], Prepared[Any]]
+    sizes: Callable[[Any, Any], tuple[int, int]]
+    """See ``make_ready``."""
+    metric: str = "eval/accuracy"
+    """What the best checkpoint is judged by where the run file does not say."""
+
+
+READINGS: dict[type[RunConfig], Reading] = {
+    SFTConfig: Reading(_load_answers, _answer_sizes, "eval/loss"),
+    OfflineDistillConfig: Reading(_load_answers, _answer_sizes, "eval/loss"),
+    RMConfig: Reading(_load_rm, _pair_sizes),
+    DPOConfig: Reading(_load_dpo, _pair_sizes),
+    KTOConfig: Reading(_load_kto, _single_sizes),
+    PRMConfig: Reading(_load_prm, _step_sizes),
+}

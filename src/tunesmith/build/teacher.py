@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tunesmith.algorithms.objective import distillation_objective
+from tunesmith.backends.base import LossFn
 from tunesmith.build.common import load_frozen, load_tokenizer
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
-from tunesmith.environments.rewards import RewardSet
-from tunesmith.types import Rollout, Status
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tunesmith.backends.base import LossFn
-    from tunesmith.data.forest import Forest, Predictions
-    from tunesmith.models.causal_lm import CausalLM
-
-
-class Unrewarded(RewardSet):
-    """For samples that teach by themselves: each counts, with a reward of 0 that nobody reads."""
-
-    async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
-        del texts
-        for rollout in rollouts:
-            if rollout.status is Status.OK and rollout.reward is None:
-                rollout.reward = 0.0
-
-    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        return {name: value for name, value in super().metrics(rollouts).items() if not name.startswith("reward")}
+from tunesmith.data.forest import Forest, Predictions
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.teacher import check_same_vocabulary, predict_with_teacher
 
 
 def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -> CausalLM:
@@ -38,8 +21,6 @@ def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -
     Raises:
         ModelError: it cannot be loaded, or its tokens are not the student's.
     """
-    from tunesmith.models.teacher import check_same_vocabulary
-
     path, section = config.teacher.path, config.model
     there = section.model_copy(update={"path": path, "chat_template": None})
     theirs = load_tokenizer(config.model_copy(update={"model": there}))
@@ -51,8 +32,6 @@ def compare_with(
     teacher: CausalLM, config: SampledDistillConfig | OfflineDistillConfig
 ) -> Callable[[CausalLM, Forest], Predictions]:
     """The student's predictions with its distance from the teacher."""
-    from tunesmith.models.teacher import predict_with_teacher
-
     assert config.distill.top_k, "not resolved"
     temperature = config.rollout.temperature if isinstance(config, SampledDistillConfig) else 1.0
     return partial(
@@ -66,6 +45,4 @@ def compare_with(
 
 def objective_with_teacher(config: Any) -> LossFn | None:
     """What is minimised in place of a policy loss, where a run has such a thing."""
-    from tunesmith.algorithms.distillation import distillation_objective
-
     return distillation_objective(1.0) if isinstance(config, SampledDistillConfig) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated
 
@@ -9,20 +10,15 @@ import typer
 
 from tunesmith.cli.adjust import adjust
 from tunesmith.cli.demo import demo
-from tunesmith.cli.distill import distill
-from tunesmith.cli.dpo import dpo
 from tunesmith.cli.generate import generate
 from tunesmith.cli.guard import guarded
-from tunesmith.cli.kto import kto
 from tunesmith.cli.launch import launch
 from tunesmith.cli.merge import merge
-from tunesmith.cli.prm import prm
 from tunesmith.cli.rft import rft
-from tunesmith.cli.rl import rl
-from tunesmith.cli.rm import rm
+from tunesmith.cli.rl import distill, rl
 from tunesmith.cli.serve_reward import serve_reward
-from tunesmith.cli.sft import sft
 from tunesmith.cli.show_config import show_config
+from tunesmith.cli.supervised import dpo, kto, prm, rm, sft
 
 app = typer.Typer(
     name="tunesmith",
@@ -33,19 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("rl")(guarded(rl))
-app.command("sft")(guarded(sft))
-app.command("rm")(guarded(rm))
-app.command("dpo")(guarded(dpo))
-app.command("kto")(guarded(kto))
-app.command("prm")(guarded(prm))
-app.command("distill")(guarded(distill))
-app.command("rft")(guarded(rft))
-app.command("generate")(guarded(generate))
-app.command("merge")(guarded(merge))
-app.command("adjust")(guarded(adjust))
-app.command("launch")(guarded(launch))
-app.command("demo")(guarded(demo))
+COMMANDS: list[Callable[..., None]] = [rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, adjust, launch, demo]
+for command in COMMANDS:
+    app.command(command.__name__)(guarded(command))
 app.command("config")(guarded(show_config))
 app.command("serve-reward")(guarded(serve_reward))
 

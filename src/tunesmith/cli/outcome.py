@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tunesmith.monitor.summary import print_summary
+from tunesmith.monitor.progress import print_summary
 
 if TYPE_CHECKING:
     from tunesmith.loop.opening import Outcome

@@ -1,4 +1,4 @@
-"""``tunesmith rft``. From here: ``build.rft`` builds, ``loop/generation.py:answer`` samples, ``build.sft`` trains."""
+"""``tunesmith rft``. From here: ``build/rft.py``; ``loop/generation.py:answer`` samples, ``build.run_sft`` trains."""
 
 from __future__ import annotations
 

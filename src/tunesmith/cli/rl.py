@@ -1,8 +1,9 @@
-"""``tunesmith rl``. From here: ``build.run_rl`` builds, ``loop/rl.py:run`` trains."""
+"""The commands with rollouts. From here: ``build.run_rl`` builds, ``loop/rl.py:run`` trains."""
 
 from __future__ import annotations
 
 from tunesmith.cli.arguments import Overrides, RunFile
+from tunesmith.cli.outcome import print_outcome
 
 
 def rl(run: RunFile, overrides: Overrides = None) -> None:
@@ -11,6 +12,15 @@ def rl(run: RunFile, overrides: Overrides = None) -> None:
     Example: tunesmith rl run.toml train.lr=1e-5 rollout.group_size=16
     """
     from tunesmith.build import run_rl
-    from tunesmith.cli.outcome import print_outcome
 
     print_outcome(run_rl(run, overrides or ()))
+
+
+def distill(run: RunFile, overrides: Overrides = None) -> None:
+    """Distillation: a student learns a teacher's probabilities, on its own samples or on given answers.
+
+    Example: tunesmith distill run.toml rollout.prompts_per_step=32
+    """
+    from tunesmith.build import run_distill
+
+    print_outcome(run_distill(run, overrides or ()))

@@ -17,7 +17,8 @@ def node_address() -> str:
     """This machine's, as others of the cluster reach it; loopback on a cluster of one machine's own."""
     import ray
 
-    return ray.util.get_node_ip_address()
+    here = ray.get_runtime_context().get_node_id()
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
 
 
 class Host:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -45,11 +45,15 @@ class Remote:
 
     def pid(self) -> int:
         """Of its process."""
-        return self._finished(self.actor.ping.remote())
+        return self.finished(self.actor.ping.remote())
 
     def make(self, make: Callable[[], Any]) -> None:
         """Build the object there, on the thread of its ``call``s."""
-        self._finished(self.actor.make.remote(make, on_loop=False))
+        self.finished(self.making(make))
+
+    def making(self, make: Callable[[], Any]) -> Any:
+        """The reference to the end of ``make``."""
+        return self.actor.make.remote(make, on_loop=False)
 
     async def make_heard(self, make: Callable[[], Any]) -> None:
         """Build the object there, on the event loop on which it will ``hear``; meanwhile it answers no ping."""
@@ -68,23 +72,23 @@ class Remote:
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """What a method of the object there returns."""
-        return self._finished(self.send(name, *args, **kwargs))
+        return self.finished(self.send(name, *args, **kwargs))
 
     def get(self, name: str) -> Any:
         """The value of an attribute of the object there."""
         self._check()
-        return self._finished(self.actor.get.remote(name))
+        return self.finished(self.actor.get.remote(name))
 
     def send(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The reference to what a method will have returned, for another actor."""
+        """The reference to what a method will have returned: for ``finished``, or for another actor."""
         self._check()
         return self.actor.call.remote(name, *args, **kwargs)
 
     def enter(self, name: str) -> None:
-        self._finished(self.actor.enter.remote(name))
+        self.finished(self.actor.enter.remote(name))
 
     def leave(self) -> None:
-        self._finished(self.actor.leave.remote())
+        self.finished(self.actor.leave.remote())
 
     async def hear(self, name: str, *args: Any) -> Any:
         """What a coroutine function of the object there returns; cancelling ends it there too."""
@@ -99,16 +103,39 @@ class Remote:
         if self._lost is not None:
             raise self._kind(self._lost)
 
-    def _finished(self, answer: Any) -> Any:
-        self._check()
-        while not ray.wait([answer], timeout=self._patience / 4)[0]:
-            self._check()
-            try:
-                ray.get(self.actor.ping.remote(), timeout=self._patience)
-            except GetTimeoutError:
-                self._give_up()
-            except RayError:
-                break  # the answer says what happened
+    def finished(self, answer: Any) -> Any:
+        """What a call has returned."""
+        return self.gathered([(self, answer)])[0]
+
+    @staticmethod
+    def gathered(calls: Sequence[tuple[Remote, Any]]) -> list[Any]:
+        """What calls of several processes have returned.
+
+        The first failure ends the wait: the others may be waiting for the process that failed.
+        """
+        waiting = {answer: remote for remote, answer in calls}
+        found: dict[Any, Any] = {}
+        while waiting:
+            for remote in waiting.values():
+                remote._check()
+            done, _ = ray.wait(list(waiting), timeout=min(remote._patience for remote in waiting.values()) / 4)
+            for answer in done:
+                found[answer] = waiting.pop(answer)._taken(answer)
+            if not done:
+                for remote in waiting.values():
+                    remote._ping()
+        return [found[answer] for _, answer in calls]
+
+    def _ping(self) -> None:
+        """Return when the process answers, or has died, which its answers tell."""
+        try:
+            ray.get(self.actor.ping.remote(), timeout=self._patience)
+        except GetTimeoutError:
+            self._give_up()
+        except RayError:
+            pass
+
+    def _taken(self, answer: Any) -> Any:
         try:
             return ray.get(answer)
         except RayError as error:
@@ -130,7 +157,7 @@ class Remote:
             raise
 
     async def _answers(self) -> None:
-        """Return when a ping was answered, or the process has died, which its answers tell."""
+        """As ``_ping``."""
         ping = asyncio.ensure_future(_value(self.actor.ping.remote()))
         done, _ = await asyncio.wait({ping}, timeout=self._patience)
         if not done:

@@ -1,86 +1,134 @@
-"""A trainer in an actor: its backend and its weight plane, as the controller sees them."""
+"""A trainer in one actor or several: its backend and its weight plane, as the controller sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 from tunesmith.backends.base import LossFn
 from tunesmith.cluster.remote import Remote
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.data.packing import CostModel
-from tunesmith.errors import TunesmithError
+from tunesmith.errors import DeviceMemoryError, TunesmithError
 from tunesmith.weights.base import Offer
 
 REFERENCE_DIRECTORY = "reference"
+AHEAD = 2
+"""Forests that a rank has at a time: the next one is there when one is done."""
 
 
 class RayBackend:
-    """``remote`` holds a ``backend``; ``reference``, where it has a process of its own, an object with ``score``,
-    ``take``, ``save`` and ``load``. Losses and forests travel to them, what they say of a forest comes back.
+    """``replicas`` hold a ``backend`` each, of one ``RankGroup`` where there are several; ``reference``, where it has
+    a process of its own, an object with ``score``, ``take``, ``save`` and ``load``.
+
+    Losses and forests travel to them, each forest to one, and what they say of it comes back.
     """
 
-    def __init__(self, remote: Remote, reference: Remote | None = None) -> None:
-        self.remote, self.reference = remote, reference
-        self.cost: CostModel = remote.get("backend.cost")
-        self._version: int = remote.get("backend.version")
+    def __init__(self, replicas: Sequence[Remote], reference: Remote | None = None) -> None:
+        self.replicas, self.reference = replicas, reference
+        self.cost: CostModel = self.first.get("backend.cost")
+        self._version: int = self.first.get("backend.version")
         self._reference_is_new = False
+
+    @property
+    def first(self) -> Remote:
+        """Whose numbers count where all have the same."""
+        return self.replicas[0]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.replicas)
 
     @property
     def version(self) -> int:
         return self._version
 
-    def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
+    def score_all(self, forests: Iterable[Forest], *, reference: bool = False) -> Iterator[tuple[Forest, Predictions]]:
         if reference and self.reference is not None:
-            return self.reference.call("score", forest)
-        return self.remote.call("backend.score", forest, reference=reference)
+            return _shared_out([self.reference], forests, "score")
+        return _shared_out(self.replicas, forests, "backend.score", reference=reference)
 
-    def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:
-        return self.remote.call("backend.forward_backward", forest, loss)
+    def forward_backward_all(
+        self, forests: Iterable[Forest], loss: LossFn
+    ) -> Iterator[tuple[Forest, dict[str, float]]]:
+        return _shared_out(self.replicas, forests, "backend.forward_backward", loss)
 
     def zero_grad(self) -> None:
-        self.remote.call("backend.zero_grad")
+        self._each("backend.zero_grad")
 
     def step(self, lr: float) -> dict[str, float]:
-        metrics: dict[str, float] = self.remote.call("backend.step", lr)
+        metrics: dict[str, float] = self._each("backend.step", lr)
         self._version += 1
         return metrics
 
     @contextmanager
     def averaged(self) -> Generator[None]:
-        self.remote.enter("backend.averaged")
+        for replica in self.replicas:
+            replica.enter("backend.averaged")
         try:
             yield
         finally:
-            self.remote.leave()
+            for replica in self.replicas:
+                replica.leave()
 
     def offload(self) -> None:
-        self.remote.call("backend.offload")
+        self._each("backend.offload")
 
     def reload(self) -> None:
-        self.remote.call("backend.reload")
+        self._each("backend.reload")
 
     def refresh_reference(self) -> None:
         if self.reference is None:
-            self.remote.call("backend.refresh_reference")
+            self._each("backend.refresh_reference")
             return
-        self.reference.call("take", self.remote.send("weights"))  # from one to the other, not through here
+        self.reference.call("take", self.first.send("weights"))  # from one to the other, not through here
         self._reference_is_new = True
 
     def save(self, directory: Path) -> None:
-        self.remote.call("backend.save", directory.absolute())
+        self._each("backend.save", directory.absolute())
         if self.reference is not None and self._reference_is_new:
             self.reference.call("save", directory.absolute() / REFERENCE_DIRECTORY)
 
     def load(self, directory: Path) -> None:
-        self.remote.call("backend.load", directory.absolute())
-        self._version = self.remote.get("backend.version")
+        self._each("backend.load", directory.absolute())
+        self._version = self.first.get("backend.version")
         saved = directory.absolute() / REFERENCE_DIRECTORY
         if self.reference is not None and saved.is_dir():
             self.reference.call("load", saved)
             self._reference_is_new = True
+
+    def _each(self, name: str, *args: Any) -> Any:
+        """Call a method of all at once; what the first returns."""
+        return Remote.gathered([(replica, replica.send(name, *args)) for replica in self.replicas])[0]
+
+
+def _shared_out(
+    remotes: Sequence[Remote], forests: Iterable[Forest], name: str, *args: Any, **kwargs: Any
+) -> Iterator[tuple[Forest, Any]]:
+    """Each forest with what a method says of it, in order; the processes take turns."""
+    given: deque[tuple[Forest, Remote, Any]] = deque()
+    try:
+        for forest, remote in zip(forests, cycle(remotes), strict=False):
+            if len(given) == AHEAD * len(remotes):
+                yield _next(given)
+            given.append((forest, remote, remote.send(name, forest, *args, **kwargs)))
+        while given:
+            yield _next(given)
+    except DeviceMemoryError:
+        while given:  # who tries again finds nothing of this at work
+            with suppress(DeviceMemoryError):
+                _next(given)
+        raise
+
+
+def _next(given: deque[tuple[Forest, Remote, Any]]) -> tuple[Forest, Any]:
+    forest, remote, answer = given.popleft()
+    return forest, remote.finished(answer)
 
 
 class RayPlane:

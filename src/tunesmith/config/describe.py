@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tunesmith.config.places import KeyPath
+from tunesmith.config.problems import KeyPath
 
 _WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -116,18 +116,9 @@ def _flat(notes: list[Any]) -> list[Any]:
     return flat
 
 
+_BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "of at least"), (Lt, "lt", "below"), (Le, "le", "of at most"))
+
+
 def _bounds(metadata: tuple[Any, ...]) -> str:
-    low = high = ""
-    for bound in metadata:
-        match bound:
-            case Gt(gt=x):
-                low = f"above {x}"
-            case Ge(ge=x):
-                low = f"of at least {x}"
-            case Lt(lt=x):
-                high = f"below {x}"
-            case Le(le=x):
-                high = f"of at most {x}"
-            case _:
-                pass
-    return "".join(f" {part}" for part in (" and ".join(filter(None, (low, high))),) if part)
+    said = [f"{words} {getattr(m, n)}" for kind, n, words in _BOUNDS for m in metadata if isinstance(m, kind)]
+    return f" {' and '.join(said)}" if said else ""

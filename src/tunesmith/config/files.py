@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from tunesmith.config.places import KeyPath, dotted
-from tunesmith.config.problems import Problem
+from tunesmith.config.problems import KeyPath, Problem, dotted
 from tunesmith.errors import nearest
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -29,80 +28,31 @@ def locate_files(data: Tree, beside: Path | None, is_override: Callable[[KeyPath
         is_override: whether a key was said on the command line, where the working directory comes first.
     """
     problems: list[Problem] = []
-    for holder, key, path, find in list(_named_files(data)):
-        here = [Path.cwd()] if beside is None else [beside.absolute(), Path.cwd()]
-        bases = list(dict.fromkeys(reversed(here) if is_override(path) else here))
-        try:
-            holder[key] = find(holder[key], bases)
-        except _NotFound as problem:
-            problems.append(Problem(path, f"{dotted(path)}: {problem}"))
+    here = [Path.cwd()] if beside is None else [beside.absolute(), Path.cwd()]
+    for keys, find in _FILES.items():
+        for holder, path in list(_texts_at(data, keys.split("."))):
+            bases = list(dict.fromkeys(reversed(here) if is_override(path) else here))
+            try:
+                holder[path[-1]] = find(holder[path[-1]], bases)
+            except _NotFound as problem:
+                problems.append(Problem(path, f"{dotted(path)}: {problem}"))
     return problems
 
 
-Finder = Callable[[str, list[Path]], str]
-
-
-def _named_files(data: Tree) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
-    """Everything that may be a path: its holder and key, where it was said, how to find it."""
-    yield from _text(data, "run_dir", (), _output)
-    for section, key, find in (
-        ("model", "path", _model),
-        ("critic", "path", _model),
-        ("model", "chat_template", _existing),
-        ("lora", "path", _adapter),
-        ("teacher", "path", _model),
-        ("system", "draft_model", _model),
-        ("system", "engine_python", _existing),
-        ("rft", "few_shot", _existing),
-        ("checkpoint", "resume", _existing),
-    ):
-        yield from _text(data.get(section), key, (section,), find)
-    for key in ("train", "eval"):
-        yield from _sources(data.get("data"), key, ("data",))
-    reward = data.get("reward")
-    functions: Any = cast(Tree, reward).get("functions") if isinstance(reward, dict) else None
-    if isinstance(functions, list):
-        for index in range(len(cast(list[Any], functions))):
-            yield from _text(functions, index, ("reward", "functions"), _reward)
-    yield from _environments(data.get("environment"))
-    models: Any = cast(Tree, reward).get("models") if isinstance(reward, dict) else None
-    if isinstance(models, list):
-        for index, model in enumerate(cast(list[Any], models)):
-            if isinstance(model, dict):
-                yield from _text(model, "path", ("reward", "models", index), _model)
-
-
-def _environments(section: Any) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
-    """One reference, or a table of them, and the tools."""
-    yield from _text(section, "path", ("environment",), _code)
-    for name in ("path", "tools"):
-        inner = _item(section, name)
-        keys: Any = list(cast(Tree, inner)) if isinstance(inner, dict) else range(len(cast(list[Any], inner or [])))
-        if isinstance(inner, dict | list):
-            for key in keys:
-                yield from _text(inner, key, ("environment", name), _code)
-
-
-def _text(holder: Any, key: Any, above: KeyPath, find: Finder) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
-    if isinstance(_item(holder, key), str):
-        yield holder, key, (*above, key), find
-
-
-def _item(holder: Any, key: Any) -> Any:
-    if isinstance(holder, dict):
-        return cast(Tree, holder).get(key)
-    return cast(list[Any], holder)[key] if isinstance(holder, list) else None
-
-
-def _sources(holder: Any, key: Any, above: KeyPath) -> Iterator[tuple[Any, Any, KeyPath, Finder]]:
-    """A data source is text, a table with a path, or a list of these."""
-    yield from _text(holder, key, above, _data)
-    value = _item(holder, key)
-    if isinstance(value, dict):
-        yield from _text(value, "path", (*above, key), _data)
-    elif isinstance(value, list):
-        for index in range(len(cast(list[Any], value))):
-            yield from _sources(value, index, (*above, key))
+def _texts_at(node: Any, keys: Sequence[str], above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath]]:
+    """Every text at a path of keys, with the table or list that holds it. ``[]`` is any item, ``{}`` any key."""
+    key, *rest = keys
+    items: Sequence[tuple[str | int, Any]] = ()
+    if isinstance(node, list) and key == "[]":
+        items = list(enumerate(cast(list[Any], node)))
+    elif isinstance(node, dict):
+        table = cast(Tree, node)
+        items = list(table.items()) if key == "{}" else [(key, table.get(key))]
+    for name, inner in items:
+        if rest:
+            yield from _texts_at(inner, rest, (*above, name))
+        elif isinstance(inner, str):
+            yield node, (*above, name)
 
 
 def _output(text: str, bases: list[Path]) -> str:
@@ -214,3 +164,24 @@ def _names(node: ast.AST) -> Iterator[str]:
             yield asname or name
         case _:
             pass
+
+
+_FILES: dict[str, Callable[[str, list[Path]], str]] = {
+    "run_dir": _output,
+    "model.path": _model,
+    "model.chat_template": _existing,
+    "critic.path": _model,
+    "teacher.path": _model,
+    "lora.path": _adapter,
+    "system.draft_model": _model,
+    "system.engine_python": _existing,
+    "rft.few_shot": _existing,
+    "checkpoint.resume": _existing,
+    **{f"data.{name}{inner}": _data for name in ("train", "eval") for inner in ("", ".path", ".[]", ".[].path")},
+    "reward.functions.[]": _reward,
+    "reward.models.[].path": _model,
+    "environment.path": _code,
+    "environment.path.{}": _code,
+    "environment.tools.[]": _code,
+}
+"""Everything that may be a path, and how it is found."""

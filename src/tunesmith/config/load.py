@@ -9,7 +9,7 @@ import datetime
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,11 +20,10 @@ from tunesmith.config.describe import choices_at, describe_at, show
 from tunesmith.config.distillation import distill_kind
 from tunesmith.config.files import locate_files
 from tunesmith.config.generation import GenerateConfig, RFTConfig
-from tunesmith.config.places import KeyPath, dotted, key_lines
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
-from tunesmith.config.problems import Problem, Source, raise_problems
+from tunesmith.config.problems import KeyPath, Problem, Source, dotted, key_lines, raise_problems
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.config.unknown import unknown_keys
+from tunesmith.config.unknown import explain_unknown
 from tunesmith.errors import ConfigError, boundary, nearest
 
 C = TypeVar("C", bound=RunConfig)
@@ -49,7 +48,13 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
         ConfigError: naming file, line and key of each problem, and what is valid.
     """
     data, source = _read(path, overrides)
-    problems = [*source.problems, *unknown_keys(kind, data), *_checked_kind(kind, data)]
+    problems = list(source.problems)
+    if kind is RLConfig and not {"reward", "environment"} & data.keys():
+        text = (
+            '[reward] is missing: say functions = ["rewards.py:name"] or a built-in reward there, '
+            "or train without one: tunesmith sft"
+        )
+        problems.append(Problem(("reward",), text))
     problems += locate_files(data, path.parent if path else None, source.is_override)
     config: C | None = None
     try:
@@ -65,16 +70,19 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
 def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
     """By the sections that only one command has; else ``RLConfig`` for a run with a reward, ``SFTConfig`` without."""
     data, _ = _read(path, overrides)
-    for name, kind in (("rm", RMConfig), ("dpo", DPOConfig), ("kto", KTOConfig), ("prm", PRMConfig)):
-        if name in data:
+    for names, kind in (
+        ({"rm"}, RMConfig),
+        ({"dpo"}, DPOConfig),
+        ({"kto"}, KTOConfig),
+        ({"prm"}, PRMConfig),
+        ({"distill", "teacher"}, distill_kind(data)),
+        ({"rft"}, RFTConfig),
+        ({"sampling", "output"}, GenerateConfig),
+        ({"reward", "rollout", "algorithm", "environment"}, RLConfig),
+    ):
+        if names & data.keys():
             return kind
-    if {"distill", "teacher"} & data.keys():
-        return distill_kind(data)
-    if "rft" in data:
-        return RFTConfig
-    if {"sampling", "output"} & data.keys():
-        return GenerateConfig
-    return RLConfig if {"reward", "rollout", "algorithm", "environment"} & data.keys() else SFTConfig
+    return SFTConfig
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
@@ -87,19 +95,15 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
         raise ConfigError(f"'{text}' is no override; write section.key=value, such as train.lr=1e-6")
-    return parts, _parse_value(value.strip())
-
-
-def _parse_value(text: str) -> Any:
-    if text in ("True", "False"):
-        return text == "True"
+    said = value.strip()
+    if said in ("True", "False"):
+        return parts, said == "True"
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {said}")
     except tomllib.TOMLDecodeError:
-        return text
-    value = parsed["value"]
-    is_date = isinstance(value, datetime.date | datetime.time)
-    return text if is_date or parsed.keys() != {"value"} else value
+        return parts, said
+    is_text = isinstance(parsed["value"], datetime.date | datetime.time) or parsed.keys() != {"value"}
+    return parts, said if is_text else parsed["value"]
 
 
 def _read(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Source]:
@@ -151,23 +155,13 @@ def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | Non
     return None
 
 
-def _checked_kind(kind: type[RunConfig], data: Mapping[str, Any]) -> list[Problem]:
-    if kind is RLConfig and not {"reward", "environment"} & data.keys():
-        text = (
-            '[reward] is missing: say functions = ["rewards.py:name"] or a built-in reward there, '
-            "or train without one: tunesmith sft"
-        )
-        return [Problem(("reward",), text)]
-    return []
-
-
 def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetails]) -> list[Problem]:
     problems: list[Problem] = []
     for error in errors:
         path = _path_in(data, error["loc"])
         if error["type"] == "extra_forbidden":
-            continue
-        if error["type"] == "missing" and isinstance(error["loc"][-1], str):
+            text = explain_unknown(kind, path)
+        elif error["type"] == "missing" and isinstance(error["loc"][-1], str):
             path = (*path, error["loc"][-1])
             text = f"{dotted(path)} is missing: {describe_at(kind, path)}"
         elif error["type"] == "value_error":

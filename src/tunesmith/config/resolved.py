@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
@@ -38,26 +38,30 @@ class Resolved(Generic[C]):
 
 def settings(config: RunConfig, *, said_only: bool = False) -> dict[str, Any]:
     """Settings by dotted key, as plain JSON values; with ``said_only`` those that were set explicitly."""
+    return _by_key(config, config.model_dump(mode="json"), "", said_only)
+
+
+def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, said_only: bool) -> dict[str, Any]:
+    """A table in a section is spelt out key by key, but for one that holds tables itself, which is one value."""
     found: dict[str, Any] = {}
-    values = config.model_dump(mode="json")
-    for name in type(config).model_fields:
-        section = getattr(config, name)
-        if isinstance(section, BaseModel):
-            fields = section.model_fields_set if said_only else type(section).model_fields
-            inner = cast(dict[str, Any], values[name])
-            for key in (k for k in type(section).model_fields if k in fields):
-                found.update(_spelt_out(f"{name}.{key}", getattr(section, key), inner[key], said_only))
-        elif not said_only or name in config.model_fields_set:
-            found[name] = values[name]
+    for key in type(section).model_fields:
+        value = getattr(section, key)
+        if isinstance(value, BaseModel) and not (prefix and any(isinstance(v, BaseModel) for _, v in value)):
+            found |= _by_key(value, dumped[key], f"{prefix}{key}.", said_only)
+        elif not said_only or key in section.model_fields_set:
+            found[prefix + key] = dumped[key]
     return found
 
 
-def _spelt_out(name: str, value: Any, dumped: Any, said_only: bool) -> dict[str, Any]:
-    """A table of plain values key by key; anything else, and what holds tables itself, as one value."""
-    if not isinstance(value, BaseModel) or any(isinstance(v, BaseModel) for _, v in value):
-        return {name: dumped}
-    fields = value.model_fields_set if said_only else type(value).model_fields
-    return {f"{name}.{key}": dumped[key] for key in type(value).model_fields if key in fields}
+def unread(config: RunConfig, keys: Iterable[str], why: str) -> Iterator[str]:
+    """What is wrong with each of the dotted ``keys`` that was set and that nothing reads."""
+    said = settings(config, said_only=True)
+    return (f"{key} has no effect {why}" for key in keys if key in said)
+
+
+def said_of(config: RunConfig, section: str) -> list[str]:
+    """Dotted keys of a section that were set."""
+    return [key for key in settings(config, said_only=True) if key.startswith(f"{section}.")]
 
 
 def print_resolved(resolved: Resolved[Any]) -> None:

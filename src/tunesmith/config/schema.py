@@ -152,14 +152,18 @@ class EnvironmentSection(Section):
         return self.path is not None or bool(self.tools)
 
 
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+Correction = Literal[
+    "none", "token_truncate", "token_clamp", "icepop", "sequence_truncate", "sequence_mask", "geometric"
+]
+
+
 class AlgorithmSection(Section):
     name: str = "grpo"
     """A preset: fills in every key below that is left out."""
     advantage: str | None = None
     loss: str | None = None
-    aggregation: (
-        Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] | None
-    ) = None
+    aggregation: Aggregation | None = None
     clip_low: Annotated[float, Field(ge=0)] | None = None
     clip_high: Annotated[float, Field(ge=0)] | None = None
     dual_clip: Annotated[float, Field(gt=1)] | None = None
@@ -192,18 +196,7 @@ class AlgorithmSection(Section):
     """How far a value may move from the one before the update; 0 is off."""
     decoupled: bool | None = None
     """Let the trainer recompute the log-probabilities before the update; None: if there is a correction."""
-    correction: (
-        Literal[
-            "none",
-            "token_truncate",
-            "token_clamp",
-            "icepop",
-            "sequence_truncate",
-            "sequence_mask",
-            "geometric",
-        ]
-        | None
-    ) = None
+    correction: Correction | None = None
     """Weight of each token for the difference between trainer and sampler (needs ``decoupled``)."""
     correction_low: Annotated[float, Field(ge=0)] | None = None
     correction_high: Annotated[float, Field(gt=0)] | None = None

@@ -50,6 +50,8 @@ class SystemSection(Section):
     """``host:port`` of a running cluster; None: that of RAY_ADDRESS, else one is started on this machine."""
     ray_runtime_env: Annotated[dict[str, Any] | None, Field(description="a table, as Ray has it")] = None
     """Ray's runtime environment of the actors, such as ``{env_vars = {NCCL_DEBUG = "INFO"}}``."""
+    trainer_ranks: PositiveInt = 1
+    """With a cluster, processes that share out each step's micro-batches; a critic of its own has as many."""
     trainer_restarts: Annotated[int, Field(ge=0)] = 3
     """With a cluster, how often the run resumes by itself when its trainer, reference or critic dies."""
     placement: PlacementSection | None = None

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
-
 from pydantic import BaseModel
 
-from tunesmith.config.describe import is_section, sections_of
-from tunesmith.config.places import KeyPath, dotted
-from tunesmith.config.problems import Problem
+from tunesmith.config.describe import field_at, is_section, sections_of
+from tunesmith.config.problems import KeyPath, dotted
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.synonyms import PREFERENCE, RENAMED, WITHOUT_EQUIVALENT
+from tunesmith.config.synonyms import RENAMED, WITHOUT_EQUIVALENT
 from tunesmith.errors import nearest
-
-
-def unknown_keys(kind: type[RunConfig], data: Mapping[str, Any]) -> list[Problem]:
-    """A problem for every key of ``data`` that ``kind`` does not have."""
-    everywhere = all_keys(kind)
-    return [Problem(path, _explain(kind, path, valid, everywhere)) for path, valid in _walk([kind], data, ())]
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -30,27 +20,11 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-def _walk(
-    sections: list[type[BaseModel]], data: Mapping[str, Any], path: KeyPath
-) -> Iterator[tuple[KeyPath, list[str]]]:
-    """Unknown keys, each with the valid ones beside it."""
-    fields = {name: field for section in sections for name, field in section.model_fields.items()}
-    for key, value in data.items():
-        if key not in fields:
-            yield (*path, key), list(fields)
-        elif inner := list(sections_of(fields[key].annotation)):
-            yield from _walk_value(inner, value, (*path, key))
-
-
-def _walk_value(sections: list[type[BaseModel]], value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, list[str]]]:
-    if isinstance(value, dict):
-        yield from _walk(sections, cast(dict[str, Any], value), path)
-    elif isinstance(value, list):
-        for index, item in enumerate(cast(list[Any], value)):
-            yield from _walk_value(sections, item, (*path, index))
-
-
-def _explain(kind: type[RunConfig], path: KeyPath, valid: list[str], everywhere: list[str]) -> str:
+def explain_unknown(kind: type[RunConfig], path: KeyPath) -> str:
+    """What is wrong with a key that ``kind`` does not have, and what there is instead."""
+    above = field_at(kind, path[:-1])
+    sections = [kind] if above is None else list(sections_of(above.annotation))
+    valid, everywhere = [name for section in sections for name in section.model_fields], all_keys(kind)
     name, word = dotted(path), str(path[-1])
     elsewhere = [key for key in everywhere if key.rpartition(".")[2] == word]
     if path == ("rollout",) and "sampling" in kind.model_fields:
@@ -59,7 +33,7 @@ def _explain(kind: type[RunConfig], path: KeyPath, valid: list[str], everywhere:
         return f"[{word}] has no meaning for supervised training; train with a reward with: tunesmith rl"
     if reason := WITHOUT_EQUIVALENT.get(word):
         return f"there is no {name}: {reason}."
-    if renamed := [key for key in (*RENAMED.get(word, ()), *PREFERENCE.get(word, ())) if key in everywhere]:
+    if renamed := [key for key in RENAMED.get(word, ()) if key in everywhere]:
         return f"{name} is called {' and '.join(renamed)} here."
     if elsewhere:
         return f"unknown key {name}; did you mean {' or '.join(elsewhere)}?"

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from tunesmith.config.sizes import checked_size
-from tunesmith.config.urls import checked_url
+
+
+def checked_url(text: str) -> str:
+    """The same text.
+
+    Raises:
+        ValueError: it is no http address with a host.
+    """
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        valid = False
+    if not valid:
+        raise ValueError(f"{text!r} is no URL; write it in full, such as 'http://127.0.0.1:8100/reward'")
+    return text
+
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -11,9 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.data.tokens import Span, Tokenizer
+from tunesmith.data.trie import common_length
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.types import Message
 
@@ -45,11 +46,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """Probe the template of ``tokenizer``.
-
-        Raises:
-            ConfigError: there is no chat template.
-        """
+        """Probe the template of ``tokenizer``; a ConfigError where it has none."""
         if not tokenizer.chat_template:
             raise ConfigError(
                 "this tokenizer has no chat template. Name a template file with model.chat_template, or "
@@ -84,14 +81,10 @@ class ChatTemplate:
         except Exception as error:  # a template may raise anything, on purpose or by accident
             roles = ", ".join(str(message.get("role")) for message in messages[:6])
             raise DataError(f"the chat template refuses this conversation ({roles}): {error}") from error
-        return cast("str", text)
+        return text
 
     def whole(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
-        """As ``render``, and certain that nothing the user or the system said is lost.
-
-        Raises:
-            DataError: the template refuses the conversation or leaves a message out.
-        """
+        """As ``render``, and a DataError where something that the user or the system said is lost."""
         text = self.render(messages, tools, prompt=prompt)
         self._check_kept(messages, text)
         return text
@@ -131,11 +124,7 @@ class ChatTemplate:
         return self.stop_marker.lstrip() in self.special
 
     def check_system(self) -> None:
-        """Refuse a template that has no place for a system message.
-
-        Raises:
-            ConfigError: it refuses one, or leaves it out without a word.
-        """
+        """Refuse (ConfigError) a template that refuses a system message, or leaves it out without a word."""
         messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "x"}]
         try:
             self.whole(messages, prompt=True)
@@ -185,7 +174,7 @@ class ChatTemplate:
         text = self.render(messages, tools)
         number = len(messages)
         if not text.startswith(before):
-            same = _common(before, text)
+            same = common_length(before, text)
             raise DataError(
                 f"the chat template renders the assistant's turn in message {number} as "
                 f"{_short(text[same:])}, but asks the model to continue after {_short(before[same:])}: what "
@@ -220,16 +209,16 @@ class ChatTemplate:
         from transformers.utils import chat_template_utils
 
         before = self.render(messages[:-1], tools) if len(messages) > 1 else ""
-        texts, marks = cast("Any", chat_template_utils).render_jinja_template(
+        made: Any = chat_template_utils.render_jinja_template(
             conversations=[list(messages)],
             tools=tools,
             chat_template=self.tokenizer.get_chat_template(tools=tools),
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
-        text = cast("str", texts[0])
-        same = _common(before, text)
-        spans = tuple((a, b) for a, b in cast("list[Span]", marks[0]) if a >= same and b > a)
+        text, marks = made[0][0], made[1][0]
+        same = common_length(before, text)
+        spans = tuple((a, b) for a, b in marks if a >= same and b > a)
         if not spans:
             raise DataError(
                 f"the chat template's {{% generation %}} tags do not mark the assistant's turn in message "
@@ -250,11 +239,6 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
         return None
     ids: list[int] = tokenizer(template.stop_marker.strip(), add_special_tokens=False)["input_ids"]
     return ids[-1] if ids else None
-
-
-def _common(a: str, b: str) -> int:
-    """Length of the common beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _squash(text: str) -> str:

@@ -14,18 +14,17 @@ Shape legend: ``T`` tokens, ``N`` predictions (loss tokens), ``S`` samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tunesmith.data.trie import Node, build_nodes, num_forest_tokens, prefix_order
+from tunesmith.data.trie import Node, build_nodes, prefix_order
 from tunesmith.types import Sample
-
-__all__ = ["Forest", "Predictions", "Segment", "num_forest_tokens", "plant"]
 
 
 class Segment(NamedTuple):
@@ -65,20 +64,10 @@ class Forest:
 
     def to(self, device: torch.device) -> Forest:
         """The same forest with its tensors on ``device``."""
-
-        def move(t: Tensor) -> Tensor:
-            return t.to(device, non_blocking=True)
-
-        return Forest(
-            move(self.token_ids),
-            move(self.position_ids),
-            self.segments,
-            move(self.source),
-            move(self.targets),
-            move(self.sample),
-            self.sample_ids,
-            {name: move(column) for name, column in self.columns.items()},
-        )
+        names = ("token_ids", "position_ids", "source", "targets", "sample")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        columns = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
+        return replace(self, **moved, columns=columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +101,7 @@ def plant(samples: Sequence[Sample], indices: Sequence[int] | None = None, *, sh
         _check(sample, picked[0])
     lengths = [len(sample.token_ids) for sample in picked]
     nodes, last = build_nodes(lengths, prefix_order(picked, share=share))
-    starts = _starts(nodes)
+    starts = list(accumulate((n.stop - n.start for n in nodes), initial=0))[:-1]
     token_ids = [t for n in nodes for t in picked[n.sample].token_ids[n.start : n.stop]]
     positions = [np.arange(n.start, n.stop, dtype=np.int64) for n in nodes]
 
@@ -147,15 +136,6 @@ def _check(sample: Sample, first: Sample) -> None:
     assert all(len(column) == length for column in sample.columns.values()), "a column is not as long as token_ids"
 
 
-def _starts(nodes: Sequence[Node]) -> list[int]:
-    starts: list[int] = []
-    row = 0
-    for node in nodes:
-        starts.append(row)
-        row += node.stop - node.start
-    return starts
-
-
 def _rows(length: int, end: int, nodes: Sequence[Node], starts: Sequence[int]) -> NDArray[np.int64]:
     """Row of each token of a sample that ends in node ``end``: its path from there up to the root."""
     rows = np.empty(length, dtype=np.int64)
@@ -172,4 +152,4 @@ def _at(values: Sequence[float], at: NDArray[np.intp], dtype: type[np.generic]) 
 
 
 def _flat(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=dtype))  # pyright: ignore[reportUnknownMemberType]
+    return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=dtype))

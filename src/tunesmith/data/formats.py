@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from tunesmith.data.sources import BadLine, Columns, Row
-from tunesmith.errors import nearest
+from tunesmith.data.sources import Columns, Row
+from tunesmith.errors import nearest, shortened
 from tunesmith.types import Message, Prompt
 
 Goal = Literal["rl", "sft", "pairs", "judged", "steps"]
@@ -36,14 +36,14 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Which columns hold what. ``context`` is Alpaca's optional ``input`` beside ``instruction``."""
+    """Which columns hold what ("": none). ``context`` is Alpaca's optional ``input`` beside ``instruction``."""
 
     kind: Literal["text", "prompt", "prompt_completion", "messages", "pairs", "judged", "steps"]
-    prompt: str | None = None
-    completion: str | None = None
-    context: str | None = None
-    text: str | None = None
-    messages: str | None = None
+    prompt: str = ""
+    completion: str = ""
+    context: str = ""
+    text: str = ""
+    messages: str = ""
 
     def describe(self, goal: Goal) -> str:
         """A short sentence for the resolved configuration."""
@@ -92,69 +92,53 @@ class Example:
     """Labels of the steps of ``text``: a copy of it with labels for separators, or a list."""
     tools: list[Any] | None = None
     columns: Columns = field(default_factory=dict[str, Any])
+    source: int = 0
+    """Index of the source that it is from."""
 
 
 def detect(row: Row, goal: Goal, prompt: str | None = None, completion: str | None = None) -> Format:
-    """The format of a line, from its column names and what the configuration says.
+    """The format of a line, from its column names and what the configuration says; or a BadLine."""
+    check_named(row, prompt, completion)
+    columns, training = row.columns.keys(), goal == "sft"
+    if prompt is None and completion is None:
+        conversation = next((name for name in CONVERSATIONS if name in columns), None)
+        canonical = {"prompt", "completion"} if training else {"prompt"}
+        if conversation and not canonical <= columns:
+            return Format("messages", messages=conversation)
+        if training and TEXT in columns and (columns.isdisjoint(PROMPTS) or columns.isdisjoint(COMPLETIONS)):
+            return Format("text", text=TEXT)
+    if prompt in CONVERSATIONS and completion is None:
+        return Format("messages", messages=prompt)
+    asking = prompt or only_column(row, PROMPTS, "data.prompt")
+    if asking and not training:
+        return Format("prompt", prompt=asking, context=context_of(asking))
+    answering = completion or (only_column(row, COMPLETIONS, "data.completion") if training else None)
+    if asking and answering:
+        return Format("prompt_completion", prompt=asking, completion=answering, context=context_of(asking))
+    missing, found = "completion" if asking else "prompt", found_columns(row)
+    needed = f"needs one of {', '.join(PROMPTS)} or {CONVERSATIONS[0]}"
+    if training:
+        needed = (
+            f"supervised training needs 'messages', 'text', or a prompt ({', '.join(PROMPTS)}) with a completion "
+            f"({', '.join(COMPLETIONS)})"
+        )
+    raise row.bad(f"no {missing}; found columns: {found}; {needed}, or set data.{missing}")
 
-    Raises:
-        BadLine: with the columns found and those needed.
-    """
+
+def check_named(row: Row, prompt: str | None, completion: str | None) -> None:
+    """Refuse a line without the columns that the configuration names."""
     for name, key in ((prompt, "data.prompt"), (completion, "data.completion")):
         if name is not None and name not in row.columns:
             close = nearest(name, row.columns)
-            raise BadLine(row.where, f"no column '{name}' ({key}), found: {found_columns(row)}.{close}".rstrip("."))
-    return _detect_rl(row, prompt) if goal == "rl" else _detect_sft(row, prompt, completion)
+            raise row.bad(f"no column '{name}' ({key}), found: {found_columns(row)}.{close}".rstrip("."))
 
 
-def _detect_rl(row: Row, named: str | None) -> Format:
-    conversation = next((name for name in CONVERSATIONS if name in row.columns), None)
-    if named is None and conversation and "prompt" not in row.columns:
-        return Format("messages", messages=conversation)
-    prompt = named or only_column(row, PROMPTS, "data.prompt")
-    if prompt is None:
-        needed = f"{', '.join(PROMPTS)} or {CONVERSATIONS[0]}"
-        raise BadLine(
-            row.where, f"no prompt; found columns: {found_columns(row)}; needs one of {needed}, or set data.prompt"
-        )
-    if named in CONVERSATIONS:
-        return Format("messages", messages=named)
-    return Format("prompt", prompt=prompt, context=context_of(prompt))
-
-
-def _detect_sft(row: Row, named_prompt: str | None, named_completion: str | None) -> Format:
-    columns = row.columns
-    conversation = next((name for name in CONVERSATIONS if name in columns), None)
-    if named_prompt is None and named_completion is None:
-        if conversation and not ("prompt" in columns and "completion" in columns):
-            return Format("messages", messages=conversation)
-        if TEXT in columns and not (_has(row, PROMPTS) and _has(row, COMPLETIONS)):
-            return Format("text", text=TEXT)
-    if named_prompt in CONVERSATIONS and named_completion is None:
-        return Format("messages", messages=named_prompt)
-    prompt = named_prompt or only_column(row, PROMPTS, "data.prompt")
-    completion = named_completion or only_column(row, COMPLETIONS, "data.completion")
-    if prompt is None or completion is None:
-        missing = "prompt" if prompt is None else "completion"
-        raise BadLine(
-            row.where,
-            f"no {missing}; found columns: {found_columns(row)}; supervised training needs 'messages', 'text', or a "
-            f"prompt ({', '.join(PROMPTS)}) with a completion ({', '.join(COMPLETIONS)}), or set "
-            f"data.{missing}",
-        )
-    return Format("prompt_completion", prompt=prompt, completion=completion, context=context_of(prompt))
-
-
-def context_of(prompt: str) -> str | None:
-    return "input" if prompt == "instruction" else None
+def context_of(prompt: str) -> str:
+    return "input" if prompt == "instruction" else ""
 
 
 def found_columns(row: Row) -> str:
     return ", ".join(row.columns) or "none"
-
-
-def _has(row: Row, names: tuple[str, ...]) -> bool:
-    return any(name in row.columns for name in names)
 
 
 def only_column(row: Row, names: tuple[str, ...], key: str) -> str | None:
@@ -163,7 +147,7 @@ def only_column(row: Row, names: tuple[str, ...], key: str) -> str | None:
     if "instruction" in present and "input" in present:
         present.remove("input")
     if len(present) > 1 and present[0] != names[0]:
-        raise BadLine(row.where, f"the columns {', '.join(present)} could each be meant; say which with {key}")
+        raise row.bad(f"the columns {', '.join(present)} could each be meant; say which with {key}")
     return present[0] if present else None
 
 
@@ -173,60 +157,63 @@ def convert(row: Row, form: Format, goal: Goal) -> Example:
     Raises:
         BadLine: a column is missing, empty or of the wrong type.
     """
-    columns = {name: value for name, value in row.columns.items() if name != "prompt"}
-    identity = row.columns.get("id")
-    made_id = str(identity) if isinstance(identity, str | int) and str(identity) else row.where
-    tools = read_tools(row)
+    made = unread(row)
     if form.kind == "text":
-        text = read_text(row, cast("str", form.text))
-        return Example(row.where, made_id, text=text, columns=columns)
+        return replace(made, text=read_text(row, form.text), tools=None)
     if form.kind == "messages":
-        messages = read_messages(row, cast("str", form.messages))
+        messages = read_messages(row, form.messages)
         if goal == "sft":
-            return Example(row.where, made_id, prompt=[], completion=messages, tools=tools, columns=columns)
+            return replace(made, prompt=[], completion=messages)
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
-            raise BadLine(row.where, f"'{form.messages}' holds nothing before the assistant's turn")
-        return Example(row.where, made_id, prompt=messages, tools=tools, columns=columns)
+            raise row.bad(f"'{form.messages}' holds nothing before the assistant's turn")
+        return replace(made, prompt=messages)
     prompt = read_prompt(row, form)
     if goal == "rl":
-        return Example(row.where, made_id, prompt=prompt, tools=tools, columns=columns)
-    completion = read_side(row, cast("str", form.completion))
-    if isinstance(completion, list) and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    return Example(row.where, made_id, prompt=prompt, completion=completion, tools=tools, columns=columns)
+        return replace(made, prompt=prompt)
+    completion = read_side(row, form.completion)
+    return replace(made, prompt=asked(prompt, completion), completion=completion)
+
+
+def unread(row: Row) -> Example:
+    """The example of a line before its prompt and answers are read."""
+    columns = {name: value for name, value in row.columns.items() if name != "prompt"}
+    identity = row.columns.get("id")
+    made_id = str(identity) if isinstance(identity, str | int) and str(identity) else row.where
+    return Example(row.where, made_id, tools=read_tools(row), columns=columns)
+
+
+def asked(prompt: Prompt, answer: Prompt) -> Prompt:
+    """A text prompt as a user's turn where the answer is a conversation."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and isinstance(answer, list) else prompt
 
 
 def read_prompt(row: Row, form: Format) -> Prompt:
-    name = cast("str", form.prompt)
-    prompt = read_side(row, name)
+    prompt = read_side(row, form.prompt)
     if isinstance(prompt, list):
         if prompt[-1]["role"] == "assistant":
-            raise BadLine(row.where, f"'{name}' ends with an assistant turn, so nothing is left to answer")
+            raise row.bad(f"'{form.prompt}' ends with an assistant turn, so nothing is left to answer")
         return prompt
-    context = row.columns.get(form.context) if form.context else None
-    if not context:
-        return prompt
-    return f"{prompt}\n\n{read_text(row, cast('str', form.context))}"
+    return f"{prompt}\n\n{read_text(row, form.context)}" if row.columns.get(form.context) else prompt
 
 
 def read_value(row: Row, name: str) -> Any:
     if name not in row.columns:
-        raise BadLine(row.where, f"no column '{name}', found: {found_columns(row)}")
+        raise row.bad(f"no column '{name}', found: {found_columns(row)}")
     value = row.columns[name]
     if value is None:
-        raise BadLine(row.where, f"'{name}' is null")
+        raise row.bad(f"'{name}' is null")
     return value
 
 
 def read_text(row: Row, name: str) -> str:
     value = read_value(row, name)
     if not isinstance(value, str):
-        raise BadLine(row.where, f"'{name}' is {type(value).__name__} ({shortened(value)}), needs text")
+        raise row.bad(f"'{name}' is {type(value).__name__} ({brief(value)}), needs text")
     if not value:
-        raise BadLine(row.where, f"'{name}' is empty")
-    _check_unicode(row, name, value)
+        raise row.bad(f"'{name}' is empty")
+    check_unicode(row, name, value)
     return value
 
 
@@ -235,17 +222,16 @@ def read_side(row: Row, name: str) -> Prompt:
     return read_messages(row, name) if isinstance(value, list) else read_text(row, name)
 
 
-def _check_unicode(row: Row, name: str, text: str) -> None:
+def check_unicode(row: Row, name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         reason = f"'{name}' has half of a surrogate pair at character {error.start}; no tokenizer reads that"
-        raise BadLine(row.where, reason) from error
+        raise row.bad(reason) from error
 
 
-def shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def brief(value: object) -> str:
+    return shortened(repr(value), 40)
 
 
 def read_tools(row: Row) -> list[Any] | None:
@@ -257,10 +243,10 @@ def read_tools(row: Row) -> list[Any] | None:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise BadLine(row.where, f"'tools' is text, but not JSON ({error})") from error
+            raise row.bad(f"'tools' is text, but not JSON ({error})") from error
     if not isinstance(value, list):
-        raise BadLine(row.where, f"'tools' is {type(value).__name__}, needs a list of JSON schemas")
-    return cast("list[Any]", value)
+        raise row.bad(f"'tools' is {type(value).__name__}, needs a list of JSON schemas")
+    return value
 
 
 def read_messages(row: Row, name: str) -> list[Message]:
@@ -270,48 +256,41 @@ def read_messages(row: Row, name: str) -> list[Message]:
             value = json.loads(value)
         except ValueError as error:
             reason = f"'{name}' is text, needs a list of messages (or that list as JSON)"
-            raise BadLine(row.where, reason) from error
+            raise row.bad(reason) from error
     if not isinstance(value, list):
-        raise BadLine(row.where, f"'{name}' is {type(value).__name__}, needs a list of messages")
+        raise row.bad(f"'{name}' is {type(value).__name__}, needs a list of messages")
     if not value:
-        raise BadLine(row.where, f"'{name}' is empty")
-    return [_message(row, f"{name}[{i}]", item) for i, item in enumerate(cast("list[Any]", value))]
+        raise row.bad(f"'{name}' is empty")
+    return [_message(row, f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
 def _message(row: Row, place: str, item: Any) -> Message:
     """One message with a known role and text content. Keys that are null (absent, in a table) are dropped."""
     if not isinstance(item, Mapping):
-        raise BadLine(row.where, f"{place} is {type(item).__name__}, needs an object with role and content")
-    message = {str(k): v for k, v in cast("Mapping[Any, Any]", item).items() if v is not None}
+        raise row.bad(f"{place} is {type(item).__name__}, needs an object with role and content")
+    message = {str(k): v for k, v in item.items() if v is not None}
     if "from" in message and "role" not in message:
         sender = message.pop("from")
-        message = {
-            "role": SHAREGPT_ROLES.get(sender, sender),
-            "content": message.pop("value", None),
-            **message,
-        }
+        message = {"role": SHAREGPT_ROLES.get(sender, sender), "content": message.pop("value", None), **message}
     role = message.get("role")
     if not isinstance(role, str):
-        raise BadLine(row.where, f"{place} has no role, found: {', '.join(message) or 'nothing'}")
+        raise row.bad(f"{place} has no role, found: {', '.join(message) or 'nothing'}")
     if role not in ROLES:
-        raise BadLine(row.where, f"{place} has the unknown role '{role}'.{nearest(role, ROLES)}".rstrip("."))
+        raise row.bad(f"{place} has the unknown role '{role}'.{nearest(role, ROLES)}".rstrip("."))
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(_part(row, place, part) for part in cast("list[Any]", content))
+        content = "".join(_part(row, place, part) for part in content)
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise BadLine(row.where, f"{place} has no text in 'content', found: {', '.join(message)}")
-    _check_unicode(row, f"{place}.content", content)
+        raise row.bad(f"{place} has no text in 'content', found: {', '.join(message)}")
+    check_unicode(row, f"{place}.content", content)
     return {**message, "content": content}
 
 
 def _part(row: Row, place: str, part: Any) -> str:
-    known: Mapping[str, Any] = cast("Mapping[str, Any]", part) if isinstance(part, Mapping) else {}
+    known: Mapping[str, Any] = part if isinstance(part, Mapping) else {}
     text = known.get("text")
     if known.get("type", "text") != "text" or not isinstance(text, str):
-        raise BadLine(
-            row.where,
-            f"{place} has a part that is not text ({shortened(cast('object', part))}); only text can be trained",
-        )
+        raise row.bad(f"{place} has a part that is not text ({brief(part)}); only text can be trained")
     return text

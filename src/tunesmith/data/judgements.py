@@ -6,10 +6,8 @@ answers, whole conversations or whole texts, begin with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import Any, cast
 
 from tunesmith.data.formats import (
     COMPLETIONS,
@@ -17,17 +15,21 @@ from tunesmith.data.formats import (
     Example,
     Format,
     Goal,
+    asked,
+    brief,
+    check_named,
+    check_unicode,
     context_of,
     found_columns,
     only_column,
     read_prompt,
     read_side,
     read_text,
-    read_tools,
     read_value,
-    shortened,
+    unread,
 )
-from tunesmith.data.sources import BadLine, Row
+from tunesmith.data.sources import Row
+from tunesmith.data.trie import common_length
 from tunesmith.errors import nearest
 from tunesmith.types import Message, Prompt
 
@@ -40,63 +42,49 @@ NEEDED = {
 
 
 def detect_judgement(row: Row, goal: Goal, prompt: str | None = None, completion: str | None = None) -> Format:
-    """The format of a line for reward models and preferences; as ``formats.detect``.
-
-    Raises:
-        BadLine: with the columns found and those needed.
-    """
-    for name, key in ((prompt, "data.prompt"), (completion, "data.completion")):
-        if name is not None and name not in row.columns:
-            raise BadLine(row.where, f"no column '{name}' ({key}), found: {found_columns(row)}")
+    """The format of a line for reward models and preferences; as ``formats.detect``."""
+    check_named(row, prompt, completion)
     tags = next((name for name in ("label", "value") if name in row.columns), None)
     if goal == "steps" and prompt is None and tags and "input" in row.columns and "completions" not in row.columns:
         return Format("steps", text="input", completion=tags)
-    asked = prompt or only_column(row, PROMPTS, "data.prompt")
-    context = context_of(asked) if asked else None
+    asking = prompt or only_column(row, PROMPTS, "data.prompt")
+    context = context_of(asking or "")
     if goal != "steps" and {"chosen", "rejected"} <= row.columns.keys() and completion is None:
-        return Format("pairs", prompt=asked, context=context)
+        return Format("pairs", prompt=asking or "", context=context)
     answered = completion or (only_column(row, COMPLETIONS, "data.completion") if goal == "judged" else None)
-    if goal == "judged" and asked and answered and "label" in row.columns:
-        return Format("judged", prompt=asked, completion=answered, context=context)
-    if goal == "steps" and asked and {"completions", "labels"} <= row.columns.keys():
-        return Format("steps", prompt=asked, context=context)
+    if goal == "judged" and asking and answered and "label" in row.columns:
+        return Format("judged", prompt=asking, completion=answered, context=context)
+    if goal == "steps" and asking and {"completions", "labels"} <= row.columns.keys():
+        return Format("steps", prompt=asking, context=context)
     wanted = {"pairs": ("chosen", "rejected"), "judged": ("label",), "steps": ("completions", "labels")}[goal]
     close = next((c for name in wanted if name not in row.columns and "Did" in (c := nearest(name, row.columns))), "")
     missing = " and no ".join(name for name in wanted if name not in row.columns) or "prompt or completion"
     found = found_columns(row)
-    raise BadLine(row.where, f"no {missing}; found columns: {found}; needs {NEEDED[goal]}.{close}".rstrip("."))
+    raise row.bad(f"no {missing}; found columns: {found}; needs {NEEDED[goal]}.{close}".rstrip("."))
 
 
 def convert_judgement(row: Row, form: Format) -> Example:
-    """The line in one shape; as ``formats.convert``.
-
-    Raises:
-        BadLine: a column is missing, empty or of the wrong type; or there is nothing to tell good from bad by.
-    """
-    columns = {name: value for name, value in row.columns.items() if name != "prompt"}
-    identity = row.columns.get("id")
-    made_id = str(identity) if isinstance(identity, str | int) and str(identity) else row.where
-    plain = Example(row.where, made_id, tools=read_tools(row), columns=columns)
+    """The line in one shape; as ``formats.convert``. BadLine also where nothing tells good from bad."""
+    plain = unread(row)
     if form.kind == "pairs":
         prompt, chosen, rejected = _pair(row, form)
         return replace(plain, prompt=prompt, completion=chosen, rejected=rejected, margin=_margin(row))
-    if form.kind == "steps" and form.text is not None:
-        tags = read_value(row, cast("str", form.completion))
+    if form.kind == "steps" and form.text:
+        tags = read_value(row, form.completion)
         if not isinstance(tags, str | list):
-            raise BadLine(row.where, f"'{form.completion}' is {shortened(tags)}, needs text or a list")
+            raise row.bad(f"'{form.completion}' is {brief(tags)}, needs text or a list")
         text = read_text(row, form.text)
-        return replace(plain, text=text, tags=cast("str | list[Any]", tags))
+        return replace(plain, text=text, tags=tags)
     prompt = read_prompt(row, form)
     if form.kind == "judged":
-        completion = read_side(row, cast("str", form.completion))
+        completion = read_side(row, form.completion)
         label = read_value(row, "label")
         if not isinstance(label, bool):
-            raise BadLine(row.where, f"'label' is {shortened(label)}, needs true (desirable) or false")
-        prompt = _asked(prompt, completion)
-        return replace(plain, prompt=prompt, completion=completion, desirable=label)
+            raise row.bad(f"'label' is {brief(label)}, needs true (desirable) or false")
+        return replace(plain, prompt=asked(prompt, completion), completion=completion, desirable=label)
     steps, labels = _steps(row), _labels(row)
     if len(steps) != len(labels):
-        raise BadLine(row.where, f"{len(steps)} steps in 'completions' and {len(labels)} 'labels'; give one each")
+        raise row.bad(f"{len(steps)} steps in 'completions' and {len(labels)} 'labels'; give one each")
     return replace(plain, prompt=prompt, steps=steps, labels=labels)
 
 
@@ -104,27 +92,22 @@ def _pair(row: Row, form: Format) -> tuple[Prompt, Prompt, Prompt]:
     """Prompt, chosen and rejected answer."""
     chosen, rejected = (read_side(row, name) for name in ("chosen", "rejected"))
     if chosen == rejected:
-        raise BadLine(row.where, "'chosen' and 'rejected' are the same, so nothing is preferred")
+        raise row.bad("'chosen' and 'rejected' are the same, so nothing is preferred")
     prompt = read_prompt(row, form) if form.prompt else None
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _talks(row, prompt, chosen, rejected)
     if not isinstance(chosen, str) or not isinstance(rejected, str):
-        raise BadLine(row.where, "one of 'chosen' and 'rejected' is text and the other a conversation")
+        raise row.bad("one of 'chosen' and 'rejected' is text and the other a conversation")
     if prompt is not None:
         return prompt, chosen, rejected
-    at = _alike(chosen, rejected)
+    at = common_length(chosen, rejected)
     # The border goes before a blank, so that no word is cut and the answers begin as they would be sampled.
     while at and not chosen[at - 1].isspace():
         at -= 1
     at = len(chosen[:at].rstrip())
     if not at:
-        raise BadLine(row.where, "there is no prompt, and 'chosen' and 'rejected' do not begin alike")
+        raise row.bad("there is no prompt, and 'chosen' and 'rejected' do not begin alike")
     return chosen[:at], chosen[at:], rejected[at:]
-
-
-def _alike(a: Sequence[object], b: Sequence[object]) -> int:
-    """Length of what both begin with."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _talks(
@@ -132,26 +115,20 @@ def _talks(
 ) -> tuple[Prompt, Prompt, Prompt]:
     """Of conversations: answers to the prompt, or whole ones, which the prompt's column only repeats."""
     if prompt is None or chosen[0]["role"] != "assistant":
-        alike = _alike(chosen, rejected)
+        alike = common_length(chosen, rejected)
         prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer:
-            raise BadLine(row.where, f"'{name}' has no answer of its own: it is the beginning of the other")
+            raise row.bad(f"'{name}' has no answer of its own: it is the beginning of the other")
         if answer[0]["role"] != "assistant":
-            raise BadLine(
-                row.where,
-                f"'{name}' differs from the other in a turn of the {answer[0]['role']}; the two must answer one prompt",
+            raise row.bad(
+                f"'{name}' differs from the other in a turn of the {answer[0]['role']}; the two must answer one prompt"
             )
         if not any(turn["content"].strip() for turn in answer if turn["role"] == "assistant"):
-            raise BadLine(row.where, f"'{name}' is empty")
+            raise row.bad(f"'{name}' is empty")
     if not prompt:
-        raise BadLine(row.where, "there is no prompt before the answers in 'chosen' and 'rejected'")
-    return _asked(prompt, chosen), chosen, rejected
-
-
-def _asked(prompt: Prompt, answer: Prompt) -> Prompt:
-    """A text prompt as a user's turn where the answer is a conversation."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and isinstance(answer, list) else prompt
+        raise row.bad("there is no prompt before the answers in 'chosen' and 'rejected'")
+    return asked(prompt, chosen), chosen, rejected
 
 
 def _margin(row: Row) -> float:
@@ -159,27 +136,27 @@ def _margin(row: Row) -> float:
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise BadLine(row.where, f"'margin' is {shortened(value)}, needs a number")
+        raise row.bad(f"'margin' is {brief(value)}, needs a number")
     return float(value)
 
 
 def _steps(row: Row) -> tuple[str, ...]:
     steps = read_value(row, "completions")
     if not isinstance(steps, list) or not steps:
-        raise BadLine(row.where, f"'completions' is {shortened(steps)}, needs a list of steps")
-    for number, step in enumerate(cast("list[Any]", steps), 1):
+        raise row.bad(f"'completions' is {brief(steps)}, needs a list of steps")
+    for number, step in enumerate(steps, 1):
         if not isinstance(step, str) or not step.strip():
-            raise BadLine(row.where, f"step {number} of 'completions' is {shortened(step)}, needs text")
-        read_text(Row(row.file, row.line, {f"completions[{number - 1}]": step}), f"completions[{number - 1}]")
-    return tuple(cast("list[str]", steps))
+            raise row.bad(f"step {number} of 'completions' is {brief(step)}, needs text")
+        check_unicode(row, f"completions[{number - 1}]", step)
+    return tuple(steps)
 
 
 def _labels(row: Row) -> tuple[float, ...]:
     labels = read_value(row, "labels")
     if not isinstance(labels, list):
-        raise BadLine(row.where, f"'labels' is {shortened(labels)}, needs a list with a label for each step")
-    for number, label in enumerate(cast("list[Any]", labels), 1):
+        raise row.bad(f"'labels' is {brief(labels)}, needs a list with a label for each step")
+    for number, label in enumerate(labels, 1):
         if not isinstance(label, int | float) or not 0 <= label <= 1:
-            reason = f"label {number} is {shortened(label)}, needs true, false or a number from 0 to 1"
-            raise BadLine(row.where, reason)
-    return tuple(float(label) for label in cast("list[Any]", labels))
+            reason = f"label {number} is {brief(label)}, needs true, false or a number from 0 to 1"
+            raise row.bad(reason)
+    return tuple(float(label) for label in labels)

@@ -77,11 +77,6 @@ class Loader(Generic[T]):
         """Whole passes so far: over the slowest part of a mixture."""
         return min(taken // len(part) for taken, part in zip(self._taken, self.parts, strict=True))
 
-    @property
-    def taken(self) -> dict[str, int]:
-        """Items drawn so far from each part."""
-        return {part.name: taken for part, taken in zip(self.parts, self._taken, strict=True)}
-
     def next_batch(self, n: int | None = None) -> list[T]:
         """The next ``n`` items (``batch_size`` by default). A batch may reach into the next epoch."""
         return [self._draw() for _ in range(self.batch_size if n is None else n)]

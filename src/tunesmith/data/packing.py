@@ -1,4 +1,4 @@
-"""Which samples go together into a micro-batch, and which micro-batches to which rank. No torch.
+"""Which samples go together into a micro-batch. No torch.
 
 The token cap is hard. Below it: as few micro-batches as can be found, siblings together so that their prompt
 is computed once, then costs as equal as can be. Everything is deterministic.
@@ -10,14 +10,12 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from tunesmith.data.trie import PrefixOrder, num_forest_tokens, prefix_order
 from tunesmith.errors import DataError
 from tunesmith.types import Sample
-
-__all__ = ["CostModel", "GroupTooLong", "SampleTooLong", "balance", "group_tokens", "num_forest_tokens", "pack"]
 
 EXCHANGES = 200
 """Most moves and swaps made to equalise costs; each one lowers the highest."""
@@ -28,25 +26,11 @@ RELATIVES = 4
 
 
 class SampleTooLong(DataError):
-    """One sample alone is over the cap. ``index`` is its place in the list that was packed."""
-
-    def __init__(self, index: int, tokens: int, limit: int) -> None:
-        super().__init__(
-            f"sample {index} has {tokens} tokens, more than a micro-batch may hold ({limit}): "
-            "raise system.max_tokens_per_microbatch or shorten the sample"
-        )
-        self.index, self.tokens, self.limit = index, tokens, limit
+    """One sample alone is over the cap."""
 
 
 class GroupTooLong(DataError):
     """Samples that have to share a micro-batch are over the cap together."""
-
-    def __init__(self, group: int, tokens: int, limit: int) -> None:
-        super().__init__(
-            f"the samples of group {group} have {tokens} tokens together, more than a micro-batch may hold ({limit}): "
-            "raise system.max_tokens_per_microbatch or shorten them"
-        )
-        self.group, self.tokens, self.limit = group, tokens, limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +60,7 @@ def pack(
     share: bool = True,
     cost: CostModel | None = None,
     keep_groups: bool = False,
+    multiple_of: int = 1,
 ) -> list[list[int]]:
     """Partition ``samples`` into micro-batches whose forests have at most ``max_tokens`` tokens.
 
@@ -83,6 +68,7 @@ def pack(
 
     Args:
         keep_groups: samples of one ``group`` go into one micro-batch, as a loss that compares them needs.
+        multiple_of: there are so many micro-batches, or a multiple, where there is enough to share out.
 
     Returns:
         Indices into ``samples``, ascending in each micro-batch; the costliest micro-batch first, so that one
@@ -94,12 +80,17 @@ def pack(
     """
     for index, sample in enumerate(samples):
         if len(sample.token_ids) > max_tokens:
-            raise SampleTooLong(index, len(sample.token_ids), max_tokens)
+            raise SampleTooLong(
+                f"sample {index} has {len(sample.token_ids)} tokens, more than a micro-batch may hold ({max_tokens}): "
+                "raise system.max_tokens_per_microbatch or shorten the sample"
+            )
     prefixes = prefix_order(samples, share=share)
     if keep_groups:
         prefixes = _grouped(samples, prefixes, share)
     weights = _Weights(samples, prefixes, cost or CostModel(), keep_groups)
     bins = _fewest(weights, _items(weights, max_tokens), max_tokens)
+    if missing := -len(bins) % multiple_of:
+        bins = _shared_out(weights, bins, len(bins) + missing, max_tokens)
     _equalise(weights, bins, max_tokens)
     bins.sort(key=lambda b: (-b.cost, b.items[0].low))
     return [sorted(weights.order[r] for item in b.items for r in range(item.low, item.high)) for b in bins]
@@ -208,7 +199,10 @@ def _items(weights: _Weights, cap: int) -> list[_Item]:
         else:
             between = [r for r in range(low + 1, high) if weights.groups[r] != weights.groups[r - 1]]
             if not between:
-                raise GroupTooLong(weights.groups[low], item.tokens, cap)
+                raise GroupTooLong(
+                    f"the samples of group {weights.groups[low]} have {item.tokens} tokens together, more than a "
+                    f"micro-batch may hold ({cap}): raise system.max_tokens_per_microbatch or shorten them"
+                )
             at = min(weights.shared[r] for r in between)
             stack.extend(((at, low), run) for run in _cut(weights, low, high, at))
     return items
@@ -285,6 +279,15 @@ def _spread(weights: _Weights, items: list[_Item], cap: int, count: int) -> list
     return bins
 
 
+def _shared_out(weights: _Weights, bins: list[_Bin], count: int, cap: int) -> list[_Bin]:
+    """As many as ``count`` instead, of subtrees small enough for that; as they are where those find no room."""
+    runs = [list(run) for _, run in groupby(range(len(weights.order)), weights.groups.__getitem__)]
+    longest = max(weights.item(run[0], run[-1] + 1, (0, 0)).tokens for run in runs)
+    even = -(-sum(b.tokens for b in bins) // count)
+    items = _items(weights, min(cap, max(longest, even)))
+    return _spread(weights, items, cap, min(count, len(items))) or bins
+
+
 def _equalise(weights: _Weights, bins: list[_Bin], cap: int) -> None:
     """Move or swap items between the costliest bin and the cheapest while that brings them closer."""
     for _ in range(EXCHANGES if len(bins) > 1 else 0):
@@ -314,58 +317,3 @@ def _exchange(weights: _Weights, bins: list[_Bin], heavy: int, light: int, cap: 
         return False
     bins[heavy], bins[light] = found
     return True
-
-
-def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Distribute ``costs`` over ``parts`` ranks: counts differ by at most one, sums as little as can be found.
-
-    Karmarkar and Karp's differencing on tuples (Michiels et al. 2003): tuples of one item per rank are joined,
-    those of the widest spread first, the largest of one with the smallest of the other.
-
-    Example:
-        >>> balance([8, 7, 6, 5], 2)
-        [[0, 3], [1, 2]]
-    """
-    assert parts > 0
-    ranked = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for number, start in enumerate(range(0, len(ranked), parts)):
-        tuples = [(float(costs[i]), [i]) for i in ranked[start : start + parts]]
-        tuples += [(0.0, list[int]()) for _ in range(parts - len(tuples))]
-        heap.append((tuples[-1][0] - tuples[0][0], number, tuples))
-    if not heap:
-        return [[] for _ in range(parts)]
-    heapq.heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
-        (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        joined = [(x + y, xs + ys) for (x, xs), (y, ys) in zip(a, reversed(b), strict=True)]
-        joined.sort(key=lambda part: (-part[0], part[1]))
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
-        number += 1
-    parts_found = [part for _, part in heap[0][2]]
-    _swap(costs, parts_found)
-    return sorted((sorted(part) for part in parts_found), key=lambda part: (not part, part))
-
-
-def _swap(costs: Sequence[float], parts: list[list[int]]) -> None:
-    """Even out what tuples cannot, such as one item that outweighs the rest: swap between widest apart ranks."""
-    sums = [sum(costs[i] for i in part) for part in parts]
-    for _ in range(4 * len(parts)):
-        high, low = sums.index(max(sums)), sums.index(min(sums))
-        gap = sums[high] - sums[low]
-        light = sorted(parts[low], key=lambda i: (costs[i], i))
-        values = [costs[i] for i in light]
-        best: tuple[float, int, int] | None = None
-        for i in parts[high]:
-            place = bisect_left(values, costs[i] - gap / 2)
-            for j in light[max(0, place - 1) : place + 1]:
-                left = abs(gap - 2 * (costs[i] - costs[j]))
-                if best is None or left < best[0]:
-                    best = left, i, j
-        if best is None or best[0] >= gap * (1 - 1e-9):
-            return
-        _, i, j = best
-        parts[high][parts[high].index(i)], parts[low][parts[low].index(j)] = j, i
-        moved = costs[i] - costs[j]
-        sums[high], sums[low] = sums[high] - moved, sums[low] + moved

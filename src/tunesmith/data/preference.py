@@ -8,32 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import cast
 
 from tunesmith.config.schema import DataSection
 from tunesmith.data.chat import ChatTemplate, Rendered
-from tunesmith.data.fit import fit_sample
-from tunesmith.data.formats import Example, Goal
-from tunesmith.data.learned import choose_template, learned_texts, with_system
+from tunesmith.data.formats import Example
 from tunesmith.data.packing import num_forest_tokens
-from tunesmith.data.prepare import (
-    Prepared,
-    Sources,
-    as_sources,
-    check_limit,
-    check_section,
-    each_example,
-    prepared,
-    read_examples,
-    sample_of,
-)
-from tunesmith.data.report import Report
-from tunesmith.data.sources import BadLine
-from tunesmith.data.tokens import Span, Tokenizer, encode_with_offsets, leading_ids, mask_spans, with_leading
+from tunesmith.data.prompts import learned_texts, with_system
+from tunesmith.data.reading import Prepared, Reading, Sources
+from tunesmith.data.tokens import Span, Tokenizer, encode_with_offsets, mask_spans, with_leading
 from tunesmith.errors import DataError
 from tunesmith.types import Prompt, Sample
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +62,20 @@ def load_pairs(
         ConfigError: a setting does not apply to this data or tokenizer.
     """
     items: list[tuple[int, Comparison]] = []
-    found = _Sequences.read(section, source, tokenizer, "pairs")
-    for index, example, answers in found.each(lambda e: [cast("Prompt", e.completion), cast("Prompt", e.rejected)]):
+    found = Reading.of(section, source, tokenizer, "pairs")
+    for example, answers in _sequences(found):
         samples = tuple(shape(answer) for answer in answers)
         if answers[0].token_ids == answers[1].token_ids:
-            found.report.bad(BadLine(example.where, "chosen and rejected are the same once they are tokenized and cut"))
+            found.report.bad(example.where, "chosen and rejected are the same once they are tokenized and cut")
         elif room is not None and (tokens := num_forest_tokens(samples, share)) > room:
             reason = (
                 f"chosen and rejected have {tokens} tokens together, and a micro-batch holds {room} "
                 "(system.max_tokens_per_microbatch)"
             )
-            found.report.bad(BadLine(example.where, reason))
+            found.report.bad(example.where, reason)
         else:
             values = {"side": (1.0, -1.0), "margin": (example.margin, example.margin)}
-            items.append((index, Comparison(samples, values)))
+            items.append((example.source, Comparison(samples, values)))
     return found.prepared(items)
 
 
@@ -104,15 +89,15 @@ def load_judged(section: DataSection, source: Sources, tokenizer: Tokenizer) -> 
         DataError: as ``load_pairs``; or all prompts are the same, so that no answer is a mismatch.
         ConfigError: as ``load_pairs``.
     """
-    found = _Sequences.read(section, source, tokenizer, "judged")
+    found = Reading.of(section, source, tokenizer, "judged")
     flat: list[tuple[int, Sample, float]] = []
-    for index, example, answers in found.each(_answers):
+    for example, answers in _sequences(found):
         sides = (1.0, -1.0) if len(answers) == 2 else (1.0 if example.desirable else -1.0,)
-        flat += [(index, sample, side) for sample, side in zip(answers, sides, strict=True)]
+        flat += [(example.source, sample, side) for sample, side in zip(answers, sides, strict=True)]
     try:
         others = mismatched([sample for _, sample, _ in flat])
     except DataError as error:
-        raise DataError(f"{', '.join(one.path for one in as_sources(source))}: {error}") from error
+        raise DataError(f"{', '.join(one.path for one in found.sources)}: {error}") from error
     items = [
         (index, Comparison((sample, other), {"side": (side, side)}))
         for (index, sample, side), other in zip(flat, others, strict=True)
@@ -131,91 +116,56 @@ def load_steps(
     Raises:
         DataError, ConfigError: as ``load_pairs``.
     """
-    found = _Sequences.read(section, source, tokenizer, "steps")
-    told = each_example(found.examples, found.report, lambda e: with_steps(e, separator, marks))
-    examples = [(index, example) for index, _, example in told]
-    rendered = each_example(examples, found.report, lambda e: _steps_text(section, e, found.template, separator))
-    encoded = encode_with_offsets(tokenizer, [text for _, _, (text, _) in rendered])
+    found = Reading.of(section, source, tokenizer, "steps")
+    report = found.report
+
+    def told(example: Example) -> tuple[Example, str, list[Span]]:
+        stepped = with_steps(example, separator, marks)
+        return stepped, *_steps_text(section, stepped, found.template, separator)
+
+    rendered = found.each(told)
+    encoded = encode_with_offsets(tokenizer, [text for _, (_, text, _) in rendered])
     items: list[tuple[int, Solution]] = []
-    for (index, example, (text, spans)), joint in zip(rendered, encoded, strict=True):
+    for (_, (example, text, spans)), joint in zip(rendered, encoded, strict=True):
         try:
             bare, inside = mask_spans(tokenizer, text, joint, spans)
         except DataError as error:
-            found.report.bad(BadLine(example.where, str(error)))
+            report.bad(example.where, str(error))
             continue
-        ids = with_leading(found.leading, bare) if found.plain else bare
+        ids = bare if found.template else with_leading(found.leading, bare)
         inside = [False] * (len(ids) - len(bare)) + inside
         last = [here and not after for here, after in zip(inside, [*inside[1:], False], strict=True)]
-        fitted = fit_sample(section, example, Sample(list(ids), last), found.leading, found.report)
+        fitted = found.fit_sample(example, Sample(list(ids), last))
         if fitted is not None:
-            places = tuple(place for place, marked in enumerate(fitted.loss_mask) if marked)
+            places = tuple(place for place, judged in enumerate(fitted.loss_mask) if judged)
             kept = slice(-len(places), None) if section.too_long == "truncate_left" else slice(len(places))
-            items.append((index, Solution(fitted.token_ids, places, example.labels[kept])))
+            items.append((example.source, Solution(fitted.token_ids, places, example.labels[kept])))
     return found.prepared(items)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequences:
-    """A source's examples on their way to tokens, and the account of it."""
+def _sequences(found: Reading) -> Iterator[tuple[Example, list[Sample]]]:
+    """Every usable example with its answer, or the preferred one and the other, as samples; the rest is counted."""
 
-    section: DataSection
-    source: Sources
-    tokenizer: Tokenizer
-    examples: list[tuple[int, Example]]
-    report: Report
-    fingerprint: str
-    template: ChatTemplate | None
-    leading: list[int]
+    def texts_of(example: Example) -> list[Rendered]:
+        answers = [answer for answer in (example.completion, example.rejected) if answer is not None]
+        return [one_text(found.section, example, answer, found.template) for answer in answers]
 
-    @classmethod
-    def read(cls, section: DataSection, source: Sources, tokenizer: Tokenizer, goal: Goal) -> _Sequences:
-        check_section(section, goal)
-        check_limit(section, "max_tokens")
-        examples, report, fingerprint = read_examples(section, source, goal)
-        template = choose_template(section, tokenizer, [example for _, example in examples])
-        leading = leading_ids(tokenizer)
-        return cls(section, source, tokenizer, examples, report, fingerprint, template, leading)
-
-    @property
-    def plain(self) -> bool:
-        return self.template is None
-
-    def each(self, answers: Callable[[Example], list[Prompt]]) -> Iterator[tuple[int, Example, list[Sample]]]:
-        """Every usable example with its answers as samples; the others are counted."""
-        made = each_example(
-            self.examples, self.report, lambda e: [one_text(self.section, e, a, self.template) for a in answers(e)]
-        )
-        encoded = encode_with_offsets(self.tokenizer, [text.text for _, _, texts in made for text in texts])
-        for index, example, texts in made:
-            joints = [next(encoded) for _ in texts]
-            samples: list[Sample] = []
-            for text, joint in zip(texts, joints, strict=True):
-                try:
-                    sample = _ended(sample_of(text, joint, self.tokenizer, self.leading, self.plain))
-                except DataError as error:
-                    self.report.bad(BadLine(example.where, str(error)))
-                    break
-                fitted = fit_sample(self.section, example, sample, self.leading, self.report)
-                if fitted is None:
-                    break
-                samples.append(fitted)
-            else:
-                yield index, example, samples
-
-    def prepared(self, items: list[tuple[int, T]]) -> Prepared[T]:
-        return prepared(items, as_sources(self.source), self.report, self.fingerprint)
-
-
-def _answers(example: Example) -> list[Prompt]:
-    return [answer for answer in (example.completion, example.rejected) if answer is not None]
+    made = found.each(texts_of)
+    encoded = encode_with_offsets(found.tokenizer, [text.text for _, texts in made for text in texts])
+    for example, texts in made:
+        joints = [next(encoded) for _ in texts]
+        samples: list[Sample] = []
+        for text, joint in zip(texts, joints, strict=True):
+            sample = found.sample(example, text, joint, ended=True)
+            if sample is None:
+                break
+            samples.append(sample)
+        else:
+            yield example, samples
 
 
 def one_text(section: DataSection, example: Example, answer: Prompt, template: ChatTemplate | None) -> Rendered:
-    """Prompt and answer as one text, with the spans of what the assistant wrote in the answer.
-
-    Raises:
-        DataError: the chat template cannot render them as one.
-    """
+    """Prompt and answer as one text (else a DataError), with the spans of what the assistant wrote in the answer."""
     texts = learned_texts(section, replace(example, completion=answer), template)
     if len(texts) > 1:
         raise DataError(
@@ -225,18 +175,8 @@ def one_text(section: DataSection, example: Example, answer: Prompt, template: C
     return texts[0]
 
 
-def _ended(sample: Sample) -> Sample:
-    """Without what the template writes after the answer's last token."""
-    stop = len(sample.loss_mask) - sample.loss_mask[::-1].index(True)
-    return Sample(sample.token_ids[:stop], sample.loss_mask[:stop])
-
-
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """For each sample its prompt with the answer to another one, from half the data on, in the data's order.
-
-    Raises:
-        DataError: all prompts are the same.
-    """
+    """For each sample its prompt with the answer to another prompt, from half the data on, in the data's order."""
     starts = [sample.loss_mask.index(True) for sample in samples]
     prompts = [tuple(sample.token_ids[:start]) for sample, start in zip(samples, starts, strict=True)]
     count, longest = len(samples), max((len(sample.token_ids) for sample in samples), default=0)
@@ -255,8 +195,7 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
 def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Example:
     """A text with separators in it, as Math-Shepherd has them, taken apart; another example as it is.
 
-    Raises:
-        DataError: separators and labels do not agree.
+    DataError where separators and labels do not agree.
     """
     if example.text is None or example.tags is None:
         return example

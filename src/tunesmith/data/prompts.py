@@ -1,23 +1,93 @@
-"""Prompts as the policy sees them, made one at a time, and worked examples put before them."""
+"""Examples as text: prompts as the policy sees them, answers and which characters of them are learned."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.config.schema import DataSection, Source
-from tunesmith.data.chat import ChatTemplate
+from tunesmith.data.chat import ChatTemplate, Rendered
 from tunesmith.data.formats import Example, convert, detect
-from tunesmith.data.learned import choose_template, with_system
-from tunesmith.data.sources import BadLine, Row, read
+from tunesmith.data.report import Report
+from tunesmith.data.sources import BadLine, read
 from tunesmith.data.tokens import Tokenizer, encode, leading_ids, with_leading
-from tunesmith.errors import DataError
+from tunesmith.errors import ConfigError, DataError
 from tunesmith.types import Message, Prompt
 
 Shots = Sequence[tuple[str, str]]
 """Worked examples: (prompt, completion)."""
+
+
+def choose_template(section: DataSection, tokenizer: Tokenizer, examples: list[Example]) -> ChatTemplate | None:
+    """The chat template to use, or None where prompts are plain text.
+
+    ConfigError where the settings, the data and the tokenizer do not go together.
+    """
+    talks = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
+    if talks is not None and section.chat is False:
+        raise ConfigError(f"data.chat = false, but {talks.where} is a conversation, which needs the chat template.")
+    prompts = any(e.prompt is not None for e in examples)
+    wanted = talks is not None or (prompts and (section.chat or (section.chat is None and tokenizer.chat_template)))
+    if not wanted:
+        if section.system_prompt is not None:
+            raise ConfigError(
+                "data.system_prompt needs a chat template, but these prompts are plain text. Leave it out, "
+                "or set data.chat = true with a tokenizer or model.chat_template that has one."
+            )
+        return None
+    template = ChatTemplate.of(tokenizer)
+    sides = [side for e in examples for side in (e.prompt, e.completion) if isinstance(side, list)]
+    if section.system_prompt is not None or any(m["role"] == "system" for side in sides for m in side):
+        template.check_system()
+    return template
+
+
+def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
+    """A prompt as messages. A conversation that has a system message keeps its own."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if section.system_prompt is None or any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": section.system_prompt}, *messages]
+
+
+def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Report) -> None:
+    """Say so when what is learned never ends with a token to stop at."""
+    marker = template.stop_marker
+    if not template.ends_turns:
+        report.note("The chat template ends assistant turns with no special token: the model does not learn to stop.")
+    elif template.marks_assistant and any(
+        text.text.startswith(marker, stop) for text in texts for _, stop in text.spans
+    ):
+        report.note(
+            f"The chat template's {{% generation %}} tags leave {marker.strip()} out: the model does not learn to stop."
+        )
+
+
+def learned_texts(section: DataSection, example: Example, template: ChatTemplate | None) -> list[Rendered]:
+    """The texts of an example with the spans that are learned."""
+    if example.text is not None:
+        return [Rendered(example.text, ((0, len(example.text)),))]
+    assert example.prompt is not None and example.completion is not None
+    if template is None:
+        text = cast("str", example.prompt) + cast("str", example.completion)
+        start = 0 if section.loss_on == "all" else len(example.prompt)
+        return [Rendered(text, ((start, len(text)),))]
+    completion = example.completion
+    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    talk_only = not example.prompt
+    messages = with_system(section, answer) if talk_only else [*with_system(section, example.prompt), *answer]
+    if section.loss_on == "all":
+        text = template.whole(messages, example.tools)
+        return [Rendered(text, ((0, len(text)),))]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    first = 0 if talk_only or section.loss_on == "assistant" else len(messages) - len(answer)
+    if talk_only and section.loss_on == "completion":
+        first = turns[-1] if turns else 0
+    if not turns or turns[-1] < first:
+        raise DataError("no assistant turn to learn")
+    return template.learned(messages, example.tools, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +104,33 @@ class PromptEncoder:
     def of(
         cls, section: DataSection, tokenizer: Tokenizer, prompts: Sequence[Prompt], separator: str = ""
     ) -> PromptEncoder:
-        """For these prompts, which decide whether the chat template is used.
-
-        Raises:
-            ConfigError: the settings, the prompts and the tokenizer do not go together.
-        """
+        """For these prompts, which decide whether the chat template is used; see ``choose_template``."""
         examples = [Example(f"prompt {i}", "", prompt=prompt) for i, prompt in enumerate(prompts)]
         return cls(section, tokenizer, choose_template(section, tokenizer, examples), separator)
 
+    def as_seen(self, prompt: Prompt) -> Prompt:
+        """Messages, a system message before them, where there is a chat template."""
+        return with_system(self.section, prompt) if self.template else prompt
+
     def ids(self, prompt: Prompt, tools: list[Any] | None = None, shots: Shots = ()) -> list[int]:
-        """Token ids of a prompt, up to where the assistant begins to write.
+        """Token ids of a prompt; see ``text``."""
+        return self.encode([self.text(prompt, tools, shots)])[0]
 
-        Args:
-            shots: go before the question: as turns after the system message, or as text.
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of what ``text`` made; plain text gets what the tokenizer puts before a text (BOS)."""
+        made = encode(self.tokenizer, texts)
+        if self.template is not None:
+            return made
+        leading = leading_ids(self.tokenizer)
+        return [with_leading(leading, ids) for ids in made]
 
-        Raises:
-            DataError: the template refuses the conversation.
+    def text(self, prompt: Prompt, tools: list[Any] | None = None, shots: Shots = ()) -> str:
+        """A prompt up to where the assistant begins to write; a DataError where the template refuses it.
+
+        ``shots`` go before the question: as turns after the system message, or as text.
         """
         if self.template is None:
-            before = "".join(f"{asked}{answered}{self.separator}" for asked, answered in shots)
-            ids = encode(self.tokenizer, [before + cast("str", prompt)])[0]
-            return with_leading(leading_ids(self.tokenizer), ids)
+            return "".join(f"{asked}{answered}{self.separator}" for asked, answered in shots) + cast("str", prompt)
         messages = with_system(self.section, prompt)
         system = 0
         while system < len(messages) and messages[system]["role"] in ("system", "developer"):
@@ -62,28 +138,19 @@ class PromptEncoder:
         turns: list[Message] = []
         for asked, answered in shots:
             turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        text = self.template.whole([*messages[:system], *turns, *messages[system:]], tools, prompt=True)
-        return encode(self.tokenizer, [text])[0]
+        return self.template.whole([*messages[:system], *turns, *messages[system:]], tools, prompt=True)
 
 
 def read_shots(path: Path) -> Shots:
-    """The worked examples of a data file: lines with a prompt and a completion, both text.
-
-    Raises:
-        DataError: a line is not such an example, or there is none.
-    """
+    """The worked examples of a data file: lines with a prompt and a completion, both text; else a DataError."""
     shots: list[tuple[str, str]] = []
     for row in read(Source(path=str(path))):
         if isinstance(row, BadLine):
             raise row
-        shots.append(_shot(row))
+        example = convert(row, detect(row, "sft"), "sft")
+        if not (isinstance(example.prompt, str) and isinstance(example.completion, str)):
+            raise row.bad("a worked example (rft.few_shot) is a prompt and a completion, both text")
+        shots.append((example.prompt, example.completion))
     if not shots:
         raise DataError(f"{path} (rft.few_shot) holds no example")
     return shots
-
-
-def _shot(row: Row) -> tuple[str, str]:
-    example = convert(row, detect(row, "sft"), "sft")
-    if not (isinstance(example.prompt, str) and isinstance(example.completion, str)):
-        raise BadLine(row.where, "a worked example (rft.few_shot) is a prompt and a completion, both text")
-    return example.prompt, example.completion

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -39,11 +41,25 @@ class Report:
     formats: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
 
-    def bad(self, line: BadLine) -> None:
+    def bad(self, where: str, reason: str) -> None:
         """Count and list a bad line; raise it unless bad lines are to be skipped."""
         if not self.skip_bad:
-            raise DataError(f"{line}. (data.skip_bad = true skips such lines and lists them.)") from line
-        self.skipped.append(Skipped(line.where, "bad", line.reason))
+            raise DataError(f"{where}: {reason}. (data.skip_bad = true skips such lines and lists them.)")
+        self.skipped.append(Skipped(where, "bad", reason))
+
+    @contextmanager
+    def line(self, where: str) -> Generator[None]:
+        """Work on one line: what cannot be used of it (a ``DataError``) makes it a bad one."""
+        try:
+            yield
+        except DataError as error:
+            self.bad(where, error.reason if isinstance(error, BadLine) else str(error))
+
+    def nothing_left(self, path: str) -> DataError:
+        """Of a source of which no line is usable."""
+        if not self.read:
+            return DataError(f"{path}: empty, there is no line of data in it.")
+        return DataError(f"{path}: no usable line.\n{self.summary()}")
 
     def too_long(self, where: str, reason: str) -> None:
         self.skipped.append(Skipped(where, "too_long", reason))
@@ -56,13 +72,8 @@ class Report:
     def counts(self) -> dict[str, int]:
         """``read``, ``kept``, ``truncated``, and skipped lines by kind."""
         kinds = Counter(skip.kind for skip in self.skipped)
-        return {
-            "read": self.read,
-            "kept": self.kept,
-            "truncated": self.truncated,
-            "bad": kinds["bad"],
-            "too_long": kinds["too_long"],
-        }
+        skipped = {"bad": kinds["bad"], "too_long": kinds["too_long"]}
+        return {"read": self.read, "kept": self.kept, "truncated": self.truncated, **skipped}
 
     def summary(self, reasons: int = 3) -> str:
         """A few lines for a person: formats, counts, the first reasons for skipping, notes."""

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from tunesmith.config.schema import Source
 from tunesmith.errors import ConfigError, DataError, boundary, nearest
@@ -31,6 +31,9 @@ class Row:
     @property
     def where(self) -> str:
         return f"{self.file}:{self.line}"
+
+    def bad(self, reason: str) -> BadLine:
+        return BadLine(self.where, reason)
 
 
 class BadLine(DataError):
@@ -121,12 +124,8 @@ def _refuse_subset(source: Source) -> None:
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return (
-        Path(name).suffix.lower() in READERS
-        or name.startswith((".", "/", "~"))
-        or name.count("/") > 1
-        or name.endswith("/")
-    )
+    named = Path(name).suffix.lower() in READERS or name.startswith((".", "/", "~"))
+    return named or name.endswith("/") or name.count("/") > 1
 
 
 def _neighbours(path: Path) -> str:
@@ -156,11 +155,11 @@ def read_jsonl(path: Path) -> Rows:
     """One JSON object per line, UTF-8. Blank lines are bad lines."""
     with boundary(DataError, f"cannot read {path}", OSError), path.open("rb") as file:
         for number, raw in enumerate(file, 1):
-            columns = _parse_line(raw, first=number == 1)
-            if isinstance(columns, str):
-                yield BadLine(f"{path}:{number}", columns)
+            found = _parse_line(raw, first=number == 1)
+            if isinstance(found, str):
+                yield BadLine(f"{path}:{number}", found)
             else:
-                yield Row(str(path), number, columns)
+                yield Row(str(path), number, found)
 
 
 def _parse_line(raw: bytes, first: bool) -> Columns | str:
@@ -181,7 +180,7 @@ def _parse_line(raw: bytes, first: bool) -> Columns | str:
         return f"not JSON: {error}"
     if not isinstance(value, dict):
         return f"holds {_kind(value)}, needs a JSON object with named columns"
-    return cast("Columns", value)
+    return value
 
 
 def _kind(value: object) -> str:
@@ -222,10 +221,15 @@ class _Scanner:
         return self.text[end : end + 1]
 
     def take(self, expected: str) -> None:
-        found = self.peek()
-        if found != expected:
+        if not self.took(expected):
+            found = self.peek()
             self.fail(f"expected '{expected}', found " + (f"'{found}'" if found else "the end of the file"))
-        self.move(self.at + 1)
+
+    def took(self, wanted: str) -> bool:
+        """Whether ``wanted`` came next; then it is behind."""
+        found = self.peek() == wanted
+        self.move(self.at + found)
+        return found
 
     def value(self) -> tuple[Any, int]:
         """The next value, and the line on which it starts."""
@@ -258,8 +262,7 @@ def read_json(path: Path) -> Rows:
         scan.fail('holds neither a list of objects nor {"data": [...]}')
     yield from _items(scan)
     if opening == "{":
-        while scan.peek() == ",":
-            scan.take(",")
+        while scan.took(","):
             scan.value()
             scan.take(":")
             scan.value()
@@ -272,16 +275,14 @@ def _enter_data(scan: _Scanner) -> None:
     """Move to the list under ``data`` in an object."""
     scan.take("{")
     keys: list[str] = []
-    while scan.peek() != "}":
+    while not scan.took("}"):
         key, _ = scan.value()
         keys.append(str(key))
         scan.take(":")
         if key == "data" and scan.peek() == "[":
             return
         scan.value()
-        if scan.peek() == ",":
-            scan.take(",")
-    scan.take("}")
+        scan.took(",")
     if scan.peek() == "{":
         scan.fail("this is one JSON object per line; name the file .jsonl")
     scan.fail(f"an object without a list under 'data' (found: {', '.join(keys) or 'nothing'})")
@@ -289,15 +290,14 @@ def _enter_data(scan: _Scanner) -> None:
 
 def _items(scan: _Scanner) -> Rows:
     scan.take("[")
-    while scan.peek() != "]":
+    while not scan.took("]"):
         value, line = scan.value()
         if isinstance(value, dict):
-            yield Row(str(scan.path), line, cast("Columns", value))
+            yield Row(str(scan.path), line, value)
         else:
             yield BadLine(f"{scan.path}:{line}", f"holds {_kind(value)}, needs a JSON object with named columns")
         if scan.peek() != "]":
             scan.take(",")
-    scan.take("]")
 
 
 def read_csv(path: Path) -> Rows:
@@ -329,15 +329,12 @@ def read_csv(path: Path) -> Rows:
 
 def read_parquet(path: Path) -> Rows:
     """Rows of a Parquet file; ``line`` is the row's number from 1."""
-    import pyarrow.parquet as parquet  # pyright: ignore[reportMissingTypeStubs]
+    import pyarrow.parquet as parquet
 
     line = 0
-    with (
-        boundary(DataError, f"cannot read {path} as Parquet", Exception),
-        cast("Any", parquet).ParquetFile(path) as file,
-    ):
+    with boundary(DataError, f"cannot read {path} as Parquet", Exception), parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=1024):
-            for columns in cast("list[Columns]", batch.to_pylist()):
+            for columns in batch.to_pylist():
                 line += 1
                 yield Row(str(path), line, columns)
 
@@ -353,26 +350,25 @@ READERS: Mapping[str, Callable[[Path], Rows]] = {
 
 def _read_saved(path: Path, source: Source) -> Rows:
     _refuse_subset(source)
-    import datasets  # pyright: ignore[reportMissingTypeStubs]
+    import datasets
 
     with boundary(DataError, f"cannot load the saved data set {path}", Exception):
-        loaded = cast("Any", datasets).load_from_disk(str(path))
+        loaded: Any = datasets.load_from_disk(str(path))
     if isinstance(loaded, dict):
-        splits = cast("dict[str, Any]", loaded)
-        if source.split not in splits:
-            raise DataError(f"{path}: no split '{source.split}'.{nearest(source.split, splits)}")
-        loaded = splits[source.split]
+        if source.split not in loaded:
+            raise DataError(f"{path}: no split '{source.split}'.{nearest(source.split, loaded)}")
+        loaded = loaded[source.split]
     elif source.split != "train":
         raise ConfigError(f"{path}: a single saved data set has no split '{source.split}'; leave it out.")
     yield from _numbered(str(path), loaded)
 
 
 def _read_hub(source: Source) -> Rows:
-    import datasets  # pyright: ignore[reportMissingTypeStubs]
+    import datasets
 
     what = f"'{source.path}' is no file here, and loading it as a data set of the hub failed"
     with boundary(DataError, what, Exception):
-        loaded = cast("Any", datasets).load_dataset(source.path, source.subset, split=source.split)
+        loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
     yield from _numbered(f"{source.path}[{source.split}]", loaded)
 
 

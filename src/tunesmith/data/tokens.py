@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from tunesmith.errors import DataError, ModelError
 
@@ -34,15 +35,7 @@ class Tokenizer(Protocol):
     def __call__(self, text: Any, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False) -> Any: ...
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any: ...
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str: ...
-    def apply_chat_template(
-        self,
-        conversation: Any,
-        tools: Any = None,
-        *,
-        add_generation_prompt: bool = False,
-        tokenize: bool = True,
-        **kwargs: Any,
-    ) -> Any: ...
+    def apply_chat_template(self, conversation: Any, tools: Any = None, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +48,28 @@ class Encoded:
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text, nothing added."""
-    made: list[list[int]] = []
-    for start in range(0, len(texts), CHUNK):
-        out = tokenizer(list(texts[start : start + CHUNK]), add_special_tokens=False)
-        made.extend(cast("list[list[int]]", out["input_ids"]))
-    return made
+    return [ids for out in _batches(tokenizer, texts) for ids in out["input_ids"]]
+
+
+def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text that the tokens stand for, special ones included."""
+    return tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoded]:
-    """Tokens of each text, nothing added, with their places in it.
-
-    Raises:
-        ModelError: the tokenizer cannot tell where in the text a token stands.
-    """
+    """Tokens of each text, nothing added, with their places in it; a ModelError where the tokenizer tells none."""
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
             f"{type(tokenizer).__name__} cannot tell which characters a token stands for, so losses cannot "
             "be masked exactly. Use a model with a fast tokenizer (a tokenizer.json)."
         )
+    for out in _batches(tokenizer, texts, return_offsets_mapping=True):
+        yield from map(Encoded, out["input_ids"], out["offset_mapping"])
+
+
+def _batches(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> Iterator[Any]:
     for start in range(0, len(texts), CHUNK):
-        out = tokenizer(list(texts[start : start + CHUNK]), add_special_tokens=False, return_offsets_mapping=True)
-        for ids, offsets in zip(out["input_ids"], out["offset_mapping"], strict=True):
-            yield Encoded(ids, offsets)
+        yield tokenizer(list(texts[start : start + CHUNK]), add_special_tokens=False, **options)
 
 
 def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
@@ -129,11 +122,12 @@ def mask_spans(
         DataError: a border cannot be made exact with this tokenizer.
     """
     cuts = sorted({place for span in spans for place in span} - {0, len(text)})
-    if all(_index_of_cut(encoded.offsets, cut) is not None for cut in cuts):
+    found = {cut: _index_of_cut(encoded.offsets, cut) for cut in cuts}
+    index = {0: 0, len(text): len(encoded.offsets), **{cut: i for cut, i in found.items() if i is not None}}
+    if None not in found.values():
         mask = [False] * len(encoded.token_ids)
         for start, stop in spans:
-            first, last = _index(encoded.offsets, start, text), _index(encoded.offsets, stop, text)
-            mask[first:last] = [True] * (last - first)
+            mask[index[start] : index[stop]] = [True] * (index[stop] - index[start])
         return encoded.token_ids, mask
     borders = [0, *cuts, len(text)]
     inside = [any(a <= left and right <= b for a, b in spans) for left, right in pairwise(borders)]
@@ -143,39 +137,21 @@ def mask_spans(
     return token_ids, mask
 
 
-def _index(offsets: list[Span], place: int, text: str) -> int:
-    """The first token at or after ``place``, where that is a clean cut or an end of the text."""
-    if place == 0:
-        return 0
-    if place == len(text):
-        return len(offsets)
-    index = _index_of_cut(offsets, place)
-    assert index is not None
-    return index
-
-
 def _index_of_cut(offsets: list[Span], cut: int) -> int | None:
     """How many tokens lie before character ``cut``; None if a token reaches across, or the place is unsure.
 
     Unsure means a gap between neighbours' offsets: some tokenizers trim blanks from them, and then the blank
     at the cut may belong to either token.
     """
-    low, high = 0, len(offsets)
-    while low < high:
-        middle = (low + high) // 2
-        if offsets[middle][1] <= cut:
-            low = middle + 1
-        else:
-            high = middle
-    if low == len(offsets) or offsets[low][0] != cut:
-        return None
-    return low if low > 0 and offsets[low - 1][1] == cut else None
+    index = bisect_right(offsets, cut, key=lambda span: span[1])
+    clean = 0 < index < len(offsets) and offsets[index - 1][1] == cut == offsets[index][0]
+    return index if clean else None
 
 
 def _encode_pieces(tokenizer: Tokenizer, text: str, joint: list[int], borders: list[int]) -> list[list[int]]:
     """Tokens of each piece of ``text`` between ``borders``, together decoding to the same text."""
     pieces = [text[a:b] for a, b in pairwise(borders)]
-    wanted = _decode(tokenizer, joint)
+    wanted = decode(tokenizer, joint)
     for guard in ("", "\n", ".", "a"):
         made = [list(tokenizer(pieces[0], add_special_tokens=False)["input_ids"])]
         for piece in pieces[1:]:
@@ -184,7 +160,7 @@ def _encode_pieces(tokenizer: Tokenizer, text: str, joint: list[int], borders: l
                 break
             made.append(tokens)
         else:
-            if _decode(tokenizer, [token for piece in made for token in piece]) == wanted:
+            if decode(tokenizer, [token for piece in made for token in piece]) == wanted:
                 return made
     before, after = text[max(0, borders[1] - 12) : borders[1]], text[borders[1] : borders[1] + 12]
     raise DataError(
@@ -200,7 +176,3 @@ def _continuation(tokenizer: Tokenizer, guard: str, piece: str) -> list[int] | N
         return list(out["input_ids"])
     index = _index_of_cut(out["offset_mapping"], len(guard))
     return None if index is None else list(out["input_ids"][index:])
-
-
-def _decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    return tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -41,7 +41,7 @@ def prefix_order(samples: Sequence[Sample], *, share: bool = True) -> PrefixOrde
     order = sorted(range(count), key=lambda i: (prefixes[i], len(samples[i].token_ids) > len(prefixes[i]), i))
     shared = [0] * count
     for rank in range(1, count):
-        shared[rank] = _common(prefixes[order[rank - 1]], prefixes[order[rank]])
+        shared[rank] = common_length(prefixes[order[rank - 1]], prefixes[order[rank]])
     return PrefixOrder(order, shared)
 
 
@@ -128,8 +128,8 @@ def _lossless_prefix(sample: Sample) -> list[int]:
         return sample.token_ids
 
 
-def _common(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix, by bisection on slices (compared in C)."""
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of what both begin with, by bisection on slices (compared in C)."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

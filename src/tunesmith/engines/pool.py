@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from tunesmith.engines.base import EngineStats, Member, added, check_sampling
-from tunesmith.engines.routing import BLOCK, Prefixes
+from tunesmith.engines.routing import Prefixes, blocks
 from tunesmith.errors import EngineError, EngineLostError, UserError
 from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer, Plane
@@ -94,9 +94,11 @@ class EnginePool:
             raise EngineError(f"the engine is {self._state}")
         self._running += 1
         self._peak = max(self._peak, self._running)
+        beginning = blocks(prompt_ids)
         try:
             while True:
-                seat = await self._seat_for(prompt_ids)
+                seat = await self._seat_for(beginning)
+                seat.prefixes.add(beginning)
                 try:
                     return await self._ask(seat, prompt_ids, sampling)
                 except EngineLostError as lost:
@@ -164,24 +166,23 @@ class EnginePool:
         self._seats = []
         await self._plane.close()
 
-    async def _seat_for(self, prompt_ids: Sequence[int]) -> _Seat:
+    async def _seat_for(self, beginning: Sequence[int]) -> _Seat:
         """The engine that has read most of the prompt, of those not much busier than the least busy one."""
         while not (seats := self._staying()):
             await self._present()
         least = min(seat.running for seat in seats)
-        known = {seat: seat.prefixes.known(prompt_ids) for seat in seats}
-        more = {seat: SIBLINGS if known[seat] + BLOCK > len(prompt_ids) else 1 for seat in seats}
+        known = {seat: seat.prefixes.known(beginning) for seat in seats}
+        more = {seat: SIBLINGS if known[seat] == len(beginning) else 1 for seat in seats}
         free = [seat for seat in seats if seat.running <= SLACK * least + more[seat]]
         return max(free, key=lambda seat: (known[seat], -seat.running, -seat.number))
 
     async def _ask(self, seat: _Seat, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         seat.running += 1
-        seat.prefixes.add(prompt_ids)
         try:
             done = await seat.member.generate(prompt_ids, sampling)
         finally:
             seat.running -= 1
-        seat.prefixes.add([*prompt_ids, *done.token_ids])
+        seat.prefixes.add(blocks([*prompt_ids, *done.token_ids]))
         return done
 
     async def _present(self) -> list[_Seat]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -43,7 +44,7 @@ class ProcessEngine(AskedMember):
         """Run ``command`` with ``settings`` as its first line of input, until it says that it is ready.
 
         Raises:
-            EngineError: it ended, or took longer than ``start_timeout`` seconds.
+            UserError, EngineError: what it said itself; or it ended, or took longer than ``start_timeout`` seconds.
         """
         pipe = asyncio.subprocess.PIPE
         worker = await asyncio.create_subprocess_exec(
@@ -64,6 +65,9 @@ class ProcessEngine(AskedMember):
             code = await worker.wait()
             kind = EngineLostError if code < 0 else EngineError  # killed, or gone of itself and for a reason
             raise kind(f"the engine's process ended at its start with exit code {code}; what it said is above. {said}")
+        if problem := json.loads(ready).get("error"):
+            await worker.wait()
+            raise (UserError if json.loads(ready)["user"] else EngineError)(problem)
         return cls(worker, patience)
 
     @property
@@ -73,6 +77,15 @@ class ProcessEngine(AskedMember):
     @property
     def pid(self) -> int:
         return self._worker.pid
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is no more, or about to end."""
+        return self._lost is not None
+
+    async def ended(self) -> None:
+        """Until the process is no more."""
+        await self._worker.wait()
 
     async def close(self) -> None:
         self._lose("was closed")
@@ -141,3 +154,43 @@ class ProcessEngine(AskedMember):
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(EngineLostError(self._lost))
+
+
+class Places:
+    """GPUs for processes of their own: each takes a place, and one that ended leaves its place to the next."""
+
+    def __init__(self, devices: Sequence[Sequence[str]]) -> None:
+        self._devices = devices
+        self._free = list(range(len(devices)))
+        self._taken: dict[ProcessEngine, asyncio.Task[None]] = {}
+
+    async def start(self, begin: Callable[[Mapping[str, str]], Awaitable[ProcessEngine]]) -> ProcessEngine:
+        """``begin`` with an environment that shows the GPUs of a free place only.
+
+        Raises:
+            EngineError: there is none.
+        """
+        place = await self._take()
+        try:
+            engine = await begin({**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._devices[place])})
+        except BaseException:
+            self._free.append(place)
+            raise
+        self._taken[engine] = asyncio.create_task(self._leave(engine, place))
+        return engine
+
+    async def _take(self) -> int:
+        while not self._free:
+            ending = [task for engine, task in self._taken.items() if engine.lost]
+            if not ending:
+                each = "1 GPU" if len(self._devices[0]) == 1 else f"{len(self._devices[0])} GPUs"
+                raise EngineError(
+                    f"there are GPUs for {len(self._devices)} engines of {each} each, and none is left for another"
+                )
+            await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+        return self._free.pop(0)
+
+    async def _leave(self, engine: ProcessEngine, place: int) -> None:
+        await engine.ended()
+        del self._taken[engine]
+        self._free.append(place)

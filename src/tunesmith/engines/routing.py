@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
 
 BLOCK = 16
 """Tokens that are looked up together."""
@@ -12,22 +13,17 @@ REMEMBERED = 1 << 16
 
 
 class Prefixes:
-    """The beginnings one engine was given, in blocks: a block counts with all that stands before it."""
+    """The beginnings one engine was given, as ``blocks``: a block counts with all that stands before it."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, None] = OrderedDict()
 
-    def known(self, token_ids: Sequence[int]) -> int:
-        """How many tokens at the start of these the engine has seen, in whole blocks."""
-        known = 0
-        for block in _blocks(token_ids):
-            if block not in self._seen:
-                break
-            known += BLOCK
-        return known
+    def known(self, blocks: Sequence[int]) -> int:
+        """How many of these the engine has seen, from the first one on."""
+        return sum(1 for _ in takewhile(self._seen.__contains__, blocks))
 
-    def add(self, token_ids: Sequence[int]) -> None:
-        for block in _blocks(token_ids):
+    def add(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
             self._seen[block] = None
             self._seen.move_to_end(block)
         while len(self._seen) > REMEMBERED:
@@ -37,10 +33,8 @@ class Prefixes:
         self._seen.clear()
 
 
-def _blocks(token_ids: Sequence[int]) -> Iterator[int]:
-    """A hash per whole block; of a shorter prompt, of all there is."""
-    running = 0
+def blocks(token_ids: Sequence[int]) -> list[int]:
+    """A hash per whole block, of all up to its end; of a shorter prompt, of all there is."""
     whole = len(token_ids) // BLOCK * BLOCK or len(token_ids)
-    for start in range(0, whole, BLOCK):
-        running = hash((running, *token_ids[start : start + BLOCK]))
-        yield running
+    pieces = (token_ids[start : start + BLOCK] for start in range(0, whole, BLOCK))
+    return list(accumulate(pieces, lambda before, piece: hash((before, *piece)), initial=0))[1:]

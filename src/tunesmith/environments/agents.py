@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.environments.base import Generate
 from tunesmith.environments.completions import Client, Session
-from tunesmith.environments.conversation import Conversation
-from tunesmith.environments.episode_code import EpisodeCode, keywords
+from tunesmith.environments.conversation import Conversation, Setting
 from tunesmith.environments.games import columns_of
-from tunesmith.environments.multi_turn import Setting, as_reward, told_by
-from tunesmith.environments.user_calls import is_async
+from tunesmith.environments.multi_turn import as_reward, told_by
+from tunesmith.environments.user_calls import EpisodeCode, is_async, taken
 from tunesmith.errors import ConfigError, EpisodeError
 from tunesmith.types import Rollout
 
@@ -35,47 +33,23 @@ GIVEN = frozenset({"client", "base_url", "api_key"})
 OVER_HTTP = frozenset({"base_url", "api_key"})
 
 
-def is_agent(function: Callable[..., Any]) -> bool:
-    """Whether a function has an agent's form."""
-    return is_async(function) or not GIVEN.isdisjoint(inspect.signature(function).parameters)
-
-
-def check_agent(function: Callable[..., Any], reference: str) -> None:
-    """Refuse a function that could not speak with the policy.
+def is_agent(function: Callable[..., Any], reference: str) -> bool:
+    """Whether a function has an agent's form.
 
     Raises:
-        ConfigError: it asks for none of ``GIVEN``, or for the client without being ``async``.
+        ConfigError: it has, and could not speak with the policy.
     """
-    parameters = inspect.signature(function).parameters
-    if "client" in parameters and not is_async(function):
-        raise ConfigError(f"'{reference}' takes 'client', whose calls are awaited: define it with `async def`.")
-    if GIVEN.isdisjoint(parameters):
+    asks = GIVEN & inspect.signature(function).parameters.keys()
+    if not asks and not is_async(function):
+        return False
+    if not asks:
         raise ConfigError(
             f"'{reference}' takes neither 'client' nor 'base_url', so it cannot speak with the policy. "
             "Write async def agent(client, **columns)."
         )
-
-
-class Endpoints:
-    """One HTTP endpoint for all agents of a run, opened when the first one asks for it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._endpoint: Endpoint | None = None
-
-    def get(self) -> Endpoint:
-        with self._lock:
-            if self._endpoint is None:
-                from tunesmith.environments.endpoint import Endpoint
-
-                self._endpoint = Endpoint()
-            return self._endpoint
-
-    def close(self) -> None:
-        with self._lock:
-            if self._endpoint is not None:
-                self._endpoint.close()
-                self._endpoint = None
+    if "client" in asks and not is_async(function):
+        raise ConfigError(f"'{reference}' takes 'client', whose calls are awaited: define it with `async def`.")
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +60,21 @@ class Agent:
     function: Callable[..., Any]
     setting: Setting
     model: str
-    endpoints: Endpoints = field(default_factory=Endpoints)
+    endpoint: Callable[[], Endpoint]
+    """Opened when the first agent asks for it."""
 
     async def play(self, rollout: Rollout, generate: Generate) -> None:
-        s = self.setting
         task = rollout.task
-        conversation = Conversation(rollout, generate, s.renderer, s.limits, s.prompt_of(task), s.parse, told_by(task))
+        conversation = Conversation(rollout, generate, self.setting, self.setting.prompt_of(task), told_by(task))
         session = Session(conversation, self.model)
         key = None
         given: dict[str, Any] = {**columns_of(task), "client": Client(session)}
         if not OVER_HTTP.isdisjoint(inspect.signature(self.function).parameters):
-            base_url, key = self.endpoints.get().open(session)
+            base_url, key = self.endpoint().open(session)
             given |= {"base_url": base_url, "api_key": key}
         try:
             with EpisodeCode(math.inf) as code:  # the rollout's own deadline is the agent's
-                value = await code.run(self.name, self.function, **keywords(self.function, given))
+                value = await code.run(self.name, self.function, **taken(self.function, given))
             if not conversation.turns:
                 raise EpisodeError(f"{self.name} ended without a call of the policy")
             rollout.reward = as_reward(value, self.name)
@@ -111,7 +85,7 @@ class Agent:
         finally:
             session.close()
             if key is not None:
-                self.endpoints.get().drop(key)
+                self.endpoint().drop(key)
             conversation.close()
         rollout.metrics["turns"] = float(conversation.turns)
         rollout.metrics["forks"] = float(len(rollout.records) - 1)

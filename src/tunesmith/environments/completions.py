@@ -8,10 +8,11 @@ form is refused.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.environments.conversation import Conversation, Reply
 from tunesmith.errors import EpisodeError
@@ -49,8 +50,7 @@ class Session:
         """The response to one ``chat.completions`` request, as JSON has it.
 
         Raises:
-            BadRequest: it asks for something that is not possible here.
-            EpisodeError, EngineError: see ``Conversation.reply``.
+            BadRequest: it asks for something that is not possible here; and what ``Conversation.reply`` raises.
         """
         if self._closed:
             raise BadRequest("this episode is over")
@@ -64,10 +64,7 @@ class Session:
                 self._conversation.rollout.notes.setdefault("overridden", {}).update(overridden)
             stop = request.get("stop") or ()
             reply = await self._conversation.reply(
-                messages,
-                tools,
-                max_new_tokens=_limit(request),
-                stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                messages, tools, max_new_tokens=_limit(request), stop=(stop,) if isinstance(stop, str) else tuple(stop)
             )
             return _response(reply, self.model, self._conversation.turns)
         finally:
@@ -94,17 +91,17 @@ def _conversation_of(request: Mapping[str, Any]) -> tuple[list[Message], list[di
     given = request.get("messages")
     if not isinstance(given, list | tuple) or not given:
         raise BadRequest("'messages' must be a list of at least one message")
-    messages = [_as_message(m) for m in cast("list[Any]", given)]
-    return messages, cast("list[dict[str, Any]] | None", request.get("tools") or None)
+    messages = [_as_message(m) for m in given]
+    return messages, request.get("tools") or None
 
 
 def _as_message(given: Any) -> Message:
     """A message as a dictionary; OpenAI's objects give one by ``model_dump``."""
     dump = getattr(given, "model_dump", None)
     message = dump(exclude_none=True) if callable(dump) else given
-    if not isinstance(message, Mapping) or not isinstance(cast("Message", message).get("role"), str):
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRequest(f"a message has a 'role' and 'content'; this one is {str(given)[:80]}")
-    return dict(cast("Message", message))
+    return dict(message)
 
 
 def _response(reply: Reply, model: str, number: int) -> dict[str, Any]:
@@ -136,12 +133,6 @@ class Attributes(dict[str, Any]):
     def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
         return {name: value for name, value in self.items() if not (exclude_none and value is None)}
 
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return cls({name: cls.of(inner) for name, inner in cast("dict[str, Any]", value).items()})
-        return [cls.of(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
-
 
 class Client:
     """What an agent gets: ``await client.chat.completions.create(messages=..., tools=...)``, in process.
@@ -157,4 +148,4 @@ class Client:
         if request.get("stream"):
             raise BadRequest("'stream' is for the HTTP endpoint (an agent that takes 'base_url'); leave it out")
         asked = asyncio.run_coroutine_threadsafe(self._session.complete(request), self._session.loop)
-        return Attributes.of(await asyncio.wrap_future(asked))
+        return json.loads(json.dumps(await asyncio.wrap_future(asked)), object_hook=Attributes)

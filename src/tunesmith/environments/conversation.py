@@ -10,17 +10,17 @@ has in common with another is context there.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import dropwhile
-from typing import Any, cast
+from typing import Any, Literal
 
 from tunesmith.environments.base import Generate
 from tunesmith.environments.rendering import Renderer, Tools
-from tunesmith.environments.tool_calls import BadCall, Parse, ToolCall
+from tunesmith.environments.tools import BadCall, Parse, ToolCall
 from tunesmith.errors import EpisodeError
-from tunesmith.types import FinishReason, Message, Record, Rollout
+from tunesmith.types import FinishReason, Message, Record, Rollout, Task
 
 
 class OutOfRoom(EpisodeError):
@@ -28,13 +28,21 @@ class OutOfRoom(EpisodeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Of one episode."""
+class Setting:
+    """What all episodes of a run have in common."""
 
+    renderer: Renderer
+    prompt_of: Callable[[Task], list[Message]]
+    """A task's prompt as the messages that its tokens say."""
     max_turns: int
     """Calls of the policy."""
     max_tokens: int
     """Of a record: the whole conversation with what the policy writes."""
+    parse: Parse | None
+    """Finds tool calls in what the policy wrote, where there are tools."""
+    timeout: float
+    """Seconds of one call of the user's code."""
+    bad_call: Literal["tell", "end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +69,6 @@ class _Place:
     """What has been said, for comparison."""
     said: tuple[Message, ...]
     """The same for the template, with the policy's turns as it wrote them."""
-    shown: tuple[Message, ...]
-    """The same as the environment or agent sees it."""
 
 
 @dataclass(slots=True)
@@ -71,12 +77,9 @@ class Conversation:
 
     rollout: Rollout
     generate: Generate
-    renderer: Renderer
-    limits: Limits
+    setting: Setting
     prompt: Sequence[Message]
     """What the rollout's first record says."""
-    parse: Parse | None = None
-    """Finds tool calls in what the policy wrote, where there are tools."""
     prompt_tools: Tools = None
     turns: int = 0
     failure: Exception | None = None
@@ -86,7 +89,7 @@ class Conversation:
     def __post_init__(self) -> None:
         first, said = self.rollout.records[0], tuple(map(for_template, self.prompt))
         key = _key(self.prompt, self.prompt_tools)
-        self._places.append(_Place(first, len(first.token_ids), key, said, tuple(self.prompt)))
+        self._places.append(_Place(first, len(first.token_ids), key, said))
 
     async def reply(
         self,
@@ -99,19 +102,20 @@ class Conversation:
         """The policy's next turn after ``messages``.
 
         Raises:
-            OutOfRoom: ``limits`` are reached.
+            OutOfRoom: ``max_turns`` or ``max_tokens`` are reached.
             EpisodeError: the messages cannot go through the chat template.
             EngineError: generation failed.
         """
+        setting, renderer = self.setting, self.setting.renderer
         try:
-            if self.turns >= self.limits.max_turns:
+            if self.turns >= setting.max_turns:
                 raise OutOfRoom(f"{self.turns} turns are all there may be (environment.max_turns)")
             record, said = self._record_of(messages, tools)
-            room = self.limits.max_tokens - len(record.token_ids)
+            room = setting.max_tokens - len(record.token_ids)
             if room < 1:
                 raise OutOfRoom(
                     f"the conversation has {len(record.token_ids)} tokens, which leaves no room for a turn: "
-                    f"{self.limits.max_tokens} are all there may be (environment.max_tokens)"
+                    f"{setting.max_tokens} are all there may be (environment.max_tokens)"
                 )
             self.turns += 1
             most = min(room, max_new_tokens or room)
@@ -121,14 +125,14 @@ class Conversation:
             self.failure = self.failure or error
             raise
         record.act(completion)
-        raw, text = self.renderer.text(completion.token_ids), self.renderer.plain(completion.token_ids)
-        content, calls = self.parse(raw, text) if self.parse and tools else (text, [])
+        raw, text = renderer.text(completion.token_ids), renderer.plain(completion.token_ids)
+        content, calls = setting.parse(raw, text) if setting.parse and tools else (text, [])
         if any(isinstance(call, BadCall) for call in calls):
             content = text  # Nothing that was said is lost.
         message = _assistant(content, calls, self.turns)
         shown = (*messages, message)
         said = (*said, {"role": "assistant", "content": raw})
-        self._places.append(_Place(record, len(record.token_ids), _key(shown, tools), said, shown))
+        self._places.append(_Place(record, len(record.token_ids), _key(shown, tools), said))
         self.rollout.messages = [dict(m) for m in self._after_prompt(shown)]
         return Reply(message, text, calls, completion.finish_reason, prompt_tokens, len(completion.token_ids))
 
@@ -147,19 +151,19 @@ class Conversation:
 
     def _record_of(self, messages: Sequence[Message], tools: Tools) -> tuple[Record, tuple[Message, ...]]:
         """The record that says ``messages`` at its end, gone on with or begun; and its messages for the template."""
-        key = _key(messages, tools)
+        key, renderer = _key(messages, tools), self.setting.renderer
         held = [p for p in self._places if key[: len(p.key)] == p.key]
         if not held:
             said = tuple(map(for_template, messages))
-            return self._begin(self.renderer.whole(said, tools)), said
+            return self._begin(renderer.whole(said, tools)), said
         # The longest; of several as long (the same was said twice), one that has not gone on.
         place = max(held, key=lambda p: (len(p.key), len(p.record.token_ids) == p.length))
         new = tuple(map(for_template, messages[len(place.said) :]))
         said = (*place.said, *new)
         ids = place.record.token_ids[: place.length]
-        rest = self.renderer.following(ids, place.said, new, tools)
+        rest = renderer.following(ids, place.said, new, tools)
         if rest is None:
-            return self._begin(self.renderer.whole(said, tools)), said
+            return self._begin(renderer.whole(said, tools)), said
         if len(place.record.token_ids) > place.length:
             return self._begin([*ids, *rest]), said
         place.record.observe(rest)
@@ -179,19 +183,13 @@ class Conversation:
 
 
 def text_of_content(content: Any) -> str:
-    """The text of a message's ``content``: text, nothing, or a list of text parts.
-
-    Raises:
-        EpisodeError: it holds something else.
-    """
+    """The text of a message's ``content``: text, nothing, or a list of text parts; else an EpisodeError."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list):
-        parts = cast("list[Any]", content)
-        if all(isinstance(p, Mapping) and isinstance(cast("Mapping[str, Any]", p).get("text"), str) for p in parts):
-            return "".join(p["text"] for p in parts)
+    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
+        return "".join(p["text"] for p in content)
     raise EpisodeError(f"a message's content is {type(content).__name__}; only text can be trained")
 
 
@@ -199,7 +197,7 @@ def for_template(message: Message) -> Message:
     """A message as chat templates expect it: text content, arguments of tool calls as objects."""
     made = {name: value for name, value in message.items() if value is not None}
     made["content"] = text_of_content(message.get("content"))
-    calls = cast("list[Any]", made.get("tool_calls") or [])
+    calls = made.get("tool_calls") or []
     if calls:
         made["tool_calls"] = [_with_object(call) for call in calls]
     return made

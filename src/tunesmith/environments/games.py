@@ -1,7 +1,7 @@
 """The shapes that the user's environments come in, each as a ``Game``.
 
+- ``Game`` itself: no environment, only tools; the episode ends with the first turn that calls none.
 - ``Native``: ``reset(**columns)`` and ``step(action)``.
-- ``ToolsOnly``: no environment; the episode ends with the first turn that calls no tool.
 - ``TRL``: what TRL's ``environment_factory`` takes. Public methods are tools, ``reset(**columns)`` begins,
   and the reward is ``get_reward()`` or the attribute ``reward``.
 - ``OpenRLHF``: ``reset(states)`` and ``step(states)`` with dictionaries. Its feedback holds the chat template's
@@ -11,18 +11,36 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Literal
 
-from tunesmith.environments.episode_code import EpisodeCode, keywords
-from tunesmith.environments.multi_turn import Game, Observation, Open, Step, as_observation, as_reward, as_step, shown
+from tunesmith.environments.multi_turn import Observation, Step, as_observation, as_reward, as_step
 from tunesmith.environments.tools import Tool
-from tunesmith.errors import EpisodeError
-from tunesmith.types import Task
+from tunesmith.environments.user_calls import EpisodeCode, taken
+from tunesmith.errors import EpisodeError, shortened
+from tunesmith.types import Message, Task
 
 TRL_RESERVED = ("reset", "get_reward")
-CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The user's code behind one name."""
+
+    name: str
+    reference: str
+    kind: Literal["agent", "native", "trl", "openrlhf", "tools"]
+    code: Any
+    tools: Mapping[str, Tool] = field(default_factory=dict[str, Tool])
+    """The run's tools that the policy may call there."""
+    methods: Mapping[str, Tool] = field(default_factory=dict[str, Tool])
+    """TRL: a tool for each public method."""
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the policy is told that it may call."""
+        return [tool.schema for tool in (*self.tools.values(), *self.methods.values())]
 
 
 def columns_of(task: Task) -> dict[str, Any]:
@@ -30,44 +48,44 @@ def columns_of(task: Task) -> dict[str, Any]:
     return {**task.columns, "prompt": task.prompt}
 
 
-async def _reset_with_columns(code: EpisodeCode, it: Any, name: str, task: Task) -> Observation:
-    """``reset`` with what it takes of the task's columns."""
-    what = f"{name}.reset"
-    return as_observation(await code.run(what, it.reset, **keywords(it.reset, columns_of(task))), what)
-
-
 @dataclass(slots=True)
-class ToolsOnly:
-    tools: Mapping[str, Tool]
+class Game:
+    """One episode, played with an object ``it`` of the user's class."""
 
-    async def reset(self, task: Task) -> Observation:
-        del task
+    code: EpisodeCode
+    tools: Mapping[str, Tool]
+    it: Any = None
+    name: str = ""
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await self.code.run(f"{self.name}.{method}", getattr(self.it, method), *args, **kwargs)
+
+    async def reset(self, task: Task, prompt: list[Message]) -> Observation:
+        """``prompt`` is the task's as messages."""
+        del prompt
+        if not hasattr(self.it, "reset"):
+            return None
+        value = await self.call("reset", **taken(self.it.reset, columns_of(task)))
+        return as_observation(value, f"{self.name}.reset")
 
     async def step(self, text: str) -> Step:
         del text
         return Step(done=True)
 
     async def finish(self) -> float | None:
+        """A last reward."""
         return None
 
     async def close(self) -> None: ...
 
 
 @dataclass(slots=True)
-class Native:
-    code: EpisodeCode
-    it: Any
-    name: str
-    tools: Mapping[str, Tool]
+class Native(Game):
     stepped: bool = False
-
-    async def reset(self, task: Task) -> Observation:
-        return await _reset_with_columns(self.code, self.it, self.name, task)
 
     async def step(self, text: str) -> Step:
         self.stepped = True
-        what = f"{self.name}.step"
-        return as_step(await self.code.run(what, self.it.step, text), what)
+        return as_step(await self.call("step", text), f"{self.name}.step")
 
     async def finish(self) -> float | None:
         """An episode that never came to a step (it only called tools) has earned nothing."""
@@ -75,51 +93,31 @@ class Native:
 
     async def close(self) -> None:
         if callable(getattr(self.it, "close", None)):
-            await self.code.run(f"{self.name}.close", self.it.close)
+            await self.call("close")
 
 
-@dataclass(slots=True)
-class TRL:
-    code: EpisodeCode
-    it: Any
-    name: str
-    tools: Mapping[str, Tool]
-
-    async def reset(self, task: Task) -> Observation:
-        return await _reset_with_columns(self.code, self.it, self.name, task) if hasattr(self.it, "reset") else None
-
-    async def step(self, text: str) -> Step:
-        del text
-        return Step(done=True)
+class TRL(Game):
+    __slots__ = ()
 
     async def finish(self) -> float | None:
-        what = f"{self.name}.get_reward"
         if hasattr(self.it, "get_reward"):
-            return as_reward(await self.code.run(what, self.it.get_reward), what)
+            return as_reward(await self.call("get_reward"), f"{self.name}.get_reward")
         return as_reward(getattr(self.it, "reward", None), f"{self.name}.reward")
-
-    async def close(self) -> None: ...
 
 
 @dataclass(slots=True)
-class OpenRLHF:
-    code: EpisodeCode
-    it: Any
-    name: str
-    prompt_text: Callable[[Task], str]
-    tools: Mapping[str, Tool] = field(default_factory=dict[str, Tool])
+class OpenRLHF(Game):
     said: str = ""
     label: Any = None
 
-    async def reset(self, task: Task) -> Observation:
-        what = f"{self.name}.reset"
-        self.said = self.prompt_text(task)
+    async def reset(self, task: Task, prompt: list[Message]) -> Observation:
+        self.said = prompt[0]["content"]
         self.label = task.columns.get("label", task.columns.get("answer"))
-        value = await self.code.run(what, self.it.reset, {"observation": self.said, "label": self.label})
-        observation = value.get("observation") if isinstance(value, Mapping) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        value = await self.call("reset", {"observation": self.said, "label": self.label})
+        observation = value.get("observation") if isinstance(value, Mapping) else None
         if not isinstance(observation, str):
             raise EpisodeError(
-                f"{what} returned {shown(cast('object', value))}; expected a dictionary with 'observation'"
+                f"{self.name}.reset returned {shortened(repr(value))}; expected a dictionary with 'observation'"
             )
         if observation == self.said:
             return None
@@ -129,65 +127,35 @@ class OpenRLHF:
     async def step(self, text: str) -> Step:
         what = f"{self.name}.step"
         states = {"observation_text": self.said, "action_text": text, "label": self.label, "sampling_params": None}
-        value = await self.code.run(what, self.it.step, states)
+        value = await self.call("step", states)
         if not isinstance(value, Mapping) or "done" not in value or "rewards" not in value:
             expected = "a dictionary with 'rewards', 'environment_feedback' and 'done'"
-            raise EpisodeError(f"{what} returned {shown(cast('object', value))}; expected {expected}")
-        result = cast("Mapping[str, Any]", value)
-        if result.get("sampling_params") is not None:
+            raise EpisodeError(f"{what} returned {shortened(repr(value))}; expected {expected}")
+        if value.get("sampling_params") is not None:
             raise EpisodeError(f"{what} changes 'sampling_params'; how the policy samples is the run's to say")
-        feedback = result.get("environment_feedback") or ""
+        feedback = value.get("environment_feedback") or ""
         self.said += text + feedback
-        step = as_step((feedback or None, result["rewards"], bool(result["done"])), what)
-        logged = {**(result.get("extra_logs") or {}), "scores": result.get("scores")}
+        step = as_step((feedback or None, value["rewards"], bool(value["done"])), what)
+        logged = {**(value.get("extra_logs") or {}), "scores": value.get("scores")}
         numbers = {name: as_reward(number, f"{what}: {name}") for name, number in logged.items()}
         return replace(step, metrics={name: number for name, number in numbers.items() if number is not None})
 
-    async def finish(self) -> float | None:
-        return None
 
-    async def close(self) -> None: ...
+SHAPES = {"native": Native, "trl": TRL, "openrlhf": OpenRLHF}
 
 
-def open_tools(tools: Mapping[str, Tool]) -> Open:
-    async def opened(code: EpisodeCode) -> Game:
-        del code
-        return ToolsOnly(tools)
+async def open_game(loaded: Loaded, code: EpisodeCode) -> Game:
+    """An episode with an object of its own of the user's class; TRL's methods are that object's."""
+    if loaded.kind == "tools":
+        return Game(code, loaded.tools)
+    kind = loaded.code
 
-    return opened
-
-
-def open_native(kind: type[Any], tools: Mapping[str, Tool]) -> Open:
-    name = kind.__name__
-
-    async def opened(code: EpisodeCode) -> Game:
-        return Native(code, await code.run(f"{name}()", kind), name, tools)
-
-    return opened
-
-
-def open_trl(kind: type[Any], methods: Mapping[str, Tool], tools: Mapping[str, Tool]) -> Open:
-    """``methods`` are the class's; each episode calls those of its own object."""
-    name = kind.__name__
-
-    async def opened(code: EpisodeCode) -> Game:
-        it = await code.run(f"{name}()", kind)
-        own = {tool.name: replace(tool, function=getattr(it, method)) for method, tool in methods.items()}
-        return TRL(code, it, name, {**tools, **own})
-
-    return opened
-
-
-def open_openrlhf(kind: type[Any], prompt_text: Callable[[Task], str]) -> Open:
-    name = kind.__name__
-
-    async def create() -> Any:
+    async def awaited() -> Any:
         it: Any = object.__new__(kind)
         await it.__init__()  # OpenRLHF's first examples have it so
         return it
 
-    async def opened(code: EpisodeCode) -> Game:
-        make = create if inspect.iscoroutinefunction(kind.__init__) else kind
-        return OpenRLHF(code, await code.run(f"{name}()", make), name, prompt_text)
-
-    return opened
+    late = loaded.kind == "openrlhf" and inspect.iscoroutinefunction(kind.__init__)
+    it = await code.run(f"{kind.__name__}()", awaited if late else kind)
+    own = {tool.name: replace(tool, function=getattr(it, method)) for method, tool in loaded.methods.items()}
+    return SHAPES[loaded.kind](code, {**loaded.tools, **own}, it, kind.__name__)

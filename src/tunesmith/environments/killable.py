@@ -7,18 +7,14 @@ the parent's), starts on first use and is replaced after a kill.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import queue
-import selectors
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +38,15 @@ class Program:
     """Seconds for one call, not counting the worker's start."""
 
 
-@dataclass(eq=False, slots=True)
-class _Job:
-    arguments: tuple[Any, ...]
-    result: Future[Any] = field(default_factory=Future[Any])
-
-
 class KillablePool:
     """Up to ``workers`` processes of one program, each started when the others are busy."""
 
     def __init__(self, program: Program, workers: int = 1) -> None:
         self._program = program
         self._max = workers
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._pending = 0
-        self.kills = 0
-        """Workers killed because a call overran."""
+        self._idle: list[_Worker] = []
+        self._threads = ThreadPoolExecutor(workers, "killable")
 
     def submit(self, *arguments: Any) -> Future[Any]:
         """Run the function on these arguments.
@@ -67,123 +54,80 @@ class KillablePool:
         The future raises ``DeadlineExceeded`` if the call was killed, ``WorkerError`` if it raised or its
         process died.
         """
-        job = _Job(arguments)
-        with self._lock:
-            self._pending += 1
-            if self._pending > len(self._threads) < self._max:
-                thread = threading.Thread(target=self._serve, name="killable", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        self._jobs.put(job)
-        return job.result
+        return self._threads.submit(self._call, arguments)
 
     def close(self) -> None:
-        """End the workers. A later call starts them anew."""
-        with self._lock:
-            threads, self._threads = self._threads, []
-        for _ in threads:
-            self._jobs.put(None)
-        for thread in threads:
-            thread.join(timeout=self._program.deadline + 1.0)
+        """End the workers, after the calls that they are at. A later call starts them anew."""
+        self._threads.shutdown(cancel_futures=True)
+        self._threads = ThreadPoolExecutor(self._max, "killable")
+        while self._idle:
+            self._idle.pop().kill()
 
-    def _serve(self) -> None:
-        worker: _Worker | None = None
-        while (job := self._jobs.get()) is not None:
-            if job.result.set_running_or_notify_cancel():
-                value, error = None, None
-                try:
-                    worker = worker or _Worker(self._program)
-                    value = worker.ask(job.arguments, self._program.deadline)
-                except Exception as raised:
-                    error = raised
-                    if worker is not None and (not isinstance(raised, WorkerError) or not worker.alive):
-                        worker.kill()
-                        worker = None
-                with self._lock:
-                    self.kills += isinstance(error, DeadlineExceeded)
-                if error is None:
-                    job.result.set_result(value)
-                else:
-                    job.result.set_exception(error)
-            with self._lock:
-                self._pending -= 1
-        if worker is not None:
+    def _call(self, arguments: tuple[Any, ...]) -> Any:
+        with self._lock:
+            worker = self._idle.pop() if self._idle else None
+        worker = worker or _Worker(self._program)
+        try:
+            return worker.ask(arguments, self._program.deadline)
+        except DeadlineExceeded:
             worker.kill()
+            raise
+        finally:
+            with self._lock:
+                if worker.alive:
+                    self._idle.append(worker)
 
 
 class _Worker:
-    """One process: a line of JSON in, a line of JSON out."""
+    """One process, spoken with in JSON through a pipe."""
 
     def __init__(self, program: Program) -> None:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
-        command = [
-            sys.executable,
-            "-P",
-            str(_CHILD),
-            str(program.file),
-            program.function,
-            str(program.deadline),
-        ]
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        self._pipe, theirs = Pipe()
+        end = theirs.fileno()
+        command = [sys.executable, "-P", _CHILD, program.file, program.function, str(program.deadline), str(end)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, bufsize=0
+            command, stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said, pass_fds=[end]
         )
-        self._buffer = b""
+        theirs.close()
         try:
-            reply = self._receive(time.monotonic() + STARTUP_SECONDS)
+            self._answer(STARTUP_SECONDS)
         except DeadlineExceeded:
             self.kill()
             raise WorkerError(f"{program.file.name} did not start within {STARTUP_SECONDS:g} s") from None
-        except WorkerError:
-            self.kill()
-            raise
-        assert reply == {"ready": True}
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, arguments: tuple[Any, ...], deadline: float) -> Any:
-        assert self._process.stdin is not None
-        until = time.monotonic() + deadline
+    def ask(self, arguments: tuple[Any, ...], seconds: float) -> Any:
         try:
-            self._send(json.dumps(arguments).encode() + b"\n")
-        except BrokenPipeError:
-            raise WorkerError(self._last_words()) from None
-        reply = self._receive(until)
-        if "raised" in reply:
-            raise WorkerError(reply["raised"])
-        return reply["value"]
+            self._pipe.send_bytes(json.dumps(arguments).encode())
+        except OSError:
+            raise self._ended() from None
+        return self._answer(seconds)
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._stderr):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        self._pipe.close()
+        self._said.close()
 
-    def _send(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        while data:
-            data = data[os.write(self._process.stdin.fileno(), data) :]
+    def _answer(self, seconds: float) -> Any:
+        if not self._pipe.poll(seconds):
+            raise DeadlineExceeded("the worker was killed at its deadline")
+        try:
+            reply = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise self._ended() from None
+        if "raised" in reply:
+            raise WorkerError(reply["raised"])
+        return reply["value"]
 
-    def _receive(self, until: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        stdout = self._process.stdout.fileno()
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                if not selector.select(max(until - time.monotonic(), 0.0)):
-                    raise DeadlineExceeded("the worker was killed at its deadline")
-                piece = os.read(stdout, 65536)
-                if not piece:
-                    raise WorkerError(self._last_words())
-                self._buffer += piece
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
-
-    def _last_words(self) -> str:
+    def _ended(self) -> WorkerError:
+        """What its process said last."""
         code = self._process.wait()
-        self._stderr.seek(0)
-        said = self._stderr.read()[-2000:].decode(errors="replace").strip()
-        return f"the worker process ended with code {code}" + (f":\n{said}" if said else "")
+        self._said.seek(0)
+        said = self._said.read()[-2000:].decode(errors="replace").strip()
+        self.kill()
+        return WorkerError(f"the worker process ended with code {code}" + (f":\n{said}" if said else ""))

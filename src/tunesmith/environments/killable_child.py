@@ -1,8 +1,8 @@
-"""The program of a worker process: ``python killable_child.py FILE FUNCTION DEADLINE``.
+"""The program of a worker process: ``python killable_child.py FILE FUNCTION DEADLINE PIPE``.
 
-Reads one JSON list of arguments a line from standard input and answers one JSON object a line:
-``{"value": ...}`` or ``{"raised": traceback}``; first of all ``{"ready": true}``. Imports nothing of
-Tunesmith, so that it starts fast and stays small.
+Reads JSON lists of arguments from the pipe and answers each with a JSON object: ``{"value": ...}`` or
+``{"raised": traceback}``; one comes first of all, when it is ready. Imports nothing of Tunesmith, so that it
+starts fast and stays small.
 """
 
 from __future__ import annotations
@@ -10,34 +10,33 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import signal
 import sys
 import traceback
+from multiprocessing.connection import Connection
 from typing import Any
 
 MEMORY_BYTES = 4 << 30
 
 
-def main(file: str, function: str, deadline: float) -> None:
-    # What libraries print must not mix with the answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+def main(file: str, function: str, deadline: float, pipe: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit_memory()
     call = _load(file, function)
-
-    def answer(reply: dict[str, Any]) -> None:
-        answers.write(json.dumps(reply) + "\n")
-
-    answer({"ready": True})
-    for line in sys.stdin:
+    parent = Connection(pipe)
+    answer = json.dumps({"value": None})
+    while True:
+        parent.send_bytes(answer.encode())
+        try:
+            arguments: list[Any] = json.loads(parent.recv_bytes())
+        except EOFError:
+            return
         # The parent kills at the deadline; this ends the process should the parent be gone.
         signal.setitimer(signal.ITIMER_REAL, 2 * deadline + 5)
         try:
-            answer({"value": call(*json.loads(line))})
+            answer = json.dumps({"value": call(*arguments)})
         except Exception:
-            answer({"raised": traceback.format_exc(limit=-5)[-4000:]})
+            answer = json.dumps({"raised": traceback.format_exc(limit=-5)[-4000:]})
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -58,4 +57,4 @@ def _limit_memory() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))

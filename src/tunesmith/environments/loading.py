@@ -5,53 +5,39 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import EnvironmentSection
+from tunesmith.data.chat import ChatTemplate
 from tunesmith.environments import user_code
-from tunesmith.environments.agents import GIVEN, Agent, Endpoints, check_agent, is_agent
+from tunesmith.environments.agents import GIVEN, Agent, is_agent
 from tunesmith.environments.base import Environment, SingleTurn
-from tunesmith.environments.conversation import Limits
-from tunesmith.environments.episode_code import check_keywords
-from tunesmith.environments.games import TRL_RESERVED, open_native, open_openrlhf, open_tools, open_trl
-from tunesmith.environments.multi_turn import MultiTurn, Open, Setting
+from tunesmith.environments.conversation import Setting
+from tunesmith.environments.games import TRL_RESERVED, Loaded, open_game
+from tunesmith.environments.multi_turn import MultiTurn
 from tunesmith.environments.rendering import ChatRenderer, PlainRenderer
-from tunesmith.environments.tool_calls import parser_for
-from tunesmith.environments.tools import Tool, make_tool
+from tunesmith.environments.tools import Tool, make_tool, parser_for
+from tunesmith.environments.user_calls import check_keywords
 from tunesmith.errors import ConfigError, DataError, nearest
 from tunesmith.types import Message, Task
+
+if TYPE_CHECKING:
+    from tunesmith.environments.endpoint import Endpoint
 
 SINGLE_TURN = "single_turn"
 """The environment of tasks that no environment of the user's plays; may stand in the routing column."""
 
-Kind = Literal["agent", "native", "trl", "openrlhf", "tools"]
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The user's code behind one name."""
-
-    name: str
-    reference: str
-    kind: Kind
-    code: Any
-    methods: Mapping[str, Tool] = field(default_factory=dict[str, Tool])
-    """TRL: a tool for each public method."""
-
 
 def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
-    """Refuse a section that cannot work, without running any of the user's code.
-
-    Raises:
-        ConfigError: an unknown file or name, or a name that is taken.
-    """
+    """Refuse a section that cannot work (``ConfigError``), without running any of the user's code."""
     references = references_of(section)
     if SINGLE_TURN in references and isinstance(section.path, dict):
         raise ConfigError(f"environment.path: the name '{SINGLE_TURN}' is taken: it is a prompt and one answer.")
     for reference in (*references.values(), *section.tools):
-        user_code.check_function(user_code.locate(reference, base_dir))
+        user_code.check_reference(reference, base_dir)
 
 
 def references_of(section: EnvironmentSection) -> dict[str, str]:
@@ -62,56 +48,46 @@ def references_of(section: EnvironmentSection) -> dict[str, str]:
 
 
 def load_environments(section: EnvironmentSection, base_dir: Path) -> EnvironmentSet:
-    """Check the section and import the user's files.
-
-    Raises:
-        ConfigError: as ``check_environment``; or a file does not import, or what it holds has no known shape.
-    """
+    """Check the section and import the user's files. ConfigError also where what they hold has no known shape."""
     check_environment(section, base_dir)
-    tools = [make_tool(_load(reference, base_dir), reference) for reference in section.tools]
-    repeated = {tool.name for tool in tools if sum(tool.name == other.name for other in tools) > 1}
-    if repeated:
-        raise ConfigError(
-            f"environment.tools has two tools called '{min(repeated)}'; the policy could not tell them apart."
-        )
-    loaded = [_loaded(name, ref, _load(ref, base_dir)) for name, ref in references_of(section).items()]
+    made = [make_tool(user_code.load_object(reference, base_dir), reference) for reference in section.tools]
+    tools = {tool.name: tool for tool in made}
+    if len(tools) < len(made):
+        repeated = min(tool.name for tool in made if sum(tool.name == other.name for other in made) > 1)
+        raise ConfigError(f"environment.tools has two tools called '{repeated}'; the policy could not tell them apart.")
+    loaded = [
+        _loaded(name, reference, user_code.load_object(reference, base_dir), tools)
+        for name, reference in references_of(section).items()
+    ]
     if not loaded and tools:
-        loaded = [Loaded("tools", "environment.tools", "tools", None)]
-    if tools and loaded and all(one.kind in ("agent", "openrlhf") for one in loaded):
+        loaded = [Loaded("tools", "environment.tools", "tools", None, tools)]
+    if tools and not any(one.tools for one in loaded):
         raise ConfigError(
             "environment.tools is set, but none of the environments would use them: an agent brings its own, "
             "and OpenRLHF's form has none."
         )
-    return EnvironmentSet(section, tuple(loaded), {tool.name: tool for tool in tools})
+    return EnvironmentSet(section, loaded)
 
 
-def _load(reference: str, base_dir: Path) -> Any:
-    return user_code.load_object(user_code.locate(reference, base_dir))
-
-
-def _loaded(name: str, reference: str, code: Any) -> Loaded:
-    """Tell the shape of the user's code.
-
-    Raises:
-        ConfigError: it has none of the known ones.
-    """
+def _loaded(name: str, reference: str, code: Any, tools: Mapping[str, Tool]) -> Loaded:
+    """Tell the shape of the user's code."""
     if isinstance(code, type):
-        members = cast("type[Any]", code)
-        _check_constructor(members, reference)
-        if not hasattr(members, "step"):
-            methods = _methods(members, reference)
+        _check_constructor(code, reference)
+        if not hasattr(code, "step"):
+            methods = _methods(code, reference)
             if not methods:
                 raise ConfigError(
                     f"'{reference}' has neither step(action) nor public methods to be tools; an environment "
                     "needs reset and step, or methods that the policy may call."
                 )
-            return Loaded(name, reference, "trl", members, methods)
-        if not hasattr(members, "reset"):
+            return Loaded(name, reference, "trl", code, tools, methods)
+        if not hasattr(code, "reset"):
             raise ConfigError(f"'{reference}' has step but no reset(**columns).")
-        first = list(inspect.signature(members.step).parameters)[1:2]
-        return Loaded(name, reference, "openrlhf" if first in (["states"], ["state_dict"]) else "native", members)
-    if callable(code) and is_agent(code):
-        check_agent(code, reference)
+        first = list(inspect.signature(code.step).parameters)[1:2]
+        if first in (["states"], ["state_dict"]):
+            return Loaded(name, reference, "openrlhf", code)
+        return Loaded(name, reference, "native", code, tools)
+    if callable(code) and is_agent(code, reference):
         return Loaded(name, reference, "agent", code)
     raise ConfigError(
         f"'{reference}' is no environment: write a class with reset(**columns) and step(action), "
@@ -137,14 +113,12 @@ def _methods(kind: type[Any], reference: str) -> dict[str, Tool]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
 class EnvironmentSet:
     """The environments of a run."""
 
-    section: EnvironmentSection
-    loaded: tuple[Loaded, ...]
-    tools: Mapping[str, Tool]
-    endpoints: Endpoints = field(default_factory=Endpoints)
+    def __init__(self, section: EnvironmentSection, loaded: Sequence[Loaded]) -> None:
+        self.section = section
+        self.loaded = tuple(loaded)
 
     def route(self, tasks: Sequence[Task]) -> list[Task]:
         """The tasks, each with the environment that plays it; and what they lack refused.
@@ -159,44 +133,37 @@ class EnvironmentSet:
         for one in self.loaded:
             mine = [task for task in routed if task.environment == one.name]
             columns = {"prompt", *(name for task in mine for name in task.columns)}
-            if not mine:
-                continue
-            if one.kind == "agent":
+            if mine and one.kind == "agent":
                 check_keywords(one.code, one.reference, columns | GIVEN)
-            elif one.kind in ("native", "trl") and hasattr(one.code, "reset"):
+            elif mine and one.kind in ("native", "trl") and hasattr(one.code, "reset"):
                 check_keywords(one.code.reset, f"{one.reference}.reset", columns, skip=1)
         return routed
 
     def _environment_of(self, task: Task) -> str:
-        names = [one.name for one in self.loaded]
         if not isinstance(self.section.path, dict):
-            return names[0]
-        column = self.section.column
+            return self.loaded[0].name
+        column, names = self.section.column, [*(one.name for one in self.loaded), SINGLE_TURN]
         if column not in task.columns:
             raise DataError(
                 f"task {task.id} has no column '{column}' (environment.column), which says who plays it: "
-                f"{', '.join([*names, SINGLE_TURN])}.{nearest(column, task.columns)}"
+                f"{', '.join(names)}.{nearest(column, task.columns)}"
             )
         value = task.columns[column]
-        if value not in (*names, SINGLE_TURN):
+        if value not in names:
             raise DataError(
-                f"task {task.id}: there is no environment '{value}' (environment.path)."
-                f"{nearest(str(value), [*names, SINGLE_TURN])}"
+                f"task {task.id}: there is no environment '{value}' (environment.path).{nearest(str(value), names)}"
             )
-        return cast("str", value)
+        return value
 
     def prepare(
         self, tasks: Sequence[Task], tokenizer: Any, prompt_of: Callable[[Task], list[Message]], *, chat: bool
     ) -> list[Task]:
         """``route``, and the prompts of those that have tools with these in them."""
-        from tunesmith.data.chat import ChatTemplate
-
         routed = self.route(tasks)
-        told = {one.name: tools for one in self.loaded if (tools := self.schemas(one))}
+        told = {one.name: one.schemas for one in self.loaded if one.schemas}
         if not told:
             return routed
-        template = ChatTemplate.of(tokenizer) if chat else None
-        self._check_template(template)
+        template = self._template(tokenizer, chat)
         assert template is not None, "tools need a chat template"
         renderer = ChatRenderer(template)
         return [
@@ -206,11 +173,6 @@ class EnvironmentSet:
             for task in routed
         ]
 
-    def schemas(self, one: Loaded) -> list[dict[str, Any]]:
-        """What the policy is told that it may call."""
-        tools = {} if one.kind in ("agent", "openrlhf") else self.tools
-        return [tool.schema for tool in (*tools.values(), *one.methods.values())]
-
     def build(
         self, tokenizer: Any, prompt_of: Callable[[Task], list[Message]], *, chat: bool, max_tokens: int, model: str
     ) -> dict[str, Environment]:
@@ -219,62 +181,55 @@ class EnvironmentSet:
         Raises:
             ConfigError: agents or tools without a chat template that has a place for them.
         """
-        from tunesmith.data.chat import ChatTemplate
-
         plain = PlainRenderer(tokenizer)
-        template = ChatTemplate.of(tokenizer) if chat else None
-        self._check_template(template)
+        template = self._template(tokenizer, chat)
         section = self.section
         setting = Setting(
             renderer=ChatRenderer(template) if template else plain,
-            limits=Limits(section.max_turns, max_tokens),
             prompt_of=prompt_of,
+            max_turns=section.max_turns,
+            max_tokens=max_tokens,
             parse=parser_for(tokenizer.get_chat_template()) if template else None,
             timeout=section.timeout,
             bad_call=section.bad_call,
         )
 
-        def text_of(task: Task) -> str:
-            return tokenizer.decode(list(task.prompt_ids), skip_special_tokens=False)
-
         # OpenRLHF's feedback holds the template's markers, so text is put behind text there.
         def text_alone(task: Task) -> list[Message]:
-            return [{"role": "user", "content": text_of(task)}]
+            return [{"role": "user", "content": tokenizer.decode(list(task.prompt_ids), skip_special_tokens=False)}]
 
         verbatim = replace(setting, renderer=plain, prompt_of=text_alone)
         made: dict[str, Environment] = {SINGLE_TURN: SingleTurn()}
         for one in self.loaded:
             if one.kind == "agent":
-                made[one.name] = Agent(one.name, one.code, setting, model, self.endpoints)
+                made[one.name] = Agent(one.name, one.code, setting, model, lambda: self._endpoint)
             else:
                 own = verbatim if one.kind == "openrlhf" else setting
-                made[one.name] = MultiTurn(one.name, self._open(one, text_of), own, self.schemas(one) or None)
+                made[one.name] = MultiTurn(partial(open_game, one), own, one.schemas or None)
         return made
 
-    def _open(self, one: Loaded, text_of: Callable[[Task], str]) -> Open:
-        match one.kind:
-            case "native":
-                return open_native(one.code, self.tools)
-            case "trl":
-                return open_trl(one.code, one.methods, self.tools)
-            case "openrlhf":
-                return open_openrlhf(one.code, text_of)
-            case _:
-                return open_tools(self.tools)
-
-    def _check_template(self, template: Any) -> None:
+    def _template(self, tokenizer: Any, chat: bool) -> ChatTemplate | None:
+        template = ChatTemplate.of(tokenizer) if chat else None
         for one in self.loaded:
-            uses_tools = bool(self.tools or one.methods) and one.kind != "openrlhf"
-            if template is None and (one.kind == "agent" or uses_tools):
+            if template is None and (one.kind == "agent" or one.schemas):
                 raise ConfigError(
                     f"'{one.reference}' needs a chat template: agents and tools speak in messages. Name one with "
                     "model.chat_template, and leave data.chat = false out."
                 )
-            if template is not None and uses_tools and one.kind != "agent" and not template.takes_tools:
+            if template is not None and one.schemas and not template.takes_tools:
                 raise ConfigError(
                     f"'{one.reference}' has tools, and the chat template has no place for them: name one that has "
                     "with model.chat_template."
                 )
+        return template
+
+    @cached_property
+    def _endpoint(self) -> Endpoint:
+        from tunesmith.environments.endpoint import Endpoint
+
+        return Endpoint()
 
     def close(self) -> None:
-        self.endpoints.close()
+        if "_endpoint" in vars(self):
+            self._endpoint.close()
+            del self._endpoint

@@ -8,8 +8,8 @@ import re
 from itertools import product
 from typing import Any
 
-import math_verify  # pyright: ignore[reportMissingTypeStubs]
-from math_verify import ExprExtractionConfig, LatexExtractionConfig  # pyright: ignore[reportMissingTypeStubs]
+import math_verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
 # Its timeouts are switched off (the worker is killed instead), which it would warn about.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

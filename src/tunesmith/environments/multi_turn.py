@@ -21,18 +21,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, SupportsFloat, cast
+from typing import TYPE_CHECKING, Any
 
 from tunesmith.environments.base import Generate
-from tunesmith.environments.conversation import Conversation, Limits, OutOfRoom, Reply
-from tunesmith.environments.episode_code import EpisodeCode
-from tunesmith.environments.rendering import Renderer, Tools
-from tunesmith.environments.tool_calls import BadCall, Parse
-from tunesmith.environments.tools import Tool, answer_of, find
-from tunesmith.errors import EpisodeError, TunesmithError
+from tunesmith.environments.conversation import Conversation, OutOfRoom, Reply, Setting
+from tunesmith.environments.rendering import Tools
+from tunesmith.environments.tools import BadCall, Tool, answer_of, find
+from tunesmith.environments.user_calls import EpisodeCode
+from tunesmith.errors import EpisodeError, TunesmithError, shortened
 from tunesmith.types import Message, Rollout, Task
+
+if TYPE_CHECKING:
+    from tunesmith.environments.games import Game
 
 Observation = str | list[Message] | None
 
@@ -51,58 +53,23 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-class Game(Protocol):
-    """One episode of an environment, whatever shape the user's code has."""
-
-    tools: Mapping[str, Tool]
-
-    async def reset(self, task: Task) -> Observation: ...
-
-    async def step(self, text: str) -> Step: ...
-
-    async def finish(self) -> float | None:
-        """A last reward."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-Open = Callable[[EpisodeCode], Awaitable[Game]]
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What all environments of a run have in common."""
-
-    renderer: Renderer
-    limits: Limits
-    prompt_of: Callable[[Task], list[Message]]
-    """A task's prompt as the messages that its tokens say."""
-    parse: Parse | None
-    timeout: float
-    """Seconds of one call of the user's code."""
-    bad_call: Literal["tell", "end"]
-
-
 @dataclass(frozen=True, slots=True)
 class MultiTurn:
     """Fulfils ``Environment`` with the user's code."""
 
-    name: str
-    open: Open
+    open: Callable[[EpisodeCode], Awaitable[Game]]
     setting: Setting
     schemas: Tools = None
     """Of the game's tools; the prompts of its tasks have them."""
 
     async def play(self, rollout: Rollout, generate: Generate) -> None:
-        s = self.setting
-        prompt = s.prompt_of(rollout.task)
+        prompt = self.setting.prompt_of(rollout.task)
         tools = self.schemas or told_by(rollout.task)
-        conversation = Conversation(rollout, generate, s.renderer, s.limits, prompt, s.parse, tools)
-        with EpisodeCode(s.timeout) as code:
+        conversation = Conversation(rollout, generate, self.setting, prompt, tools)
+        with EpisodeCode(self.setting.timeout) as code:
             game = await self.open(code)
             try:
-                messages = opening(prompt, await game.reset(rollout.task))
+                messages = opening(prompt, await game.reset(rollout.task, prompt))
                 rewards = await self._turns(game, code, conversation, messages, tools)
                 rewards.append(await game.finish())
             finally:
@@ -201,56 +168,40 @@ def _as_messages(observation: Observation) -> list[Message]:
     return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation or ())
 
 
-def as_observation(value: object, what: str) -> Observation:
-    """Check what user code calls an observation.
-
-    Raises:
-        EpisodeError: it is neither text nor messages nor None.
-    """
+def as_observation(value: Any, what: str) -> Observation:
+    """What user code calls an observation, checked; an EpisodeError otherwise."""
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, list | tuple):
-        messages = cast("Sequence[Any]", value)
-        if messages and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
-            return [dict(cast("Mapping[str, Any]", m)) for m in messages]
-    raise EpisodeError(f"{what} gave {shown(value)} as observation; expected text, a list of messages or None")
+    messages = value if isinstance(value, list | tuple) else ()
+    if messages and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+        return [dict(m) for m in messages]
+    given = shortened(repr(value))
+    raise EpisodeError(f"{what} gave {given} as observation; expected text, a list of messages or None")
 
 
-def as_reward(value: object, what: str) -> float | None:
-    """Check what user code calls a reward.
-
-    Raises:
-        EpisodeError: it is neither a finite number nor None.
-    """
+def as_reward(value: Any, what: str) -> float | None:
+    """What user code calls a reward, checked; an EpisodeError otherwise."""
     if value is None:
         return None
     try:
-        number = math.nan if isinstance(value, str | bytes) else float(cast("SupportsFloat", value))
+        number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
-        raise EpisodeError(f"{what} gave {shown(value)} as reward; expected a finite number or None")
+        raise EpisodeError(f"{what} gave {shortened(repr(value))} as reward; expected a finite number or None")
     return number
 
 
-def as_step(value: object, what: str) -> Step:
-    """A ``Step``, or the tuple ``(observation, reward, done)``, checked.
-
-    Raises:
-        EpisodeError: it is something else.
-    """
-    if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) == 3:
-        value = Step(*cast("tuple[Any, Any, Any]", value))
+def as_step(value: Any, what: str) -> Step:
+    """A ``Step``, or the tuple ``(observation, reward, done)``, checked; an EpisodeError otherwise."""
+    if isinstance(value, tuple) and len(value) == 3:
+        value = Step(*value)
     if not isinstance(value, Step):
-        raise EpisodeError(f"{what} returned {shown(value)}; expected (observation, reward, done) or a Step")
+        raise EpisodeError(f"{what} returned {shortened(repr(value))}; expected (observation, reward, done) or a Step")
     observation = as_observation(value.observation, what)
-    if isinstance(cast("object", value.done), str | None):
-        raise EpisodeError(f"{what} gave {shown(value.done)} as done; expected true or false")
-    if not value.done and not observation:
+    done: Any = value.done
+    if isinstance(done, str | None):
+        raise EpisodeError(f"{what} gave {shortened(repr(done))} as done; expected true or false")
+    if not done and not observation:
         raise EpisodeError(f"{what} is not done and gave no observation: there is nothing to answer")
-    return Step(observation, as_reward(value.reward, what), bool(value.done), value.metrics)
-
-
-def shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return Step(observation, as_reward(value.reward, what), bool(done), value.metrics)

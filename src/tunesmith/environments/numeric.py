@@ -47,8 +47,7 @@ def last_number(text: str) -> Number | None:
     """
     last = None
     for match in _NUMBER.finditer(text):
-        number = _number(match)
-        last = number or last
+        last = _number(match) or last
     return last
 
 
@@ -79,29 +78,22 @@ def _is_whole(value: Decimal) -> bool:
 
 
 def _number(match: re.Match[str]) -> Number | None:
+    def read(group: str) -> Decimal:
+        return Decimal(match[group].replace(",", ""))
+
     try:
-        value = _value(match)
+        if match["top"]:
+            value = _CONTEXT.divide(read("top"), read("bottom"))
+        elif match["part"]:
+            value = _CONTEXT.add(read("whole"), _CONTEXT.divide(read("part"), read("of")))
+        elif match["numerator"]:
+            value = _CONTEXT.divide(read("numerator"), read("denominator"))
+        else:
+            value, exponent = read("plain"), match["exponent"] or match["power"]
+            if exponent:
+                value = value.scaleb(int(exponent.replace("−", "-")), _CONTEXT)
     except InvalidOperation:
         return None
     if not value.is_finite():
         return None
-    if match["sign"] in ("-", "−"):
-        value = value.copy_negate()
-    return Number(value, match["percent"] is not None)
-
-
-def _value(match: re.Match[str]) -> Decimal:
-    if match["top"]:
-        return _CONTEXT.divide(_decimal(match["top"]), _decimal(match["bottom"]))
-    if match["part"]:
-        part = _CONTEXT.divide(_decimal(match["part"]), _decimal(match["of"]))
-        return _CONTEXT.add(_decimal(match["whole"]), part)
-    if match["numerator"]:
-        return _CONTEXT.divide(_decimal(match["numerator"]), _decimal(match["denominator"]))
-    exponent = match["exponent"] or match["power"]
-    value = _decimal(match["plain"])
-    return value.scaleb(int(exponent.replace("−", "-")), _CONTEXT) if exponent else value
-
-
-def _decimal(digits: str) -> Decimal:
-    return Decimal(digits.replace(",", ""))
+    return Number(value.copy_negate() if match["sign"] in ("-", "−") else value, match["percent"] is not None)

@@ -13,20 +13,21 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 
 from tunesmith.config.schema import RemoteReward
 from tunesmith.environments.reward_types import (
     ItemFailure,
+    Notes,
     RewardFunction,
     Score,
     columns_of,
     completions_of,
     scores_from,
 )
-from tunesmith.errors import TunesmithError
+from tunesmith.errors import TunesmithError, shortened
 from tunesmith.types import Rollout, Status
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
@@ -55,7 +56,8 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
     """
     client = RewardClient(entry)
 
-    async def score(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Score]:
+    async def score(rollouts: Sequence[Rollout], texts: Sequence[str], notes: Notes) -> list[Score]:
+        del notes
         parts = [slice(at, at + entry.batch_size) for at in range(0, len(rollouts), entry.batch_size)]
         if entry.protocol == "openrlhf":
             bodies = [openrlhf_body(rollouts[part], label, decode) for part in parts]
@@ -67,7 +69,7 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
             found = await asyncio.gather(*(client.ask(session, b, n) for b, n in zip(bodies, sizes, strict=True)))
         return [score for part in found for score in part]
 
-    return RewardFunction(entry.name, entry.name, score, frozenset(), None, builtin=True, of_rollouts=True)
+    return RewardFunction(entry.name, entry.name, score, builtin=True)
 
 
 def tunesmith_body(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:
@@ -121,10 +123,10 @@ class RewardClient:
                 break
             except TimeoutError:
                 reason, status = f"{url} did not answer within {self.entry.timeout:g} s", Status.TIMED_OUT
-            except (Unavailable, aiohttp.ClientError, OSError) as error:
+            except Unavailable as error:
                 reason, status = str(error), Status.REWARD_FAILED
-                if not isinstance(error, Unavailable):
-                    reason = f"could not be had from {url}: {error or type(error).__name__}"
+            except (aiohttp.ClientError, OSError) as error:
+                reason, status = f"could not be had from {url}: {error or type(error).__name__}", Status.REWARD_FAILED
         attempts = "" if len(tried) == 1 else f" ({len(tried)} attempts: {', '.join(dict.fromkeys(tried))})"
         return [ItemFailure(status, f"{reason}{attempts}")] * size
 
@@ -176,7 +178,7 @@ def scores_of(answer: Any, size: int, url: str) -> list[Score]:
     Raises:
         BadAnswer: it has no list of ``size`` rewards.
     """
-    fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
+    fields = answer if isinstance(answer, dict) else {}
     if "rewards" not in fields:
         shown = _short(json.dumps(answer))
         raise BadAnswer(f'{url} answered {shown}; expected {{"rewards": [...]}} with {size} numbers')
@@ -185,20 +187,15 @@ def scores_of(answer: Any, size: int, url: str) -> list[Score]:
     except ValueError as error:
         raise BadAnswer(f"{url} {error}") from None
     errors: Any = fields.get("errors") or [None] * size
-    if not isinstance(errors, list) or len(cast("list[Any]", errors)) != size:
+    if not isinstance(errors, list) or len(errors) != size:
         raise BadAnswer(f'{url} answered "errors" that are no list of {size}')
-    pairs = zip(scores, cast("list[Any]", errors), strict=True)
-    return [_failed(url, str(e)) if e else _placed(score, url) for score, e in pairs]
-
-
-def _placed(score: Score, url: str) -> Score:
-    return replace(score, reason=f"{url} {score.reason}") if isinstance(score, ItemFailure) else score
-
-
-def _failed(url: str, reason: str) -> ItemFailure:
-    return ItemFailure(Status.REWARD_FAILED, f"{url}: {reason}")
+    for i, (score, error) in enumerate(zip(scores, errors, strict=True)):
+        if error:
+            scores[i] = ItemFailure(Status.REWARD_FAILED, f"{url}: {error}")
+        elif isinstance(score, ItemFailure):
+            scores[i] = replace(score, reason=f"{url} {score.reason}")
+    return scores
 
 
 def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 300 else text[:297] + "..."
+    return shortened(" ".join(text.split()), 300)

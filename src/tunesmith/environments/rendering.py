@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice, takewhile
-from typing import Any, Protocol
+from typing import Any
 
 from tunesmith.data.chat import ChatTemplate
-from tunesmith.data.tokens import Tokenizer, encode, encode_after, leading_ids, with_leading
+from tunesmith.data.tokens import Tokenizer, decode, encode, encode_after, leading_ids, with_leading
 from tunesmith.errors import DataError, EpisodeError, boundary
 from tunesmith.types import Message
 
@@ -23,13 +23,16 @@ Tools = list[dict[str, Any]] | None
 """JSON schemas, as chat templates take them."""
 
 
-class Renderer(Protocol):
-    chat: bool
-    """Whether messages have roles in the text."""
+class Renderer:
+    """Conversations as tokens with a tokenizer; ``ends`` is what may end the policy's turn, as text."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: tuple[str, ...]) -> None:
+        self.tokenizer = tokenizer
+        self._ends = tuple(end for end in ends if end)
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Tokens of a conversation up to where the policy writes."""
-        ...
+        raise NotImplementedError
 
     def following(
         self, token_ids: Sequence[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
@@ -38,38 +41,20 @@ class Renderer(Protocol):
 
         None where that is rendered differently from ``token_ids``.
         """
-        ...
+        raise NotImplementedError
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What the policy wrote, as later renderings have it: without the token that ends its turn."""
-        ...
+        text = decode(self.tokenizer, token_ids)
+        return text.removesuffix(next((end for end in self._ends if text.endswith(end)), ""))
 
     def plain(self, token_ids: Sequence[int]) -> str:
         """What the policy wrote, without special tokens."""
-        ...
-
-
-class _Decoding:
-    def __init__(self, tokenizer: Tokenizer, ends: tuple[str, ...]) -> None:
-        self.tokenizer = tokenizer
-        self._ends = tuple(end for end in ends if end)
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        text = self._decode(token_ids)
-        end = next((end for end in self._ends if text.endswith(end)), "")
-        return text.removesuffix(end)
-
-    def plain(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-
-class ChatRenderer(_Decoding):
+class ChatRenderer(Renderer):
     """Through the tokenizer's chat template."""
-
-    chat = True
 
     def __init__(self, template: ChatTemplate) -> None:
         super().__init__(template.tokenizer, (template.stop_marker.strip(), _eos(template.tokenizer)))
@@ -83,9 +68,9 @@ class ChatRenderer(_Decoding):
     ) -> list[int] | None:
         if not new:
             return []
-        there = self._decode(token_ids)
+        there = decode(self.tokenizer, token_ids)
         rest = behind(there, self._render([*said, *new], tools))
-        return None if rest is None else encode_after(self.tokenizer, self._decode(token_ids[-1:]), rest)
+        return None if rest is None else encode_after(self.tokenizer, decode(self.tokenizer, token_ids[-1:]), rest)
 
     def _render(self, messages: Sequence[Message], tools: Tools) -> str:
         with boundary(EpisodeError, "this conversation cannot go through the chat template", Exception):
@@ -95,10 +80,8 @@ class ChatRenderer(_Decoding):
                 raise EpisodeError(str(error)) from error
 
 
-class PlainRenderer(_Decoding):
+class PlainRenderer(Renderer):
     """Text put behind text: for models without a chat template."""
-
-    chat = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, (_eos(tokenizer),))
@@ -113,7 +96,7 @@ class PlainRenderer(_Decoding):
     ) -> list[int] | None:
         del said, tools
         text = _joined(new)
-        return encode_after(self.tokenizer, self._decode(token_ids[-TAIL:]), text) if text else []
+        return encode_after(self.tokenizer, decode(self.tokenizer, token_ids[-TAIL:]), text) if text else []
 
 
 def _joined(messages: Sequence[Message]) -> str:

@@ -12,7 +12,7 @@ import json
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from aiohttp import web
 
@@ -57,7 +57,6 @@ class RewardService:
         self._batcher = Batcher(self._score, self.window)
 
     async def reward(self, request: web.Request) -> web.Response:
-        """``POST /reward``."""
         if request.content_type != "application/json":  # which no web page can send here unasked
             raise web.HTTPUnsupportedMediaType(text="send JSON, with the header Content-Type: application/json")
         try:
@@ -75,7 +74,6 @@ class RewardService:
         return web.json_response(answer)
 
     async def health(self, request: web.Request) -> web.Response:
-        """``GET /health``."""
         del request
         counts = {"requests": self.requests, "completions": self.completions, "batches": self._batcher.batches}
         return web.json_response({"status": "ok", "reward": self.rewards.functions[0].reference, **counts})
@@ -106,26 +104,23 @@ class RewardService:
 
 
 def items_of(body: Any, request: int) -> list[Item]:
-    """The completions of a request's JSON.
-
-    Raises:
-        BadRequest: says what is wrong with it.
-    """
-    fields = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
+    """The completions of a request's JSON, or a BadRequest that says what is wrong with it."""
+    fields = body if isinstance(body, dict) else {}
     if unknown := fields.keys() - {"prompts", "completions", "columns"}:
         raise BadRequest(f"unknown key {sorted(unknown)[0]!r}; expected prompts, completions and columns")
     prompts, completions, columns = (fields.get(key) for key in ("prompts", "completions", "columns"))
     if not isinstance(prompts, list) or not isinstance(completions, list):
         raise BadRequest('expected {"prompts": [...], "completions": [...], "columns": {...}}')
-    size = len(prompts := cast("list[Any]", prompts))
-    if len(completions := cast("list[Any]", completions)) != size:
+    size = len(prompts)
+    if len(completions) != size:
         raise BadRequest(f"{size} prompts, but {len(completions)} completions")
-    if not isinstance(columns := {} if columns is None else columns, dict):
+    columns = {} if columns is None else columns
+    if not isinstance(columns, dict):
         raise BadRequest('"columns" must be an object of lists')
-    for name, values in (columns := cast("dict[str, Any]", columns)).items():
+    for name, values in columns.items():
         if name in NOT_COLUMNS:
             raise BadRequest(f"{name!r} cannot be the name of a column")
-        if not isinstance(values, list) or len(cast("list[Any]", values)) != size:
+        if not isinstance(values, list) or len(values) != size:
             raise BadRequest(f"the column {name!r} must be a list with one entry for each of {size} completions")
     return [
         Item(
@@ -142,12 +137,11 @@ def _checked(value: Any, place: str) -> Prompt:
     """Text, or messages with text in them."""
     if isinstance(value, str):
         return value
-    messages = cast("list[Any]", value) if isinstance(value, list) else [None]
-    for message in messages:
-        fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
-        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+    for message in value if isinstance(value, list) else [None]:
+        texts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
             raise BadRequest(f'{place} must be text, or messages as in [{{"role": "user", "content": "text"}}]')
-    return cast("Prompt", value)
+    return value
 
 
 @web.middleware

@@ -26,11 +26,7 @@ class RewardStats:
 
 
 def check_reward_model(entry: ModelReward) -> None:
-    """Refuse a directory that holds no reward model, or no statistics where they are needed.
-
-    Raises:
-        ConfigError: says which, and what to do. A hub name is not looked up.
-    """
+    """Refuse (ConfigError) a directory without a reward model, or statistics. A hub name is not looked up."""
     directory = Path(entry.path)
     if directory.is_dir():
         with boundary(ConfigError, f"cannot read {directory / 'config.json'}", (OSError, ValueError)):
@@ -49,11 +45,7 @@ def check_reward_model(entry: ModelReward) -> None:
 
 
 def read_stats(directory: Path) -> RewardStats:
-    """Of the reward model in a directory.
-
-    Raises:
-        ConfigError: there is no such file, or it does not hold a mean and a positive deviation.
-    """
+    """Of the reward model in a directory. ConfigError without a file that holds a mean and a positive deviation."""
     path = directory / STATS_FILE
     if not path.is_file():
         raise ConfigError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, SupportsFloat, SupportsIndex, cast
+from typing import Any, SupportsFloat, SupportsIndex
 
-from tunesmith.errors import ConfigError
-from tunesmith.types import Prompt, Rollout, Status
+from tunesmith.environments.user_calls import taken
+from tunesmith.errors import ConfigError, shortened
+from tunesmith.types import Rollout, Status
 
 RESERVED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 """What every call can be given besides the data's columns: TRL 1.16's keywords."""
@@ -38,46 +40,37 @@ Score = float | None | ItemFailure
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """One entry of ``reward.functions``.
+    """One reward of a run: a function of the user's, called with keywords, or one of our own.
 
-    ``columns`` are the data's columns it cannot do without. ``builtin`` functions are coroutines that keep
-    their own deadlines and may answer with an ``ItemFailure``.
+    Our own (``builtin``) are coroutine functions of rollouts, their texts and ``Notes``; they keep their own
+    deadlines. All give one ``Score`` per rollout.
     """
 
     name: str
     reference: str
     function: Callable[..., Any]
-    columns: frozenset[str]
-    accepts: frozenset[str] | None
-    """Keywords it takes; None: all."""
+    columns: frozenset[str] = frozenset()
+    """The data's columns it cannot do without."""
     builtin: bool = False
     close: Callable[[], None] = lambda: None
     check_gold: Callable[[Any], str | None] | None = None
     """Why a value of the answer column cannot be used, if it cannot."""
-    of_rollouts: bool = False
-    """It is a coroutine function of the rollouts and their texts, which keeps its own deadlines."""
 
 
-def signature_of(function: Callable[..., Any], reference: str) -> tuple[frozenset[str], frozenset[str] | None]:
-    """Data columns the function requires, and the keywords it accepts (None: all).
-
-    Raises:
-        ConfigError: it cannot be called with keywords, as reward functions are.
-    """
+def required_columns(function: Callable[..., Any], reference: str) -> frozenset[str]:
+    """Data columns the function requires. ConfigError if it cannot be called with keywords, as reward functions are."""
     expected = "expected def f(prompts, completions, **columns) -> list[float | None]"
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"'{reference}' has no signature to go by; {expected}.") from error
-    for p in parameters:
-        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for p in required:
+        if p.kind is p.POSITIONAL_ONLY:
             raise ConfigError(f"'{reference}' takes '{p.name}' by position only; {expected}.")
-        if p.name == "environments" and p.default is p.empty:
+        if p.name == "environments":
             raise ConfigError(f"'{reference}' requires 'environments', which reward functions are not given.")
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    required = frozenset(p.name for p in named if p.default is p.empty) - RESERVED
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return required, None if takes_all else frozenset(p.name for p in named)
+    return frozenset(p.name for p in required) - RESERVED
 
 
 @dataclass(slots=True)
@@ -98,11 +91,7 @@ class Notes:
 
 
 def arguments_for(
-    function: RewardFunction,
-    rollouts: Sequence[Rollout],
-    texts: Sequence[str],
-    state: TrainerState,
-    notes: Notes,
+    function: RewardFunction, rollouts: Sequence[Rollout], texts: Sequence[str], state: TrainerState, notes: Notes
 ) -> dict[str, Any]:
     """Keywords of a call: lists with one entry per rollout, a column that a task lacks as None.
 
@@ -110,17 +99,15 @@ def arguments_for(
     the text.
     """
     given: dict[str, Any] = {
-        "prompts": [_copy_prompt(r.task.prompt) for r in rollouts],
+        "prompts": [deepcopy(r.task.prompt) for r in rollouts],  # a function may put something behind it
         "completions": completions_of(rollouts, texts),
         "completion_ids": [r.completion_ids for r in rollouts],
         "trainer_state": state,
         "log_extra": notes.log_extra,
         "log_metric": notes.log_metric,
+        **columns_of(rollouts, function.columns),
     }
-    given |= columns_of(rollouts, function.columns)
-    if function.accepts is None:
-        return given
-    return {name: value for name, value in given.items() if name in function.accepts}
+    return taken(function.function, given)
 
 
 def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Any]:
@@ -133,15 +120,17 @@ def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[An
     ]
 
 
+def text_of(completion: Any) -> str:
+    """The text of a completion in either of its forms; of a conversation, the policy's last turn."""
+    if isinstance(completion, str):
+        return completion
+    return next((str(m["content"]) for m in reversed(completion) if m.get("role", "assistant") == "assistant"), "")
+
+
 def columns_of(rollouts: Sequence[Rollout], needed: frozenset[str] = frozenset()) -> dict[str, list[Any]]:
     """The data's columns and those that are ``needed``, one entry per rollout; None where a task lacks one."""
     names = dict.fromkeys(name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS)
     return {name: [r.task.columns.get(name) for r in rollouts] for name in (*names, *(needed - names.keys()))}
-
-
-def _copy_prompt(prompt: Prompt) -> Prompt:
-    # A function that appends the completion to the prompt must not change the task.
-    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
 def scores_from(output: object, size: int) -> list[Score]:
@@ -159,28 +148,25 @@ def scores_from(output: object, size: int) -> list[Score]:
     items = to_list() if callable(to_list) else output
     if not isinstance(items, list | tuple):
         raise ValueError(f"returned {_shown(output)}; expected a list of {size} floats (or None)")
-    values = cast("Sequence[object]", items)
-    if len(values) != size:
-        raise ValueError(f"returned {len(values)} rewards for {size} completions")
-    return [_score(value, index) for index, value in enumerate(values)]
+    if len(items) != size:
+        raise ValueError(f"returned {len(items)} rewards for {size} completions")
+    return [_score(value, index) for index, value in enumerate(items)]
 
 
 def _score(value: object, index: int) -> Score:
     if value is None or isinstance(value, ItemFailure):
         return value
-    place = f"returned {_shown(value)} at index {index}"
-    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat | SupportsIndex):
-        return ItemFailure(Status.REWARD_FAILED, f"{place}; expected a float or None")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        return ItemFailure(Status.REWARD_FAILED, f"{place}: {error}")
-    if not math.isfinite(number):
-        return ItemFailure(
-            Status.REWARD_FAILED,
-            f"{place}; expected a finite number, or None where the reward does not apply",
-        )
-    return number
+    wrong = "; expected a float or None"
+    if isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, str | bytes):
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            wrong = f": {error}"
+        else:
+            if math.isfinite(number):
+                return number
+            wrong = "; expected a finite number, or None where the reward does not apply"
+    return ItemFailure(Status.REWARD_FAILED, f"returned {_shown(value)} at index {index}{wrong}")
 
 
 def _shown(value: object) -> str:
@@ -188,13 +174,4 @@ def _shown(value: object) -> str:
         text = repr(value)
     except Exception:
         text = "something without a repr"
-    text = text if len(text) <= 80 else text[:77] + "..."
-    return f"{text} (of type {type(value).__name__})"
-
-
-def text_of(completion: Any) -> str:
-    """The text of a completion in either of its forms; of a conversation, the policy's last turn."""
-    if isinstance(completion, str):
-        return completion
-    messages = cast("Sequence[Mapping[str, Any]]", completion)
-    return next((str(m["content"]) for m in reversed(messages) if m.get("role", "assistant") == "assistant"), "")
+    return f"{shortened(text)} (of type {type(value).__name__})"

@@ -16,15 +16,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from tunesmith.config.schema import RewardSection
-from tunesmith.environments import user_calls, user_code
-from tunesmith.environments.builtin_rewards import BUILTINS, check_builtins, make_builtin
+from tunesmith.environments import user_code
+from tunesmith.environments.builtin_rewards import BUILTINS, check_builtins
 from tunesmith.environments.reward_stats import check_reward_model
 from tunesmith.environments.reward_types import (
     ItemFailure,
@@ -33,20 +32,18 @@ from tunesmith.environments.reward_types import (
     Score,
     TrainerState,
     arguments_for,
+    required_columns,
     scores_from,
-    signature_of,
 )
+from tunesmith.environments.user_calls import RaisedInCall, UserCalls
 from tunesmith.errors import ConfigError, DataError, DeadlineExceeded, RewardError, nearest
 from tunesmith.types import Rollout, Status, Task
 
 
 def check_rewards(section: RewardSection, base_dir: Path) -> None:
-    """Refuse a section that cannot work, without running any of the user's code.
+    """Refuse a section that cannot work (``ConfigError``), without running any of the user's code.
 
     ``base_dir`` is the run file's directory, which paths are relative to (else the working directory).
-
-    Raises:
-        ConfigError: an unknown file, function or built-in, wrong weights, a pattern that does not parse.
     """
     if not section.given:
         raise ConfigError(
@@ -59,7 +56,7 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     _check_weights(section)
     for entry in section.functions:
         if ":" in entry or entry.endswith(".py"):
-            user_code.check_function(user_code.locate(entry, base_dir))
+            user_code.check_reference(entry, base_dir)
         elif entry not in BUILTINS:
             raise ConfigError(
                 f"reward.functions: '{entry}' is not a built-in.{nearest(entry, BUILTINS)}"
@@ -76,24 +73,18 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
 def load_rewards(section: RewardSection, base_dir: Path) -> RewardSet:
     """Check the section, import the user's files and make the built-ins ready (their processes start later).
 
-    ``weights`` has every reward of the section; models and remote ones are to be added with ``add``.
-
-    Raises:
-        ConfigError: as ``check_rewards``; or a file does not import, or a function cannot be called.
+    ``weights`` has every reward of the section; models and remote ones are to be added with ``add``. ConfigError
+    also where a file does not import, or a function cannot be called.
     """
     check_rewards(section, base_dir)
-    functions: list[RewardFunction] = []
-    for entry in section.functions:
+    made = RewardSet((), (), section.timeout)
+    made.weights = _weights(section)
+    for entry, name in zip(section.functions, list(made.weights), strict=False):
         if entry in BUILTINS:
-            functions.append(make_builtin(entry, section))
-            continue
-        function = user_code.load_function(user_code.locate(entry, base_dir))
-        columns, accepts = signature_of(function, entry)
-        functions.append(RewardFunction(entry.rpartition(":")[2], entry, function, columns, accepts))
-    weights = _weights(section)
-    named = [replace(f, name=name) for f, name in zip(functions, weights, strict=False)]
-    made = RewardSet(named, [weights[f.name] for f in named], section.timeout)
-    made.weights = weights
+            made.add(BUILTINS[entry](section))
+        else:
+            function = user_code.load_function(entry, base_dir)
+            made.add(RewardFunction(name, entry, function, required_columns(function, entry)))
     return made
 
 
@@ -136,7 +127,7 @@ class RewardSet:
         self.state = TrainerState()
         """What functions see as ``trainer_state``; the loop replaces it each step."""
         self._timeout = timeout
-        self._calls = user_calls.UserCalls()
+        self._calls = UserCalls()
         self._logged: dict[str, list[float]] = {}
 
     def add(self, function: RewardFunction, weight: float | None = None) -> None:
@@ -212,17 +203,13 @@ class RewardSet:
     ) -> tuple[list[Score], Notes]:
         size = len(rollouts)
         notes = Notes(size)
-        if f.of_rollouts:
-            return scores_from(await f.function(rollouts, texts), size), notes
+        if f.builtin:
+            return scores_from(await f.function(rollouts, texts, notes), size), notes
         arguments = arguments_for(f, rollouts, texts, self.state, notes)
         try:
-            if f.builtin:
-                return await f.function(**arguments), notes
-            output = await self._calls.run(f.function, arguments, self._timeout)
-            return scores_from(output, size), notes
-        except user_calls.RaisedInCall as raised:
-            trace = user_code.describe_exception(raised.error, skip=_is_ours)
-            failure = ItemFailure(Status.REWARD_FAILED, f"raised on a call of {size} completions:\n{trace}")
+            return scores_from(await self._calls.run(f.function, arguments, self._timeout), size), notes
+        except RaisedInCall as raised:
+            failure = ItemFailure(Status.REWARD_FAILED, f"raised on a call of {size} completions:\n{raised.trace}")
         except DeadlineExceeded as error:
             failure = ItemFailure(Status.TIMED_OUT, f"{error} (reward.timeout, a call of {size} completions)")
         except ValueError as error:
@@ -238,36 +225,29 @@ class RewardSet:
             for name, value in rollout.rewards.items()
             if value is not None and self.weights[name] != 0
         ]
-        if not applied and rollout.reward is None:
-            reason = "no reward function applies (all gave None)"
-            rollout.fail(Status.REWARD_FAILED, f"task {rollout.task.id}: {reason}")
-            return
-        rollout.reward = sum(applied, rollout.reward or 0.0)
+        if applied or rollout.reward is not None:
+            rollout.reward = sum(applied, rollout.reward or 0.0)
+        else:
+            reason = f"task {rollout.task.id}: no reward function applies (all gave None)"
+            rollout.fail(Status.REWARD_FAILED, reason)
 
 
-class FailureGate:
-    """Stops the run when more than a share of a step's rollouts failed."""
+def check_failed(rollouts: Sequence[Rollout], max_share: float) -> None:
+    """Stop the run (``RewardError``) when more than a share of a step's rollouts failed.
 
-    def __init__(self, max_failed_share: float) -> None:
-        self.max_failed_share = max_failed_share
-
-    def check(self, rollouts: Sequence[Rollout]) -> None:
-        """Look at the rollouts of one step; those that were aborted on purpose do not count.
-
-        Raises:
-            RewardError: with counts by status, and the first failure's traceback.
-        """
-        counted = [r for r in rollouts if r.status is not Status.ABORTED]
-        failed = [r for r in counted if r.status is not Status.OK]
-        if not failed or len(failed) <= self.max_failed_share * len(counted):
-            return
-        kinds = Counter(r.status.value for r in failed)
-        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        raise RewardError(
-            f"{len(failed)} of {len(counted)} rollouts failed ({counts}): "
-            f"{len(failed) / len(counted):.0%}, above reward.max_failed_share = {self.max_failed_share:.0%}. "
-            f"The first, of task {failed[0].task.id}:\n{failed[0].error}"
-        )
+    Those that were aborted on purpose do not count.
+    """
+    counted = [r for r in rollouts if r.status is not Status.ABORTED]
+    failed = [r for r in counted if r.status is not Status.OK]
+    if not failed or len(failed) <= max_share * len(counted):
+        return
+    kinds = Counter(r.status.value for r in failed)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    raise RewardError(
+        f"{len(failed)} of {len(counted)} rollouts failed ({counts}): "
+        f"{len(failed) / len(counted):.0%}, above reward.max_failed_share = {max_share:.0%}. "
+        f"The first, of task {failed[0].task.id}:\n{failed[0].error}"
+    )
 
 
 def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -297,10 +277,6 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if metrics.get("reward/answered"):
         metrics["reward/correct_of_answered"] = metrics.get("reward/correct", 0.0) / metrics["reward/answered"]
     return metrics
-
-
-def _is_ours(filename: str) -> bool:
-    return filename in (user_calls.__file__, __file__) or "/asyncio/" in filename
 
 
 def _record(rollout: Rollout, function: RewardFunction, score: Score) -> None:

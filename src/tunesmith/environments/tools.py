@@ -1,15 +1,140 @@
-"""Tools: plain typed functions with docstrings that the policy may call."""
+"""Tools, which are plain typed functions with docstrings, and how the policy calls them.
+
+Calls are found in what it wrote, in the ways that chat templates make models write them. A call that cannot be
+read is a value, ``BadCall``: the policy is told what was wrong, or the episode ends.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.environments.tool_calls import BadCall, ToolCall
 from tunesmith.errors import ConfigError, nearest
+
+EXPECTED = '{"name": ..., "arguments": {...}}'
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """Something that was meant as a call, and why it is none."""
+
+    reason: str
+
+
+Calls = list[ToolCall | BadCall]
+Parse = Callable[[str, str], tuple[str, Calls]]
+"""From a turn with its special tokens, and without, to what is said beside the calls, and the calls."""
+
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+_MISTRAL = "[TOOL_CALLS]"
+
+
+def parser_for(template: str) -> Parse:
+    """How a model with this chat template writes its calls; Hermes' way where the template does not say."""
+    if "<tool_call>" in template:
+        return parse_hermes
+    if _MISTRAL in template:
+        return parse_mistral
+    if _PYTHON_TAG in template or '"parameters"' in template:
+        return parse_llama
+    return parse_hermes
+
+
+def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), any number of them.
+
+    Inside may also stand ``<function=name><parameter=key>value</parameter></function>`` (Qwen3-Coder). What
+    is thought before ``</think>`` calls nothing.
+    """
+    source = text if "<tool_call>" in text else raw
+    thought, closed, said = source.rpartition("</think>")
+    calls: Calls = []
+    for block in _BLOCK.finditer(said):
+        function = _FUNCTION.search(block[1])
+        if function:
+            arguments = {key.strip(): _value(value) for key, value in _PARAMETER.findall(function[2])}
+            calls.append(ToolCall(function[1].strip(), arguments))
+        else:
+            calls.append(_from_json(block[1]))
+    if not calls:
+        return text, []
+    return f"{thought}{closed}{_BLOCK.sub('', said)}".strip(), calls
+
+
+def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
+    """``{"name": ..., "parameters": {...}}`` as the whole turn, several divided by ``;`` (Llama 3).
+
+    A turn that only begins like a call is a bad one; text that holds no call is just text.
+    """
+    before, marked, tail = raw.rpartition(_PYTHON_TAG)
+    body = (tail if before.strip() else text).strip()
+    if not marked and not re.match(r'\{\s*"(name|type|function|parameters|arguments)"', body):
+        return text, []
+    calls: Calls = []
+    while body:
+        try:
+            value, end = json.JSONDecoder().raw_decode(body)
+        except ValueError as error:
+            return "", [*calls, BadCall(f"the tool call is not valid JSON: {error}")]
+        calls.append(_checked(value))
+        body = body[end:].lstrip().removeprefix(";").lstrip()
+    return "", calls
+
+
+def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
+    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`` (Mistral)."""
+    said, marker, body = raw.rpartition(_MISTRAL)
+    if not marker:
+        return text, []
+    try:
+        value, _ = json.JSONDecoder().raw_decode(body.strip())
+    except ValueError as error:
+        return said.strip(), [BadCall(f"the list of tool calls is not valid JSON: {error}")]
+    items = value if isinstance(value, list) else [value]
+    return said.strip(), [_checked(item) for item in items]
+
+
+def _from_json(body: str) -> ToolCall | BadCall:
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        return BadCall(f"the tool call is not valid JSON: {error}")
+    return _checked(value)
+
+
+def _value(text: str) -> Any:
+    """Numbers, lists and the like as such; all else as text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _checked(value: Any) -> ToolCall | BadCall:
+    if not isinstance(value, Mapping):
+        return BadCall(f"a tool call is an object {EXPECTED}")
+    call = value["function"] if isinstance(value.get("function"), Mapping) else value
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+    if not isinstance(name, str) or not name:
+        return BadCall(f"the tool call names no tool; write {EXPECTED}")
+    if isinstance(arguments, str):
+        arguments = _value(arguments)
+    if not isinstance(arguments, Mapping):
+        return BadCall(f"the arguments of '{name}' are no object; write {EXPECTED}")
+    return ToolCall(name, dict(arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +148,7 @@ class Tool:
 
 
 def make_tool(function: Callable[..., Any], reference: str) -> Tool:
-    """A tool from a function with typed arguments and a docstring that describes each (Google's style).
-
-    Raises:
-        ConfigError: types or descriptions are missing; says which.
-    """
+    """A tool from a function with typed arguments and a docstring that describes each (Google's style)."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
@@ -46,12 +167,12 @@ def find(call: ToolCall | BadCall, tools: Mapping[str, Tool]) -> Tool | BadCall:
         return call
     tool = tools.get(call.name)
     if tool is None:
-        return BadCall(f"there is no tool '{call.name}'.{nearest(call.name, tools)}".rstrip("."), call.name)
+        return BadCall(f"there is no tool '{call.name}'.{nearest(call.name, tools)}".rstrip("."))
     try:
         inspect.signature(tool.function).bind(**call.arguments)
     except TypeError as error:
         parameters = ", ".join(inspect.signature(tool.function).parameters)
-        return BadCall(f"wrong arguments for {call.name}({parameters}): {error}", json.dumps(call.arguments))
+        return BadCall(f"wrong arguments for {call.name}({parameters}): {error}")
     return tool
 
 

@@ -15,13 +15,13 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Self
 
-from tunesmith.errors import DeadlineExceeded
+from tunesmith.environments.user_code import describe_exception
+from tunesmith.errors import ConfigError, DeadlineExceeded, EpisodeError, nearest
 
 HUNG_AFTER = 3
 """Overruns of a function in a row after which its calls that already wait are failed untried."""
@@ -36,6 +36,26 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``given`` the function takes by keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(given)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def check_keywords(function: Callable[..., Any], reference: str, available: set[str], skip: int = 0) -> None:
+    """Refuse (ConfigError) a function that requires what is not there; the first ``skip`` are given by place."""
+    for p in list(inspect.signature(function).parameters.values())[skip:]:
+        if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is not p.empty:
+            continue
+        if p.name not in available or p.kind is p.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"'{reference}' needs '{p.name}', which is no column of the data.{nearest(p.name, available)}"
+            )
+
+
 class RaisedInCall(Exception):
     """What a user's function raised, of whatever kind: also ``SystemExit`` and the like."""
 
@@ -43,13 +63,19 @@ class RaisedInCall(Exception):
         super().__init__(repr(error))
         self.error = error
 
+    @property
+    def trace(self) -> str:
+        """The traceback, from the user's code on."""
+        return describe_exception(self.error, skip=lambda file: file == __file__ or "/asyncio/" in file)
+
 
 class UserCalls:
-    """Threads for the user's functions. ``run`` may be awaited concurrently."""
+    """Threads for the user's functions. ``run`` may be awaited concurrently, on one event loop at a time."""
 
     def __init__(self) -> None:
-        self._thread = _SerialThread()
+        self._thread: _Thread | None = None
         self._loop: _LoopThread | None = None
+        self._turn: tuple[object, asyncio.Lock] = (None, asyncio.Lock())
         self._overruns: dict[int, int] = {}
         self.abandoned = 0
         """Threads left behind with a call that did not return."""
@@ -66,27 +92,34 @@ class UserCalls:
 
     def close(self) -> None:
         """End the idle threads; those left behind end with their call or with the process."""
-        self._thread.close()
-        if self._loop is not None:
-            self._loop.stop()
-            self._loop = None
+        for thread in (self._thread, self._loop):
+            if thread is not None:
+                thread.stop()
+        self._thread = self._loop = None
 
     async def _run_plain(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
         key = id(function)
-        call = self._thread.submit(key, functools.partial(function, **kwargs))
-        try:
-            await asyncio.wrap_future(call.started)
-            if await _done_within(call.result, timeout):
+        before = self._overruns.get(key, 0)
+        running = asyncio.get_running_loop()
+        if self._turn[0] is not running:  # a lock belongs to the loop that waited for it
+            self._turn = running, asyncio.Lock()
+        async with self._turn[1]:
+            overruns = self._overruns.get(key, 0)
+            if overruns >= HUNG_AFTER and overruns > before:
+                raise DeadlineExceeded(f"not tried, because the last {overruns} calls ran for more than {timeout:g} s")
+            thread = self._thread = self._thread or _Thread()
+            result = thread.submit(functools.partial(function, **kwargs))
+            try:
+                if not await _done_within(result, timeout):
+                    self._overruns[key] = overruns + 1
+                    raise DeadlineExceeded(f"did not return within {timeout:g} s")
                 self._overruns[key] = 0
-                return call.result.result()
-            overruns = self._overruns[key] = self._overruns.get(key, 0) + 1
-            if overruns >= HUNG_AFTER:
-                reason = f"not tried, because the last {overruns} calls ran for more than {timeout:g} s"
-                self._thread.fail_waiting(key, DeadlineExceeded(reason))
-            raise DeadlineExceeded(f"did not return within {timeout:g} s")
-        finally:
-            if not call.result.done() and not call.result.cancel():
-                self.abandoned += self._thread.abandon(call)
+                return result.result()
+            finally:
+                if not result.done():
+                    thread.stop()
+                    self._thread = None
+                    self.abandoned += 1
 
     async def _run_async(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
         loop = self._loop = self._loop or _LoopThread()
@@ -95,14 +128,44 @@ class UserCalls:
             return result.result()
         if await loop.answers(ANSWER_SECONDS):
             raise DeadlineExceeded(f"did not return within {timeout:g} s")
-        self._leave(loop)
-        raise DeadlineExceeded(f"did not return within {timeout:g} s, and blocks its event loop")
-
-    def _leave(self, loop: _LoopThread) -> None:
         if self._loop is loop:
             loop.stop()
             self._loop = None
             self.abandoned += 1
+        raise DeadlineExceeded(f"did not return within {timeout:g} s, and blocks its event loop")
+
+
+class EpisodeCode:
+    """The user's code in one episode, on threads of its own; ``timeout`` is in seconds, for each call.
+
+    An episode that blocks, hangs or leaves something behind harms no other; and what one call opens, a later one
+    of the episode can use.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._calls = UserCalls()
+
+    async def run(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The function's result; ``what`` names it in errors.
+
+        Raises:
+            EpisodeError: it raised; with the traceback.
+            DeadlineExceeded: it did not return in time.
+        """
+        try:
+            # `partial` hides what is a coroutine function from nobody: `is_async` looks through it.
+            return await self._calls.run(functools.partial(function, *args), kwargs, self._timeout)
+        except RaisedInCall as raised:
+            raise EpisodeError(f"{what} raised\n{raised.trace}") from raised.error
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{what} {error}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._calls.close()
 
 
 async def _done_within(future: Future[object], timeout: float) -> bool:
@@ -118,89 +181,33 @@ async def _done_within(future: Future[object], timeout: float) -> bool:
             waiting.exception()  # Otherwise asyncio logs it as never looked at.
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    key: int
-    work: Callable[[], object]
-    started: Future[None] = field(default_factory=Future[None])
-    result: Future[object] = field(default_factory=Future[object])
-
-    def announce(self) -> None:
-        if self.started.set_running_or_notify_cancel():
-            self.started.set_result(None)
-
-
-class _SerialThread:
-    """A queue of calls and the daemon thread that owns it; a fresh one takes over when it is abandoned."""
+class _Thread:
+    """A daemon thread that makes one call after the other."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: deque[_Call] = deque()
-        self._current: _Call | None = None
-        self._owner: object | None = None
+        self._calls: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()
+        threading.Thread(target=self._work, name="reward", daemon=True).start()
 
-    def submit(self, key: int, work: Callable[[], object]) -> _Call:
-        call = _Call(key, work)
-        with self._changed:
-            self._waiting.append(call)
-            if self._owner is None:
-                self._start()
-            self._changed.notify_all()
-        return call
+    def submit(self, work: Callable[[], object]) -> Future[object]:
+        result: Future[object] = Future()
+        self._calls.put((work, result))
+        return result
 
-    def abandon(self, call: _Call) -> bool:
-        """Leave the thread that runs this call behind; False if the call has ended meanwhile."""
-        with self._changed:
-            if self._current is not call:
-                return False
-            self._current = None
-            self._start()
-            return True
+    def stop(self) -> None:
+        """End after the call under way."""
+        self._calls.put(None)
 
-    def fail_waiting(self, key: int, error: Exception) -> None:
-        with self._changed:
-            failed = [c for c in self._waiting if c.key == key]
-            self._waiting = deque(c for c in self._waiting if c.key != key)
-        for call in failed:
-            if call.result.set_running_or_notify_cancel():
-                call.result.set_exception(error)
-                call.announce()
-
-    def close(self) -> None:
-        with self._changed:
-            self._owner = None
-            self._changed.notify_all()
-
-    def _start(self) -> None:
-        self._owner = owner = object()
-        threading.Thread(target=self._work, args=(owner,), name="reward", daemon=True).start()
-
-    def _work(self, owner: object) -> None:
-        while (call := self._next(owner)) is not None:
-            if not call.result.set_running_or_notify_cancel():
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            work, result = call
+            if not result.set_running_or_notify_cancel():
                 continue
-            call.announce()
-            value, error = None, None
             try:
-                value = call.work()
-            except BaseException as raised:
-                error = RaisedInCall(raised)
-            with self._changed:
-                if self._current is call:
-                    self._current = None
-            if error is None:
-                call.result.set_result(value)
+                value = work()
+            except BaseException as error:
+                result.set_exception(RaisedInCall(error))
             else:
-                call.result.set_exception(error)
-
-    def _next(self, owner: object) -> _Call | None:
-        with self._changed:
-            while self._owner is owner and not self._waiting:
-                self._changed.wait()
-            if self._owner is not owner:
-                return None
-            self._current = self._waiting.popleft()
-            return self._current
+                result.set_result(value)
 
 
 class _LoopThread:

@@ -1,25 +1,26 @@
 """Finding and importing functions in the user's own files.
 
-A reference is ``path/to/file.py:function`` or ``package.module:function``. ``locate`` and
-``check_function`` only read source text, so a wrong name is refused before anything is imported;
-``load_function`` runs the user's code.
+A reference is ``path/to/file.py:function`` or ``package.module:function``. ``check_reference`` only reads
+source text, so a wrong name is refused before anything is imported; ``load_function`` runs the user's code.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
+from symtable import symtable
 from types import ModuleType, TracebackType
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.errors import ConfigError, nearest
 
@@ -30,7 +31,6 @@ TRACEBACK_CHARACTERS = 6000
 class Location:
     """Where a function stands: a source file, or an importable module (whose source may be unknown)."""
 
-    reference: str
     function: str
     file: Path | None
     module: str | None
@@ -60,57 +60,55 @@ def locate(reference: str, base_dir: Path) -> Location:
         )
     if target.endswith(".py") or "/" in target or "\\" in target:
         file = _find_file(reference, target, bases)
-        return Location(reference, function, file, None, (str(file.parent),))
+        return Location(function, file, None, (str(file.parent),))
     search = tuple(str(base) for base in bases)
-    return Location(reference, function, _find_module(reference, target, search), target, search)
+    return Location(function, _find_module(reference, target, search), target, search)
 
 
-def check_function(location: Location) -> None:
-    """Refuse a function that its source does not define, without running that source.
+def check_reference(reference: str, base_dir: Path) -> None:
+    """Refuse what the source does not define, without running that source.
 
     Raises:
-        ConfigError: the source does not parse, or has no such function; names the nearest ones.
+        ConfigError: as ``locate``; the source does not parse, or has no such function; names the nearest ones.
     """
+    location = locate(reference, base_dir)
     if location.file is None or location.file.suffix != ".py":
         return
-    functions, others, open_ended = _top_level_names(location.file)
-    if location.function in functions | others or open_ended:
+    functions, names, open_ended = _top_level_names(location.file)
+    if location.function in names or open_ended:
         return
     raise ConfigError(
         f"{location.file} has no function '{location.function}'"
-        f" (asked for by '{location.reference}').{nearest(location.function, functions)}"
+        f" (asked for by '{reference}').{nearest(location.function, functions)}"
     )
 
 
-def load_function(location: Location) -> Callable[..., Any]:
-    """Import the file or module and return the function.
+def load_function(reference: str, base_dir: Path) -> Callable[..., Any]:
+    """As ``load_object``; refuses with a ConfigError what is not a function."""
+    function = load_object(reference, base_dir)
+    if isinstance(function, type) or not callable(function):
+        kind = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
+        raise ConfigError(f"'{reference}' is {kind}; a function is needed.")
+    return function
+
+
+def load_object(reference: str, base_dir: Path) -> Any:
+    """Import the file or module and return what stands under the name.
 
     A file is imported under a name made of its path and content: two files of one name do not collide, a
     file is run once for several functions, and an edited file is run anew. Its directory comes first on
     the import path while it loads and last afterwards, so that imports inside functions work too.
 
     Raises:
-        ConfigError: the import failed (with the end of its traceback), or the name is not a function.
+        ConfigError: as ``locate``; the import failed (with the end of its traceback), or there is no such name.
     """
-    function = load_object(location)
-    if isinstance(function, type) or not callable(function):
-        kind = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
-        raise ConfigError(f"'{location.reference}' is {kind}; a function is needed.")
-    return cast(Callable[..., Any], function)
-
-
-def load_object(location: Location) -> object:
-    """What stands under the name, as ``load_function`` finds it, of whatever kind.
-
-    Raises:
-        ConfigError: the import failed (with the end of its traceback), or there is no such name.
-    """
+    location = locate(reference, base_dir)
     with _importable(location.search):
         try:
             module = _import(location)
         except (Exception, SystemExit) as error:
-            tail = describe_exception(error, skip=_is_machinery)
-            raise ConfigError(f"importing {location.place} for '{location.reference}' failed:\n{tail}") from error
+            tail = describe_exception(error, skip=lambda file: file == __file__ or "importlib" in file)
+            raise ConfigError(f"importing {location.place} for '{reference}' failed:\n{tail}") from error
     try:
         return getattr(module, location.function)
     except AttributeError:
@@ -128,10 +126,6 @@ def describe_exception(error: BaseException, skip: Callable[[str], bool]) -> str
     lines = traceback.format_exception(type(error), error, trace)
     text = "".join(lines).rstrip()
     return text if len(text) <= TRACEBACK_CHARACTERS else "[...]\n" + text[-TRACEBACK_CHARACTERS:]
-
-
-def _is_machinery(filename: str) -> bool:
-    return filename == __file__ or "importlib" in filename
 
 
 def _find_file(reference: str, target: str, bases: Sequence[Path]) -> Path:
@@ -154,57 +148,32 @@ def _offer(target: str, file: Path) -> str:
 def _find_module(reference: str, name: str, search: tuple[str, ...]) -> Path | None:
     """The module's source file, found without importing its packages; None if it has no source file."""
     path: list[str] = [*search, *sys.path]
-    parts = name.split(".")
-    if parts[0] in sys.builtin_module_names and len(parts) == 1:
-        return None
-    for depth in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:depth]), path)
+    spec = None
+    for full in accumulate([] if name in sys.builtin_module_names else name.split("."), "{}.{}".format):
+        spec = PathFinder.find_spec(full, path)
         if spec is None:
             raise ConfigError(
-                f"'{reference}': there is no module '{'.'.join(parts[:depth])}' in {', '.join(search)} "
-                "or among the installed packages."
+                f"'{reference}': there is no module '{full}' in {', '.join(search)} or among the installed packages."
             )
-        if depth == len(parts):
-            return Path(spec.origin) if spec.origin else None
         path = list(spec.submodule_search_locations or [])
-    return None
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 def _top_level_names(file: Path) -> tuple[set[str], set[str], bool]:
-    """Names of the functions a file defines, its other names, and whether there may be more."""
+    """Names of the functions a file defines, all names that it does, and whether there may be more."""
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        source = importlib.util.decode_source(file.read_bytes())
+        table = symtable(source, str(file), "exec")
     except SyntaxError as error:
         line = f"\n    {error.text.strip()}" if error.text else ""
         raise ConfigError(f"{file}, line {error.lineno}: {error.msg}{line}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    functions: set[str] = set()
-    others: set[str] = set()
-    open_ended = False
-    for node in _module_level(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            functions.add(node.name)
-            open_ended |= node.name == "__getattr__"
-        elif isinstance(node, ast.ClassDef):
-            others.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-            open_ended |= "*" in names
-            others.update(names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            others.add(node.id)
-        elif isinstance(node, ast.Name) and node.id in ("globals", "exec", "setattr"):
-            open_ended = True
-    return functions, others, open_ended
-
-
-def _module_level(tree: ast.AST) -> Generator[ast.AST]:
-    """All nodes that run when the module does: nothing inside functions and classes."""
-    for child in ast.iter_child_nodes(tree):
-        yield child
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield from _module_level(child)
+    symbols = table.get_symbols()
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    functions = names & {child.get_name() for child in table.get_children() if child.get_type() == "function"}
+    dynamic = {symbol.get_name() for symbol in symbols if symbol.is_referenced()} & {"globals", "exec", "setattr"}
+    return functions, names, bool(dynamic) or "__getattr__" in names or re.search(r"import\s*\*", source) is not None
 
 
 @contextmanager

@@ -48,7 +48,11 @@ class Canary:
         answers = await together([_ask(m, self.prompt_ids, self.sampling) for m in members])
         if not isinstance(self.engine, Gate):
             self.engine.stats()  # dropped: behind a gate there are counters of rollouts that were played ahead
-        written = {_name(m): done for m, done in zip(members, answers, strict=True) if done and done.token_ids}
+        written = {
+            getattr(m, "name", "the engine"): done
+            for m, done in zip(members, answers, strict=True)
+            if done and done.token_ids
+        }
         if not written:  # every engine was lost just now, and is replaced when it is next asked
             return {}
         for name, done in written.items():
@@ -108,7 +112,3 @@ async def _ask(member: Member | RolloutEngine, prompt_ids: Sequence[int], sampli
         return await member.generate(prompt_ids, sampling)
     except EngineLostError:
         return None
-
-
-def _name(member: Member | RolloutEngine) -> str:
-    return str(getattr(member, "name", "the engine"))

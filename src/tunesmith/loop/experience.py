@@ -139,7 +139,10 @@ def with_written(samples: Sequence[Sample], values: Sequence[Floats], name: str)
     """The inverse of ``written``: values per rollout as a column of its samples."""
     cuts = np.cumsum([s.num_loss_tokens for s in samples])[:-1]
     parts = np.split(np.concatenate([np.zeros(0), *values]), cuts) if samples else []
-    return [_with(s, name, spread(part, s.loss_mask)) for s, part in zip(samples, parts, strict=True)]
+    return [
+        replace(s, columns={**s.columns, name: spread(part, s.loss_mask)})
+        for s, part in zip(samples, parts, strict=True)
+    ]
 
 
 def _with_turn_rewards(outcome: Outcome, rollout: Rollout) -> Outcome:
@@ -155,7 +158,3 @@ def _with_kl_penalty(
     penalty = -coef * kl_values(old, reference, algorithm.kl_estimator)
     paid = penalty if outcome.token_rewards is None else outcome.token_rewards + penalty
     return replace(outcome, token_rewards=paid)
-
-
-def _with(sample: Sample, name: str, column: list[float]) -> Sample:
-    return replace(sample, columns={**sample.columns, name: column})

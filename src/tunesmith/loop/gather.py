@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tunesmith.algorithms.filtering import filter_groups
 from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.environments.reward_types import TrainerState
-from tunesmith.environments.rewards import FailureGate
+from tunesmith.environments.rewards import check_failed
 from tunesmith.loop.collect import derive_seed, together
 from tunesmith.loop.experience import batch_metrics, staleness
 from tunesmith.loop.learner import Metrics
@@ -52,7 +52,7 @@ def tell_rewards(parts: RLParts, session: Session) -> None:
 def check_failures(parts: RLParts, groups: Sequence[RolloutGroup]) -> None:
     """Stop the run where too many rollouts failed, greedy ones among them."""
     played = [r for g in groups for r in (*g.rollouts, *([g.greedy] if g.greedy else ()))]
-    FailureGate(parts.config.reward.max_failed_share).check(played)
+    check_failed(played, parts.config.reward.max_failed_share)
 
 
 def step_metrics(

@@ -11,17 +11,18 @@ import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.engines.base import EngineStats
-from tunesmith.environments.rewards import FailureGate, reward_metrics
+from tunesmith.environments.rewards import check_failed, reward_metrics
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.loop.collect import Scorer
-from tunesmith.monitor.metrics import JsonLines
-from tunesmith.monitor.progress import Progress
+from tunesmith.monitor.metrics import JsonLines, keep_lines
+from tunesmith.monitor.progress import open_progress
 from tunesmith.types import Completion, Rollout, RolloutGroup, Status, Task
 
 BLOCK = 64
@@ -103,29 +104,8 @@ def records_of(line: Mapping[str, Any]) -> list[Json]:
 
 
 def repair(path: Path) -> int:
-    """Cut a torn last line off a file of JSON lines; the number of whole lines. A missing file has none."""
-    if not path.exists():
-        return 0
-    kept = lines = 0
-    with boundary(StorageError, f"cannot write {path}", OSError), path.open("r+b") as file:
-        last = 0
-        for raw in file:
-            if not raw.endswith(b"\n"):
-                break
-            last, kept, lines = kept, kept + len(raw), lines + 1
-        file.seek(last)
-        # A crash of the machine can leave a last line of the right length without its content.
-        if lines and not _is_json(file.read(kept - last)):
-            kept, lines = last, lines - 1
-        file.truncate(kept)
-    return lines
-
-
-def _is_json(raw: bytes) -> bool:
-    try:
-        return isinstance(json.loads(raw), dict)
-    except ValueError:
-        return False
+    """Cut off what a kill left behind of a line; the number of whole lines."""
+    return keep_lines(path, lambda line: isinstance(line, dict))
 
 
 def read_lines(path: Path) -> Iterator[Json]:
@@ -180,7 +160,7 @@ async def answer(
     *,
     window: int,
     max_failed_share: float,
-    progress: Progress,
+    live: bool | None = None,
     stats: Callable[[], EngineStats] = EngineStats,
 ) -> None:
     """Append a line per task to ``path``, from the first task that has none, in the order of the tasks.
@@ -188,39 +168,42 @@ async def answer(
     Args:
         window: tasks in flight at once; no more results than that wait in memory.
         max_failed_share: of a block's rollouts; above it the run stops before the block is written.
+        live: how the progress is shown (``open_progress``).
 
     Raises:
         RewardError: too many rollouts failed.
     """
     done = repair(path)
-    out, gate = JsonLines(path), FailureGate(max_failed_share)
+    out = JsonLines(path)
     places = iter(range(done, len(tasks)))
     flying: deque[asyncio.Task[RolloutGroup]] = deque()
     block: list[RolloutGroup] = []
     recent: list[Rollout] = []
     told, since = done, time.monotonic()
-    try:
-        while done + len(block) < len(tasks):
-            while len(flying) < window and (place := next(places, None)) is not None:
-                flying.append(asyncio.ensure_future(produce(place, tasks[place])))
-            block.append(await flying.popleft())
-            rollouts = [r for group in block for r in group.rollouts]
-            if len(rollouts) < BLOCK and done + len(block) < len(tasks):
-                continue
-            gate.check(rollouts)
-            for group in block:
-                out.write(writer(group))
-            done += len(block)
-            recent, block = recent + rollouts, []
-            seconds = time.monotonic() - since
-            if seconds > EVERY or done == len(tasks):
-                progress.step(done, _measured(recent, stats(), seconds), seconds / (done - told))
-                recent, told, since = [], done, time.monotonic()
-    finally:
-        for running in flying:
-            running.cancel()
-        await asyncio.gather(*flying, return_exceptions=True)
-        out.close()
+    with ExitStack() as stack:
+        stack.callback(out.close)
+        progress = stack.enter_context(open_progress(len(tasks), start=done, live=live))
+        try:
+            while done + len(block) < len(tasks):
+                while len(flying) < window and (place := next(places, None)) is not None:
+                    flying.append(asyncio.ensure_future(produce(place, tasks[place])))
+                block.append(await flying.popleft())
+                rollouts = [r for group in block for r in group.rollouts]
+                if len(rollouts) < BLOCK and done + len(block) < len(tasks):
+                    continue
+                check_failed(rollouts, max_failed_share)
+                for group in block:
+                    out.write(writer(group))
+                done += len(block)
+                recent, block = recent + rollouts, []
+                seconds = time.monotonic() - since
+                if seconds > EVERY or done == len(tasks):
+                    progress.step(done, _measured(recent, stats(), seconds), seconds / (done - told))
+                    recent, told, since = [], done, time.monotonic()
+        finally:
+            for running in flying:
+                running.cancel()
+            await asyncio.gather(*flying, return_exceptions=True)
 
 
 def _measured(rollouts: Sequence[Rollout], stats: EngineStats, seconds: float) -> dict[str, float]:

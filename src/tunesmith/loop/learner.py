@@ -89,8 +89,8 @@ class Learner:
 
         def scored() -> dict[int, list[float]]:
             found: dict[int, list[float]] = {}
-            for forest in self._forests(samples):
-                predicted = iter(getattr(self.backend.score(forest, reference=reference), of).tolist())
+            for forest, predictions in self.backend.score_all(self._forests(samples), reference=reference):
+                predicted = iter(getattr(predictions, of).tolist())
                 for index in forest.sample_ids:
                     found[index] = [next(predicted) if m else 0.0 for m in samples[index].loss_mask]
             return found
@@ -108,8 +108,7 @@ class Learner:
         def summed() -> Metrics:
             total: Metrics = {"loss": 0.0}
             finite = True
-            for forest in self._forests(samples):
-                predictions = self.backend.score(forest)
+            for forest, predictions in self.backend.score_all(self._forests(samples)):
                 found = (predictions.logprobs, predictions.values)
                 finite &= all(bool(t.isfinite().all()) for t in found if t is not None)
                 loss, metrics = self.objective(forest, predictions)
@@ -126,8 +125,7 @@ class Learner:
             # A failed backward leaves some gradients added and some not, so every attempt starts from none.
             self.backend.zero_grad()
             total: Metrics = {"microbatches": 0.0, "trained_tokens": 0.0}
-            for forest in self._forests(samples):
-                metrics = self.backend.forward_backward(forest, self.objective)
+            for forest, metrics in self.backend.forward_backward_all(self._forests(samples), self.objective):
                 counts = {"microbatches": 1.0, "trained_tokens": float(forest.num_tokens)}
                 if self.flops_per_second is not None:
                     counts["attainable_seconds"] = forest_cost(forest, self.cost) / self.flops_per_second
@@ -168,7 +166,8 @@ class Learner:
 
     def _forests(self, samples: Sequence[Sample]) -> Iterator[Forest]:
         options = {"share": self.share_prompts, "keep_groups": self.keep_groups}
-        for indices in pack(samples, self._cap(samples), cost=self.cost, **options):
+        cap, ranks = self._cap(samples), self.backend.ranks
+        for indices in pack(samples, cap, cost=self.cost, multiple_of=ranks, **options):
             yield plant(samples, indices, share=self.share_prompts)
 
 

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.preference import ScoreConfig
 from tunesmith.config.resolved import Resolved, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.formats import Goal
-from tunesmith.data.prepare import Prepared, peek
+from tunesmith.data.prepare import Prepared, Sources, peek
 from tunesmith.errors import CheckpointError
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
-from tunesmith.loop.session import BESIDE_STEPS, Best, Cadence, Session
+from tunesmith.loop.session import BESIDE_STEPS, Best, Session
 from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, Metrics, check_sinks, drop_after, open_sinks, read_metrics
 from tunesmith.monitor.progress import open_progress
-from tunesmith.monitor.run_dir import RunDir, open_run_dir
+from tunesmith.monitor.run_dir import RunDir
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.watchdog import Watchdog
 from tunesmith.plan.facts import Facts, count_parameters, known_model_facts
 from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.interpreter import check_interpreter
 from tunesmith.plan.resolve import resolve
 
 C = TypeVar("C", bound=RunConfig)
@@ -46,13 +49,10 @@ class Outcome:
 def check_inputs(config: RunConfig, goal: Goal) -> None:
     """Refuse what a look at the settings and the first lines of the data can tell."""
     check_sinks(config.monitor.sinks)
+    check_interpreter(config)
     for source in (config.data.train, config.data.eval):
         if source is not None:
             peek(config.data, source, goal)
-
-
-def enter_run_dir(config: RunConfig, path: Path | None) -> RunDir:
-    return open_run_dir(config.run_dir, path.stem if path else "run", config.checkpoint.resume)
 
 
 def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
@@ -84,14 +84,50 @@ def limited_data(config: RunConfig) -> DataSection:
     return config.data.model_copy(update={key: limit}) if limit > 0 else config.data
 
 
-def _reward_parameters(config: RunConfig) -> int:
-    paths = [Path(model.path) for model in config.reward.models] if isinstance(config, RLConfig) else []
-    return sum(count_parameters(path) or 0 for path in paths)
+def _frozen_parameters(config: RunConfig) -> int:
+    """Of reward models and a teacher, as far as their sizes can be told."""
+    paths = [model.path for model in config.reward.models] if isinstance(config, RLConfig) else []
+    if isinstance(config, DistillConfig | OfflineDistillConfig):
+        paths.append(config.teacher.path)
+    return sum(count_parameters(Path(path)) or 0 for path in paths)
 
 
-def resolve_run(
-    config: C, train: Prepared[T], held_out: Prepared[T] | None, longest: int, together: int | None = None
-) -> Resolved[C]:
+@dataclass(frozen=True, slots=True)
+class Ready(Generic[C, T]):
+    """A run before its model is loaded: resolved, with its data read."""
+
+    config: C
+    tokenizer: Any
+    train: Prepared[T]
+    held_out: Prepared[T] | None
+
+    @property
+    def evaluation(self) -> list[T] | None:
+        """The held-out items that are evaluated."""
+        return self.held_out.items[: self.config.eval.max_prompts] if self.held_out else None
+
+
+def make_ready(
+    config: C,
+    run_dir: RunDir,
+    tokenizer: Any,
+    load: Callable[[DataSection, Sources], Prepared[T]],
+    sizes: Callable[[T], tuple[int, int]],
+    check_data: Callable[[list[T]], None] = lambda _: None,
+) -> Ready[C, T]:
+    """Read the data, derive what was left open, and say it.
+
+    Args:
+        load: reads one source of data.
+        sizes: of an item: tokens of its longest sequence, and tokens that have to share a micro-batch.
+        check_data: refuses items; called with all, held out ones included.
+    """
+    data = limited_data(config)
+    train = load(data, data.train)
+    held_out = load(data, data.eval) if data.eval else None
+    items = [*train.items, *(held_out.items if held_out else [])]
+    check_data(items)
+    longest, together = (max(size) for size in zip(*map(sizes, items), strict=True))
     facts = Facts(
         hardware=read_hardware(),
         model=known_model_facts(config.model.path),
@@ -99,21 +135,20 @@ def resolve_run(
         eval_size=len(held_out) if held_out else None,
         longest=longest,
         together=together,
-        reward_parameters=_reward_parameters(config),
+        frozen_parameters=_frozen_parameters(config),
     )
-    return resolve(config, facts)
+    return Ready(announce(resolve(config, facts), run_dir, train, held_out), tokenizer, train, held_out)
 
 
 def announce(resolved: Resolved[C], run_dir: RunDir, *loaded: Prepared[Any] | None) -> C:
     """Print and save what the run will do and what became of the data, before anything heavy loads."""
-    for data in loaded:
-        if data:
-            print(data.report.summary())
+    reports = [data.report for data in loaded if data]
+    for report in reports:
+        print(report.summary())
     print_resolved(resolved)
     save_resolved(resolved, run_dir.path)
-    for data in loaded:
-        if data:
-            data.report.write_skipped(run_dir.path / "skipped.jsonl")
+    for report in reports:
+        report.write_skipped(run_dir.path / "skipped.jsonl")
     print(f"run directory: {run_dir.path}", flush=True)
     return resolved.config
 
@@ -123,10 +158,8 @@ def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoin
     step = read_state(checkpoint)["step"] if checkpoint else None
     drop_after(run_dir.rollouts, -1 if step is None else step)
     sinks = open_sinks(config.monitor.sinks, run_dir.path, step)
-    metrics = Metrics(run_dir.metrics, sinks, config.monitor.every, step)
-    progress = open_progress(
-        config.train.steps, start=step or 0, live=config.monitor.progress, every=config.monitor.every
-    )
+    metrics, every = Metrics(run_dir.metrics, sinks, config.monitor.every, step), config.monitor.every
+    progress = open_progress(config.train.steps, start=step or 0, live=config.monitor.progress, every=every)
     samples = JsonLines(run_dir.rollouts)
     stack.callback(samples.close)
     timeline = Timeline(run_dir.traces, config.monitor.trace_steps, beside=BESIDE_STEPS)
@@ -134,7 +167,9 @@ def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoin
     if config.monitor.stall_after:
         stack.enter_context(Watchdog(timeline, config.monitor.stall_after, progress.note))
     return Session(
-        cadence=Cadence(config.train.steps, config.eval.every, config.checkpoint.every),
+        total_steps=config.train.steps,
+        evaluate_every=config.eval.every,
+        checkpoint_every=config.checkpoint.every,
         metrics=stack.enter_context(metrics),
         progress=progress,
         checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),

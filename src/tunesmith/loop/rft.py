@@ -70,10 +70,6 @@ def report_of(run_dir: Path, rounds: Sequence[Round]) -> dict[str, dict[str, Jso
     return found
 
 
-def rounds_of(run_dir: Path, count: int) -> list[Round]:
-    return [Round(run_dir / f"round-{number}") for number in range(1, count + 1)]
-
-
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """There whole or not at all."""
     unfinished = path.with_name(f".{path.name}.unfinished")
@@ -109,10 +105,10 @@ def select_answers(this: Round, rule: str, threshold: float, samples_per_questio
     write_whole(this.directory / "questions.jsonl", iter(questions))
     report = {"threshold": threshold, "select": rule, **found.report()}
     write_json(this.directory / "yield.json", report)
-    if not found.kept:
+    if not report["kept"]:
         best = max((r["reward"] for line in read_lines(this.samples) for r in usable(line)), default=0.0)
         raise ConfigError(
-            f"none of the {found.samples} samples in {this.samples} is a whole answer with a reward of at least "
+            f"none of the {report['samples']} samples in {this.samples} is a whole answer with a reward of at least "
             f"{threshold:g} (rft.threshold); the highest is {best:g}. Give examples with rft.few_shot, raise "
             "sampling.n or sampling.max_new_tokens, or train by example first: tunesmith sft"
         )

@@ -21,8 +21,7 @@ from tunesmith.loop.evaluate import Evaluation, evaluate
 from tunesmith.loop.experience import experience
 from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.loop.rollouts import Rollouts, open_rollouts
-from tunesmith.loop.samples import write_samples
-from tunesmith.loop.session import Session
+from tunesmith.loop.session import Session, write_samples
 from tunesmith.types import RolloutGroup, Sample, Sampling
 
 

@@ -116,7 +116,8 @@ class Stream:
     """Chosen for the step so far."""
     _tried: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
     """Finished since the last batch."""
-    _kept: int = field(default=0, init=False)
+    _rejected: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
+    """Of those, the ones that nothing can be learned from."""
     _choosing: bool = field(default=False, init=False)
     """Whether a step waits for its groups."""
     _batches: int = field(init=False)
@@ -161,11 +162,9 @@ class Stream:
             if self._failure is not None:
                 raise self._failure
         self._choosing, self._batch, self._batches = False, [], self._batches + 1
-        tried, self._tried, kept, self._kept = self._tried, [], self._kept, 0
+        played, self._tried, self._rejected = [*batch, *self._rejected], [], []
         self._admit()
-        # A step that others were finished for before may have had none of its own.
-        seen = tried or batch
-        return batch, step_metrics(self.parts, seen, batch, kept / len(tried) if tried else 1.0)
+        return batch, step_metrics(self.parts, played, batch, len(batch) / len(played))
 
     async def beside(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if not weights_apart(self.parts.config):
@@ -218,7 +217,8 @@ class Stream:
             [played] = await play(self.parts, [group.task], seed)
             kept = informative(self.parts, [played])
             self._tried.append(played)
-            self._kept += len(kept)
+            if not kept:
+                self._rejected.append(played)
             self._check_failures()
         except Exception as error:
             self._failure = error

@@ -147,15 +147,9 @@ class Yield:
     """What sampling gave, by question."""
 
     samples_per_question: int
-    questions: int = 0
-    solved: int = 0
-    samples: int = 0
-    correct: int = 0
+    totals: Counter[str] = field(default_factory=Counter[str])
+    """Of the numbers in ``report``, and ``judged`` samples, of which it is known whether they hold an answer."""
     answered: float = 0.0
-    judged: int = 0
-    """Samples of which it is known whether they hold an answer."""
-    failed: int = 0
-    kept: int = 0
     histogram: Counter[int] = field(default_factory=Counter[int])
     """Questions by their number of correct samples."""
 
@@ -163,28 +157,20 @@ class Yield:
         """Count a question; its line of the report."""
         records = records_of(line)
         known = answered_of(records)
-        self.questions += 1
-        self.solved += correct > 0
-        self.samples += len(records)
-        self.correct += correct
-        self.judged += len(known)
+        found = {"samples": len(records), "correct": correct, "kept": kept}
+        failed = sum("error" in record for record in records)
+        self.totals.update(found, questions=1, solved=int(correct > 0), judged=len(known), failed=failed)
         self.answered += sum(known)
-        self.failed += sum("error" in record for record in records)
-        self.kept += kept
         self.histogram[correct] += 1
-        return {"prompt": line["prompt"], "samples": len(records), "correct": correct, "kept": kept}
+        return {"prompt": line["prompt"], **found}
 
     def report(self) -> Json:
+        found, judged = self.totals, self.totals["judged"]
         return {
-            "questions": self.questions,
-            "solved": self.solved,
-            "solved_share": interval(self.solved, self.questions),
-            "samples": self.samples,
-            "correct": self.correct,
-            "correct_share": interval(self.correct, self.samples),
-            "answered_share": interval(round(self.answered), self.judged) if self.judged else None,
-            "failed": self.failed,
-            "kept": self.kept,
+            **{name: found[name] for name in ("questions", "solved", "samples", "correct", "failed", "kept")},
+            "solved_share": interval(found["solved"], found["questions"]),
+            "correct_share": interval(found["correct"], found["samples"]),
+            "answered_share": interval(round(self.answered), judged) if judged else None,
             "questions_by_correct_samples": {str(n): self.histogram[n] for n in range(self.samples_per_question + 1)},
         }
 
@@ -212,21 +198,14 @@ def accuracy(lines: Iterator[Json], threshold: float) -> Json:
     A completion without an answer is not a wrong answer: ``answered`` says how many have one, and
     ``accuracy_of_answered`` looks at those alone. A failed completion counts as neither answered nor right.
     """
-    total = correct = failed = answered = judged = right_answers = 0
-    for line in lines:
-        (record,) = records_of(line)
-        total += 1
-        failed += "error" in record
-        right = record.get("reward") is not None and record["reward"] >= threshold - 1e-9
-        correct += right
-        for known in answered_of([record]):
-            judged += 1
-            answered += known > 0
-            right_answers += right and known > 0
+    records = [record for line in lines for record in records_of(line)]
+    correct = [r for r in records if r.get("reward") is not None and r["reward"] >= threshold - 1e-9]
+    judged = answered_of(records)
+    answered, right = (sum(known > 0 for known in found) for found in (judged, answered_of(correct)))
     return {
-        "questions": total,
-        "accuracy": interval(correct, total),
-        "answered": interval(answered, total) if judged else None,
-        "accuracy_of_answered": interval(right_answers, answered) if judged else None,
-        "failed": failed,
+        "questions": len(records),
+        "accuracy": interval(len(correct), len(records)),
+        "answered": interval(answered, len(records)) if judged else None,
+        "accuracy_of_answered": interval(right, answered) if judged else None,
+        "failed": sum("error" in record for record in records),
     }

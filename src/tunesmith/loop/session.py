@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
@@ -16,6 +16,7 @@ from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, Metrics
 from tunesmith.monitor.progress import Progress
 from tunesmith.monitor.timeline import LOOP, TRAINER, Timeline
+from tunesmith.types import Rollout, RolloutGroup
 
 BESIDE_STEPS = ("setup", "eval", "checkpoint")
 """Phases that a step's rates leave out."""
@@ -23,16 +24,9 @@ TRAINER_WAITS = {"rollout": "the rollouts", "sync": "the engines to take the wei
 """Phases in which the trainer waits, and for what."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cadence:
-    """When things happen, in steps; None is only at the end."""
-
-    total_steps: int
-    evaluate_every: int | None
-    checkpoint_every: int | None
-
-    def due(self, every: int | None, step: int) -> bool:
-        return step >= self.total_steps or (every is not None and step % every == 0)
+def due(step: int, every: int | None, total: int) -> bool:
+    """Whether it is time for what happens every so many steps, and at the end; None is only at the end."""
+    return step >= total or (every is not None and step % every == 0)
 
 
 @dataclass(slots=True)
@@ -65,7 +59,9 @@ class Best:
 class Session:
     """A run in progress. Loops ask it what is due and tell it what happened."""
 
-    cadence: Cadence
+    total_steps: int
+    evaluate_every: int | None
+    checkpoint_every: int | None
     metrics: Metrics
     progress: Progress
     checkpoints: Checkpoints
@@ -76,10 +72,6 @@ class Session:
     adjustments: Adjustments | None = None
     resume_from: Path | None = None
     step: int = 0
-
-    @property
-    def total_steps(self) -> int:
-        return self.cadence.total_steps
 
     @property
     def running(self) -> bool:
@@ -126,12 +118,12 @@ class Session:
         self.note(f"evaluation after step {self.step}: {'  '.join(numbers)}")
 
     def evaluation_due(self) -> bool:
-        return self.cadence.due(self.cadence.evaluate_every, self.step)
+        return due(self.step, self.evaluate_every, self.total_steps)
 
     def checkpoint_due(self) -> bool:
         """By the cadence, or because the evaluation just made is the best one."""
         is_best = self.best.step == self.step and self.step > 0
-        return is_best or self.cadence.due(self.cadence.checkpoint_every, self.step)
+        return is_best or due(self.step, self.checkpoint_every, self.total_steps)
 
     def save(self, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
         """Write a checkpoint of this step: what ``write`` puts into the directory, and the loop's state."""
@@ -149,3 +141,33 @@ class Session:
         self.best.value, self.best.step = state["best"]
         self.note(f"continuing at step {self.step} from {self.resume_from}")
         return state
+
+
+def write_samples(
+    session: Session,
+    decode: Callable[[Sequence[int]], str],
+    groups: Sequence[RolloutGroup],
+    count: int,
+    kind: str = "train",
+) -> None:
+    """Append a rollout of each of the first ``count`` groups, and every failed one, to rollouts.jsonl."""
+    chosen = [g.rollouts[0] for g in groups[:count]]
+    written = {id(r) for r in chosen}
+    failed = [r for g in groups for r in g.rollouts if r.error is not None and id(r) not in written]
+    for rollout in [*chosen, *failed]:
+        session.samples.write({"step": session.step, "kind": kind, **_record(rollout, decode)})
+
+
+def _record(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    return {
+        "task": rollout.task.id,
+        "prompt": rollout.task.prompt,
+        "completion": decode(rollout.completion_ids),
+        "reward": rollout.reward,
+        "rewards": rollout.rewards,
+        "status": rollout.status.value,
+        "error": rollout.error,
+        "tokens": rollout.num_sampled,
+        "finish_reason": rollout.finish_reason,
+        **({"notes": rollout.notes} if rollout.notes else {}),
+    }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from tunesmith.backends.base import TrainBackend
+from tunesmith.config.schema import EvalSection
 from tunesmith.data.loader import Loader
 from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.loop.session import Session
@@ -27,7 +29,7 @@ class SupervisedParts(Generic[T]):
     """The samples of an optimizer batch with every column the objective reads; it may score models for them."""
     evaluate: Callable[[], Metrics] | None
     """The held-out set's metrics, by names that begin with ``eval/``."""
-    evaluate_at_start: bool
+    evaluation: EvalSection
     summarise: Callable[[Metrics], Metrics] = dict
     """A step's metrics from the objective's, which are sums over micro-batches."""
     save_beside: Callable[[Path], None] | None = None
@@ -36,7 +38,7 @@ class SupervisedParts(Generic[T]):
 
 def run(parts: SupervisedParts[T], session: Session) -> None:
     """Train until the configured step; evaluate and save on the way."""
-    if session.step == 0 and parts.evaluate_at_start:
+    if session.step == 0 and parts.evaluation.at_start:
         _evaluate(parts, session)
     while session.running:
         items = parts.items.next_batch()
@@ -56,7 +58,7 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
 def _evaluate(parts: SupervisedParts[T], session: Session) -> None:
     if parts.evaluate is None:
         return
-    with session.phase("eval"):
+    with session.phase("eval"), parts.backend.averaged() if parts.evaluation.use_ema else nullcontext():
         metrics = parts.evaluate()
     session.finish_evaluation(metrics)
 

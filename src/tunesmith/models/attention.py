@@ -9,7 +9,7 @@ Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from transformers import AttentionInterface
@@ -18,26 +18,25 @@ from transformers.masking_utils import AttentionMaskInterface
 ATTENTION_NAME = "tunesmith"
 
 
+class AttentionRule(NamedTuple):
+    """What becomes of the products of queries and keys before the softmax."""
+
+    scale: float
+    """Factor on them."""
+    window: int | None = None
+    """A token sees at most this many positions back, itself included; None for all."""
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(scores / softcap)``."""
+
+
 class AttentionContext(Protocol):
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Attend in decoder layer ``layer``.
 
         Args:
             query: ``[T, H, D]``, rotated.
             key: ``[T, K, D]``, rotated.
             value: ``[T, K, D]``.
-            scale: factor on the scores.
-            window: a token sees at most this many positions back, itself included; None for all.
-            softcap: scores become ``softcap * tanh(scores / softcap)``.
 
         Returns:
             ``[T, H, D]``.
@@ -60,9 +59,9 @@ def _attention(
     """The Hugging Face signature: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
     assert attention_context is not None, "the model was called without an attention_context"
     assert attention_mask is None, "the forest needs no mask"
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = attention_context.attend(module.layer_idx, q, k, v, scale, sliding_window, softcap)
+    out = attention_context.attend(module.layer_idx, q, k, v, rule)
     return out.unsqueeze(0), None
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.models.decoder import Decoder
-from tunesmith.models.forest_attention import ForestAttention
-from tunesmith.models.head import fused_logprobs
+from tunesmith.models.head import Head, LogitScale, fused_logprobs
 
 
 @dataclass(slots=True)
@@ -45,30 +44,18 @@ class CausalLM(Decoder):
             chunk: rows of logits at a time; None derives it from the vocabulary.
             value_head: gives a scalar in float32 from the hidden state that predicts a target.
         """
-        hidden = self.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))
-        rows = hidden.index_select(0, forest.source)
-        head = self.head
+        states = self.states(forest)
         logprobs, entropies = fused_logprobs(
-            rows,
-            head.weight,
-            forest.targets,
-            bias=head.bias,
-            temperature=temperature,
-            softcap=getattr(self.module.config, "final_logit_softcapping", None),
-            logit_scale=logit_scale(self.module.config),
-            chunk=chunk,
-            entropy=entropy,
+            states, self.scaled_head(temperature, chunk), forest.targets, entropy=entropy
         )
-        values = None if value_head is None else value_head(rows.to(value_head.weight.dtype)).squeeze(1)
+        values = None if value_head is None else value_head(states.to(value_head.weight.dtype)).squeeze(1)
         return Predictions(logprobs, entropies, values)
 
-    def logprobs(
-        self, forest: Forest, *, temperature: float = 1.0, entropy: bool = False, chunk: int | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """``predict``'s log-probabilities and entropies, each ``[N]``."""
-        found = self.predict(forest, temperature=temperature, entropy=entropy, chunk=chunk)
-        assert found.logprobs is not None
-        return found.logprobs, found.entropy
+    def scaled_head(self, temperature: float = 1.0, chunk: int | None = None) -> Head:
+        """The vocabulary head with all that its logits go through before the softmax."""
+        config = self.module.config
+        scale = LogitScale(logit_scale(config), getattr(config, "final_logit_softcapping", None), temperature)
+        return Head(self.head.weight, self.head.bias, scale, chunk)
 
 
 def logit_scale(config: Any) -> float:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.data.forest import Forest
 from tunesmith.models.attention import AttentionContext
+from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.loading import load_config, load_module, load_tokenizer
 from tunesmith.models.quantised import Quantize
@@ -109,6 +111,11 @@ class Decoder:
             attention_context=attention,
         )
         return out.last_hidden_state[0]
+
+    def states(self, forest: Forest) -> Tensor:
+        """The hidden states ``[N, d]`` from which a forest's targets are predicted."""
+        hidden = self.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))
+        return hidden.index_select(0, forest.source)
 
     def save(self, directory: str | Path) -> None:
         """Write model and tokenizer in Hugging Face format; of a model with an adapter, the adapter alone."""

@@ -20,31 +20,31 @@ KNOWN = frozenset((
 ))
 # fmt: on
 
-_RECURRENT = "it carries a recurrent state along the sequence, which neither packing nor shared prompts keep apart"
-_CONVOLUTION = "its short convolutions mix neighbouring tokens, which packing would let leak across sequences"
-_ALIBI = "it adds position biases (ALiBi) to the attention scores, which the attention interface does not carry"
 _ENCODER = "it is no decoder-only language model"
-_OWN_ATTENTION = "its attention does not go through the Hugging Face attention interface"
-_SINKS = "its attention has sinks (a learned share of the softmax that no token gets), which the forest does not run"
-_CHUNKED = "it attends in fixed chunks of the sequence, which the forest does not run"
-_VISION = "it is multimodal; only text decoders are trained"
-
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma"), _RECURRENT),
-    **dict.fromkeys(("jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h", "granitemoehybrid"), _RECURRENT),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax", "kimi_linear"), _RECURRENT),
-    **dict.fromkeys(("olmo_hybrid",), _RECURRENT),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTION),
-    **dict.fromkeys(("bloom", "mpt"), _ALIBI),
-    **dict.fromkeys(("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot"), _ENCODER),
-    **dict.fromkeys(("bert", "roberta", "electra", "xlm-roberta", "camembert", "modernbert-decoder"), _ENCODER),
-    **dict.fromkeys(
-        ("gptj", "gpt_neo", "codegen", "stablelm", "nemotron", "openai-gpt", "xlnet", "falcon"), _OWN_ATTENTION
+_REFUSED = {
+    "it carries a recurrent state along the sequence, which neither packing nor shared prompts keep apart": (
+        "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba bamba zamba zamba2 falcon_h1 nemotron_h "
+        "granitemoehybrid qwen3_next qwen3_5_text qwen3_5_moe_text minimax kimi_linear olmo_hybrid"
     ),
-    **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa"), _SINKS),
-    **dict.fromkeys(("llama4", "llama4_text"), _CHUNKED),
-    **dict.fromkeys(("gemma3", "gemma4", "mllama", "qwen3_5", "qwen3_5_moe", "phi4_multimodal", "fuyu"), _VISION),
+    "its short convolutions mix neighbouring tokens, which packing would let leak across sequences": "lfm2 lfm2_moe",
+    "it adds position biases (ALiBi) to the attention scores, which the attention interface does not carry": (
+        "bloom mpt"
+    ),
+    _ENCODER: (
+        "t5 mt5 umt5 bart mbart pegasus marian whisper blenderbot bert roberta electra xlm-roberta camembert "
+        "modernbert-decoder"
+    ),
+    "its attention does not go through the Hugging Face attention interface": (
+        "gptj gpt_neo codegen stablelm nemotron openai-gpt xlnet falcon"
+    ),
+    "its attention has sinks (a learned share of the softmax that no token gets), which the forest does not run": (
+        "gpt_oss granite_swa granitemoe_swa"
+    ),
+    "it attends in fixed chunks of the sequence, which the forest does not run": "llama4 llama4_text",
+    "it is multimodal; only text decoders are trained": "gemma3 gemma4 mllama qwen3_5 qwen3_5_moe phi4_multimodal fuyu",
 }
+REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
+"""Architecture → why it cannot work here."""
 
 
 def check_family(config: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tunesmith.data.forest import Forest, Segment
 from tunesmith.models import varlen_attention
+from tunesmith.models.attention import AttentionRule
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -42,38 +43,24 @@ class ForestAttention:
         self.longest_path = max(_path_lengths(self.segments), default=0)
         self._varlen: varlen_attention.Plan | None = None
 
-    def attend(
-        self,
-        layer: int,  # noqa: ARG002
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:  # noqa: ARG002
         """See ``AttentionContext.attend``; ``layer`` does not matter here."""
-        if softcap is not None or (window is not None and window < self.longest_path):
-            return _attend_by_definition(self.segments, query, key, value, scale, window, softcap)
-        if query.device.type == "cpu":
-            return cast(Tensor, _CpuForest.apply(self.causal, self.full, query, key, value, scale))
-        if varlen_attention.available(query):
+        plain = rule.softcap is None and (rule.window is None or rule.window >= self.longest_path)
+        if plain and query.device.type == "cpu":
+            return cast(Tensor, _CpuForest.apply(self.causal, self.full, query, key, value, rule.scale))
+        if plain and varlen_attention.available(query):
             if self._varlen is None:
                 self._varlen = varlen_attention.Plan.build(self.segments, query.device)
-            return varlen_attention.attend(self._varlen, query, key, value, scale)
-        return _attend_by_definition(self.segments, query, key, value, scale, None, None)
+            return varlen_attention.attend(self._varlen, query, key, value, rule.scale)
+        return _attend_by_definition(self.segments, query, key, value, rule)
 
 
 def _full_parts(segments: Sequence[Segment]) -> list[Full]:
-    """One part per segment that has descendants, which stand right behind it."""
-    stops = [s.start + s.length for s in segments]
-    for i in range(len(segments) - 1, -1, -1):
-        if (parent := segments[i].parent) >= 0:
-            stops[parent] = max(stops[parent], stops[i])
-    parts = [
-        Full(s.start + s.length, stop, s.start, s.start + s.length) for s, stop in zip(segments, stops, strict=True)
+    """One part per segment that has descendants."""
+    ends = zip(segments, varlen_attention.subtree_ends(segments), strict=True)
+    return [
+        Full(s.start + s.length, stop, s.start, s.start + s.length) for s, stop in ends if stop > s.start + s.length
     ]
-    return [part for part in parts if part.stop > part.start]
 
 
 def _path_lengths(segments: Sequence[Segment]) -> list[int]:
@@ -166,16 +153,11 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _attend_by_definition(
-    segments: Sequence[Segment],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    segments: Sequence[Segment], query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
 ) -> Tensor:
     """Softmax over each segment's path, written out: for windows, soft caps, and devices without a kernel."""
     groups = query.shape[1] // key.shape[1]
+    scale, window, softcap = rule
     lengths = [s.length for s in segments]
     # One split, not a slice per segment: the backward of a slice fills a tensor of the full size.
     keys, values = list(key.split(lengths)), list(value.split(lengths))

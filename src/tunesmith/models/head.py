@@ -3,13 +3,13 @@
 Rows are taken in chunks; backward computes a chunk's logits again. Logits are float32 (float64 for float64
 inputs) whatever the inputs are: rounded to bfloat16, a log-probability would be off by up to 0.03.
 
-Shape legend: ``N`` rows, ``d`` hidden size, ``V`` vocabulary, ``c`` rows of a chunk.
+Shape legend: ``N`` rows, ``d`` hidden size, ``V`` vocabulary, ``k`` tokens of a row, ``c`` rows of a chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,40 +31,60 @@ class LogitScale:
     temperature: float = 1.0
 
 
-def fused_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    chunk: int | None = None,
-    entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """``log softmax(z)[target]`` and the entropy of ``softmax(z)``, by row.
+PLAIN = LogitScale()
 
-    ``z = (hidden @ weight.T + bias) * logit_scale``, capped by ``softcap * tanh(z / softcap)``, divided by
-    ``temperature``. Gradients flow to ``hidden``, ``weight`` and ``bias`` from both results.
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A vocabulary head: ``weight`` ``[V, d]``, ``bias`` ``[V]``, what happens to its logits, rows at a time.
+
+    With ``chunk=None`` the rows are chosen by ``CHUNK_BYTES``.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: LogitScale = PLAIN
+    chunk: int | None = None
+
+    def rows(self, hidden: Tensor) -> int:
+        return self.chunk or default_chunk(self.weight.shape[0], hidden.device)
+
+
+def fused_logprobs(
+    hidden: Tensor, head: Head, tokens: Tensor, *, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """``log softmax(z)[token]`` and the entropy of ``softmax(z)``, by row.
+
+    Gradients flow to ``hidden`` and to the head's weight and bias from both results.
 
     Args:
         hidden: ``[N, d]``.
-        weight: ``[V, d]``.
-        targets: ``[N]`` int64.
-        bias: ``[V]``.
-        chunk: rows at a time; None chooses by ``CHUNK_BYTES``.
+        tokens: int64 ``[N]``, or ``[N, k]``; a token may come twice in a row.
 
     Returns:
-        ``[N]`` and, when asked for, ``[N]``; float32, or float64 for float64 inputs.
+        Shaped as ``tokens`` and, when asked for, ``[N]``; float32, or float64 for float64 inputs.
     """
-    rows = chunk or default_chunk(weight.shape[0], hidden.device)
-    scale = LogitScale(logit_scale, softcap, temperature)
+    wanted = tokens if tokens.dim() == 2 else tokens[:, None]
     logprobs, entropies = cast(
         "tuple[Tensor, Tensor | None]",
-        _FusedLogprobs.apply(hidden, weight, bias, targets, scale, rows, entropy),
+        _FusedLogprobs.apply(hidden, head.weight, head.bias, wanted, head.scale, head.rows(hidden), entropy),
     )
-    return logprobs, entropies
+    return logprobs.view(tokens.shape), entropies
+
+
+@torch.no_grad()
+def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` likeliest tokens of each row and their log-probabilities, both ``[N, k]``; without gradient."""
+    exact, rows = torch.promote_types(hidden.dtype, torch.float32), head.rows(hidden)
+    found = [torch.empty(len(hidden), k, dtype=t, device=hidden.device) for t in (torch.int64, exact)]
+    with _bfloat16_inputs(hidden):
+        w = _operand(head.weight, exact)
+        for start in range(0, len(hidden), rows):
+            at = slice(start, start + rows)
+            z = _logits(_operand(hidden[at], exact), w, head.bias, head.scale)
+            top = z.topk(k, -1)
+            found[0][at], found[1][at] = top.indices, top.values - z.logsumexp(-1, keepdim=True)
+    return found[0], found[1]
 
 
 def default_chunk(vocabulary: int, device: torch.device) -> int:
@@ -79,24 +99,23 @@ class _FusedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
+        tokens: Tensor,
         scale: LogitScale,
         rows: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = torch.empty(len(hidden), dtype=exact, device=hidden.device)
-        entropies = torch.empty_like(logprobs) if entropy else None
-        with bfloat16_operands(hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16):
+        logprobs = torch.empty(tokens.shape, dtype=exact, device=hidden.device)
+        entropies = logprobs.new_empty(len(hidden)) if entropy else None
+        with _bfloat16_inputs(hidden):
             w = _operand(weight, exact)
             for start in range(0, len(hidden), rows):
                 at = slice(start, start + rows)
-                z = _logits(_operand(hidden[at], exact), w, bias, scale)
-                logp = z.log_softmax(-1)
-                logprobs[at] = logp.gather(1, targets[at, None])[:, 0]
+                logp = _logits(_operand(hidden[at], exact), w, bias, scale).log_softmax(-1)
+                logprobs[at] = logp.gather(1, tokens[at])
                 if entropies is not None:
                     entropies[at] = -(logp.exp() * logp).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.save_for_backward(hidden, weight, bias, tokens)
         ctx.scale, ctx.rows = scale, rows
         ctx.set_materialize_grads(False)
         return logprobs, entropies
@@ -105,27 +124,24 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = cast("tuple[Tensor, Tensor, Tensor | None, Tensor]", ctx.saved_tensors)
-        scale, rows, needs = (
-            cast(LogitScale, ctx.scale),
-            cast(int, ctx.rows),
-            cast("tuple[bool, ...]", ctx.needs_input_grad),
-        )
+        hidden, weight, bias, tokens = cast("tuple[Tensor, Tensor, Tensor | None, Tensor]", ctx.saved_tensors)
+        scale, rows = cast(LogitScale, ctx.scale), cast(int, ctx.rows)
+        needs = cast("tuple[bool, ...]", ctx.needs_input_grad)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": exact, "device": hidden.device}
         grad_hidden = torch.empty(hidden.shape, **options) if needs[0] else None
         grad_weight = torch.zeros(weight.shape, **options) if needs[1] else None
         grad_bias = torch.zeros(bias.shape, **options) if bias is not None and needs[2] else None
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros(len(hidden), **options)
-        with bfloat16_operands(hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16):
+            grad_logprobs = torch.zeros(tokens.shape, **options)
+        with _bfloat16_inputs(hidden):
             w = _operand(weight, exact)
             for start in range(0, len(hidden), rows):
                 at = slice(start, start + rows)
                 h = _operand(hidden[at], exact)
                 grad, row_factor = _grad_logits(
                     _logits(h, w, bias, scale),
-                    targets[at],
+                    tokens[at],
                     grad_logprobs[at],
                     None if grad_entropy is None else grad_entropy[at],
                     scale,
@@ -163,28 +179,35 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitSca
 
 
 def _grad_logits(
-    z: Tensor, targets: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, scale: LogitScale
+    z: Tensor, tokens: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, scale: LogitScale
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the head's product ``[c, V]``, still to be multiplied by row factors ``[c, 1]``.
 
-    A factor per row is cheaper on what follows the product with the weight than on ``[c, V]``.
     d logp/dz = onehot - p; dH/dz = -p (log p + H); d tanh cap = 1 - (capped / cap)^2.
     """
     factor = scale.factor / scale.temperature
     slope = None if scale.softcap is None else 1 - (z * (scale.temperature / scale.softcap)).square_()
-    place = targets[:, None]
-    if grad_entropy is None:
+    if grad_entropy is None and tokens.shape[1] == 1:
+        # A factor per row is cheaper on what follows the product with the weight than on ``[c, V]``.
         grad = z.softmax(-1)
-        grad.scatter_add_(1, place, torch.full_like(place, -1, dtype=grad.dtype))
-        row_factor = grad_logprobs[:, None] * -factor
+        grad.scatter_add_(1, tokens, torch.full_like(tokens, -1, dtype=grad.dtype))
+        row_factor = grad_logprobs * -factor
     else:
-        logp = z.log_softmax(-1)
-        p = logp.exp()
-        entropy = -(p * logp).sum(-1, keepdim=True)
-        grad = p.mul_(logp.add_(entropy).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None]))
-        grad.scatter_add_(1, place, grad_logprobs[:, None].to(grad.dtype))
-        row_factor = torch.full_like(entropy, factor)
+        towards = -grad_logprobs.sum(-1, keepdim=True)
+        row_factor = torch.full_like(towards, factor)
+        if grad_entropy is None:
+            grad = z.softmax(-1).mul_(towards)
+        else:
+            logp = z.log_softmax(-1)
+            p = logp.exp()
+            entropy = -(p * logp).sum(-1, keepdim=True)
+            grad = p.mul_(logp.add_(entropy).mul_(-grad_entropy[:, None]).add_(towards))
+        grad.scatter_add_(1, tokens, grad_logprobs.to(grad.dtype))
     return (grad if slope is None else grad.mul_(slope)), row_factor
+
+
+def _bfloat16_inputs(hidden: Tensor) -> AbstractContextManager[None]:
+    return bfloat16_operands(hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tunesmith.models.attention import AttentionContext
+from tunesmith.models.attention import AttentionContext, AttentionRule
 from tunesmith.models.lean_ops import Activation, gated, linear, rms_norm, rotate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
@@ -129,12 +129,10 @@ class Layer:
         self.down = Projection(mlp, "down_proj")
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
-        self.scale: float = attention.scaling
-        self.window: int | None = getattr(attention, "sliding_window", None)
-        if config.model_type in ("mistral", "phi3"):
-            self.window = getattr(config, "sliding_window", None)
+        windowed = config if config.model_type in ("mistral", "phi3") else attention
         # Gemma 3 has the setting but its attention does not apply it.
-        self.softcap: float | None = config.attn_logit_softcapping if config.model_type == "gemma2" else None
+        softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
+        self.rule = AttentionRule(attention.scaling, getattr(windowed, "sliding_window", None), softcap)
         self.rotates = bool(getattr(attention, "use_rope", True))
         self.activation: Activation = ACTIVATIONS[getattr(config, "hidden_act", None) or config.hidden_activation]
         self.q_norm, self.k_norm = (
@@ -149,7 +147,7 @@ class Layer:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext) -> Tensor:
         """``[T, d]`` to ``[T, d]``; ``cos`` and ``sin`` are ``[T, 1, D]``, the first half of ``sin`` negated."""
         q, k, v = self._heads(self.before_attention(x), cos, sin)
-        seen = attention.attend(self.index, q, k, v, self.scale, self.window, self.softcap)
+        seen = attention.attend(self.index, q, k, v, self.rule)
         seen = self.out(seen.flatten(1))
         x = x + (seen if self.after_attention is None else self.after_attention(seen))
         y = self.down(gated(self.gate_up(self.before_mlp(x)), self.activation))
@@ -176,7 +174,10 @@ class LeanDecoder:
         self.kind = type(model)
         self.layers = [Layer(module, model.config, i) for i, module in enumerate(model.layers)]
         self.norm = Norm(model.norm)
-        self.layer_types = self._rotary_kinds()
+        # Gemma 3 rotates its local and global layers by different tables.
+        local_and_global = self.config.model_type == "gemma3_text"
+        kinds: list[str | None] = list(self.config.layer_types) if local_and_global else [None] * len(self.layers)
+        self.layer_types = kinds
 
     @classmethod
     def of(cls, model: Any) -> LeanDecoder | None:
@@ -221,12 +222,6 @@ class LeanDecoder:
                 run = partial(layer.module._gradient_checkpointing_func, layer)
             x = run(x, *tables[kind], attention)
         return self.norm(x)
-
-    def _rotary_kinds(self) -> list[str | None]:
-        """Gemma 3 rotates its local and global layers by different tables."""
-        if self.config.model_type == "gemma3_text":
-            return list(self.config.layer_types)
-        return [None] * len(self.layers)
 
     def _rotary(self, x: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         extra = () if kind is None else (kind,)

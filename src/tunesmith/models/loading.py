@@ -108,7 +108,9 @@ def load_module(
     if placed:
         let_gradients_pass(module)
         return module.eval()
-    return cast(PreTrainedModel, cast(nn.Module, module).to(device).eval())
+    named = f"the model cannot be put on system.device = '{device}' (torch with CUDA and a free GPU, or 'cpu', can)"
+    with boundary(ConfigError, named, (AssertionError, RuntimeError)):  # the former where torch has no CUDA
+        return cast(PreTrainedModel, cast(nn.Module, module).to(device).eval())
 
 
 def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:

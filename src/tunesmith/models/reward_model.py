@@ -18,10 +18,10 @@ from tunesmith.data.packing import pack
 from tunesmith.data.tokens import Tokenizer, encode, leading_ids, with_leading
 from tunesmith.environments.batching import Batcher
 from tunesmith.environments.reward_stats import RewardStats, check_reward_model, read_stats
-from tunesmith.environments.reward_types import ItemFailure, RewardFunction, Score
+from tunesmith.environments.reward_types import ItemFailure, Notes, RewardFunction, Score
 from tunesmith.errors import DataError, ModelError
-from tunesmith.models.score_model import ScoreModel, whole_sequence
-from tunesmith.types import Prompt, Rollout, Status
+from tunesmith.models.score_model import ScoreModel, is_trained, whole_sequence
+from tunesmith.types import Message, Prompt, Rollout, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class RewardModel:
         """
         check_reward_model(entry)
         model = ScoreModel.load(entry.path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        if not any("ForSequenceClassification" in name for name in model.module.config.architectures or ()):
+        if not is_trained(model.module.config):
             raise ModelError(f"'{entry.path}' is a language model, no reward model: its scores would all be 0")
         tokenizer: Any = model.tokenizer
         wanted = bool(tokenizer.chat_template) if chat is None else chat
@@ -92,9 +92,8 @@ class RewardModel:
         """
         tokenizer: Tokenizer = self.model.tokenizer  # pyright: ignore[reportAssignmentType]
         if self.template is not None:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             end = self.template.stop_marker if finished else ""
-            return encode(tokenizer, [self.template.whole(messages, prompt=True) + completion + end])[0]
+            return encode(tokenizer, [self.template.whole(_messages(prompt), prompt=True) + completion + end])[0]
         if not isinstance(prompt, str):
             raise DataError("the prompt is a conversation, and the reward model's tokenizer has no chat template")
         ids = with_leading(leading_ids(tokenizer), encode(tokenizer, [prompt + completion])[0])
@@ -132,12 +131,13 @@ def model_reward(
         except DataError as error:
             return ItemFailure(Status.REWARD_FAILED, f"cannot encode this rollout: {error}")
 
-    async def score(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Score]:
+    async def score(rollouts: Sequence[Rollout], texts: Sequence[str], notes: Notes) -> list[Score]:
+        del notes
         made = [encoded(r, text) for r, text in zip(rollouts, texts, strict=True)]
         found = iter(await batcher.submit([ids for ids in made if isinstance(ids, list)]))
         return [next(found) if isinstance(ids, list) else ids for ids in made]
 
-    return RewardFunction(name, name, score, frozenset(), None, builtin=True, of_rollouts=True)
+    return RewardFunction(name, name, score, builtin=True)
 
 
 def _before(rollout: Rollout, conversation: Callable[[Prompt], Prompt] | None) -> Prompt:
@@ -147,11 +147,11 @@ def _before(rollout: Rollout, conversation: Callable[[Prompt], Prompt] | None) -
     last = max((i for i, message in enumerate(said) if message["role"] == "assistant"), default=0)
     if last == 0 and len(rollout.turns) > 1:
         raise DataError("it has several turns, and its environment kept no messages")
-    return (
-        [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), *said[:last]]
-        if last
-        else prompt
-    )
+    return [*_messages(prompt), *said[:last]] if last else prompt
+
+
+def _messages(prompt: Prompt) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def same_tokens(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:

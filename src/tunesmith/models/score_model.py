@@ -14,7 +14,6 @@ from transformers import AutoModelForSequenceClassification
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.errors import ModelError
 from tunesmith.models.decoder import Decoder
-from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.types import Sample
 
 
@@ -38,7 +37,7 @@ class ScoreModel(Decoder):
 
     @classmethod
     def check(cls, path: str | Path, config: Any) -> None:
-        if _is_trained(config) and config.num_labels != 1:
+        if is_trained(config) and config.num_labels != 1:
             raise ModelError(f"'{path}' has {config.num_labels} labels; a score model has one")
 
     def complete(self, config: Any) -> None:
@@ -47,7 +46,7 @@ class ScoreModel(Decoder):
                 f"architecture '{config.model_type}' has no linear score head in transformers, so it cannot be a score "
                 "model. Choose a model of another family, such as Llama, Qwen, Mistral or Gemma"
             )
-        if not _is_trained(config):
+        if not is_trained(config):
             nn.init.zeros_(self.head.weight)
         if self.module.config.pad_token_id is None:  # transformers asks for it to find a sequence's last token
             tokenizer = self.tokenizer
@@ -59,14 +58,12 @@ class ScoreModel(Decoder):
 
     def scores(self, forest: Forest) -> Tensor:
         """Scores ``[N]`` in float32, at the row before each of the forest's targets."""
-        hidden = self.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))
-        head = self.head
-        return functional.linear(hidden.index_select(0, forest.source), head.weight, head.bias).squeeze(1).float()
+        return functional.linear(self.states(forest), self.head.weight, self.head.bias).squeeze(1).float()
 
     def predict(self, forest: Forest) -> Predictions:
         return Predictions(values=self.scores(forest))
 
 
-def _is_trained(config: Any) -> bool:
+def is_trained(config: Any) -> bool:
     """Whether a checkpoint brings a score head."""
     return any("ForSequenceClassification" in name for name in config.architectures or ())

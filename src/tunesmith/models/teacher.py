@@ -5,7 +5,7 @@ Shape legend: ``N`` predictions, ``k`` tokens of a row.
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.errors import ModelError
-from tunesmith.models.causal_lm import CausalLM, logit_scale
-from tunesmith.models.forest_attention import ForestAttention
-from tunesmith.models.head import LogitScale
-from tunesmith.models.topk_head import Head, likeliest, logprobs_at
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.head import fused_logprobs, likeliest
 
 
 def predict_with_teacher(
@@ -32,12 +30,15 @@ def predict_with_teacher(
 
     The teacher runs without gradient, and only its ``top_k`` log-probabilities of a row are kept.
     """
-    head = _head(teacher, student, temperature, chunk)
+    # Some models pad the vocabulary, each to its own size: rows that the student lacks are left out.
+    size, head = len(student.head.weight), teacher.scaled_head(temperature, chunk)
+    if len(head.weight) > size:
+        head = replace(head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size])
     with torch.no_grad():
-        tokens, theirs = likeliest(_rows(teacher, forest), head, min(top_k, len(head.weight)))
+        tokens, theirs = likeliest(teacher.states(forest), head, min(top_k, len(head.weight)))
     # The target rides along as one more token, so that the student's logits are computed once.
     wanted = torch.cat([forest.targets[:, None], tokens], 1)
-    ours = logprobs_at(_rows(student, forest), _head(student, student, temperature, chunk), wanted)
+    ours, _ = fused_logprobs(student.states(forest), student.scaled_head(temperature, chunk), wanted)
     return Predictions(logprobs=ours[:, 0], divergence=forward_kl(theirs, ours[:, 1:]))
 
 
@@ -86,19 +87,3 @@ def check_same_vocabulary(
         raise ModelError(f"{begin}: {len(ours)} and {len(theirs)}; only the {owner} has '{missing[0]}'. {end}")
     token = min((t for t in ours if ours[t] != theirs[t]), key=lambda t: ours[t])
     raise ModelError(f"{begin}: '{token}' is number {theirs[token]} of the teacher's and {ours[token]} here. {end}")
-
-
-def _rows(model: CausalLM, forest: Forest) -> Tensor:
-    hidden = model.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))
-    return hidden.index_select(0, forest.source)
-
-
-def _head(model: CausalLM, student: CausalLM, temperature: float, chunk: int | None) -> Head:
-    """Without rows that the student's head lacks: some models pad the vocabulary, each to its own size."""
-    head, config = model.head, model.module.config
-    rows = min(len(head.weight), len(student.head.weight))
-    scale = LogitScale(logit_scale(config), getattr(config, "final_logit_softcapping", None), temperature)
-    bias = cast("Tensor | None", head.bias)
-    if rows == len(head.weight):
-        return Head(head.weight, bias, scale, chunk)
-    return Head(head.weight[:rows], None if bias is None else bias[:rows], scale, chunk)

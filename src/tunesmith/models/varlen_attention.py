@@ -26,6 +26,15 @@ def available(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dim % 8 == 0 and dim <= 256
 
 
+def subtree_ends(segments: Sequence[Segment]) -> list[int]:
+    """Where each segment's descendants, which stand right behind it, end; its own end where it has none."""
+    stops = [s.start + s.length for s in segments]
+    for i in range(len(segments) - 1, -1, -1):
+        if (parent := segments[i].parent) >= 0:
+            stops[parent] = max(stops[parent], stops[i])
+    return stops
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One kernel call: runs of query rows, each onto its own run of key rows.
@@ -41,6 +50,11 @@ class Call:
     longest_key: int
     causal: bool
 
+    @property
+    def runs(self) -> tuple[Tensor, Tensor, int, int, float, bool]:
+        """As the kernels take them; no dropout."""
+        return self.query_ends, self.key_ends, self.longest_query, self.longest_key, 0.0, self.causal
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -51,12 +65,9 @@ class Plan:
         own = [(s.start, s.start + s.length) for s in segments]
         calls = [_call(own, own, causal=True, gather=False, device=device)]
         depths: list[int] = []
-        stops = [stop for _, stop in own]
         for s in segments:
             depths.append(depths[s.parent] + 1 if s.parent >= 0 else 0)
-        for i in range(len(segments) - 1, -1, -1):
-            if (parent := segments[i].parent) >= 0:
-                stops[parent] = max(stops[parent], stops[i])
+        stops = subtree_ends(segments)
         for depth in range(max(depths, default=0)):
             parents = [i for i, d in enumerate(depths) if d == depth and stops[i] > own[i][1]]
             below = [(own[i][1], stops[i]) for i in parents]
@@ -98,19 +109,8 @@ class _Varlen(torch.autograd.Function):
         out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for call in plan.calls:
-            part, part_lse, *_ = _forward(
-                _rows(query, call.queries),
-                _rows(key, call.keys),
-                _rows(value, call.keys),
-                call.query_ends,
-                call.key_ends,
-                call.longest_query,
-                call.longest_key,
-                0.0,
-                call.causal,
-                False,
-                scale=scale,
-            )
+            rows = (_rows(query, call.queries), _rows(key, call.keys), _rows(value, call.keys))
+            part, part_lse, *_ = _forward(*rows, *call.runs, False, scale=scale)
             part, part_lse = part.float(), part_lse.transpose(0, 1)
             if call.queries is None:
                 out, lse = part, part_lse.contiguous()
@@ -138,12 +138,7 @@ class _Varlen(torch.autograd.Function):
                 _rows(value, call.keys),
                 _rows(out, call.queries),
                 _rows(lse, call.queries).transpose(0, 1).contiguous(),
-                call.query_ends,
-                call.key_ends,
-                call.longest_query,
-                call.longest_key,
-                0.0,
-                call.causal,
+                *call.runs,
                 unused,
                 unused,
                 scale=scale,

@@ -1,13 +1,10 @@
-"""Where the time of a step goes: seconds by phase, which add up to the wall time."""
+"""Where the time of a step goes: seconds by phase, which add up to the wall time. ``other`` is outside any phase."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-
-PHASES = ("rollout", "reward", "advantage", "score", "train", "sync", "checkpoint", "eval", "other")
-"""The usual phases, in the order in which they are shown. ``other`` is all time outside any phase."""
 
 
 class Clock:
@@ -30,7 +27,7 @@ class Clock:
         self._since = now()
         self._open: list[str] = []
         self._lap: dict[str, float] = {}
-        self._total: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -54,18 +51,14 @@ class Clock:
         self._charge()
         lap, self._lap = self._lap, {}
         for name, seconds in lap.items():
-            self._total[name] = self._total.get(name, 0.0) + seconds
-        return {name: lap[name] for name in sorted(lap, key=_order)}
+            self._totals[name] = self._totals.get(name, 0.0) + seconds
+        return lap
 
     def totals(self) -> dict[str, float]:
         """Seconds by phase over all finished laps."""
-        return {name: self._total[name] for name in sorted(self._total, key=_order)}
+        return dict(self._totals)
 
     def _charge(self) -> None:
         now = self._now()
         self._lap[self.current] = self._lap.get(self.current, 0.0) + now - self._since
         self._since = now
-
-
-def _order(name: str) -> tuple[int, str]:
-    return (PHASES.index(name) if name in PHASES else len(PHASES) - 1, name)

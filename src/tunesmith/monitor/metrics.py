@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from tunesmith.errors import ConfigError, StorageError, boundary
@@ -82,23 +81,31 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Cut a file of JSON lines before the first line whose ``step`` is later, or which is torn.
+def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
+    """Cut a file of JSON lines before the first line that is torn, or that is not ``kept``.
 
-    Lines are in the order of their steps, and a killed process leaves at most its last line incomplete.
+    A killed process leaves its last line incomplete, and a crash of the machine one without its content.
+
+    Returns:
+        How many lines are left; a missing file has none.
     """
-    with boundary(StorageError, f"cannot write {path}", OSError):
-        if not path.exists():
-            return
-        with path.open("r+b") as file:
-            kept = sum(len(line) for line in takewhile(lambda line: _is_kept(line, step), file))
-            file.truncate(kept)
+    if not path.exists():
+        return 0
+    with boundary(StorageError, f"cannot write {path}", OSError), path.open("r+b") as file:
+        lines = size = 0
+        for line in takewhile(lambda line: _whole(line, kept), file):
+            lines, size = lines + 1, size + len(line)
+        file.truncate(size)
+    return lines
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Cut a file whose lines are in the order of their ``step`` before the first that is later, or torn."""
+    keep_lines(path, lambda record: record["step"] <= step)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -160,12 +167,9 @@ def _tensorboard() -> tuple[Any, Any, Any]:
     return events, summaries, writer.EventFileWriter
 
 
-def _is_kept(line: bytes, step: int) -> bool:
-    if not line.endswith(b"\n"):
-        return False
+def _whole(line: bytes, kept: Callable[[Any], bool]) -> bool:
     try:
-        record: Any = json.loads(line)
-        return record["step"] <= step
+        return line.endswith(b"\n") and kept(json.loads(line))
     except (ValueError, KeyError, TypeError):
         return False
 

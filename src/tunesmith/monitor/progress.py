@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel in a terminal, one line per step elsewhere."""
+"""What a person sees of a run: a live panel in a terminal, one line per step elsewhere, and a table at its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 60
+_LONGEST_BAR = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +69,15 @@ COLUMNS = (
 """Shown where a step reports them. ``completion_tokens`` is a mean, ``limit_share`` a fraction of 1."""
 
 
-def _value(column: Column, metrics: Mapping[str, float]) -> float | None:
-    return next((metrics[name] for name in column.metrics if name in metrics), None)
-
-
-def _shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, number as text) of every column that has a value."""
-    values = ((c, _value(c, metrics)) for c in COLUMNS)
-    return [(c.label, c.show(value)) for c, value in values if value is not None]
+def _shown(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
+    """(label, number, number as text) of every column that has a value."""
+    values = ((c, next((metrics[name] for name in c.metrics if name in metrics), None)) for c in COLUMNS)
+    return [(c.label, value, c.show(value)) for c, value in values if value is not None]
 
 
 def _watched(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     """What the sparkline follows: the reward, or else the loss."""
-    for column in COLUMNS:
-        if column.label in ("reward", "loss") and (value := _value(column, metrics)) is not None:
-            return column.label, value
-    return None
+    return next(((label, value) for label, value, _ in _shown(metrics) if label in ("reward", "loss")), None)
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -102,30 +95,22 @@ class Progress(Protocol):
 
     def phase(self, name: str) -> None:
         """What the run is doing now."""
-        ...
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """A step is done; ``seconds`` is its wall time."""
-        ...
 
     def note(self, text: str) -> None:
         """Something worth a line of its own: an evaluation, a checkpoint, a smaller micro-batch."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *raised: object) -> None:
+        """Leave the display as it is."""
 
 
 def open_progress(
-    total: int,
-    *,
-    start: int = 0,
-    live: bool | None = None,
-    every: int = 1,
-    console: Console | None = None,
+    total: int, *, start: int = 0, live: bool | None = None, every: int = 1, console: Console | None = None
 ) -> Progress:
     """A display for steps ``start + 1 ... total``.
 
@@ -155,46 +140,30 @@ class Eta:
         return median(self._seconds) * max(0, self.total - self.done) if self._seconds else None
 
 
-class PlainLines:
+class PlainLines(Progress):
     """One line per step on standard output, for logs and pipes."""
 
     def __init__(self, total: int, start: int = 0, every: int = 1) -> None:
         self._eta = Eta(total, start)
         self._first, self._every = start + 1, every
 
-    def phase(self, name: str) -> None:
-        pass
-
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         self._eta.update(step, seconds)
         total = self._eta.total
         if step % self._every and step not in (self._first, total):
             return
-        parts = [f"{label} {shown}" for label, shown in _shown(metrics)]
+        parts = [f"{label} {shown}" for label, _, shown in _shown(metrics)]
         times = [duration(seconds), f"ETA {duration(self._eta.remaining or 0)}"]
         print("  ".join([f"step {step}/{total}", *parts, *times]), flush=True)
 
     def note(self, text: str) -> None:
         print(text, flush=True)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-class LivePanel:
+class LivePanel(Progress):
     """A bar, the latest numbers and the reward's course, redrawn in place; notes scroll above."""
 
-    def __init__(
-        self,
-        total: int,
-        start: int = 0,
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, total: int, start: int = 0, console: Console | None = None) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -204,10 +173,7 @@ class LivePanel:
         self._course: deque[float] = deque(maxlen=_HISTORY)
         self._console = console or Console()
         self._live = Live(
-            console=self._console,
-            refresh_per_second=4,
-            get_renderable=self.render,
-            vertical_overflow="visible",
+            console=self._console, refresh_per_second=4, get_renderable=self.render, vertical_overflow="visible"
         )
 
     def phase(self, name: str) -> None:
@@ -240,12 +206,11 @@ class LivePanel:
             Text(busy, style="dim"),
         )
         numbers = Text()
-        for label, shown in _shown(self._metrics):
+        for label, _, shown in _shown(self._metrics):
             numbers.append(f"{label} ", style="dim").append(f"{shown}   ", style="bold")
         panel = Table.grid()
-        panel.add_row(top)
-        panel.add_row(numbers)
-        panel.add_row(self._course_line())
+        for row in (top, numbers, self._course_line()):
+            panel.add_row(row)
         return panel
 
     def _course_line(self) -> Text:
@@ -261,7 +226,34 @@ class LivePanel:
         self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._live.stop()
+
+
+def time_table(totals: Mapping[str, float]) -> list[str]:
+    """Lines ``phase  seconds  share  bar``, the longest phase first, and the sum.
+
+    Args:
+        totals: seconds by phase, as ``Clock.totals`` gives them.
+    """
+    whole = sum(totals.values())
+    rows = [(n, s) for n, s in sorted(totals.items(), key=lambda row: -row[1]) if s >= 0.0005 * whole and s > 0]
+    width = max((len(name) for name, _ in rows), default=0)
+    lines: list[str] = []
+    for name, seconds in rows:
+        part = seconds / whole
+        bar = "█" * round(_LONGEST_BAR * part)
+        lines.append(f"{name:{width}}  {duration(seconds):>7}  {share(part):>5}  {bar}".rstrip())
+    return [*lines, f"{'total':{width}}  {duration(whole):>7}"]
+
+
+def print_summary(totals: Mapping[str, float], facts: Mapping[str, str]) -> None:
+    """Where the time went, then one line per fact (``reward``: ``0.12 → 0.87``, ``checkpoint``: its path)."""
+    print("\nWhere the time went")
+    for line in time_table(totals):
+        print(f"  {line}")
+    width = max((len(name) for name in facts), default=0)
+    if facts:
+        print()
+    for name, text in facts.items():
+        print(f"{name:{width}}  {text}")

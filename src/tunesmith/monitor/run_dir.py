@@ -19,33 +19,22 @@ import errno
 import fcntl
 import os
 import socket
-from dataclasses import dataclass, field
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from tunesmith.errors import CheckpointError, ConfigError, StorageError, boundary
-
-LOCK = "run.lock"
 
 _locked_here: set[Path] = set()
 """Directories this process holds; record locks do not keep a process out of its own files."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RunDir:
-    """An existing, locked run directory. Use as a context manager; leaving it releases the lock."""
+    """An existing run directory, locked by this process."""
 
     path: Path
-    _lock: int | None = field(default=None, repr=False)
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def resolved(self) -> Path:
-        return self.path / "resolved.json"
 
     @property
     def metrics(self) -> Path:
@@ -63,25 +52,10 @@ class RunDir:
     def traces(self) -> Path:
         return self.path / "trace"
 
-    def release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-            _locked_here.discard(self.path)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-        if error is not None and has_checkpoint(self.path):
-            error.add_note(f"Continue with: run_dir={self.path} checkpoint.resume=true")
-
-
-def open_run_dir(run_dir: Path | None, name: str, resume: bool | Path) -> RunDir:
-    """Create or enter a run's directory, and lock it against other processes.
+@contextmanager
+def open_run_dir(run_dir: Path | None, name: str, resume: bool | Path) -> Generator[RunDir]:
+    """Create or enter a run's directory, and lock it against other processes as long as it is used.
 
     Args:
         run_dir: where; None makes ``runs/<name>-<number>`` below the working directory.
@@ -101,14 +75,19 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Path) -> RunDir
     with boundary(StorageError, f"cannot create the run directory {run_dir or 'runs'}", OSError):
         path = numbered_directory(Path("runs").absolute(), name) if run_dir is None else run_dir.absolute()
         path.mkdir(parents=True, exist_ok=True)
-    run = _locked(path)
-    continued = resume is True or (isinstance(resume, Path) and resume.absolute().is_relative_to(path))
-    if not continued and holds_run(path):
-        run.release()
-        raise ConfigError(
-            f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, or delete it"
-        )
-    return run
+    with _locked(path):
+        continued = resume is True or (isinstance(resume, Path) and resume.absolute().is_relative_to(path))
+        if not continued and holds_run(path):
+            raise ConfigError(
+                f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, "
+                "or delete it"
+            )
+        try:
+            yield RunDir(path)
+        except BaseException as error:
+            if has_checkpoint(path):
+                error.add_note(f"Continue with: run_dir={path} checkpoint.resume=true")
+            raise
 
 
 def has_checkpoint(path: Path) -> bool:
@@ -129,30 +108,26 @@ def numbered_directory(parent: Path, name: str) -> Path:
         StorageError: it cannot be created.
     """
     with boundary(StorageError, f"cannot create a run directory in {parent}", OSError):
-        return _make_numbered(parent, name)
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            try:
+                (path := parent / f"{name}-{number}").mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                return path
 
 
-def _make_numbered(parent: Path, name: str) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        path = parent / f"{name}-{number}"
-        try:
-            path.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return path
-
-
-def _locked(path: Path) -> RunDir:
-    """Take the lock. The kernel drops it when its process ends, however it ends, so none is ever stale.
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Hold the lock. The kernel drops it when its process ends, however it ends, so none is ever stale.
 
     A record lock (not ``flock``), because children of a killed process must not inherit it.
     """
     if path in _locked_here:
         raise ConfigError(f"this process already writes to {path}")
-    lock = path / LOCK
+    lock = path / "run.lock"
     with boundary(StorageError, f"cannot write to the run directory {path}", OSError):
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -170,4 +145,8 @@ def _locked(path: Path) -> RunDir:
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     _locked_here.add(path)
-    return RunDir(path, handle)
+    try:
+        yield
+    finally:
+        os.close(handle)
+        _locked_here.discard(path)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tunesmith.monitor.busy import Interval, covered, mean_level
 from tunesmith.monitor.trace import write_trace
+
+Interval = tuple[float, float]
+"""(start, stop)"""
 
 LOOP, TRAINER, REWARD, ROLLOUTS = "loop", "trainer", "reward", "rollouts"
 
@@ -216,3 +218,33 @@ def _tokens(span: Span, apart: Sequence[Interval]) -> float:
     start, stop = _ends(span)
     share = 1 - covered(apart, start, stop) / (stop - start) if stop > start else 1.0
     return share * span.details.get("tokens", 0)
+
+
+def covered(intervals: Iterable[Interval], start: float, stop: float) -> float:
+    """Seconds between ``start`` and ``stop`` that lie in at least one interval.
+
+    Example:
+        >>> covered([(0, 2), (1, 3), (5, 9)], 1, 6)
+        3.0
+    """
+    total, end = 0.0, start
+    for first, last in sorted(intervals):
+        first, last = max(first, end), min(last, stop)
+        if last > first:
+            total, end = total + last - first, last
+    return total
+
+
+def mean_level(changes: Iterable[tuple[float, float]], start: float, stop: float) -> float:
+    """The mean over time of a level that takes each change's value at its time, and keeps it until the next.
+
+    Args:
+        changes: (time, value), in the order of their times; the first one's value also holds before it.
+    """
+    area, since, value = 0.0, start, None
+    for moment, changed in changes:
+        moment = min(max(moment, start), stop)
+        area += (changed if value is None else value) * (moment - since)
+        since, value = moment, changed
+    assert value is not None, "a level has a value"
+    return (area + value * (stop - since)) / (stop - start) if stop > start else value

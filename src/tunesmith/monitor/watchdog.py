@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import thread as executor
 from itertools import groupby
-from types import TracebackType
 from typing import Self
 
 from tunesmith.monitor.progress import duration
@@ -45,9 +44,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stop.set()
         self._thread.join()
 

@@ -9,13 +9,13 @@ from math import ceil
 from tunesmith.algorithms.presets import algorithm_needs, resolve_algorithm
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, ScoreConfig
-from tunesmith.config.resolved import settings
+from tunesmith.config.resolved import said_of, settings, unread
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
-from tunesmith.plan.ahead import ahead_problems, hybrid_problems
 from tunesmith.plan.distillation import distill_problems, teacher_problems
 from tunesmith.plan.engine import SAMPLER_KEYS, engine_problems
 from tunesmith.plan.generation import generation_problems
+from tunesmith.plan.weights import ahead_problems, hybrid_problems
 
 
 def check(config: RunConfig) -> None:
@@ -63,21 +63,36 @@ def critic_steps(config: RLConfig, steps: int) -> int:
     return steps * passes * ceil(samples / (config.train.batch_size or samples))
 
 
-def check_warmup(config: RunConfig, steps: int) -> Iterator[str]:
-    """A warm-up that the run never leaves."""
-    total, warmup = optimizer_steps(config, steps), config.train.warmup_steps
-    if warmup is not None and warmup > total:
+def step_problems(config: RunConfig) -> Iterator[str]:
+    """What is longer than the run, where it is known how many steps that has."""
+    steps, warmup = config.train.steps, config.train.warmup_steps
+    if steps is None:
+        return
+    if warmup is not None and warmup > (total := optimizer_steps(config, steps)):
         yield (
             f"train.warmup_steps = {warmup} is longer than the run of {total} optimizer steps; "
             f"the learning rate would never be reached. Use at most {total}, or train.warmup_ratio"
         )
-
-
-def check_trace_steps(config: RunConfig, steps: int) -> Iterator[str]:
-    """Steps to be traced that the run does not have."""
     if beyond := [step for step in config.monitor.trace_steps if step > steps]:
         asked = list(config.monitor.trace_steps)
         yield f"monitor.trace_steps = {asked}: the run ends after step {steps}, before {beyond[0]}; name earlier steps"
+    if not isinstance(config, RLConfig):
+        return
+    critic, every = config.critic, config.algorithm.reference_every
+    if critic.freeze_actor_steps >= steps:
+        yield (
+            f"critic.freeze_actor_steps = {critic.freeze_actor_steps} leaves the policy none of the run's {steps} "
+            "steps; lower it"
+        )
+    if critic.warmup_steps > (total := critic_steps(config, steps)):
+        yield (
+            f"critic.warmup_steps = {critic.warmup_steps} is longer than the critic's {total} optimizer steps; lower it"
+        )
+    if every is not None and every > steps:
+        yield (
+            f"algorithm.reference_every = {every} is longer than the run of {steps} "
+            "steps, in which the reference would stay the starting model; leave it out"
+        )
 
 
 def _check_train(config: RunConfig) -> Iterator[str]:
@@ -91,13 +106,11 @@ def _check_train(config: RunConfig) -> Iterator[str]:
             f"train.min_lr_ratio = {train.min_lr_ratio:g} has no effect on the constant schedule; "
             "leave it out, or say train.schedule = 'cosine' or 'linear'"
         )
-    if train.steps is not None:
-        yield from check_warmup(config, train.steps)
-        yield from check_trace_steps(config, train.steps)
+    yield from step_problems(config)
 
 
 def _check_lora(config: RunConfig) -> Iterator[str]:
-    lora, said = config.lora, [k for k in settings(config, said_only=True) if k.startswith("lora.")]
+    lora, said = config.lora, said_of(config, "lora")
     if not lora.on:
         if idle := [k for k in said if k != "lora.save_merged" or lora.save_merged]:
             yield f"{' and '.join(idle)} without an adapter to train: say lora.rank, such as 16, or lora.path"
@@ -146,20 +159,14 @@ def _check_eval(config: RunConfig) -> Iterator[str]:
         )
 
 
+FOR_SAMPLING = (
+    *("eval.samples", "eval.temperature", "eval.pass_at", *SAMPLER_KEYS),
+    *("monitor.samples", "data.max_prompt_tokens", "train.updates_per_batch"),
+)
+
+
 def _check_sft(config: RunConfig) -> Iterator[str]:
-    said = settings(config, said_only=True)
-    for_sampling = (
-        "eval.samples",
-        "eval.temperature",
-        "eval.pass_at",
-        *SAMPLER_KEYS,
-        "monitor.samples",
-        "data.max_prompt_tokens",
-        "train.updates_per_batch",
-    )
-    for key in for_sampling:
-        if key in said:
-            yield f"{key} has no effect in supervised training, which samples nothing; leave it out"
+    yield from unread(config, FOR_SAMPLING, "in supervised training, which samples nothing; leave it out")
     longest, cap = config.data.max_tokens, config.system.max_tokens_per_microbatch
     if longest is not None and cap is not None and longest > cap:
         yield (
@@ -181,8 +188,7 @@ def _check_preference(config: RunConfig) -> Iterator[str]:
 
 
 def _check_environment(config: RLConfig) -> Iterator[str]:
-    section = config.environment
-    said = [key for key in settings(config, said_only=True) if key.startswith("environment.")]
+    section, said = config.environment, said_of(config, "environment")
     if said and not section.used:
         yield f"{' and '.join(said)} without an environment: say environment.path or environment.tools"
     if "environment.column" in said and not isinstance(section.path, dict):
@@ -211,8 +217,16 @@ def _check_rl(config: RLConfig) -> Iterator[str]:
             "rollout.temperature = 0 is greedy: all rollouts of a prompt would be equal and nothing could be "
             "learned from them; use 1.0 or a little less"
         )
-    if (size := config.train.batch_size) is not None and rollout_samples(config) % size:
-        yield _indivisible(config, size)
+    size, samples = config.train.batch_size, rollout_samples(config)
+    if size is not None and samples % size:
+        fitting = [n for n in range(1, samples + 1) if samples % n == 0]
+        below = max((n for n in fitting if n < size), default=1)
+        above = min((n for n in fitting if n > size), default=samples)
+        near = " or ".join(map(str, dict.fromkeys((below, above))))
+        yield (
+            f"train.batch_size = {size} does not divide the {samples} samples of a rollout batch "
+            f"(rollout.prompts_per_step × rollout.group_size); use {near}, or leave it out for all {samples}"
+        )
     cap, longest = config.system.max_tokens_per_microbatch, rollout.max_new_tokens
     longest += config.data.max_prompt_tokens or 1
     if cap is not None and cap < longest:
@@ -222,18 +236,6 @@ def _check_rl(config: RLConfig) -> Iterator[str]:
         )
 
 
-def _indivisible(config: RLConfig, size: int) -> str:
-    samples = rollout_samples(config)
-    fitting = [n for n in range(1, samples + 1) if samples % n == 0]
-    below = max((n for n in fitting if n < size), default=1)
-    above = min((n for n in fitting if n > size), default=samples)
-    near = " or ".join(map(str, dict.fromkeys((below, above))))
-    return (
-        f"train.batch_size = {size} does not divide the {samples} samples of a rollout batch "
-        f"(rollout.prompts_per_step × rollout.group_size); use {near}, or leave it out for all {samples}"
-    )
-
-
 def _check_algorithm(config: RLConfig) -> Iterator[str]:
     limit, section = config.rollout.max_new_tokens, config.algorithm
     try:
@@ -241,22 +243,17 @@ def _check_algorithm(config: RLConfig) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    yield from _check_critic(config, "critic" in algorithm_needs(section))
+    needs, every = algorithm_needs(section), section.reference_every
+    yield from _check_critic(config, "critic" in needs)
     yield from teacher_problems(config, section)
-    every, steps = section.reference_every, config.train.steps
-    if every is not None and steps is not None and every > steps:
-        yield (
-            f"algorithm.reference_every = {every} is longer than the run of {steps} "
-            "steps, in which the reference would stay the starting model; leave it out"
-        )
-    if every is not None and "teacher" in algorithm_needs(section):
+    if every is not None and "teacher" in needs:
         yield "algorithm.reference_every would copy the policy over its teacher; leave it out"
     if every is not None and config.lora.on:
         yield (
             "algorithm.reference_every copies the policy into a second model, and with [lora] the reference is the "
             "policy without its adapter; leave it out"
         )
-    if "reward_weights" in algorithm_needs(section) and not config.reward.given:
+    if "reward_weights" in needs and not config.reward.given:
         yield (
             f"algorithm.advantage = '{section.advantage}' standardises each reward by itself, and there is none "
             "but the environment's own; add [reward] functions, or take algorithm.name = 'grpo'"
@@ -266,7 +263,7 @@ def _check_algorithm(config: RLConfig) -> Iterator[str]:
             f"rollout.oversample = {config.rollout.oversample:g} tries more prompts than are wanted because some "
             "are filtered out, and algorithm.dynamic_filter is off; leave it out"
         )
-    if "group" in algorithm_needs(section) and config.rollout.group_size == 1:
+    if "group" in needs and config.rollout.group_size == 1:
         yield (
             f"algorithm.advantage = '{section.advantage}' compares the rollouts of a prompt with each other, "
             "and rollout.group_size = 1 leaves nothing to compare; use 4 or more, "
@@ -292,9 +289,8 @@ def _check_algorithm(config: RLConfig) -> Iterator[str]:
 
 
 def _check_critic(config: RLConfig, needed: bool) -> Iterator[str]:
-    critic = config.critic
-    said = [key for key in settings(config, said_only=True) if key.startswith("critic.")]
-    own = [f"critic.{key}" for key in _OF_ITS_OWN if f"critic.{key}" in said]
+    critic, said = config.critic, said_of(config, "critic")
+    own = [key for key in said if key.removeprefix("critic.") not in _OF_A_HEAD]
     if not needed:
         if said:
             yield (
@@ -313,32 +309,7 @@ def _check_critic(config: RLConfig, needed: bool) -> Iterator[str]:
         )
     if critic.schedule == "constant" and critic.min_lr_ratio > 0:
         yield "critic.min_lr_ratio has no effect on the constant schedule; leave it out, or change critic.schedule"
-    if config.train.steps is not None:
-        yield from check_critic_steps(config, config.train.steps)
 
 
-def check_critic_steps(config: RLConfig, steps: int) -> Iterator[str]:
-    """What of a critic is longer than the run."""
-    critic = config.critic
-    if critic.freeze_actor_steps >= steps:
-        yield (
-            f"critic.freeze_actor_steps = {critic.freeze_actor_steps} leaves the policy none of the run's {steps} "
-            "steps; lower it"
-        )
-    if critic.warmup_steps > critic_steps(config, steps):
-        yield (
-            f"critic.warmup_steps = {critic.warmup_steps} is longer than the critic's {critic_steps(config, steps)} "
-            "optimizer steps; lower it"
-        )
-
-
-_OF_ITS_OWN = (
-    "path",
-    "schedule",
-    "min_lr_ratio",
-    "warmup_steps",
-    "max_grad_norm",
-    "updates_per_batch",
-    "freeze_actor_steps",
-)
-"""Keys of a critic that has its own model and optimizer."""
+_OF_A_HEAD = ("shared_trunk", "value_coef", "lr")
+"""Keys of a critic that is a head on the policy; all others are of one with its own model and optimizer."""

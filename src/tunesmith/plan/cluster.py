@@ -16,7 +16,7 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
 
-CLUSTER_KEYS = ("ray_address", "ray_runtime_env", "trainer_restarts", "placement")
+CLUSTER_KEYS = ("ray_address", "ray_runtime_env", "trainer_ranks", "trainer_restarts", "placement")
 NAMES: dict[Role, str] = {
     "actor": "trainer",
     "ref": "reference",
@@ -75,13 +75,24 @@ def _check_shared(config: RLConfig) -> Iterator[str]:
     for group in placement.colocate:
         if len(group) < 2:
             yield f"system.placement.colocate: {list(group)} shares with nobody; name two roles or more"
-        if "rollout" in group and config.system.engines > 1:
+        if len({_side_by_side(config, role) for role in group}) > 1:
+            counts = ", ".join(f"{role} {_side_by_side(config, role)}" for role in group)
             yield (
-                f"system.placement.colocate: with system.engines = {config.system.engines} there is no one engine to "
-                "share with; say system.engines = 1, or leave 'rollout' out"
+                f"system.placement.colocate: {list(group)} have different numbers of processes to share a place "
+                f"({counts}: system.trainer_ranks, system.engines); say the same number, or leave one out"
             )
         if any((getattr(placement, role).gpus or 0) > 1 for role in group):
             yield f"system.placement.colocate: {list(group)} share one GPU; roles with more have places of their own"
+
+
+def _side_by_side(config: RLConfig, role: Role) -> int:
+    """Places that a role has processes in."""
+    several: dict[Role, int] = {
+        "actor": config.system.trainer_ranks,
+        "critic": config.system.trainer_ranks,
+        "rollout": config.system.engines,
+    }
+    return several.get(role, 1)
 
 
 def processes(config: RLConfig) -> dict[Role, int]:
@@ -89,9 +100,9 @@ def processes(config: RLConfig) -> dict[Role, int]:
     needs, algorithm = algorithm_needs(config.algorithm), config.algorithm
     apart = needs_reference(algorithm) and not config.lora.on and not isinstance(config, DistillConfig)
     count: dict[Role, int] = {
-        "actor": 1,
+        "actor": config.system.trainer_ranks,
         "ref": int(apart),
-        "critic": int("critic" in needs and not config.critic.shared_trunk),
+        "critic": config.system.trainer_ranks * ("critic" in needs and not config.critic.shared_trunk),
         "reward": len(config.reward.models),
         "rollout": config.system.engines,
     }
@@ -99,7 +110,7 @@ def processes(config: RLConfig) -> dict[Role, int]:
 
 
 def bundles(config: RLConfig) -> list[Bundle]:
-    """One for each process, or for each group of ``system.placement.colocate``.
+    """One for each process; for each group of ``system.placement.colocate`` one, or as many as its roles have places.
 
     A process has one CPU and, where the device is a GPU, one of those (an engine, one for each of its ranks), unless
     ``system.placement`` says otherwise.
@@ -115,10 +126,10 @@ def bundles(config: RLConfig) -> list[Bundle]:
             raise ConfigError(f"system.placement names '{name}', and this run has none; leave it out")
     made: list[Bundle] = []
     for group in placement.colocate:
-        roles: tuple[Role, ...] = tuple(role for role in group for _ in range(count.pop(role, 0)))
-        if roles:
-            cpus, gpus = zip(*(_needs(config, role, default) for role in roles), strict=True)
-            made.append(Bundle(roles, sum(cpus), max(gpus)))
+        places = _side_by_side(config, group[0])
+        roles: tuple[Role, ...] = tuple(role for role in group for _ in range(count.pop(role) // places))
+        cpus, gpus = zip(*(_needs(config, role, default) for role in roles), strict=True)
+        made += [Bundle(roles, sum(cpus), max(gpus))] * places
     alone = [role for role in get_args(Role) for _ in range(count.get(role, 0))]
     return [*made, *(Bundle((role,), *_needs(config, role, default)) for role in alone)]
 
@@ -152,7 +163,10 @@ def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -
                 break
     if not lacking:
         return None
-    cure = "Lower system.engines or system.placement, let roles share with system.placement.colocate, or add machines"
+    cure = (
+        "Lower system.engines, system.trainer_ranks or system.placement, let roles share with "
+        "system.placement.colocate, or add machines"
+    )
     return f"the cluster has too few resources: {'; '.join(lacking)}. {cure}"
 
 

@@ -11,7 +11,8 @@ from math import ceil
 from typing import Any
 
 from tunesmith.algorithms.presets import algorithm_needs
-from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size, megabytes
@@ -32,6 +33,8 @@ MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 
 UNKNOWN_MODEL_TOKENS = 4096
 LEAST_KV_BYTES = 16 * 10**6
+BLOCK = 16
+"""Tokens by which the local engine gives memory to a prompt or a completion."""
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 
 
@@ -52,24 +55,23 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     if machine.gpus:
         filling.fill("system.device", "cuda", f"there is a {machine.gpus[0].name}")
     filling.fill("system.device", "cpu", "no GPU was found")
-    filling.fill("system.threads", machine.cores, "the physical cores this process may use")
-    gpu = _gpu(filling.config, facts)
-    _derive_dtype(filling, facts, gpu)
-    rewards = facts.reward_parameters * bytes_per_number(filling.config)
-    budget = max(0, free_memory(filling.config, facts) - state_bytes(filling.config, facts) - rewards)
-    _derive_microbatch(filling, facts, budget, "cuda" if _on_gpu(filling.config) else "cpu")
-    if isinstance(filling.config, RLConfig) and not filling.config.system.served:
-        _derive_kv_memory(filling, facts, budget)
-        _derive_hybrid(filling)
-
-
-def _derive_hybrid(filling: Filling[Any]) -> None:
+    on_gpu, gpu = _on_gpu(filling.config), _gpu(filling.config, facts)
+    here = 1 if on_gpu else filling.config.system.trainer_ranks
+    shared = f", shared by {here} trainer ranks" if here > 1 else ""
+    filling.fill("system.threads", max(1, machine.cores // here), f"the physical cores this process may use{shared}")
+    # A GPU that nvidia-smi does not show is taken for one of today's.
+    name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if on_gpu else ("this CPU", machine.bf16)
+    if native:
+        filling.fill("model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32")
+    filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
     config = filling.config
-    at_once = config.rollout.max_staleness and weights_apart(config)
-    if _on_gpu(config) and not engines_apart(config) and not at_once:
-        filling.fill("system.hybrid", True, "engine and trainer share the GPU")
-    else:
-        filling.fill("system.hybrid", False, "engine and trainer do not take turns on a GPU")
+    budget = max(0, free_memory(config, facts) // here - state_bytes(config, facts))
+    _derive_microbatch(filling, facts, budget, "cuda" if on_gpu else "cpu")
+    if isinstance(config, RLConfig) and not config.system.served:
+        derive_kv_memory(filling, facts, budget // 4, "a quarter")
+        turns = on_gpu and not engines_apart(config) and not (config.rollout.max_staleness and weights_apart(config))
+        reason = "engine and trainer share the GPU" if turns else "engine and trainer do not take turns on a GPU"
+        filling.fill("system.hybrid", turns, reason)
 
 
 def free_memory(config: RunConfig, facts: Facts) -> int:
@@ -79,19 +81,20 @@ def free_memory(config: RunConfig, facts: Facts) -> int:
 
 
 def state_bytes(config: RunConfig, facts: Facts) -> int:
-    """Weights, gradients and optimizer; of a critic too, and a reference's weights; 0 for an unknown model."""
+    """Weights, gradients and optimizer, of a critic too; a reference's, a teacher's and reward models' weights.
+
+    A model of unknown size counts as 0.
+    """
+    frozen = facts.frozen_parameters * bytes_per_number(config)
     parameters = facts.model.parameters if facts.model else None
     if parameters is None:
-        return 0
+        return frozen
     if config.lora.on:
-        return _adapter_bytes(config, facts, parameters)
-    average = 4 if config.train.ema_decay is not None else 0
-    if not isinstance(config, RLConfig):
-        return parameters * (STATE_BYTES + average + (bytes_per_number(config) if keeps_reference(config) else 0))
-    reference = bytes_per_number(config) if config.algorithm.kl_coef else 0
+        return frozen + _adapter_bytes(config, facts, parameters)
+    each = STATE_BYTES + (4 if config.train.ema_decay is not None else 0)
     # A critic of another size is taken for one of the policy's.
-    has_critic = "critic" in algorithm_needs(config.algorithm) and not config.critic.shared_trunk
-    return parameters * (STATE_BYTES * (2 if has_critic else 1) + average + reference)
+    each += STATE_BYTES * has_critic(config) + bytes_per_number(config) * keeps_reference(config)
+    return frozen + parameters * each
 
 
 def _adapter_bytes(config: RunConfig, facts: Facts, parameters: int) -> int:
@@ -100,16 +103,24 @@ def _adapter_bytes(config: RunConfig, facts: Facts, parameters: int) -> int:
     hidden, wide = facts.model.hidden_size, facts.model.intermediate_size
     adapter = (config.lora.rank or USUAL_RANK) * facts.model.layers * (4 * 2 * hidden + 3 * (hidden + wide))
     frozen = QUANTISED_BYTES.get(config.model.quantize or "", bytes_per_number(config))
-    models = 1
-    if isinstance(config, RLConfig) and not config.critic.shared_trunk:
-        models += "critic" in algorithm_needs(config.algorithm)
-    return models * (int(parameters * frozen) + STATE_BYTES * adapter)
+    return (1 + has_critic(config)) * (int(parameters * frozen) + STATE_BYTES * adapter)
+
+
+def has_critic(config: RunConfig) -> bool:
+    """Whether there is a critic with a model of its own."""
+    if not isinstance(config, RLConfig):
+        return False
+    return "critic" in algorithm_needs(config.algorithm) and not config.critic.shared_trunk
 
 
 def keeps_reference(config: RunConfig) -> bool:
-    """Whether a frozen copy of the model is held for a preference loss; an adapter is switched off instead."""
+    """Whether a frozen copy of the model is held for a KL or a preference loss; an adapter is switched off instead."""
+    if config.lora.on or isinstance(config, DistillConfig):
+        return False
+    if isinstance(config, RLConfig):
+        return bool(config.algorithm.kl_coef)
     section = config.dpo if isinstance(config, DPOConfig) else config.kto if isinstance(config, KTOConfig) else None
-    return section is not None and not section.precompute_reference and not config.lora.on
+    return section is not None and not section.precompute_reference
 
 
 def bytes_per_number(config: RunConfig) -> int:
@@ -118,7 +129,7 @@ def bytes_per_number(config: RunConfig) -> int:
 
 def longest_sample(config: RunConfig, facts: Facts) -> int | None:
     """Tokens of the longest sample, or of samples that stay together; None where neither data nor settings say it."""
-    if isinstance(config, GenerateConfig | RFTConfig):
+    if isinstance(config, SamplingConfig):
         prompt = facts.longest or config.data.max_prompt_tokens
         return None if prompt is None else prompt + config.new_tokens
     if isinstance(config, RLConfig):
@@ -139,21 +150,11 @@ def _gpu(config: RunConfig, facts: Facts) -> Gpu | None:
     return gpus[index] if _on_gpu(config) and index < len(gpus) else None
 
 
-def _derive_dtype(filling: Filling[Any], facts: Facts, gpu: Gpu | None) -> None:
-    name = gpu.name if gpu else "the GPU" if _on_gpu(filling.config) else "this CPU"
-    # A GPU that nvidia-smi does not show is taken for one of today's.
-    native = (gpu.bf16 if gpu else True) if _on_gpu(filling.config) else facts.hardware.bf16
-    if native:
-        filling.fill("model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32")
-    filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
-
-
 def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: str) -> None:
     key, config, model = "system.max_tokens_per_microbatch", filling.config, facts.model
     longest = longest_sample(config, facts) or 0
     if model is None:
-        reason = "the model's size is not known"
-        filling.fill(key, max(UNKNOWN_MODEL_TOKENS, longest), reason)
+        filling.fill(key, max(UNKNOWN_MODEL_TOKENS, longest), "the model's size is not known")
         return
     per_token = model.activation_bytes_per_token(bytes_per_number(config), config.system.gradient_checkpointing)
     fitting = budget // 2 // per_token
@@ -168,22 +169,29 @@ def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: s
     filling.fill(key, tokens, f"{reason} ({format_size(per_token)} of activations per token)")
 
 
-def _derive_kv_memory(filling: Filling[Any], facts: Facts, budget: int) -> None:
+def derive_kv_memory(filling: Filling[Any], facts: Facts, share: int, part: str) -> None:
+    """KV memory of the sampler: for all requests at once, but no more than ``share``, a ``part`` of what is free."""
     key, config, model = "system.kv_memory", filling.config, facts.model
-    share = max(budget // 4, LEAST_KV_BYTES)
-    longest = longest_sample(config, facts)
+    longest, share = longest_sample(config, facts), max(share, LEAST_KV_BYTES)
     if longest is None or config.system.vllm.memory_share is not None:
         return
     if model is None:
-        filling.fill(key, megabytes(min(share, 4 * 10**9)), "a quarter of the free memory, at most 4GB")
+        filling.fill(key, megabytes(min(share, 4 * 10**9)), f"{part} of the free memory, at most 4GB")
         return
-    together = ceil(config.rollout.prompts_per_step * config.rollout.over_generation) * config.rollout.group_size
-    together = min(config.system.max_running, max(together, (facts.eval_size or 0) * config.eval.samples))
-    # A tenth more, because memory is given out in blocks.
-    wanted = ceil(1.1 * together * longest * model.kv_bytes_per_token(bytes_per_number(config)))
-    wanted = max(wanted, LEAST_KV_BYTES)
+    together = config.system.max_running
+    if isinstance(config, RLConfig):
+        prompts = ceil(config.rollout.prompts_per_step * config.rollout.over_generation)
+        asked = max(prompts * config.rollout.group_size, (facts.eval_size or 0) * config.eval.samples)
+    else:
+        asked = (facts.train_size or together) * (config.sampling.n or 1)
+    together = min(together, asked)
+    # The local engine keeps float32 keys and values on a CPU. It gives memory out in blocks, which are not full, and
+    # has one plane of it more than there are keys and values to keep.
+    exact = config.system.engine == "local" and not _on_gpu(config)
+    per_token = model.kv_bytes_per_token(4 if exact else bytes_per_number(config)) * (1 + 1 / (2 * model.layers))
+    wanted = max(LEAST_KV_BYTES, ceil(1.1 * together * (longest + 2 * BLOCK) * per_token))
     if wanted <= share:
         reason = f"enough for {together} requests of {longest} tokens at once"
     else:
-        reason = f"a quarter of the free memory; {together} requests at once would take {format_size(wanted)}"
+        reason = f"{part} of the free memory; {together} requests at once would take {format_size(wanted)}"
     filling.fill(key, megabytes(min(wanted, share)), reason)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
-from tunesmith.config.resolved import settings
+from tunesmith.config.resolved import said_of, unread
 from tunesmith.config.schema import AlgorithmSection, RLConfig, RunConfig
 from tunesmith.plan.filling import Filling
 
@@ -26,15 +26,12 @@ def distill_problems(config: RunConfig) -> Iterator[str]:
         yield "distill.alpha = 0 leaves the teacher out; use tunesmith sft, or a value above 0"
     if section.top_k is not None and mode == "on_policy":
         yield "distill.top_k has no effect with mode = 'on_policy', which compares the sampled tokens; leave it out"
-    if isinstance(config, DistillConfig) and config.data.eval is not None and not _has_rewards(config):
+    measured = not isinstance(config, DistillConfig) or config.reward.given or config.environment.path
+    if config.data.eval is not None and not measured:
         yield "data.eval without [reward]: answers would be sampled and nothing measured; add a reward or leave it out"
     if isinstance(config, SampledDistillConfig):
-        said = [key for key in settings(config, said_only=True) if key.startswith("algorithm.")]
-        yield from (
-            f"{key} has no effect with mode = 'sampled', which has an objective of its own; leave it out"
-            for key in said
-            if key != "algorithm.aggregation"
-        )
+        keys = [key for key in said_of(config, "algorithm") if key != "algorithm.aggregation"]
+        yield from unread(config, keys, "with mode = 'sampled', which has an objective of its own; leave it out")
 
 
 def teacher_problems(config: RLConfig, section: AlgorithmSection) -> Iterator[str]:
@@ -59,7 +56,3 @@ def derive_distill(filling: Filling[Any]) -> None:
         filling.fill("distill.top_k", TOP_K, "nearly all of the probability, as a rule")
     if isinstance(config, OfflineDistillConfig):
         filling.fill("distill.alpha", ALPHA, "teacher and given answers alike")
-
-
-def _has_rewards(config: RLConfig) -> bool:
-    return config.reward.given or config.environment.path is not None

@@ -1,55 +1,48 @@
-"""Settings of the sampler that contradict each other, or that nothing would read."""
+"""Settings of the sampler that contradict each other, that a server cannot do, or that nothing would read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
-from tunesmith.config.resolved import settings
-from tunesmith.config.schema import RunConfig
-from tunesmith.plan.cluster import CLUSTER_KEYS, cluster_problems
-from tunesmith.plan.http_engine import http_problems
+from tunesmith.config.generation import GenerateConfig, SamplingConfig
+from tunesmith.config.resolved import unread
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.system import SystemSection
+from tunesmith.plan.cluster import cluster_problems
 from tunesmith.plan.vllm import VLLM_KEYS, vllm_problems
 from tunesmith.plan.weights import engines_apart, weight_problems
 
+TRAINER_KEYS = (
+    *("device", "threads", "max_tokens_per_microbatch", "share_prompts", "gradient_checkpointing", "logprob_chunk"),
+    *("hybrid", "canary"),  # which have checks of their own
+)
 SAMPLER_KEYS = (
-    "system.engine",
-    "system.engine_urls",
-    "system.engine_directory",
-    "system.engine_process",
-    "system.engine_python",
-    "system.engines",
-    "system.engine_restarts",
-    "system.weight_plane",
-    "system.adapter_sync",
-    "system.cluster",
-    *(f"system.{key}" for key in CLUSTER_KEYS),
-    "system.kv_memory",
-    "system.max_running",
-    "system.max_prefill_tokens",
-    "system.speculative",
-    "system.speculative_tokens",
-    "system.draft_model",
+    *(f"system.{key}" for key in SystemSection.model_fields if key not in (*TRAINER_KEYS, "vllm")),
     *VLLM_KEYS,
 )
 """What only a run that samples reads."""
 
+LAUNCH = {
+    "sglang": "python -m sglang.launch_server --model-path {} --port 30000 --enable-deterministic-inference",
+    "tgi": "text-generation-launcher --model-id {} --port 30000",
+}
+LONGEST_OF_TGI = 1024
+"""Tokens after which TGI's router tokenises its own text anew."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-def engine_problems(config: RunConfig) -> list[str]:
+
+def engine_problems(config: RunConfig) -> Iterator[str]:
     """What is wrong with the choice of an engine and with its speculation."""
-    return [
-        *_check_choice(config),
-        *weight_problems(config),
-        *_check_speculation(config),
-        *http_problems(config),
-        *vllm_problems(config),
-        *cluster_problems(config),
-    ]
+    for check in (_check_choice, weight_problems, _check_speculation, _check_servers, vllm_problems, cluster_problems):
+        yield from check(config)
 
 
 def _check_speculation(config: RunConfig) -> Iterator[str]:
     system = config.system
-    if system.speculative == "off" and "system.speculative_tokens" in settings(config, said_only=True):
-        yield 'system.speculative_tokens has no effect with system.speculative = "off"; say "ngram" or "draft"'
+    if system.speculative == "off":
+        why = 'with system.speculative = "off"; say "ngram" or "draft"'
+        yield from unread(config, ["system.speculative_tokens"], why)
     if system.speculative == "draft" and system.draft_model is None:
         yield 'system.speculative = "draft" needs system.draft_model; without one say "ngram"'
     if system.speculative != "draft" and system.draft_model is not None:
@@ -57,11 +50,67 @@ def _check_speculation(config: RunConfig) -> Iterator[str]:
 
 
 def _check_choice(config: RunConfig) -> Iterator[str]:
-    system = config.system
-    said = settings(config, said_only=True)
-    for key in ("system.engine_python", "system.engines", "system.engine_restarts"):
-        if key in said and not engines_apart(config):
-            yield f"{key} has no effect with system.engine_process = false; say true, or leave it out"
-    apart = system.served or engines_apart(config)
+    system, apart = config.system, config.system.served or engines_apart(config)
+    if not engines_apart(config):
+        keys = ("system.engine_python", "system.engines", "system.engine_restarts")
+        yield from unread(config, keys, "with system.engine_process = false; say true, or leave it out")
     if system.engine != "vllm" and apart and system.speculative != "off":
         yield f'system.speculative = "{system.speculative}" is of the engine in the trainer\'s process; leave it out'
+
+
+def _check_servers(config: RunConfig) -> Iterator[str]:
+    """What is wrong with the choice of servers behind HTTP, and with what they are asked."""
+    system = config.system
+    choice = f'system.engine = "{system.engine}"'
+    if not system.served:
+        keys = ["system.engine_urls", *(["system.engine_directory"] if system.weight_plane != "disk" else [])]
+        yield from unread(config, keys, f'with {choice}; say "sglang", or leave it out')
+        return
+    keys = ("system.engine_process", "system.kv_memory", "system.max_prefill_tokens")
+    yield from unread(config, keys, f"with {choice}, a server that was started on its own; leave it out")
+    if not system.engine_urls:
+        yield (
+            f"{choice} needs system.engine_urls. Start a server with: {LAUNCH[system.engine].format(config.model.path)}"
+            ', and name it: system.engine_urls = ["http://127.0.0.1:30000"]'
+        )
+    if len(set(system.engine_urls)) < len(system.engine_urls):
+        yield "system.engine_urls names a server twice; name each one once"
+    yield from _check_tgi(config) if system.engine == "tgi" else _check_sglang(config)
+
+
+def _check_sglang(config: RunConfig) -> Iterator[str]:
+    system = config.system
+    rl = isinstance(config, RLConfig)
+    sampling = config.rollout if rl else config.sampling if isinstance(config, SamplingConfig) else None
+    for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if sampling else ():
+        if (value := getattr(sampling, key)) != off:
+            yield (
+                f'{"rollout" if rl else "sampling"}.{key} = {value:g} does not go with system.engine = "sglang", which '
+                "gives log-probabilities of the whole distribution, not of the cut one; leave it out"
+            )
+    far = [url for url in system.engine_urls if urlsplit(url).hostname not in _LOOPBACK]
+    if far and system.engine_directory is None:
+        yield (
+            f"weights reach {far[0]} through files: name a directory that this machine and the server's both see under "
+            "the same path, system.engine_directory"
+        )
+    if system.engine_directory is not None and not system.engine_directory.is_dir():
+        yield f"system.engine_directory = '{system.engine_directory}' is no directory"
+
+
+def _check_tgi(config: RunConfig) -> Iterator[str]:
+    if not isinstance(config, GenerateConfig):
+        yield (
+            'system.engine = "tgi" serves tunesmith generate only: TGI cannot take new weights. Say "sglang" or "vllm"'
+            ", or leave it out"
+        )
+        return
+    if config.system.engine_directory is not None:
+        yield 'system.engine_directory has no effect with system.engine = "tgi", which takes no weights; leave it out'
+    if config.sampling.min_p > 0:
+        yield f'sampling.min_p = {config.sampling.min_p:g}: system.engine = "tgi" knows no min_p; leave it out'
+    if config.sampling.max_new_tokens > LONGEST_OF_TGI:
+        yield (
+            f'sampling.max_new_tokens = {config.sampling.max_new_tokens}: system.engine = "tgi" tokenises its own text '
+            f"anew after {LONGEST_OF_TGI} tokens, which may change them; ask for at most as many"
+        )

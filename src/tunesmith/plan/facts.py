@@ -62,8 +62,8 @@ class Facts:
     eval_size: int | None = None
     longest: int | None = None
     together: int | None = None
-    reward_parameters: int = 0
-    """Of all reward models of the run."""
+    frozen_parameters: int = 0
+    """Of the run's reward models and its teacher, together."""
 
 
 def read_model_facts(directory: Path) -> ModelFacts | None:

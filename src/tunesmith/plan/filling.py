@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
@@ -21,10 +22,7 @@ class Filling(Generic[C]):
 
     def get(self, key: str) -> Any:
         """The value of a dotted key."""
-        value: Any = self.config
-        for name in key.split("."):
-            value = getattr(value, name)
-        return value
+        return attrgetter(key)(self.config)
 
     def fill(self, key: str, value: Any, reason: str) -> None:
         """Set a key that was left out."""

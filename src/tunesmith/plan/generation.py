@@ -7,10 +7,9 @@ from math import ceil
 from typing import Any
 
 from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
-from tunesmith.config.resolved import settings
+from tunesmith.config.resolved import settings, unread
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.sizes import format_size, megabytes
-from tunesmith.plan.device import LEAST_KV_BYTES, bytes_per_number, free_memory, longest_sample
+from tunesmith.plan.device import bytes_per_number, derive_kv_memory, free_memory
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 
@@ -18,70 +17,40 @@ TEMPLATE = "{prompt} <rm_score>: {reward} "
 SEPARATOR = "\n\n"
 
 _GENERATE_IGNORES = (
-    "train.",
-    "eval.",
-    "checkpoint.",
-    "lora.rank",
-    "lora.alpha",
-    "lora.targets",
-    "lora.dropout",
-    "lora.save_merged",
+    *("train.", "eval.", "checkpoint.", "data.eval", "data.loss_on", "data.max_tokens", "data.shuffle", "data.seed"),
+    *("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.save_merged", "system.share_prompts"),
 )
-_GENERATE_DATA = ("data.eval", "data.loss_on", "data.max_tokens", "data.shuffle", "data.seed")
+"""Keys, and what begins them."""
 _RFT_IGNORES = (
-    "data.completion",
-    "data.loss_on",
-    "data.max_tokens",
-    "eval.every",
-    "eval.samples",
-    "eval.temperature",
-    "eval.pass_at",
-    "eval.metric",
-    "eval.target",
-    "checkpoint.resume",
-    "monitor.samples",
-    "train.steps",
-    "train.updates_per_batch",
+    *("data.completion", "data.loss_on", "data.max_tokens", "eval.every", "eval.samples", "eval.temperature"),
+    *("eval.pass_at", "eval.metric", "eval.target", "checkpoint.resume", "monitor.samples", "train.updates_per_batch"),
 )
-
-BLOCK = 16
-"""Tokens by which the sampler gives memory to a prompt or a completion."""
 
 LORA_LR = 2e-4
 """The RFT performance guide's learning rate, which is that of an adapter."""
 WARMUP = 50
 
-_SLOWER = "gradients are recomputed: slower, and the least memory"
-_FASTER = "20-30% faster; say true if memory runs out"
-_COMMON: dict[str, tuple[Any, str]] = {
-    "train.epochs": (3.0, "three passes over the answers that were kept"),
-    "monitor.every": (50, "fewer lines"),
-}
-_OPTIMIZED: dict[str, tuple[Any, str]] = {
-    "system.gradient_checkpointing": (False, _FASTER),
+_USUAL: dict[str, tuple[Any, str]] = {
+    "sampling.n": (15, "oversampling"),
+    "sampling.temperature": (0.7, "variety among the answers to a question"),
+    "system.gradient_checkpointing": (False, "20-30% faster; say true if memory runs out"),
     "train.batch_size": (64, "better gradients; micro-batches are as large as memory allows whatever this is"),
     "train.schedule": ("cosine", "better convergence than a constant rate"),
     "checkpoint.keep": (1, "only the last one"),
+    "train.epochs": (3.0, "three passes over the answers that were kept"),
+    "monitor.every": (50, "fewer lines"),
 }
 PROFILES: dict[str, dict[str, tuple[Any, str]]] = {
     "conservative": {
-        "sampling.n": (15, "oversampling"),
-        "sampling.temperature": (0.7, "variety among the answers to a question"),
-        "system.gradient_checkpointing": (True, _SLOWER),
+        **{key: value for key, value in _USUAL.items() if key not in ("train.schedule", "checkpoint.keep")},
+        "system.gradient_checkpointing": (True, "gradients are recomputed: slower, and the least memory"),
         "train.batch_size": (32, "the usual size"),
-        **_COMMON,
     },
-    "balanced": {
-        "sampling.n": (15, "oversampling"),
-        "sampling.temperature": (0.7, "variety among the answers to a question"),
-        **_OPTIMIZED,
-        **_COMMON,
-    },
+    "balanced": _USUAL,
     "aggressive": {
+        **_USUAL,
         "sampling.n": (12, "enough where most questions are solved"),
         "sampling.temperature": (0.5, "more right answers, of less variety"),
-        **_OPTIMIZED,
-        **_COMMON,
         "train.epochs": (2.0, "the cosine schedule needs fewer passes"),
     },
 }
@@ -98,7 +67,7 @@ def generation_problems(config: RunConfig) -> Iterator[str]:
 
 def _check_generate(config: GenerateConfig) -> Iterator[str]:
     said, sampling, output = settings(config, said_only=True), config.sampling, config.output
-    idle = [k for k in said if k.startswith(_GENERATE_IGNORES) or k in (*_GENERATE_DATA, "system.share_prompts")]
+    idle = [k for k in said if k.startswith(_GENERATE_IGNORES)]
     idle += [k for k in said if k.startswith("monitor.") and k != "monitor.progress"]
     if output.kind == "score":
         idle += [k for k in said if k.startswith("sampling.") or k == "output.logprobs"]
@@ -121,11 +90,9 @@ def _check_generate(config: GenerateConfig) -> Iterator[str]:
 
 
 def _check_rft(config: RFTConfig) -> Iterator[str]:
-    said, rft = settings(config, said_only=True), config.rft
-    for key in _RFT_IGNORES:
-        if key in said:
-            instead = " (say train.epochs)" if key == "train.steps" else ""
-            yield f"{key} has no effect in rejection-sampling fine-tuning; leave it out{instead}"
+    rft, why = config.rft, "in rejection-sampling fine-tuning; leave it out"
+    yield from unread(config, _RFT_IGNORES, why)
+    yield from unread(config, ["train.steps"], f"{why} (say train.epochs)")
     if rft.threshold is None and any(model.weight > 0 for model in config.reward.models):
         yield "rft.threshold is missing: a reward model's score has no bounds, so say from which on an answer is right"
     if config.sampling.temperature == 0:
@@ -180,34 +147,9 @@ def derive_rft_warmup(config: RFTConfig, said: Mapping[str, Any], samples: int) 
     return steps // 10, f"profile {config.rft.profile}: {WARMUP}, but no more than a tenth of {steps} steps"
 
 
-def derive_kv_memory(filling: Filling[Any], facts: Facts) -> None:
+def derive_sampler_memory(filling: Filling[Any], facts: Facts) -> None:
     """KV memory of the sampler, beside which only the weights lie in memory."""
     config: SamplingConfig = filling.config
-    longest, model = longest_sample(config, facts), facts.model
-    if longest is None or not config.samples or config.system.served:
-        return
-    weights = (model.parameters or 0) * bytes_per_number(config) if model else 0
-    share = max((free_memory(config, facts) - weights) // 2, LEAST_KV_BYTES)
-    if model is None:
-        size = min(share, 4 * 10**9)
-        filling.fill("system.kv_memory", megabytes(size), "half of the free memory, at most 4GB")
-        return
-    together = min(
-        config.system.max_running, (facts.train_size or config.system.max_running) * (config.sampling.n or 1)
-    )
-    # On a CPU keys and values are float32 always. Memory is given out in blocks, which are not full.
-    on_cpu = (config.system.device or "cpu") == "cpu"
-    per_token = model.kv_bytes_per_token(4 if on_cpu else bytes_per_number(config))
-    wanted = ceil(1.1 * together * (longest + 2 * BLOCK) * per_token * (1 + 1 / (2 * model.layers)))
-    if wanted <= share:
-        reason = f"enough for {together} requests of {longest} tokens at once"
-    else:
-        reason = f"half of the free memory; {together} requests at once would take {format_size(wanted)}"
-    filling.fill("system.kv_memory", megabytes(max(LEAST_KV_BYTES, min(wanted, share))), reason)
-
-
-def length_problems(config: SamplingConfig, facts: Facts) -> Iterator[str]:
-    """Completions that the model's context has no place for."""
-    context, new = facts.model.context if facts.model else None, config.new_tokens
-    if context is not None and new >= context:
-        yield f"sampling.max_new_tokens = {new} leaves no room in the model's context of {context}"
+    if config.samples and not config.system.served:
+        weights = ((facts.model and facts.model.parameters) or 0) * bytes_per_number(config)
+        derive_kv_memory(filling, facts, (free_memory(config, facts) - weights) // 2, "half")

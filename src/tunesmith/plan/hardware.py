@@ -98,28 +98,23 @@ def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
     Args:
         visible: ``CUDA_VISIBLE_DEVICES``: indices or (beginnings of) UUIDs; None lets all through.
     """
-    found: dict[str, Gpu] = {}
-    uuids: dict[str, str] = {}
+    found: dict[str, tuple[str, Gpu]] = {}
     for line in listing.splitlines():
-        fields = [part.strip() for part in line.split(",")]
-        if len(fields) != 6:
-            continue
-        index, uuid, name, total, free, capability = fields
-        major, _, minor = capability.partition(".")
         try:
-            version = (int(major), int(minor or 0))
-            found[index] = Gpu(name, int(total) * 2**20, int(free) * 2**20, version)
-        except ValueError:  # "[N/A]" on devices that do not say
+            index, uuid, name, total, free, capability = (part.strip() for part in line.split(","))
+            major, _, minor = capability.partition(".")
+            gpu = Gpu(name, int(total) * 2**20, int(free) * 2**20, (int(major), int(minor or 0)))
+        except ValueError:  # another number of fields, or "[N/A]" on devices that do not say
             continue
-        uuids[index] = uuid
+        found[index] = uuid, gpu
     if visible is None:
-        return tuple(found.values())
+        return tuple(gpu for _, gpu in found.values())
     chosen: list[Gpu] = []
     for word in (part.strip() for part in visible.split(",")):
-        index = word if word in found else next((i for i, u in uuids.items() if u.startswith(word)), None)
+        index = word if word in found else next((i for i, (uuid, _) in found.items() if uuid.startswith(word)), None)
         if index is None:
             break  # CUDA ignores everything from the first name it does not know
-        chosen.append(found[index])
+        chosen.append(found[index][1])
     return tuple(chosen)
 
 

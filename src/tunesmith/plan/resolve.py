@@ -7,25 +7,18 @@ from math import ceil
 from typing import Any, TypeVar
 
 from tunesmith.algorithms.presets import algorithm_needs, resolve_algorithm
-from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.generation import GenerateConfig, SamplingConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size
-from tunesmith.plan.checks import (
-    check,
-    check_critic_steps,
-    check_trace_steps,
-    check_warmup,
-    optimizer_steps,
-    raise_all,
-    rollout_samples,
-)
+from tunesmith.plan.checks import check, optimizer_steps, raise_all, rollout_samples, step_problems
 from tunesmith.plan.device import derive_system, device_problem, state_bytes
+from tunesmith.plan.devices import device_problems
 from tunesmith.plan.distillation import derive_distill
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
-from tunesmith.plan.generation import derive_kv_memory, derive_sampling, length_problems
+from tunesmith.plan.generation import derive_sampler_memory, derive_sampling
 from tunesmith.plan.vllm import derive_vllm, vllm_misfits
 from tunesmith.plan.weights import derive_weights, weight_problems
 
@@ -52,13 +45,15 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     """
     check(config)
     filling = Filling(config)
-    samples_only, sampling = isinstance(config, GenerateConfig), isinstance(config, GenerateConfig | RFTConfig)
+    samples_only, sampling = isinstance(config, GenerateConfig), isinstance(config, SamplingConfig)
     if sampling:
         derive_sampling(filling)
     _derive_algorithm(filling)
     if not samples_only:
         _derive_length(filling, facts)
-        _derive_lora(filling)
+        if (rank := config.lora.rank) is not None:
+            filling.fill("lora.alpha", 2.0 * rank, "twice lora.rank")
+            filling.fill("lora.targets", "all-linear", "every linear module of the decoder")
         derive_distill(filling)
         _derive_lr(filling, facts)
         _derive_critic(filling)
@@ -69,7 +64,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     derive_weights(filling)
     derive_vllm(filling)
     if sampling:
-        derive_kv_memory(filling, facts)
+        derive_sampler_memory(filling, facts)
     if not samples_only:
         _derive_limits(filling, facts)
     raise_all([*_problems(filling.config, facts)])
@@ -92,15 +87,14 @@ def _derive_algorithm(filling: Filling[Any]) -> None:
 def _derive_length(filling: Filling[Any], facts: Facts) -> None:
     """Batch size, steps and warm-up, and the seeds."""
     config, size = filling.config, facts.train_size
-    if isinstance(config, RLConfig) and (ahead := config.rollout.max_staleness):
-        queue = ahead * config.rollout.prompts_per_step
-        filling.fill("rollout.queue_size", queue, "rollout.max_staleness × rollout.prompts_per_step")
-    for key in ("data.seed", *(("rollout.seed",) if isinstance(config, RLConfig) else ())):
-        filling.fill(key, config.train.seed, "train.seed")
+    filling.fill("data.seed", config.train.seed, "train.seed")
     if isinstance(config, RLConfig):
+        lines, unit = config.rollout.prompts_per_step, "prompts"
+        if ahead := config.rollout.max_staleness:
+            filling.fill("rollout.queue_size", ahead * lines, "rollout.max_staleness × rollout.prompts_per_step")
+        filling.fill("rollout.seed", config.train.seed, "train.seed")
         reason = "the whole rollout batch: one optimizer step per pass"
         filling.fill("train.batch_size", rollout_samples(config), reason)
-        lines, unit = config.rollout.prompts_per_step, "prompts"
     else:
         reason = "the usual size" if size is None or size >= SFT_BATCH else "all of the data"
         filling.fill("train.batch_size", min(SFT_BATCH, size or SFT_BATCH), reason)
@@ -111,23 +105,13 @@ def _derive_length(filling: Filling[Any], facts: Facts) -> None:
         passes = "one pass" if epochs == 1 else f"{epochs:g} passes"
         filling.set("train.steps", steps, f"{passes} over {size} {unit}, {lines} to a step")
         filling.clear("train.epochs")
-    if (steps := filling.get("train.steps")) is not None:
-        _derive_warmup(filling, optimizer_steps(filling.config, steps))
-
-
-def _derive_warmup(filling: Filling[Any], total: int) -> None:
-    ratio = filling.get("train.warmup_ratio")
-    if ratio is None:
+    steps, ratio = filling.get("train.steps"), config.train.warmup_ratio
+    if ratio is None and steps is not None:
         filling.fill("train.warmup_steps", 0, "no warm-up unless asked for")
-    else:
+    elif ratio is not None and steps is not None:
+        total = optimizer_steps(filling.config, steps)
         filling.set("train.warmup_steps", round(ratio * total), f"{ratio:g} of {total} optimizer steps")
         filling.clear("train.warmup_ratio")
-
-
-def _derive_lora(filling: Filling[Any]) -> None:
-    if (rank := filling.get("lora.rank")) is not None:
-        filling.fill("lora.alpha", 2.0 * rank, "twice lora.rank")
-        filling.fill("lora.targets", "all-linear", "every linear module of the decoder")
 
 
 def _derive_lr(filling: Filling[Any], facts: Facts) -> None:
@@ -175,10 +159,7 @@ def _derive_intervals(filling: Filling[Any]) -> None:
     steps = filling.get("train.steps")
     if steps is None:
         return
-    keys = ["checkpoint.every", "monitor.every"]
-    if filling.config.data.eval is not None:
-        keys.append("eval.every")
-    for key in keys:
+    for key in ("checkpoint.every", "monitor.every", *(["eval.every"] if filling.config.data.eval is not None else [])):
         every = filling.get(key)
         if every is None:
             filling.set(key, steps, "only at the end")
@@ -224,23 +205,21 @@ def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
 
 def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
     """Contradictions with what is known about machine, model and data."""
-    if config.train.steps is not None:
-        yield from check_warmup(config, config.train.steps)
-        yield from check_trace_steps(config, config.train.steps)
-        if isinstance(config, RLConfig):
-            yield from check_critic_steps(config, config.train.steps)
+    yield from step_problems(config)
     if problem := device_problem(config.system.device or "cpu", facts.hardware.gpus):
         yield problem
     yield from weight_problems(config)
     yield from vllm_misfits(config, facts)
+    yield from device_problems(config, len(facts.hardware.gpus))
     context = facts.model.context if facts.model else None
-    if isinstance(config, GenerateConfig | RFTConfig):
-        yield from length_problems(config, facts)
-    if isinstance(config, RLConfig):
-        new, prompt, limit = config.rollout.max_new_tokens, facts.longest, config.data.max_prompt_tokens
-        if context is not None and new >= context:
-            yield f"rollout.max_new_tokens = {new} leaves no room in the model's context of {context}"
-        elif prompt is not None and limit is not None and prompt > limit:
+    rl = isinstance(config, RLConfig)
+    new = config.rollout.max_new_tokens if rl else config.new_tokens if isinstance(config, SamplingConfig) else 0
+    if crowded := context is not None and 0 < context <= new:
+        section = "rollout" if rl else "sampling"
+        yield f"{section}.max_new_tokens = {new} leaves no room in the model's context of {context}"
+    if rl:
+        prompt, limit = facts.longest, config.data.max_prompt_tokens
+        if not crowded and prompt is not None and limit is not None and prompt > limit:
             yield (
                 f"the longest prompt has {prompt} tokens, and {limit} are allowed (data.max_prompt_tokens); "
                 "shorten it, lower rollout.max_new_tokens, or say what happens with data.too_long"

@@ -14,6 +14,7 @@ from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.vllm import VllmSection
 from tunesmith.errors import nearest
 from tunesmith.plan.device import bytes_per_number, longest_sample
+from tunesmith.plan.devices import ranks_per_engine
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.weights import engines_apart
@@ -23,6 +24,7 @@ SUPPORTED = (0, 32)
 """The minor version that the adapter is tested with. What it calls inside vLLM changes from one to the next."""
 ONLINE = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 """Formats that vLLM rounds whole weights to as they arrive, and so again at each sync."""
+_LEAST_HEAD = 32
 LARGEST_BLOCK = 32
 """Tokens by which KV memory is given out, at most."""
 
@@ -140,9 +142,9 @@ def vllm_misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
         return
     vllm, on_cpu = config.system.vllm, (config.system.device or "cpu") == "cpu"
     yield from _check_device(config, on_cpu)
-    ranks, gpus = vllm.tensor_parallel_size * vllm.pipeline_parallel_size, len(facts.hardware.gpus)
+    ranks, gpus = ranks_per_engine(config), len(facts.hardware.gpus)
     devices = facts.hardware.cores if on_cpu else gpus
-    if ranks > max(1, devices) and config.system.cluster == "none":
+    if ranks > max(1, devices) and config.system.cluster == "none" and (on_cpu or gpus < 2):  # else plan.devices
         yield (
             f"system.vllm.tensor_parallel_size × pipeline_parallel_size = {ranks} ranks, and this machine has "
             f"{devices} {'cores' if on_cpu else 'GPUs'}; ask for at most as many"
@@ -153,7 +155,12 @@ def vllm_misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
             'ranks has several; say "memory", or "disk" where they are on other machines'
         )
     if facts.model is not None:
-        heads, layers = facts.model.heads, facts.model.layers
+        heads, layers, width = facts.model.heads, facts.model.layers, facts.model.head_dim
+        if on_cpu and (width < _LEAST_HEAD or width % 16):
+            yield (
+                f"model.path: its attention heads have {width} numbers, and vLLM on a CPU computes with {_LEAST_HEAD}, "
+                '48, 64 and so on in steps of 16; say system.engine = "local"'
+            )
         if heads % vllm.tensor_parallel_size:
             fitting = [n for n in range(1, heads + 1) if heads % n == 0]
             yield (
@@ -174,11 +181,6 @@ def _check_device(config: RunConfig, on_cpu: bool) -> Iterator[str]:
         yield (
             f"system.device = '{device}': in the trainer's process vLLM takes the first GPU that it sees; say "
             f"system.device = 'cuda' and start with CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')}"
-        )
-    if on_cpu and vllm.pipeline_parallel_size > 1:
-        yield (
-            f"system.vllm.pipeline_parallel_size = {vllm.pipeline_parallel_size}: vLLM's CPU build cannot pass "
-            "anything from stage to stage; say system.vllm.tensor_parallel_size"
         )
     if on_cpu and vllm.memory_share is not None:
         yield "system.vllm.memory_share is of a GPU's memory; on a CPU say system.kv_memory, such as '4GB'"

@@ -1,11 +1,11 @@
-"""How new weights reach engines that have a copy of their own: what is chosen, and what cannot be."""
+"""How engine and trainer go together: who has weights of its own, how new ones get there, who waits for whom."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from tunesmith.config.resolved import settings
+from tunesmith.config.resolved import unread
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.plan.filling import Filling
 
@@ -38,14 +38,12 @@ def derive_weights(filling: Filling[Any]) -> None:
 
 def weight_problems(config: RunConfig) -> Iterator[str]:
     """What is wrong with the way of the weights, also once the device is known."""
-    system, said = config.system, settings(config, said_only=True)
+    system, samples = config.system, isinstance(config, RLConfig)
     if not engines_apart(config):
-        for key in ("system.weight_plane", "system.adapter_sync"):
-            if key in said:
-                yield f"{key} has no effect {APART}"
-    if "system.canary" in said and not (isinstance(config, RLConfig) and weights_apart(config)):
-        where = APART if isinstance(config, RLConfig) else "on a run that does not sample and train; leave it out"
-        yield f"system.canary has no effect {where}"
+        yield from unread(config, ("system.weight_plane", "system.adapter_sync"), APART)
+    if not (samples and weights_apart(config)):
+        why = APART if samples else "on a run that does not sample and train; leave it out"
+        yield from unread(config, ["system.canary"], why)
     if system.weight_plane == "disk" and system.engine_directory is None:
         yield (
             'system.weight_plane = "disk" needs system.engine_directory, a directory that trainer and engines see '
@@ -53,19 +51,59 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
         )
     if system.weight_plane in ("nccl", "ipc") and (system.device or "cuda").startswith("cpu"):
         yield f'system.weight_plane = "{system.weight_plane}" is for GPUs; on a CPU say "memory" or "gloo"'
-    yield from _check_adapter(config)
-
-
-def _check_adapter(config: RunConfig) -> Iterator[str]:
-    system, quantize = config.system, config.model.quantize
     if system.adapter_sync is not None and not config.lora.on:
         yield "system.adapter_sync has no effect without an adapter; say lora.rank, or leave it out"
     if system.adapter_sync == "adapter" and system.engine != "local":
         yield f'system.adapter_sync = "adapter" is for system.engine = "local": {system.engine} is given whole weights'
+    quantize = config.model.quantize
     merged = system.adapter_sync == "merged" or (config.lora.on and system.engine != "local")
     if quantize is not None and (merged or system.engine != "local"):
         yield (
             f'model.quantize = "{quantize}" with engines that take whole weights: they would not compute with the '
             "quantised ones that the adapter is trained on, and nothing that is learned would be what was sampled. "
             'Say system.engine = "local" (and system.adapter_sync = "adapter"), or leave out model.quantize'
+        )
+
+
+def hybrid_problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with letting engine and trainer take turns."""
+    if not config.system.hybrid:
+        return
+    if not isinstance(config, RLConfig):
+        yield "system.hybrid is of runs that sample and train in turn; leave it out"
+    elif config.system.served:
+        yield f'system.hybrid: servers (engine = "{config.system.engine}") do not sleep for a run; leave it out'
+    elif config.rollout.max_staleness and weights_apart(config):
+        yield (
+            "system.hybrid lets engine and trainer take turns, and rollout.max_staleness lets both work at once; "
+            "leave one of the two out"
+        )
+
+
+def ahead_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with playing ahead."""
+    rollout = config.rollout
+    if not rollout.max_staleness:
+        off = {"partial": False, "over_generation": 1.0, "queue_size": None}
+        why = (
+            "with rollout.max_staleness = 0, where every step plays its own rollouts to the end; say "
+            "rollout.max_staleness = 1, or leave it out"
+        )
+        yield from unread(config, [f"rollout.{k}" for k, value in off.items() if getattr(rollout, k) != value], why)
+        return
+    if rollout.oversample > 1:
+        yield (
+            "rollout.oversample is of steps that play their own rollouts; with rollout.max_staleness others are "
+            "tried ahead of time anyway. Leave it out, or say rollout.over_generation"
+        )
+    if not weights_apart(config) and not rollout.partial:
+        yield (
+            "rollout.max_staleness with the engine on the trainer's own weights interrupts completions while the "
+            "policy trains, and they go on with the new one: say rollout.partial = true and rollout.over_generation "
+            "above 1 for that, or system.engine_process = true for an engine with weights of its own"
+        )
+    elif not weights_apart(config) and rollout.over_generation == 1:
+        yield (
+            "rollout.max_staleness with the engine on the trainer's own weights gains nothing with "
+            "rollout.over_generation = 1: say more, such as 1.5, or system.engine_process = true"
         )

@@ -58,23 +58,29 @@ def problems(seed: int, train: int, held_out: int) -> tuple[list[Problem], list[
 
 def write_tasks(path: Path, lines: Sequence[Problem]) -> Path:
     """Lines with ``prompt`` and ``answer``."""
-    return _write(path, [{"prompt": p.prompt, "answer": p.answer} for p in lines])
+    return write_lines(path, [{"prompt": p.prompt, "answer": p.answer} for p in lines])
 
 
 def write_examples(path: Path, lines: Sequence[Problem], worked_share: float, seed: int) -> Path:
     """Lines with ``prompt`` and ``completion``; a share of the completions shows its working."""
     rng = random.Random(seed)
     chosen = [(p, rng.random() < worked_share) for p in lines]
-    return _write(path, [{"prompt": p.prompt, "completion": p.worked if w else p.direct} for p, w in chosen])
+    return write_lines(path, [{"prompt": p.prompt, "completion": p.worked if w else p.direct} for p, w in chosen])
 
 
-def _write(path: Path, records: Sequence[dict[str, str]]) -> Path:
+def write_lines(path: Path, records: Sequence[dict[str, str]]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
 def make_model(
-    directory: Path, seed: int, hidden: int = 128, layers: int = 4, alphabet: str = ALPHABET, context: int = 64
+    directory: Path,
+    seed: int,
+    hidden: int = 128,
+    layers: int = 4,
+    alphabet: str = ALPHABET,
+    context: int = 64,
+    head_dim: int | None = None,
 ) -> Path:
     """An untrained Llama, by default of about a million parameters, with a token per character of ``alphabet``."""
     import torch
@@ -95,6 +101,7 @@ def make_model(
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
+        head_dim=head_dim,
         max_position_embeddings=context,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -18,7 +18,7 @@ from typing import Any
 from tunesmith.build import run_rl, run_sft
 from tunesmith.errors import ConfigError
 from tunesmith.loop.opening import Outcome
-from tunesmith.monitor.summary import time_table
+from tunesmith.monitor.progress import time_table
 from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
 
 TRAIN, HELD_OUT = 20_000, 200

@@ -8,12 +8,13 @@ No two splits share a question, in whatever words it is asked.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+
+from tunesmith.recipes.arithmetic import write_lines
 
 ANSWER = r"<answer>(.*?)</answer>"
 """Where the answer stands in a completion."""
@@ -91,12 +92,8 @@ def write(directory: Path, seed: int = 0, train: int = 1000, val: int = 100, tes
     directory.mkdir(parents=True, exist_ok=True)
     *splits, shown = questions(seed, train, val, test, SHOWN)
     for name, part in zip(("train", "val", "test"), splits, strict=True):
-        _write(directory / f"{name}.jsonl", [{"prompt": q.prompt, "answer": q.answer} for q in part])
-    _write(directory / "few_shot.jsonl", [{"prompt": q.prompt, "completion": q.worked} for q in shown])
-
-
-def _write(path: Path, records: Sequence[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        write_lines(directory / f"{name}.jsonl", [{"prompt": q.prompt, "answer": q.answer} for q in part])
+    write_lines(directory / "few_shot.jsonl", [{"prompt": q.prompt, "completion": q.worked} for q in shown])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

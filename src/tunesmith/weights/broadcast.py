@@ -5,7 +5,7 @@ for it and gone with it, beside torch.distributed's default group. That costs 2 
 was added is nothing to repair. Nothing of a round is used before all of it has arrived and is right.
 """
 
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import asyncio
@@ -13,10 +13,10 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,13 @@ from torch import Tensor
 
 from tunesmith.errors import EngineError, boundary
 from tunesmith.models.flat_weights import FlatWeights, Row, checksum, flatten
+from tunesmith.models.process_group import GroupKind, process_group
 from tunesmith.weights.base import Named, Offer
 
 BUCKET = 64 << 20
+REACHING = 5.0
+"""Seconds to reach a round's trainer, which was there when it made the offer; not to be waited for where it died."""
 LOOPBACK = "127.0.0.1"
-Backend = Literal["gloo", "nccl"]
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class BroadcastPlane:
     """
 
     tensors: Named
-    backend: Backend = "gloo"
+    backend: GroupKind = "gloo"
     host: str = LOOPBACK
     bucket_bytes: int = BUCKET
     patience: float = 60.0
@@ -110,7 +112,7 @@ class BroadcastPlane:
             store.set("go", fault)
             return
         store.set("go", "")
-        group = _group(self.backend, store, 0, begun.takers + 1, self.host, self.patience)
+        group = process_group(self.backend, store, 0, begun.takers + 1, self.host, self.patience)
         for bucket in buckets:
             _broadcast(group, bucket.to(_device(self.backend)))
         self._wait(begun, "done")
@@ -140,8 +142,8 @@ def take_broadcast(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _receive(offer: Mapping[str, Any], where: str) -> FlatWeights:
     backend, patience = offer["plane"], offer["patience"]
-    limit = timedelta(seconds=patience + 5)  # who sends gives up first, and says why
-    store = dist.TCPStore(offer["host"], offer["port"], None, is_master=False, timeout=limit)
+    store = dist.TCPStore(offer["host"], offer["port"], None, is_master=False, timeout=timedelta(seconds=REACHING))
+    store.set_timeout(timedelta(seconds=patience + 5))  # who sends gives up first, and says why
     header = json.loads(store.get("header"))
     if header["version"] != offer["version"]:
         raise EngineError(f"{where}: the weights are of version {header['version']}")
@@ -149,7 +151,7 @@ def _receive(offer: Mapping[str, Any], where: str) -> FlatWeights:
     if fault := store.get("go").decode():
         raise EngineError(f"{where}: {fault}")
     try:
-        group = _group(backend, store, offer["rank"], offer["world"], _own_address(offer), patience)
+        group = process_group(backend, store, offer["rank"], offer["world"], _own_address(offer), patience)
         flat = FlatWeights(torch.empty(header["bytes"], dtype=torch.uint8), [_row(*row) for row in header["table"]])
         device = _device(backend)
         for number, (bucket, expected) in enumerate(
@@ -169,7 +171,7 @@ def _row(name: str, dtype: str, shape: list[int], start: int) -> Row:
     return name, dtype, tuple(shape), start
 
 
-def _device(backend: Backend) -> str:
+def _device(backend: GroupKind) -> str:
     return "cuda" if backend == "nccl" else "cpu"
 
 
@@ -178,24 +180,6 @@ def _own_address(offer: Mapping[str, Any]) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((offer["host"], offer["port"]))
         return probe.getsockname()[0]
-
-
-def _group(backend: Backend, store: dist.Store, rank: int, world: int, host: str, patience: float) -> Any:
-    """A process group that torch.distributed does not know of."""
-    limit = timedelta(seconds=patience)
-    prefixed = dist.PrefixStore("group", store)
-    make: Callable[..., Any]
-    if backend == "nccl":
-        make = dist.ProcessGroupNCCL
-        options: Any = make.Options()
-        options._timeout = limit
-    else:
-        make = dist.ProcessGroupGloo
-        options = make._Options()
-        options._devices = [make.create_device(hostname=host, lazy_init=False)]
-        options._threads = 1
-        options._timeout = limit
-    return make(prefixed, rank, world, options)
 
 
 def _broadcast(group: Any, bucket: Tensor) -> None:

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import aiohttp
@@ -50,11 +51,9 @@ class Client:
         self.patience, self.deadline = patience, deadline
         self._session: aiohttp.ClientSession | None = None
 
-    async def get(self, path: str, *, patience: float | None = None) -> Any:
-        """The JSON of an answer. Raises Refused, EngineError, EngineLostError."""
-        return await self.persist(lambda: self.once(path), patience)
-
-    async def post(self, path: str, body: Any, *, patience: float | None = None, deadline: float | None = None) -> Any:
+    async def ask(
+        self, path: str, body: Any = None, *, patience: float | None = None, deadline: float | None = None
+    ) -> Any:
         """The JSON of an answer, None of an empty one. Raises Refused, EngineError, EngineLostError."""
         return await self.persist(lambda: self.once(path, body, deadline=deadline), patience)
 
@@ -112,8 +111,17 @@ class Client:
         if self._session is not None:
             await self._session.close()
 
-    def _deadline(self, path: str, seconds: float) -> Deadline:
-        return Deadline(seconds, f"the server {self.url} has not answered {path} for {seconds:g} s")
+    @asynccontextmanager
+    async def _deadline(self, path: str, seconds: float) -> AsyncGenerator[None]:
+        """A limit on what happens inside: beyond it the engine counts as lost."""
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EngineLostError(f"the server {self.url} has not answered {path} for {seconds:g} s") from None
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -134,22 +142,6 @@ class Client:
         except ValueError:
             shown = short(data.decode(errors="replace"))
             raise EngineError(f"{self.url}{path} answered what is no JSON: {shown}") from None
-
-
-class Deadline:
-    """A limit on what happens inside: beyond it the engine counts as lost."""
-
-    def __init__(self, seconds: float, message: str) -> None:
-        self._timeout, self._message = asyncio.timeout(seconds), message
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, *raised: Any) -> None:
-        try:
-            await self._timeout.__aexit__(*raised)
-        except TimeoutError:
-            raise EngineLostError(self._message) from None
 
 
 def short(text: str) -> str:

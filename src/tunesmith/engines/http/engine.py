@@ -97,6 +97,7 @@ class HttpEngine:
         max_running: requests it is sent at most before it has answered one of them.
         patience: seconds for which it may be away.
         report: is told what a reader of the run should know.
+        on_close: called when the engine is closed.
     """
 
     kind: str
@@ -111,7 +112,9 @@ class HttpEngine:
         max_running: int = 256,
         patience: float = PATIENCE,
         report: Callable[[str], None] = print,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_close = on_close
         self._client = Client(url, patience=patience, deadline=ANSWER)
         self._served, self._max_running, self._report = served, max_running, report
         self._longest_prompt, self._longest = served.context - 1, served.context
@@ -175,6 +178,7 @@ class HttpEngine:
         return found
 
     async def close(self) -> None:
+        self._on_close()
         self._state = "closed"
         work = list(self._work)
         for task in work:

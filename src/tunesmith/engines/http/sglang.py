@@ -22,7 +22,7 @@ from tunesmith.engines.http.client import Refused, short
 from tunesmith.engines.http.engine import HOT, START_PATIENCE, Draft, HttpEngine, Served
 from tunesmith.errors import EngineError, UserError
 from tunesmith.types import FinishReason, Sampling
-from tunesmith.weights.base import Offer, Plane
+from tunesmith.weights.base import Offer
 
 UPDATE = 1800.0
 """Seconds that loading weights may take."""
@@ -49,18 +49,13 @@ class _Answer:
 
 
 class SglangEngine(HttpEngine):
-    """One SGLang server. See ``HttpEngine`` for the rest of the arguments.
-
-    Args:
-        plane: publishes the trainer's weights to files; None where a pool does, which calls ``take``.
-    """
+    """One SGLang server. See ``HttpEngine`` for the arguments."""
 
     kind = "SGLang"
     launch = "python -m sglang.launch_server --model-path {path} --port {port} --enable-deterministic-inference"
 
-    def __init__(self, url: str, served: Served, plane: Plane | None = None, **options: Any) -> None:
+    def __init__(self, url: str, served: Served, **options: Any) -> None:
         super().__init__(url, served, **options)
-        self._plane = plane
         self._given = _Weights("", 0)
         self._offer: Offer = {}
         self._loading = asyncio.Lock()
@@ -73,19 +68,13 @@ class SglangEngine(HttpEngine):
     def version(self) -> int:
         return self._given.version
 
-    async def load_weights(self, version: int) -> None:
-        assert self._plane is not None, "a pool gives this engine its weights"
-        await self._plane.publish(version)
-        [offer] = await self._plane.offer(1)
-        await self.take(version, offer)
-
     async def interrupt(self) -> None:
         # What is on its way to the server is unknown there: asked until all have ended.
         tasks = set(self._drafts)
         for draft in self._drafts.values():
             draft.interrupted = True
         while tasks:
-            await self._client.post("/abort_request", {"abort_all": True})
+            await self._client.ask("/abort_request", {"abort_all": True})
             tasks = (await asyncio.wait(tasks, timeout=0.1))[1]
 
     async def take(self, version: int, offer: Offer) -> None:
@@ -122,7 +111,7 @@ class SglangEngine(HttpEngine):
             # SGLang keeps six places of its memory or context for itself, one of them within a completion.
             self._longest_prompt = min(self._longest_prompt, most - 1)
             self._longest = min(self._longest, most + 4)
-        await self._client.post("/continue_generation", {})  # a run that was killed may have left it paused
+        await self._client.ask("/continue_generation", {})  # a run that was killed may have left it paused
         probe = await self._ask([0], {"temperature": HOT, "max_new_tokens": 1, "ignore_eos": True})
         self._check_probe(probe.logprobs[0] if probe.logprobs else None)
         return self._max_running
@@ -130,11 +119,11 @@ class SglangEngine(HttpEngine):
     async def _info(self, name: str) -> dict[str, Any]:
         """What the server says of itself, under the newer name or the older one."""
         try:
-            found = await self._client.get(f"/{name}", patience=None if self._given.tag else START_PATIENCE)
+            found = await self._client.ask(f"/{name}", patience=None if self._given.tag else START_PATIENCE)
         except Refused as refused:
             if refused.status != 404:
                 raise
-            found = await self._client.get(f"/get_{name}")
+            found = await self._client.ask(f"/get_{name}")
         if not isinstance(found, dict):
             raise EngineError(f"{self._client.url}/{name} answered {short(str(found))}, which is no table")
         return cast("dict[str, Any]", found)
@@ -180,20 +169,15 @@ class SglangEngine(HttpEngine):
             if weights is None:
                 await self._restore(sent, answer.tag)
                 continue
-            self._count(answer, first=not written)
+            self._reused += 0 if written else answer.cached_tokens
+            self._prefilled += answer.prompt_tokens - answer.cached_tokens
             for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
                 draft.add(token_id, logprob, weights.version, self._client.url)
             if answer.finish_reason != "abort":
                 draft.end(answer.finish_reason)
 
-    def _count(self, answer: _Answer, *, first: bool) -> None:
-        self._reused += answer.cached_tokens if first else 0
-        self._prefilled += answer.prompt_tokens - answer.cached_tokens
-
     async def _part(self) -> None:
         await asyncio.gather(*self._aborts, return_exceptions=True)
-        if self._plane is not None:
-            await self._plane.close()
 
     async def _ready(self) -> None:
         """A server may have the weights of another run: it is given this one's before it samples."""
@@ -201,10 +185,7 @@ class SglangEngine(HttpEngine):
             if self._given.tag:
                 return
             if not self._offer:
-                if self._plane is None:
-                    raise EngineError(f"{self.name} was given no weights")
-                await self._plane.publish(0)
-                [self._offer] = await self._plane.offer(1)
+                raise EngineError(f"{self.name} was given no weights")
             await self._push(0)
 
     async def _ask(self, input_ids: Sequence[int], settings: dict[str, Any]) -> _Answer:
@@ -270,8 +251,8 @@ class SglangEngine(HttpEngine):
         patience: float | None = 0.0
         self._settled.clear()
         try:
-            await self._client.post("/pause_generation", {"mode": "abort"}, deadline=UPDATE)
-            found = await self._client.post("/update_weights_from_disk", update, deadline=UPDATE)
+            await self._client.ask("/pause_generation", {"mode": "abort"}, deadline=UPDATE)
+            found = await self._client.ask("/update_weights_from_disk", update, deadline=UPDATE)
             said = (await self._info("model_info")).get("weight_version")
             if not found["success"] or said != tag:
                 raise EngineError(
@@ -282,6 +263,6 @@ class SglangEngine(HttpEngine):
         finally:
             try:
                 with suppress(*([] if patience is None else [EngineError])):
-                    await self._client.post("/continue_generation", {}, patience=patience)
+                    await self._client.ask("/continue_generation", {}, patience=patience)
             finally:
                 self._settled.set()

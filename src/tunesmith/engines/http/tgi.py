@@ -36,9 +36,6 @@ class TgiEngine(HttpEngine):
         super().__init__(*arguments, **options)
         self._texts: OrderedDict[tuple[int, ...], str] = OrderedDict()
 
-    async def load_weights(self, version: int) -> None:
-        await self.take(version, {})
-
     async def interrupt(self) -> None:
         for task, draft in self._drafts.items():
             draft.interrupted = True
@@ -62,7 +59,7 @@ class TgiEngine(HttpEngine):
             )
 
     async def _open(self) -> int:
-        info = await self._first(self._client.get("/info", patience=START_PATIENCE))
+        info = await self._first(self._client.ask("/info", patience=START_PATIENCE))
         try:
             longest_prompt, longest = int(info["max_input_tokens"]), int(info["max_total_tokens"])
             most = int(info["max_concurrent_requests"])
@@ -121,7 +118,7 @@ class TgiEngine(HttpEngine):
         made: list[int] = []
         for start in starts:
             text = self._served.decode(prompt_ids[start:])
-            made = self._token_ids(await self._client.post("/tokenize", {"inputs": text})) if text else []
+            made = self._token_ids(await self._client.ask("/tokenize", {"inputs": text})) if text else []
             if tuple(made) == prompt_ids:
                 self._texts[prompt_ids] = text
                 if len(self._texts) > REMEMBERED:

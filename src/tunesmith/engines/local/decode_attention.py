@@ -2,22 +2,25 @@
 
 Siblings attend to their prompt together, so its keys and values are read once per group. All work is
 batched products on views of the two banks; index tensors are made once per step, or only when the rows
-change, never per layer.
+change, never per layer. Rows that have written much more than others are a part of their own, so that one
+long completion does not make all rows as long.
 
 Shape legend: ``N`` new tokens, ``B`` rows, ``T`` most new tokens of a row, ``A`` prompts in use, ``M`` most members
 of a prompt, ``K`` key/value heads, ``G`` query heads per key/value head, ``D`` head size, ``P`` longest prompt,
-``L`` longest completion.
+``L`` longest completion of a part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from tunesmith.engines.local.kv_cache import Bank, KVCache
+from tunesmith.engines.local.kv_cache import Bank, KVCache, length_class
+from tunesmith.models.attention import AttentionRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,49 @@ class Grouping:
         return cls(rows, count, members, prompt_lengths, *index)
 
 
+WORTH_A_PART = {"cpu": 1024}
+"""Slots that another part has to spare a layer: its own products take as long as reading so many does."""
+WORTH_A_PART_ELSEWHERE = 1 << 16
+
+
+def parts(ends: Sequence[int], worth: int) -> list[tuple[int, int, int]]:
+    """Cut rows into stretches ``(start, stop, longest)``, where that spares ``worth`` slots or more.
+
+    Args:
+        ends: slots of each row, sorted by ``length_class`` as far as they are.
+
+    Example:
+        >>> parts([900, 20, 30], worth=1000), parts([900, 20, 30], worth=2000)
+        ([(0, 1, 900), (1, 3, 30)], [(0, 3, 900)])
+    """
+    found: list[tuple[int, int, int]] = []
+    for _, run in groupby(range(len(ends)), key=lambda row: length_class(ends[row])):
+        rows = list(run)
+        start, stop, longest = rows[0], rows[-1] + 1, max(ends[row] for row in rows)
+        if found:
+            before = found[-1]
+            together = max(longest, before[2])
+            if (together - before[2]) * (before[1] - before[0]) + (together - longest) * len(rows) < worth:
+                found[-1] = before[0], stop, together
+                continue
+        found.append((start, stop, longest))
+    return found
+
+
+@dataclass(slots=True)
+class _Part:
+    """Rows that attend together."""
+
+    rows: slice
+    """Of ``[B * K]``."""
+    lengths: Sequence[int]
+    prompts: Sequence[int]
+    longest: int
+    own: list[Tensor]
+    """Of each layer the keys, then the values."""
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict[int | None, "Tensor | None"])
+
+
 class DecodeAttention:
     """The ``AttentionContext`` of one decode step."""
 
@@ -68,49 +114,53 @@ class DecodeAttention:
         self._heads = cache.layout.kv_heads
         self._dtype = cache.layout.dtype
         self._device = cache.layout.device
-        self._longest = max(n + c for n, c in zip(lengths, self._counts, strict=True))
         self._longest_prompt = max(grouping.prompt_lengths)
-        self._own = _views(cache.completions, grouping.rows, self._longest)
-        self._prompt = _views(cache.prompts, grouping.prompts, self._longest_prompt)
+        ends = [n + c for n, c in zip(lengths, self._counts, strict=True)]
+        worth = WORTH_A_PART.get(self._device.type, WORTH_A_PART_ELSEWHERE)
+        self._parts = [self._part(cache.completions, *stretch) for stretch in parts(ends, worth)]
+        self._prompt = _views(cache.prompts, 0, grouping.prompts, self._longest_prompt)
         self._write = self._writer(cache.completions)
         self._pad, self._unpad = self._padding()
-        self._masks: dict[int | None, Tensor | None] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """``[N, H, D]`` queries and ``[N, K, D]`` keys and values of the new tokens; see AttentionContext."""
         _, heads, dim = query.shape
+        scale, window, softcap = rule
         plane, share = 2 * layer, self._most * heads // self._heads
         self._write(plane, key)
         self._write(plane + 1, value)
         own = self._by_row(query.to(self._dtype) * scale, share)
         to_prompt = torch.bmm(self._together(own, share, dim), self._prompt[plane])
         to_prompt = self._apart(to_prompt, share, self._longest_prompt)
-        scores = torch.cat((to_prompt, torch.bmm(own, self._own[plane])), -1)
+        seen = [self._weights(part, own, to_prompt, plane, window, softcap) for part in self._parts]
+        from_prompt = seen[0][0] if len(seen) == 1 else torch.cat([weights for weights, _ in seen])
+        out = torch.bmm(self._together(from_prompt, share, self._longest_prompt), self._prompt[plane + 1])
+        out = self._apart(out, share, dim)
+        for part, (_, from_own) in zip(self._parts, seen, strict=True):
+            out[part.rows].baddbmm_(from_own, part.own[plane + 1])
+        return self._by_token(out, heads).to(query.dtype)
+
+    def _weights(
+        self, part: _Part, own: Tensor, to_prompt: Tensor, plane: int, window: int | None, softcap: float | None
+    ) -> Sequence[Tensor]:
+        """``[rows, T * G, P]`` and ``[rows, T * G, L]``: how much a part's rows take of the prompt and of their own."""
+        scores = torch.cat((to_prompt[part.rows], torch.bmm(own[part.rows], part.own[plane])), -1)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        mask = self._masks[window] if window in self._masks else self._mask(window, scores.dtype)
+        mask = part.masks[window] if window in part.masks else self._mask(part, window, scores.dtype)
         if mask is not None:
-            scores.view(self._grouping.rows, self._heads, self._most, -1, scores.shape[-1]).add_(mask)
-        weights = torch.softmax(scores, -1)
-        from_prompt, from_own = weights.split_with_sizes((self._longest_prompt, self._longest), -1)
-        out = torch.bmm(self._together(from_prompt, share, self._longest_prompt), self._prompt[plane + 1])
-        out = torch.baddbmm(self._apart(out, share, dim), from_own, self._own[plane + 1])
-        return self._by_token(out, heads).to(query.dtype)
+            scores.view(len(part.lengths), self._heads, self._most, -1, scores.shape[-1]).add_(mask)
+        return torch.softmax(scores, -1).split_with_sizes((self._longest_prompt, part.longest), -1)
+
+    def _part(self, bank: Bank, start: int, stop: int, longest: int) -> _Part:
+        rows, views = slice(start * self._heads, stop * self._heads), _views(bank, start, stop, longest)
+        return _Part(rows, self._lengths[start:stop], self._grouping.prompt_lengths[start:stop], longest, views)
 
     def _writer(self, bank: Bank) -> Callable[[int, Tensor], object]:
         """A function that puts the new tokens' ``[B, K, D]`` in their slots of a plane."""
         lengths, counts, heads = self._lengths, self._counts, self._heads
         if max(counts) == min(counts) == 1 and max(lengths) == min(lengths):
-            slots = bank.memory[:, : len(lengths), :, self._longest - 1].unbind(0)
+            slots = bank.memory[:, : len(lengths), :, lengths[0]].unbind(0)
             return lambda plane, new: slots[plane].copy_(new)
         slots = [
             (row * heads + k) * bank.capacity + n + t
@@ -162,29 +212,29 @@ class DecodeAttention:
             return groups
         return groups.view(-1, share * width).index_select(0, self._grouping.scatter).view(-1, share, width)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def _mask(self, part: _Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """``[B, 1, T, 1, P + L]``: -inf past a row's end or out of the window; None if all are seen."""
-        lengths, prompts = self._lengths, self._grouping.prompt_lengths
-        even = min(lengths) == max(lengths) and min(prompts) == max(prompts)
+        lengths, prompts = part.lengths, part.prompts
+        even = min(lengths) == max(lengths) and min(prompts) == max(prompts) == self._longest_prompt
         if even and self._most == 1 and (window is None or prompts[0] + lengths[0] < window):
-            self._masks[window] = None
+            part.masks[window] = None
             return None
         prompt, own = (torch.tensor(n, device=self._device).view(-1, 1, 1) for n in (prompts, lengths))
         own = own + torch.arange(self._most, device=self._device).unsqueeze(1)
         slot = torch.arange(self._longest_prompt, device=self._device)
-        written = torch.arange(self._longest, device=self._device)
+        written = torch.arange(part.longest, device=self._device)
         hidden_prompt, hidden_own = slot >= prompt, written > own
         if window is not None:
             hidden_prompt = hidden_prompt | (prompt + own - slot >= window)
             hidden_own = hidden_own | (own - written >= window)
         hidden = torch.cat((hidden_prompt.expand(-1, self._most, -1), hidden_own), -1)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
-        self._masks[window] = mask.masked_fill_(hidden, float("-inf")).view(len(lengths), 1, self._most, 1, -1)
-        return self._masks[window]
+        part.masks[window] = mask.masked_fill_(hidden, float("-inf")).view(len(lengths), 1, self._most, 1, -1)
+        return part.masks[window]
 
 
-def _views(bank: Bank, rows: int, length: int) -> list[Tensor]:
+def _views(bank: Bank, start: int, stop: int, length: int) -> list[Tensor]:
     """Of each layer the keys ``[rows * K, D, length]``, then the values ``[rows * K, length, D]``."""
-    used = bank.memory[:, :rows, :, :length].flatten(1, 2)
+    used = bank.memory[:, start:stop, :, :length].flatten(1, 2)
     keys, values = used[::2].transpose(2, 3).unbind(0), used[1::2].unbind(0)
     return [view for pair in zip(keys, values, strict=True) for view in pair]

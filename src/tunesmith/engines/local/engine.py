@@ -15,14 +15,12 @@ from itertools import count, islice
 import torch
 
 from tunesmith.engines.base import EngineStats, check_sampling
-from tunesmith.engines.local.draft_model import DraftModel
 from tunesmith.engines.local.kv_cache import KVCache
 from tunesmith.engines.local.metering import Meter
-from tunesmith.engines.local.ngrams import NgramDrafter
 from tunesmith.engines.local.requests import Prompt, Request, Uniforms
 from tunesmith.engines.local.runner import Runner, probe, text_config
 from tunesmith.engines.local.scheduler import Scheduler
-from tunesmith.engines.local.speculation import Drafter, Guesses, Speculation
+from tunesmith.engines.local.speculation import Drafter, DraftModel, Guesses, NgramDrafter, Speculation
 from tunesmith.engines.local.stopping import StopStrings
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
@@ -130,13 +128,15 @@ class LocalEngine:
     async def wake(self) -> None:
         """Take the KV memory back, empty."""
         if self._asleep:
-            self._take_memory()
+            self._scheduler.cache.allocate()
+            self._asleep = False
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
-        stats = self._meter.take(
+        stats = self._meter.stats(
             reused=scheduler.reused_tokens, preemptions=scheduler.preemptions, budget=self._kv_bytes
         )
+        self._meter = Meter(self._meter.cost, self._meter.limits)
         scheduler.reused_tokens = scheduler.preemptions = 0
         return stats
 
@@ -155,14 +155,6 @@ class LocalEngine:
     @property
     def _has_work(self) -> bool:
         return bool(self._scheduler.waiting or self._scheduler.running)
-
-    @property
-    def _slots(self) -> int:
-        return self._scheduler.cache.used
-
-    def _take_memory(self) -> None:
-        self._scheduler.cache.allocate()
-        self._asleep = False
 
     def _drop_memory(self) -> None:
         self._scheduler.evacuate()
@@ -240,8 +232,8 @@ class LocalEngine:
         hidden, pieces = self._runner.prefill(prompts, rows, self._scheduler.running)
         drawn = self._runner.draw(hidden, rows, [len(r.token_ids) for r in rows])
         if self._guesses is not None:
-            self._guesses.fill(pieces)
-        self._meter.prefilled(pieces, rows, self._slots, time.perf_counter() - started)
+            self._guesses.drafter.fill(pieces)
+        self._meter.prefilled(pieces, rows, self._scheduler.cache.used, time.perf_counter() - started)
         return self._append(rows, [[] for _ in rows], *drawn)[0]
 
     def _decode(self, started: float) -> dict[Request, FinishReason]:
@@ -255,7 +247,7 @@ class LocalEngine:
         places = [len(r.token_ids) + i for r, new in zip(rows, tokens, strict=True) for i in range(len(new))]
         ended, accepted = self._append(rows, drafts, *self._runner.draw(hidden, requests, places))
         seconds = time.perf_counter() - started
-        self._meter.decoded(rows, sum(map(len, drafts)), accepted, self._slots, seconds)
+        self._meter.decoded(rows, sum(map(len, drafts)), accepted, self._scheduler.cache.used, seconds)
         if self._guesses is not None:
             self._guesses.measured(len(rows), seconds, len(rows) + accepted)
         return ended
@@ -301,7 +293,7 @@ class LocalEngine:
 
     def _forget(self, requests: Iterable[Request]) -> None:
         if self._guesses is not None:
-            self._guesses.finished(requests)
+            self._guesses.drafter.finished(requests)
 
     def _fail(self, requests: Iterable[Request], cause: Exception) -> None:
         requests = list(requests)

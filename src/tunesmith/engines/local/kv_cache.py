@@ -54,6 +54,11 @@ class Bank:
     slots: tuple[Tensor, ...]  # P x [R * K * C, D]
 
 
+def length_class(tokens: int) -> int:
+    """Up to 64 tokens, up to twice as many, and so on: rows are sorted by it."""
+    return (tokens // 64).bit_length()
+
+
 class KVCache:
     """Two banks within ``kv_bytes``. Who uses which row is the scheduler's business.
 

@@ -32,7 +32,7 @@ class ModelCost:
 
 @dataclass(slots=True)
 class Meter:
-    """Counters since the last ``take``."""
+    """Counters since it was made."""
 
     cost: ModelCost
     limits: Limits | None
@@ -76,9 +76,8 @@ class Meter:
         self.peak_running = max(self.peak_running, running)
         self.peak_kv_slots = max(self.peak_kv_slots, kv_slots)
 
-    def take(self, *, reused: int, preemptions: int, budget: int) -> EngineStats:
-        """The counters, which start again."""
-        stats = EngineStats(
+    def stats(self, *, reused: int, preemptions: int, budget: int) -> EngineStats:
+        return EngineStats(
             sampled_tokens=self.sampled_tokens,
             prefilled_tokens=self.prefilled_tokens,
             reused_prompt_tokens=reused,
@@ -93,7 +92,3 @@ class Meter:
             kv_budget_bytes=budget,
             attainable_seconds=self.attainable_seconds,
         )
-        self.sampled_tokens = self.prefilled_tokens = self.decode_steps = 0
-        self.drafted_tokens = self.accepted_tokens = self.peak_running = self.peak_kv_slots = 0
-        self.decode_seconds = self.prefill_seconds = self.attainable_seconds = 0.0
-        return stats

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tunesmith.engines.local.kv_cache import KVCache
 from tunesmith.engines.local.requests import Prompt, Request
+from tunesmith.models.attention import AttentionRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,7 @@ class PrefillAttention:
         self._lengths = [len(p) for p in pieces]
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """See AttentionContext."""
         for plane, new in ((2 * layer, key), (2 * layer + 1, value)):
             for piece, rows in zip(self._pieces, new.split(self._lengths), strict=True):
@@ -69,7 +61,7 @@ class PrefillAttention:
         for piece, rows, *new in zip(self._pieces, *(t.split(self._lengths) for t in (query, key, value)), strict=True):
             keys, values = (self._context(piece, 2 * layer + i, t) for i, t in enumerate(new))
             grouped = rows.view(len(rows), len(keys), -1, rows.shape[-1]).permute(1, 2, 0, 3)
-            out.append(self._piece(grouped.to(keys.dtype), keys, values, scale, window, softcap))
+            out.append(self._piece(grouped.to(keys.dtype), keys, values, rule))
         return torch.cat(out).to(query.dtype)
 
     def _context(self, piece: Piece, plane: int, new: Tensor) -> Tensor:
@@ -81,16 +73,9 @@ class PrefillAttention:
         prompt = prompts[plane, piece.prompt_row, :, : piece.prompt_length]
         return torch.cat((prompt, completions[plane, piece.row, :, : piece.stop]), 1)
 
-    def _piece(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def _piece(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
         """``[K, G, n, D]`` queries at the end of ``[K, c, D]`` keys and values; returns ``[n, H, D]``."""
+        scale, window, softcap = rule
         new, context = query.shape[2], keys.shape[1]
         keys, values = (t.unsqueeze(1).expand(-1, query.shape[1], -1, -1) for t in (keys, values))
         plain = new == context and (window is None or context <= window)

@@ -17,6 +17,7 @@ from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention
 from tunesmith.engines.local.requests import Prompt, Request
 from tunesmith.engines.local.sampler import SamplingPlan, sample
 from tunesmith.errors import ModelError
+from tunesmith.models.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM, logit_scale
 from tunesmith.models.head import bfloat16_operands
 
@@ -31,17 +32,7 @@ class _Probe:
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        del value, scale, window, softcap
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:  # noqa: ARG002
         self.shapes[layer] = (query.shape[1], key.shape[1], key.shape[2])
         return torch.zeros_like(query)
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tunesmith.engines.local.kv_cache import KVCache
+from tunesmith.engines.local.kv_cache import KVCache, length_class
 from tunesmith.engines.local.requests import Prompt, Request
 
 _Item = TypeVar("_Item")
@@ -18,7 +18,7 @@ _Item = TypeVar("_Item")
 _HEADROOM = 64
 """Tokens that every running request should be able to write before a new one is let in."""
 _SORTED_ROWS = 8
-"""Up to so many rows are kept in the order of their prompts: single siblings then need no gather."""
+"""Up to so many rows of like lengths are kept in the order of their prompts: single siblings then need no gather."""
 
 
 def compact(items: Sequence[_Item], zone: Callable[[_Item], int | None]) -> list[int]:
@@ -192,20 +192,26 @@ class Scheduler:
             (need_p, need_c),
         ]
         new_p, new_c = next(c for c in choices if sum(r * n for r, n in c) <= cache.total)
-        for bank in sorted(("prompts", "completions"), key=lambda b: _growth(b, now_p, new_p, now_c, new_c)):
+        prompts_shrink = new_p[0] * new_p[1] <= now_p[0] * now_p[1]
+        for bank in ("prompts", "completions") if prompts_shrink else ("completions", "prompts"):
             if bank == "prompts" and new_p != now_p:
                 used = max(map(len, self.prompts), default=0)
                 cache.arrange_prompts(range(len(self.prompts)), used, new_p)
             elif bank == "completions" and new_c != now_c:
-                by_prompt = sorted(range(len(self.running)), key=lambda i: _prompt_row(self.running[i]))
-                self._order_running(by_prompt, new_c)
+                self._order_running(self._sorted(range(len(self.running))), new_c)
 
     def _order_running(self, order: list[int], shape: tuple[int, int] | None = None) -> None:
         """Row ``i`` becomes what row ``order[i]`` was; rows not named are dropped."""
-        bank = self.cache.completions
-        used = max((self.running[i].cached for i in order), default=0)
-        self.cache.arrange_completions(order, used, shape or (bank.rows, bank.capacity))
+        now = self.cache.completions.rows, self.cache.completions.capacity
+        moving = order if shape else [row for place, row in enumerate(order) if row != place]
+        used = max((self.running[i].cached for i in moving), default=0)
+        self.cache.arrange_completions(order, used, shape or now)
         self.running = [self.running[i] for i in order]
+
+    def _sorted(self, rows: Sequence[int]) -> list[int]:
+        """Those that have written most first, siblings side by side."""
+        running = self.running
+        return sorted(rows, key=lambda i: (-length_class(running[i].cached), _prompt_row(running[i])))
 
     def _settle(self, gone: set[Request] | None = None, evicted_prompts: set[Prompt] | None = None) -> None:
         """Close the gaps: prompts in use first, then cached ones; without those that ended or are stale."""
@@ -223,9 +229,10 @@ class Scheduler:
         self.prompts = [self.prompts[i] for i in order]
         for row, prompt in enumerate(self.prompts):
             prompt.row = row
-        staying = compact(self.running, lambda r: None if gone and r in gone else 0)
+        # Those that have written most come first: decode attention takes rows of like lengths together.
+        staying = compact(self.running, lambda r: None if gone and r in gone else -length_class(r.cached))
         if len(staying) <= _SORTED_ROWS:
-            staying.sort(key=lambda i: _prompt_row(self.running[i]))
+            staying = self._sorted(staying)
         self._order_running(staying)
 
     def _preempt(self, request: Request) -> None:
@@ -249,11 +256,3 @@ def _prompt_row(request: Request) -> int:
 
 def _covers(shape: tuple[int, int], need: tuple[int, int]) -> bool:
     return shape[0] >= need[0] and shape[1] >= need[1]
-
-
-def _growth(
-    bank: str, now_p: tuple[int, int], new_p: tuple[int, int], now_c: tuple[int, int], new_c: tuple[int, int]
-) -> int:
-    """Slots that a bank gains; the one that shrinks goes first."""
-    now, new = (now_p, new_p) if bank == "prompts" else (now_c, new_c)
-    return new[0] * new[1] - now[0] * now[1]

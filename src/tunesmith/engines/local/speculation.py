@@ -11,13 +11,17 @@ completion: what is drafted, and whether, may then depend on the clock.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
+
+import torch
 
 from tunesmith.engines.local.prefill_attention import Piece
 from tunesmith.engines.local.requests import Request
+from tunesmith.engines.local.runner import Runner
 from tunesmith.errors import UserError
 from tunesmith.models.causal_lm import CausalLM
 
@@ -27,6 +31,12 @@ RETRY = 64
 """Decode steps between two of the slower kind, so that it is noticed when that changes."""
 _MEMORY = 0.9
 """Share of what was measured that counts after one more step."""
+LENGTHS = (4, 3, 2)
+"""Of the n-grams that are looked up, longest first."""
+KEPT_TOKENS = 100_000
+"""Of finished completions, over all prompts; the prompts unused for longest are forgotten first."""
+LARGEST_LAG = 16
+"""Own tokens of a request that the draft model may have missed, while nothing was drafted, and still catches up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +82,147 @@ class Drafter(Protocol):
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         """The engine has read these pieces."""
-        ...
 
     def finished(self, requests: Iterable[Request]) -> None:
         """These ended."""
-        ...
+
+
+class Continuations:
+    """A text, and where in it each n-gram was last followed by a token.
+
+    Example:
+        >>> text = Continuations()
+        >>> text.extend([1, 2, 3, 1, 2])
+        >>> text.after([1, 2], 3)
+        [3, 1, 2]
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._places: dict[tuple[int, ...], int] = {}
+        self._start = 0
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def begin(self) -> None:
+        """What comes now does not follow what came before."""
+        self._start = len(self._tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            place = len(self._tokens)
+            for n in LENGTHS:
+                if place - n >= self._start:
+                    self._places[tuple(self._tokens[place - n :])] = place
+            self._tokens.append(token)
+
+    def after(self, gram: Sequence[int], count: int) -> list[int]:
+        """Up to ``count`` tokens that followed the n-gram last time; empty where nothing did."""
+        place = self._places.get(tuple(gram))
+        return [] if place is None else self._tokens[place : place + count]
+
+
+class NgramDrafter(Drafter):
+    """Proposes the continuation of the longest n-gram that it has seen; a wrong guess costs time only."""
+
+    def __init__(self) -> None:
+        self._running: dict[Request, Continuations] = {}
+        self._finished: OrderedDict[tuple[int, ...], Continuations] = OrderedDict()
+        self._kept = 0
+
+    def propose(self, running: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        """See ``Drafter``."""
+        return [self._guess(r, n) if n > 0 else [] for r, n in zip(running, most, strict=True)]
+
+    def finished(self, requests: Iterable[Request]) -> None:
+        """See ``Drafter``."""
+        for request in requests:
+            self._running.pop(request, None)
+            shared = self._shared(request.prompt_ids)
+            before = len(shared)
+            shared.begin()
+            shared.extend([*request.prompt_ids[-LENGTHS[0] :], *request.token_ids])
+            self._kept += len(shared) - before
+        while self._kept > KEPT_TOKENS and len(self._finished) > 1:
+            _, forgotten = self._finished.popitem(last=False)
+            self._kept -= len(forgotten)
+
+    def _guess(self, request: Request, count: int) -> list[int]:
+        own = self._running.setdefault(request, Continuations())
+        own.extend(request.token_ids[len(own) :])
+        texts = own, self._shared(request.prompt_ids)
+        tail = [*request.prompt_ids[-LENGTHS[0] :], *request.token_ids[-LENGTHS[0] :]]
+        draft: list[int] = []
+        while len(draft) < count:
+            # Where text goes in circles, the newest place has little behind it; the draft itself leads on.
+            after = tail + draft
+            found = (text.after(after[-n:], count - len(draft)) for n in LENGTHS for text in texts)
+            more = next(filter(None, found), None)
+            if more is None:
+                break
+            draft += more
+        return draft
+
+    def _shared(self, prompt_ids: tuple[int, ...]) -> Continuations:
+        """The prompt, and behind it the completions that ended."""
+        if prompt_ids not in self._finished:
+            self._finished[prompt_ids] = Continuations()
+            self._finished[prompt_ids].extend(prompt_ids)
+            self._kept += len(prompt_ids)
+        self._finished.move_to_end(prompt_ids)
+        return self._finished[prompt_ids]
+
+
+class DraftModel(Drafter):
+    """A smaller model, which keeps its own keys and values in rows arranged as the engine's.
+
+    It draws each proposal with the number the request's own token will be drawn with, so like models draw
+    alike.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Read what the engine's prefill read."""
+        for owner, _ in self._runner.fill(pieces):
+            if isinstance(owner, Request):
+                owner.draft_cached, owner.draft = owner.cached, []
+
+    def propose(self, running: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        """See ``Drafter``."""
+        for request in running:
+            _keep_what_came_true(request)
+        fresh = [r.token_ids[r.draft_cached :] for r in running]
+        most = [n if len(new) <= LARGEST_LAG else 0 for new, n in zip(fresh, most, strict=True)]
+        lengths = [r.draft_cached for r in running]
+        tokens = [new if n > 0 else [] for new, n in zip(fresh, most, strict=True)]
+        drafts: list[list[int]] = [[] for _ in running]
+        for step in range(max(most)):
+            drawing = [i for i, n in enumerate(most) if n > step]
+            hidden = self._runner.decode(running, lengths, [tokens[i] if n > step else [] for i, n in enumerate(most)])
+            ends = list(accumulate(len(tokens[i]) for i in drawing))
+            last = hidden.index_select(0, torch.tensor(ends, device=hidden.device) - 1)
+            requests = [running[i] for i in drawing]
+            drawn, _ = self._runner.draw(last, requests, [len(r.token_ids) + step for r in requests])
+            for i, token in zip(drawing, drawn, strict=True):
+                lengths[i] += len(tokens[i])
+                tokens[i] = [token]
+                drafts[i].append(token)
+        for request, draft in zip(running, drafts, strict=True):
+            if draft:
+                request.draft_cached, request.draft = len(request.token_ids), draft
+        return drafts
+
+
+def _keep_what_came_true(request: Request) -> None:
+    """Of the proposals in the bank those that the request then wrote; the last was never read."""
+    for guess in request.draft[:-1]:
+        if request.draft_cached >= len(request.token_ids) - 1 or request.token_ids[request.draft_cached] != guess:
+            break
+        request.draft_cached += 1
+    request.draft = []
 
 
 class Switch:
@@ -116,7 +262,7 @@ class Guesses:
     """What the engine asks: a drafter, and whether to use it."""
 
     def __init__(self, drafter: Drafter, speculation: Speculation) -> None:
-        self._drafter = drafter
+        self.drafter = drafter
         self._tokens, self._report = speculation.tokens, speculation.report
         self._switch = Switch()
         self._tried = False
@@ -127,17 +273,11 @@ class Guesses:
         if not self._tried:
             return [[] for _ in running]
         most = [min(self._tokens, min(r.kv_length, capacity) - r.cached - 1) for r in running]
-        return self._drafter.propose(running, most)
+        return self.drafter.propose(running, most)
 
     def measured(self, rows: int, seconds: float, tokens: int) -> None:
         """How long the step took that these were proposed for, and what was written."""
         self._switch.measured(rows, self._tried, seconds, tokens)
-
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        self._drafter.fill(pieces)
-
-    def finished(self, requests: Iterable[Request]) -> None:
-        self._drafter.finished(requests)
 
     def close(self) -> None:
         """Say what was measured."""

@@ -71,6 +71,10 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
     ):
         import vllm  # pyright: ignore[reportMissingImports]
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+        if settings.eager and current_platform.is_cpu():
+            # One comparison in the sampler would be compiled all the same: seconds at the start, and a C++ compiler.
+            current_platform.simple_compile_backend = "eager"
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
     if problem := version_problem(vllm.__version__):
         raise UserError(problem)
@@ -80,10 +84,21 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
         try:
             config = arguments.create_engine_config()
         except ValueError as error:
-            raise ModelError(f"vLLM {vllm.__version__} cannot serve {settings.model}: {_said(error)}") from error
+            said = _said(error).rstrip(".")
+            raise ModelError(
+                f'vLLM {vllm.__version__} cannot serve {settings.model}: {said}; say system.engine = "local"'
+            ) from error
         context: int = config.model_config.max_model_len  # before it is shortened to what the KV memory holds
         with boundary(EngineError, "vLLM could not start", Exception):
-            return LLMEngine.from_vllm_config(config), context
+            engine = LLMEngine.from_vllm_config(config)
+            if settings.pipeline_parallel_size > 1 and current_platform.is_cpu():
+                engine.collective_rpc(_run_once)
+        return engine, context
+
+
+def _run_once(worker: Any) -> None:
+    """A stage's room for what the stage before sends is made in a first run, which the CPU build leaves out."""
+    worker.model_runner._dummy_run(1)
 
 
 def _said(error: ValueError) -> str:

@@ -1,0 +1,118 @@
+"""The processes that train one model together, each with a replica of it: what they sum."""
+
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tunesmith.errors import ModelError, TrainerLostError, boundary
+from tunesmith.models.flat_weights import checksum
+from tunesmith.models.process_group import process_group
+
+BUCKET = 64 << 20
+"""Bytes that are summed at a time; a larger gradient is by itself."""
+PATIENCE = 120.0
+"""Seconds that a rank waits for the others in one sum, and for all to come together. One that has died is noticed
+at once between CPUs, where its connections close."""
+
+REACHING = 10.0
+"""Seconds to reach the first rank's store, which is there already."""
+
+
+def open_store(host: str) -> dist.TCPStore:
+    """Where the ranks of a group find each other: at a free port of this machine, as long as it is kept."""
+    return dist.TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=PATIENCE), wait_for_workers=False)
+
+
+def reach_store(host: str, port: int) -> dist.TCPStore:
+    """Another process's store."""
+    with boundary(TrainerLostError, f"no rank of the trainer is reached at {host}:{port}", RuntimeError):
+        store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=REACHING))
+    store.set_timeout(timedelta(seconds=PATIENCE))
+    return store
+
+
+class RankGroup:
+    """Rank ``rank`` of ``world``. All ranks make the same calls in the same order.
+
+    Gloo between CPUs, NCCL between GPUs. A sum is the same bit by bit on every rank.
+
+    Args:
+        host: this machine's address, as the others reach it.
+        patience: as ``PATIENCE``.
+
+    Raises:
+        TrainerLostError: from every method, when another rank is gone or does not answer.
+    """
+
+    def __init__(
+        self,
+        store: dist.TCPStore,
+        rank: int,
+        world: int,
+        host: str,
+        device: torch.device | str = "cpu",
+        patience: float = PATIENCE,
+    ) -> None:
+        self.rank, self.world, self.device, self.patience = rank, world, torch.device(device), patience
+        self._store = store  # NCCL's ranks meet at their first sum
+        kind = "nccl" if self.device.type == "cuda" else "gloo"
+        with self._lost("did not find"):
+            self._group: Any = process_group(kind, store, rank, world, host, patience)
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Each parameter's gradient becomes its sum over the ranks; one that no rank has stays None.
+
+        In the gradient's own type. A rank that had no micro-batch takes part with zeros.
+        """
+        every = list(parameters)
+        there = torch.tensor([float(p.grad is not None) for p in every], device=self.device)
+        self._sum(there)
+        for bucket in _buckets([p for p, n in zip(every, there.tolist(), strict=True) if n]):
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = grads[0].contiguous().view(-1) if len(grads) == 1 else torch.cat([g.flatten() for g in grads])
+            self._sum(flat)
+            for parameter, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                parameter.grad = piece.view_as(parameter)
+
+    def check_equal(self, tensors: Iterable[Tensor]) -> None:
+        """Raises: ModelError: the ranks do not all have the same."""
+        digest = 0
+        for tensor in tensors:
+            digest = zlib.crc32((checksum(tensor) % 2**64).to_bytes(8, "little"), digest)
+        total = torch.tensor([digest], device=self.device)
+        self._sum(total)
+        if int(total) != self.world * digest:
+            raise ModelError(
+                "the ranks of a trainer have different weights: the model has to be the same on every machine"
+            )
+
+    def _sum(self, tensor: Tensor) -> None:
+        with self._lost("waited for"):
+            self._group.allreduce([tensor]).wait()
+
+    def _lost(self, what: str) -> Any:
+        who = f"rank {self.rank} of the trainer's {self.world} {what} another one, which is gone or did not answer"
+        return boundary(TrainerLostError, f"{who} for {self.patience:g} s", RuntimeError)
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one type whose gradients are ``BUCKET`` bytes together, or one that is larger."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if bucket and (size + parameter.nbytes > BUCKET or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,285 @@
+"""From the lines of a ``[data]`` section to examples, and from these to tokens within the limits.
+
+Every line that cannot be used is counted and listed; see ``data.report``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
+
+from tunesmith.config.schema import DataSection, Source
+from tunesmith.data.chat import ChatTemplate, Rendered
+from tunesmith.data.formats import Example, Format, Goal, convert, detect
+from tunesmith.data.judgements import convert_judgement, detect_judgement
+from tunesmith.data.loader import Loader, Part, fingerprint_of
+from tunesmith.data.prompts import PromptEncoder, choose_template
+from tunesmith.data.report import Report
+from tunesmith.data.sources import BadLine, Row, read
+from tunesmith.data.tokens import Encoded, Tokenizer, decode, encode_with_offsets, leading_ids, mask_spans, with_leading
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.types import Message, Prompt, Sample
+
+T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V", int, bool)
+Sources = str | Source | tuple[str | Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[T]):
+    """Items ready for a run, which source each came from, and the account of the loading."""
+
+    items: list[T]
+    parts: tuple[Part, ...]
+    report: Report
+    fingerprint: str
+    """Of the data as read; a saved position is only good for the same data."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def loader(self, batch_size: int = 1, *, shuffle: bool = True, seed: int = 0) -> Loader[T]:
+        """A loader over the items, mixed by the sources' weights."""
+        return Loader(
+            self.items, batch_size, shuffle=shuffle, seed=seed, parts=self.parts, fingerprint=self.fingerprint
+        )
+
+
+def as_sources(source: Sources) -> tuple[Source, ...]:
+    """What a section's ``train`` or ``eval`` names, as a tuple."""
+    given = source if isinstance(source, tuple) else (source,)
+    return tuple(Source(path=one) if isinstance(one, str) else one for one in given)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Every usable line of a section's sources, what becomes tokens of them, and the account of it."""
+
+    section: DataSection
+    sources: tuple[Source, ...]
+    tokenizer: Tokenizer
+    examples: list[Example]
+    report: Report
+    fingerprint: str
+    template: ChatTemplate | None
+    leading: list[int]
+
+    @classmethod
+    def of(cls, section: DataSection, source: Sources, tokenizer: Tokenizer, goal: Goal) -> Reading:
+        """Read every line.
+
+        Raises:
+            DataError: nothing usable, or a bad line that is not to be skipped.
+            ConfigError: a setting does not apply to this data or tokenizer.
+        """
+        check_section(section, goal)
+        limit = "max_prompt_tokens" if goal == "rl" else "max_tokens"
+        if section.too_long != "error" and getattr(section, limit) is None:
+            raise ConfigError(f"data.too_long = '{section.too_long}' needs a limit: set data.{limit}.")
+        sources, report = as_sources(source), Report(skip_bad=section.skip_bad)
+        examples: list[Example] = []
+        for index, one in enumerate(sources):
+            before, seen = len(examples), set[str]()
+            for example in examples_of(section, one, goal, report):
+                # An id that stands twice in the data, or in two sources, must still name one task.
+                unique = example.id if example.id not in seen else f"{example.id} ({example.where})"
+                seen.add(example.id)
+                if len(sources) > 1 and unique != example.where:
+                    unique = f"{one.path}#{unique}"
+                examples.append(replace(example, id=unique, source=index))
+            if len(examples) == before:
+                raise report.nothing_left(one.path)
+        fingerprint = fingerprint_of([[e.id, e.text, e.prompt, e.completion, e.tools, e.columns] for e in examples])
+        template = choose_template(section, tokenizer, examples)
+        return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading_ids(tokenizer))
+
+    def each(self, make: Callable[[Example], U]) -> list[tuple[Example, U]]:
+        """``make`` of every example; where it refuses one, that line is bad."""
+        made: list[tuple[Example, U]] = []
+        for example in self.examples:
+            with self.report.line(example.where):
+                made.append((example, make(example)))
+        return made
+
+    def sample(self, example: Example, text: Rendered, joint: Encoded, *, ended: bool = False) -> Sample | None:
+        """Tokens and mask of a text, within the limit; None where it cannot be used (which is counted).
+
+        Plain text gets the tokenizer's BOS before it and EOS after it. ``ended``: without what the template writes
+        after the answer's last token.
+        """
+        try:
+            ids, mask = mask_spans(self.tokenizer, text.text, joint, text.spans)
+        except DataError as error:
+            self.report.bad(example.where, str(error))
+            return None
+        if self.template is None or example.text is not None:
+            whole = with_leading(self.leading, ids)
+            mask = [False] * (len(whole) - len(ids)) + mask
+            eos = self.tokenizer.eos_token_id
+            ids = [*whole, eos] if eos is not None and whole[-1:] != [eos] else whole
+            mask = mask + [True] * (len(ids) - len(whole))
+        mask = [False, *mask[1:]]  # nothing predicts the first token
+        if not any(mask):
+            self.report.bad(example.where, "nothing to learn: no token is predicted in the loss")
+            return None
+        stop = len(mask) - mask[::-1].index(True) if ended else len(ids)
+        return self.fit_sample(example, Sample(ids[:stop], mask[:stop]))
+
+    def fit_sample(self, example: Example, sample: Sample) -> Sample | None:
+        """The sample within ``data.max_tokens``, cut by tokens; None where it is skipped (and counted)."""
+        limit, ids = self.section.max_tokens, sample.token_ids
+        if limit is None or len(ids) <= limit:
+            return sample
+        reason = f"{len(ids)} tokens, the limit is {limit} (data.max_tokens)"
+        if self._skipped(example, reason):
+            return None
+        mask = [False, *self._cut(sample.loss_mask, ids, limit)[1:]]
+        if not any(mask):
+            self.report.bad(example.where, f"{reason}, and truncated to it nothing is left to learn")
+            return None
+        self.report.truncated += 1
+        return Sample(self._cut(ids, ids, limit), mask)
+
+    def fit_prompt(self, encoder: PromptEncoder, example: Example, ids: list[int]) -> tuple[Prompt, list[int]] | None:
+        """The prompt as the policy sees it, within ``data.max_prompt_tokens``; None where it is skipped (and counted).
+
+        Plain text is cut by tokens, and its text is what the tokens left stand for. In a conversation the last
+        user message is shortened, so that the template around it stays whole.
+        """
+        prompt, limit = encoder.as_seen(cast("Prompt", example.prompt)), self.section.max_prompt_tokens
+        if limit is None or len(ids) <= limit:
+            return prompt, ids
+        reason = f"the prompt has {len(ids)} tokens, the limit is {limit} (data.max_prompt_tokens)"
+        if self._skipped(example, reason):
+            return None
+        if isinstance(prompt, str):
+            head = self._head(ids)
+            ids = self._cut(ids, ids, limit)
+            fitted = decode(self.tokenizer, ids[head:]), ids
+        else:
+            left = self.section.too_long == "truncate_left"
+            fitted = _fitting(encoder, prompt, example.tools, ids, limit, left)
+        if fitted is None:
+            self.report.bad(example.where, f"{reason}, and shortening its last user message does not make it fit")
+        else:
+            self.report.truncated += 1
+        return fitted
+
+    def _skipped(self, example: Example, reason: str) -> bool:
+        """Whether what is too long is left out; a DataError where ``data.too_long`` says so."""
+        if self.section.too_long == "error":
+            raise DataError(
+                f"{example.where}: {reason}. Raise the limit, or set data.too_long to skip, truncate_left or "
+                "truncate_right."
+            )
+        if self.section.too_long == "skip":
+            self.report.too_long(example.where, reason)
+        return self.section.too_long == "skip"
+
+    def _cut(self, values: list[V], ids: list[int], limit: int) -> list[V]:
+        """At most ``limit`` of the values that belong to ``ids``. Cutting on the left keeps BOS."""
+        if self.section.too_long == "truncate_right":
+            return values[:limit]
+        head = min(self._head(ids), limit)
+        return values[:head] + values[len(values) - (limit - head) :]
+
+    def _head(self, ids: list[int]) -> int:
+        return len(self.leading) if ids[: len(self.leading)] == self.leading else 0
+
+    def prepared(self, items: list[tuple[int, T]]) -> Prepared[T]:
+        """Items (each with its source's index) side by side by source. Without weights, sources are simply joined."""
+        report, weights = self.report, weights_of(self.sources)
+        counts = [sum(i == index for i, _ in items) for index in range(len(self.sources))]
+        for source, count in zip(self.sources, counts, strict=True):
+            if not count:
+                raise report.nothing_left(source.path)
+        report.kept = report.read - len({skip.where for skip in report.skipped})
+        flat = [item for _, item in items]
+        if weights is None:
+            return Prepared(flat, (Part("data", 0, len(flat)),), report, self.fingerprint)
+        parts: list[Part] = []
+        for index, (source, weight, count) in enumerate(zip(self.sources, weights, counts, strict=True)):
+            start = parts[-1].stop if parts else 0
+            name = source.path if all(part.name != source.path for part in parts) else f"{source.path}#{index}"
+            parts.append(Part(name, start, start + count, weight))
+            report.note(f"{name}: {weight / sum(weights):.0%} of the draws, {count} items")
+        return Prepared(flat, tuple(parts), report, self.fingerprint)
+
+
+def check_section(section: DataSection, goal: Goal) -> None:
+    """Refuse (ConfigError) settings that would be ignored."""
+    if goal == "rl":
+        for key in ("completion", "loss_on", "max_tokens"):
+            if getattr(section, key) is not None:
+                raise ConfigError(f"data.{key} is for supervised training; leave it out of tunesmith rl.")
+        return
+    if section.max_prompt_tokens is not None:
+        raise ConfigError("data.max_prompt_tokens is for tunesmith rl; use data.max_tokens here.")
+    if goal != "sft" and section.loss_on is not None:
+        raise ConfigError("data.loss_on is for tunesmith sft; here it is always the answers that count. Leave it out.")
+    if goal in ("pairs", "steps") and section.completion is not None:
+        columns = "'chosen' and 'rejected'" if goal == "pairs" else "'completions' and 'labels'"
+        raise ConfigError(f"data.completion has no effect here: the columns are {columns}. Leave it out.")
+
+
+def examples_of(section: DataSection, source: Source, goal: Goal, report: Report) -> Iterator[Example]:
+    """Usable lines of one source. The first usable line of each file decides the file's format."""
+    formats: dict[str, Format] = {}
+    for row in read(source):
+        report.read += 1
+        if isinstance(row, BadLine):
+            report.bad(row.where, row.reason)
+            continue
+        with report.line(row.where):
+            form = formats.get(row.file) or _detected(section, row, goal)
+            example = convert(row, form, goal) if goal in ("rl", "sft") else convert_judgement(row, form)
+            if row.file not in formats:
+                formats[row.file] = form
+                report.formats.append(f"{row.file}: {form.describe(goal)}")
+            yield example
+
+
+def _detected(section: DataSection, row: Row, goal: Goal) -> Format:
+    find = detect if goal in ("rl", "sft") else detect_judgement
+    form = find(row, goal, section.prompt, section.completion)
+    if form.kind == "text":
+        for key, value in (("chat", section.chat), ("system_prompt", section.system_prompt)):
+            if value:
+                raise ConfigError(f"data.{key} does not apply to the plain text of {row.file}; leave it out.")
+        if section.loss_on not in (None, "all"):
+            raise ConfigError(f"{row.file} is plain text without turns: data.loss_on can only be 'all'.")
+    return form
+
+
+def weights_of(sources: tuple[Source, ...]) -> list[float] | None:
+    """The sources' weights, or None where none has one."""
+    weights = [source.weight for source in sources if source.weight is not None]
+    if weights and len(weights) < len(sources):
+        without = next(source.path for source in sources if source.weight is None)
+        raise ConfigError(f"data: '{without}' has no weight, but other sources have; give each one or none.")
+    return weights or None
+
+
+def _fitting(
+    encoder: PromptEncoder, prompt: list[Message], tools: list[Any] | None, ids: list[int], limit: int, left: bool
+) -> tuple[list[Message], list[int]] | None:
+    """Take tokens off the last user message until the whole prompt fits; None when it never does."""
+    last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=None)
+    if last is None:
+        return None
+    while len(ids) > limit:
+        content = prompt[last]["content"]
+        offsets = next(encode_with_offsets(encoder.tokenizer, [content])).offsets
+        keep = len(offsets) - (len(ids) - limit)
+        if keep <= 0:
+            return None
+        shorter = content[offsets[-keep][0] :] if left else content[: offsets[keep - 1][1]]
+        if len(shorter) == len(content):  # the cut fell inside one character of several tokens
+            shorter = content[1:] if left else content[:-1]
+        if not shorter.strip():
+            return None
+        prompt = [*prompt[:last], {**prompt[last], "content": shorter}, *prompt[last + 1 :]]
+        ids = encoder.ids(prompt, tools)
+    return prompt, ids

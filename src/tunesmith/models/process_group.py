@@ -1,0 +1,35 @@
+"""Process groups beside torch.distributed's own: made for one purpose, over a store and an address that are given."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+GroupKind = Literal["gloo", "nccl"]
+
+
+def process_group(kind: GroupKind, store: dist.Store, rank: int, world: int, host: str, patience: float) -> Any:
+    """A group that torch.distributed does not know of.
+
+    Args:
+        host: an address of this machine, on which gloo listens for the others.
+        patience: seconds that each of its operations may take, and gloo to bring the group together.
+    """
+    limit = timedelta(seconds=patience)
+    prefixed = dist.PrefixStore("group", store)
+    make: Callable[..., Any]
+    if kind == "nccl":
+        make = dist.ProcessGroupNCCL
+        options: Any = make.Options()
+        options._timeout = limit
+    else:
+        make = dist.ProcessGroupGloo
+        options = make._Options()
+        options._devices = [make.create_device(hostname=host, lazy_init=False)]
+        options._threads = 1
+        options._timeout = limit
+    return make(prefixed, rank, world, options)

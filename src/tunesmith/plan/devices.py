@@ -1,0 +1,60 @@
+"""Which GPUs of one machine each engine process is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tunesmith.config.schema import RLConfig, RunConfig
+
+
+def ranks_per_engine(config: RunConfig) -> int:
+    """Devices that one engine is split over."""
+    vllm = config.system.vllm
+    return vllm.tensor_parallel_size * vllm.pipeline_parallel_size if config.system.engine == "vllm" else 1
+
+
+def visible_names(said: str | None, count: int) -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` calls the ``count`` GPUs that this process sees, in CUDA's order.
+
+    Example:
+        >>> visible_names(None, 2), visible_names("3, GPU-5a,1", 3)
+        (['0', '1'], ['3', 'GPU-5a', '1'])
+    """
+    return [str(n) if said is None else said.split(",")[n].strip() for n in range(count)]
+
+
+def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ...]] | None:
+    """GPUs for each engine that there is room for; None where all share the trainer's.
+
+    The trainer keeps its own to itself, unless it takes turns with the engines (``system.hybrid``). A single GPU is
+    shared, and so is the trainer's where engines read the weights in its memory (CUDA IPC).
+    """
+    system, ranks = config.system, ranks_per_engine(config)
+    device = system.device or "cpu"
+    if not _apart_on_gpus(config) or len(visible) < 2 or system.weight_plane == "ipc":
+        return None
+    trainer = int(device.partition(":")[2] or 0)
+    free = [*visible[trainer:], *visible[:trainer]][0 if system.hybrid else 1 :]
+    return [tuple(free[start : start + ranks]) for start in range(0, len(free) - ranks + 1, ranks)]
+
+
+def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
+    """What is asked of the ``gpus`` visible ones that they do not have."""
+    system, ranks = config.system, ranks_per_engine(config)
+    places = own_devices(config, [str(n) for n in range(gpus)])
+    if places is not None and len(places) < system.engines:
+        each = f"{'1 GPU' if ranks == 1 else f'{ranks} GPUs'} each"
+        beside, own = ("", 0) if system.hybrid else (" beside the trainer", 1)
+        at_once = system.hybrid or not isinstance(config, RLConfig) or config.rollout.max_staleness
+        turns = ", or let engines and trainer take turns: system.hybrid = true"
+        yield (
+            f"system.engines = {system.engines} of {each}{beside} take {system.engines * ranks + own} GPUs, and this "
+            f"process sees {gpus}, with room for {len(places)}. Lower system.engines or the ranks of each"
+            f"{'' if at_once or system.engines * ranks > gpus else turns}"
+        )
+    if _apart_on_gpus(config) and system.weight_plane == "nccl" and (gpus == 1 or system.hybrid):
+        yield ('system.weight_plane = "nccl" is between GPUs, and engine and trainer share one here; say "memory"')
+
+
+def _apart_on_gpus(config: RunConfig) -> bool:
+    return config.system.engine_process and (config.system.device or "cpu").startswith("cuda")

@@ -1,0 +1,49 @@
+"""One vLLM over two ranks, each a process with half of every layer or of the layers, against the engine contract."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+import torch
+
+from engine_contract import FREE, PROMPT, Subject
+from pool_bench import PoolBench, each_check
+from tunesmith.engines.process import ProcessEngine
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+class Bench(PoolBench):
+    async def start(self) -> ProcessEngine:
+        return await ProcessEngine.start([sys.executable, "-m", "tunesmith.build.engine_worker"], self.settings)
+
+
+@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Its head is its embedding; vLLM keeps queries, keys and values in one matrix, and gate and up in another."""
+    made = Bench(tmp_path_factory.mktemp("ranks"), "qwen3", head_dim=32, tie_word_embeddings=True)
+    made.use_vllm(**{f"{request.param}_parallel_size": 2})
+    with made.opened():
+        yield made
+
+
+@each_check
+def test_contract(check: Callable[[Subject], Awaitable[None]], bench: Bench) -> None:
+    bench.check(check)
+
+
+def test_each_rank_takes_its_part_of_new_weights(bench: Bench) -> None:
+    async def run() -> None:
+        for version, factor in ((101, 1.2), (102, 0.7)):
+            with torch.no_grad():
+                for parameter in bench.model.module.parameters():
+                    parameter.mul_(factor).add_(0.01 * torch.randn_like(parameter))
+            await bench.engine.load_weights(version)
+            done = await bench.engine.generate(PROMPT, FREE)
+            assert done.versions == [version] * 12
+            assert done.logprobs == pytest.approx(bench.score(PROMPT, done.token_ids), abs=1e-4)
+
+    bench.runner.run(run())
