@@ -130,6 +130,13 @@ def test_a_bad_line_stops_with_its_place_or_is_skipped_counted_and_listed(tmp_pa
     assert written[1] == {"where": f"{path}:8", "kind": "bad", "reason": "'question' is null"}
 
 
+def test_a_column_without_a_name_is_no_context(tmp_path: Path) -> None:
+    path = tmp_path / "frame.csv"
+    path.write_text(",prompt,answer\n0,1+1=,2\n1,2+2=,4\n")  # as pandas writes its index
+    found = tasks(str(path), tiny.tokenizer())
+    assert [task.prompt for task in found.items] == ["1+1=", "2+2="]
+
+
 def test_a_bad_first_line_does_not_decide_the_format(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", [{"x": 1}, *SUMS])
     assert len(tasks(path, tiny.tokenizer(), skip_bad=True)) == 6

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiny import save_model
+from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
+from tunesmith.engines import process
 from tunesmith.engines.pool import EnginePool
 from tunesmith.engines.process import Places, ProcessEngine
-from tunesmith.errors import ConfigError, EngineError, EngineLostError
+from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.cluster import cluster_problems
 from tunesmith.plan.devices import device_problems, own_devices, visible_names
+from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.hardware import Gpu, Hardware
+from tunesmith.plan.resolve import resolve
+from tunesmith.plan.weights import weight_problems
 from tunesmith.types import Sampling
 
 BASE = (
@@ -180,6 +188,54 @@ def test_a_process_that_cannot_start_leaves_its_place() -> None:
     asyncio.run(run())
 
 
+STUBBORN = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print({line!r}, end="", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "how"),
+    [
+        ("", "timeout"),
+        ("", "cancelled"),
+        ("not JSON\n", "nonsense"),
+        ('{"error": "no room", "user": true}\n', "no room"),
+        ('{"error": "no room", "user": true}\n', "cancelled later"),
+    ],
+)
+def test_a_place_is_free_when_its_process_is_no_more(line: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the start ends, the worker does not end by itself."""
+    ended, pids = process._end, list[int]()
+
+    async def end(worker: asyncio.subprocess.Process, seconds: float = 10.0) -> int:
+        pids.append(worker.pid)
+        return await ended(worker, seconds if "cancelled" in how else min(seconds, 0.1))
+
+    monkeypatch.setattr(process, "_end", end)
+    command = [sys.executable, "-S", "-c", STUBBORN.format(line=line)]
+
+    async def run() -> None:
+        places = Places([("1",)])
+        limit = 0.1 if how == "timeout" else 60.0
+        task = asyncio.create_task(places.start(lambda _: ProcessEngine.start(command, {}, start_timeout=limit)))
+        if "cancelled" in how:
+            while how == "cancelled later" and not pids:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            task.cancel()
+        expected = {"timeout": EngineError, "nonsense": ValueError, "no room": UserError}
+        with pytest.raises(expected.get(how, asyncio.CancelledError)):
+            await task
+        with pytest.raises(ProcessLookupError):  # ended, and reaped
+            os.kill(pids[0], 0)
+        assert places._free == [0]
+
+    asyncio.run(run())
+
+
 def test_a_run_on_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     from tunesmith.build.engines import make_engine
 
@@ -193,3 +249,82 @@ def test_a_run_on_gpus_is_refused_before_anything_starts(monkeypatch: pytest.Mon
 def test_a_gpu_that_is_not_there_is_told_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be put on system\.device = 'cuda'"):
         CausalLM.load(save_model(tmp_path / "model"), device="cuda")
+
+
+@pytest.mark.parametrize("kind", [GenerateConfig, RFTConfig])
+def test_runs_that_sample_only_give_every_gpu_to_engines(kind: type[GenerateConfig] | type[RFTConfig]) -> None:
+    def sampler(*said: str) -> Any:
+        return load_config(kind, None, [*BASE, *said])
+
+    assert own_devices(sampler(), ["0", "1"]) == [("0",), ("1",)]
+    assert own_devices(sampler(*vllm(2)), ["0", "1"]) == [("0", "1")]
+    assert not [*device_problems(sampler("system.engines=2"), 2)]
+    [problem] = device_problems(sampler("system.engines=3"), 2)
+    assert "3 of 1 GPU each take 3 GPUs, and this process sees 2, with room for 2" in problem
+    assert "hybrid" not in problem and "trainer" not in problem
+    [problem] = device_problems(sampler('system.weight_plane="nccl"'), 2)
+    assert "between GPUs" in problem
+
+
+def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
+    gpu = Gpu("GPU", 80 * 10**9, 60 * 10**9, (9, 0))
+    model = ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5)
+    cpu = Hardware("CPU", cores=2, memory_total=24 * 10**9, memory_available=20 * 10**9, bf16=True)
+    crowd = "rollout.max_new_tokens=20000", "rollout.group_size=256", "system.max_running=1024"
+
+    def planned(*said: str, gpus: int = 3) -> tuple[str | None, str]:
+        facts = Facts(replace(cpu, gpus=(gpu,) * gpus), model, train_size=100, longest=40)
+        found = resolve(config(*crowd, *said), facts)
+        assert resolve(found.config, facts).config == found.config
+        return found.config.system.kv_memory, next(d.reason for d in found.derived if d.key == "system.kv_memory")
+
+    here = ("system.engine_python=" + f'"{sys.executable}"',)
+    assert planned()[0] == "29000MB"  # (60 GB - 2 of weights) / 2
+    assert planned()[1].startswith("on a GPU of its own, half of the free memory; 1024 requests at once would take")
+    assert planned(*vllm(2), *here)[0] == "29500MB"  # 1 GB of weights on each rank
+    beside = "11000MB", "a quarter"  # (60 GB - 16 of weights, gradients and optimizer) / 4
+    for said, gpus in (((), 1), (("system.hybrid=true",), 3), (('system.weight_plane="ipc"',), 3)):
+        size, reason = planned(*said, gpus=gpus)
+        assert size == beside[0] and reason.startswith(beside[1])
+
+
+def on_ray(**said: Any) -> RLConfig:
+    system = {"cluster": "ray", "device": "cuda", **said}
+    return RLConfig.model_validate(
+        config("system.engine_process=false").model_dump(exclude={"system"}) | {"system": system}
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ({"placement": {"actor": {"gpus": 0.5}}}, ["actor"]),
+        ({"placement": {"actor": {"gpus": 0.5}}, "device": None}, ["actor"]),
+        ({"placement": {"actor": {"gpus": 0.5}, "critic": {"gpus": 0.25}}}, ["actor", "critic"]),
+        ({"placement": {"actor": {"gpus": 0.5}}, "trainer_ranks": 1}, []),
+        ({"placement": {"actor": {"gpus": 0.5}}, "device": "cpu"}, []),
+        ({"placement": {"actor": {"gpus": 0.6}}}, []),  # one fits on a GPU
+        ({}, []),
+        ({"placement": {"actor": {"gpus": 0.5}, "colocate": [["actor", "rollout"]]}, "engines": 2}, []),
+    ],
+)
+def test_two_ranks_on_one_gpu_are_refused(said: dict[str, Any], refused: list[str]) -> None:
+    found = [line for line in cluster_problems(on_ray(**{"trainer_ranks": 2, **said})) if "NCCL" in line]
+    assert [line.split(".")[2] for line in found] == refused
+    assert all("with system.trainer_ranks = 2 puts two ranks on one GPU" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("said", "works"),
+    [
+        ({"placement": {"colocate": [["actor", "ref", "rollout"]]}}, True),
+        ({}, False),
+        ({"placement": {"colocate": [["actor", "ref"]]}}, False),
+        ({"placement": {"colocate": [["actor", "rollout"]]}, "engines": 2, "trainer_ranks": 2}, False),
+    ],
+)
+def test_ipc_on_a_cluster_is_between_an_engine_and_a_trainer_that_share_a_gpu(
+    said: dict[str, Any], works: bool
+) -> None:
+    problems = [*weight_problems(on_ray(weight_plane="ipc", **said))]
+    assert not problems if works else "one engine on the GPU of one trainer" in "".join(problems)

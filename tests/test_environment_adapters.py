@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,25 @@ class NoReset:
 '''
 
 
+NAMES = '''
+class Names:
+    """Its arguments have the names that our own functions have for theirs."""
+
+    def reset(self, method, what, function, name):
+        self.said = f"{method} {what} {function} {name}"
+
+    def plot(self, function: str, what: str) -> str:
+        """
+        Draw.
+
+        Args:
+            function: What to draw.
+            what: And how.
+        """
+        return f"{self.said}: {function} {what}"
+'''
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return byte_level(template("qwen2"))
@@ -70,6 +90,14 @@ def test_a_trl_environment(name: str, reward: float, tokenizer: Any, tmp_path: P
     prompt = tokenizer.decode(rollout.token_ids[: rollout.turns[0].start])
     assert "user\nCount. Reach 7.<|im_end|>" in prompt and "How much to add." in prompt and "self" not in prompt
     assert "get_reward" not in prompt
+
+
+def test_columns_and_arguments_of_any_name(tokenizer: Any, tmp_path: Path) -> None:
+    environments = load(tmp_path, NAMES, path="env.py:Names")
+    task = replace(made_task(tokenizer), columns={"method": "a", "what": "b", "function": "c", "name": "d"})
+    (rollout,), _ = play(environments, tokenizer, [task], said([call("plot", function="f", what="w")]))
+    assert ok(rollout).messages is not None
+    assert [m["content"] for m in rollout.messages or () if m["role"] == "tool"] == ["a b c d: f w"]
 
 
 def test_a_trl_environment_of_tools_alone(tokenizer: Any, tmp_path: Path) -> None:

@@ -20,12 +20,14 @@ import tunesmith
 from tiny_rewards import direct_scores, save_reward_model
 from tiny_runs import REWARDS, sums, write_lines
 from tunesmith.build.generate import Generated, run_generate
+from tunesmith.config.schema import LoraSection
 from tunesmith.config.toml import toml_value
 from tunesmith.engines.fake import FakeEngine, numbers
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import ConfigError, DataError, RewardError, UserError
 from tunesmith.loop.collect import Collector, derive_seed
 from tunesmith.loop.generation import LineWriter, Unscored, answer, given_records, read_lines, repair
+from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
@@ -76,6 +78,14 @@ def test_a_last_line_without_its_content_is_cut_off(tmp_path: Path) -> None:
     assert repair(path) == 1
     assert path.read_bytes() == b'{"a": 1}\n'
     assert repair(tmp_path / "none.jsonl") == 0
+
+
+def test_a_damaged_line_in_the_middle_is_told_and_nothing_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n{"a": 3}\n')
+    with pytest.raises(DataError, match=r"lines\.jsonl, line 2: no JSON object, and whole lines come after it"):
+        repair(path)
+    assert path.read_bytes() == b'{"a": 1}\n\n{"a": 3}\n'
 
 
 def tasks_of(count: int) -> list[Task]:
@@ -212,6 +222,31 @@ def test_one_greedy_completion_stands_flat_and_needs_no_reward(tmp_path: Path, m
     ]  # fmt: skip
     lines = lines_of(run_generate(None, settings).output)
     assert [set(line) for line in lines] == [{"prompt", "answer", "completion", "finish_reason", "tokens"}] * 5
+
+
+def test_an_adapter_answers_wherever_the_engine_is(tmp_path: Path, model: Path) -> None:
+    torch.manual_seed(0)
+    adapted = CausalLM.load(model)
+    attach(adapted, LoraSection(rank=4))
+    with torch.no_grad():
+        for name, weight in adapted.module.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.3)
+    adapted.save(tmp_path / "adapter")
+    write_lines(tmp_path / "in.jsonl", sums(4))
+
+    def completions(run: str, *more: str) -> list[Any]:
+        settings = [
+            f"run_dir={tmp_path / run}", f"model.path={model}", "model.dtype=float32", "data.chat=false",
+            f"data.train={tmp_path / 'in.jsonl'}", "sampling.max_new_tokens=6", "system.threads=1", *more,
+        ]  # fmt: skip
+        return [line["completion"] for line in lines_of(run_generate(None, settings).output)]
+
+    lora, apart = f"lora.path={tmp_path / 'adapter'}", "system.engine_process=true"
+    here = completions("here", lora)
+    assert here != completions("base")
+    for way in ("adapter", "merged"):
+        assert completions(way, lora, apart, f"system.adapter_sync={way}") == here
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,12 @@ def test_generate_samples_with_tgi(tmp_path: Path, model: Path) -> None:
         assert len([name for name, _ in server.asked if name == "generate_stream"]) >= 6
 
 
+def test_generate_gives_sglang_the_weights_first(tmp_path: Path, model: Path, servers: list[Sglang]) -> None:
+    said = [*generate_settings(tmp_path, model), "system.engine=sglang", f"system.engine_urls={urls(servers)}"]
+    assert len(run_generate(None, said).output.read_text().splitlines()) == 3
+    assert all(server.weight_version.endswith("-version-0") for server in servers)
+
+
 def test_a_server_that_is_not_there_ends_the_command_at_once(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,11 +125,13 @@ def test_what_cannot_be_is_refused_before_a_server_is_asked(said: list[str], pro
         (["sampling.min_p=0.1"], "sampling.min_p = 0.1"),
         (["sampling.max_new_tokens=2000"], "after 1024 tokens"),
         (["system.engine_directory=."], "takes no weights"),
+        (["lora.path={}"], "serves the model it was started with"),
     ],
 )
 def test_what_tgi_cannot_sample_is_refused_before_it_is_asked(said: list[str], problem: str, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "t.jsonl", sums(1))
+    (tmp_path / "adapter_config.json").write_text("{}")
     usual = ["model.path=m", f"data.train={data}", "system.engine=tgi", HERE]
     with pytest.raises(ConfigError) as raised:
-        check(load_config(GenerateConfig, None, [*usual, *said]))
+        check(load_config(GenerateConfig, None, [*usual, *(text.format(tmp_path) for text in said)]))
     assert problem in str(raised.value)

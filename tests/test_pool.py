@@ -31,6 +31,8 @@ class FakeMember:
         self.asked: list[tuple[int, ...]] = []
         self.answered = 0
         self.dead = self.closed = False
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.taken: list[Offer] = []
         self.take_fails: list[Exception] = []
         """Of the next times, one each."""
@@ -43,6 +45,7 @@ class FakeMember:
         except EngineError:
             self._check()
             raise
+        await self.may_answer.wait()
         self._check()
         self.answered += 1
         return done
@@ -254,6 +257,55 @@ def test_engines_come_and_go_while_requests_are_in_flight() -> None:
             await bench.pool.resize(0)
         await bench.pool.close()
         assert bench.made[0].closed
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_has_not_left_yet_is_called_back() -> None:
+    async def run() -> None:
+        bench = Bench()
+        await bench.pool.load_weights(1)
+        running = await bench.ask(6)
+        goes = bench.made[1]
+        goes.may_answer.clear()
+        await bench.pool.resize(1)
+        await bench.pool.load_weights(2)
+        assert goes.engine.version == 1
+        await bench.pool.resize(2)
+        assert bench.pool.members == bench.made == [bench.made[0], goes] and goes.engine.version == 2
+        goes.may_answer.set()
+        await asyncio.gather(*running)
+        await asyncio.sleep(0.1)  # nobody sees it off any more
+        assert not goes.closed and len((await bench.pool.generate([99], LONG)).token_ids) == 40
+        for size in (1, 2, 1):  # one that goes twice is seen off once
+            await bench.pool.resize(size)
+            await asyncio.sleep(0)
+        await asyncio.gather(*bench.pool._ending, return_exceptions=True)
+        assert goes.closed and not bench.made[0].closed and bench.pool.members == [bench.made[0]]
+        assert bench.pool.stats().sampled_tokens == 7 * 40
+        await bench.pool.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_engine_that_cannot_be_called_back_leaves(lost: bool) -> None:
+    async def run() -> None:
+        bench = Bench()
+        await bench.pool.load_weights(1)
+        running = await bench.ask(6)
+        goes = bench.made[1]
+        goes.may_answer.clear()
+        await bench.pool.resize(1)
+        goes.take_fails = [EngineError("the connection broke")]
+        if lost:
+            await goes.kill()
+        await bench.pool.resize(2)
+        assert bench.pool.members == [bench.made[0], bench.made[2]] and goes.closed == lost
+        goes.may_answer.set()
+        await asyncio.gather(*running, *bench.pool._ending)
+        assert goes.closed and not bench.made[2].closed
+        await bench.pool.close()
 
     asyncio.run(run())
 

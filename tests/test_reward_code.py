@@ -54,6 +54,17 @@ def test_a_path_not_beside_the_run_file_is_looked_up_in_the_working_directory(
     assert rewards.functions[0].name == "correct"
 
 
+def test_a_name_that_is_not_there_is_refused_whatever_a_comment_says(directory: Path) -> None:
+    (directory / "commented.py").write_text("# import * is bad\ndef right(completions): return completions\n")
+    assert "'wrong'" in refused(directory, "commented.py:wrong")
+
+
+def test_a_file_in_another_encoding_is_told_without_a_line(directory: Path) -> None:
+    (directory / "latin.py").write_bytes(b"def f(completions): return '\xe9'\n")
+    said = refused(directory, "latin.py:f")
+    assert "latin.py: invalid or missing encoding declaration" in said and "None" not in said
+
+
 def test_loads_from_a_package_beside_the_run_file(directory: Path) -> None:
     package = directory / "pkg_for_rewards"
     package.mkdir()

@@ -11,7 +11,7 @@ import pytest
 
 import tiny
 from tiny_runs import REWARDS, sums, write_lines
-from tunesmith.build.rft import RFTOutcome, run_rft
+from tunesmith.build.rft import RFTOutcome, run_rft, with_shots
 from tunesmith.config.generation import RFTConfig
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.resolved import settings
@@ -135,6 +135,19 @@ def test_the_encoder_makes_the_tokens_of_the_loader_and_puts_examples_before(
     before = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
     turns = "<|im_start|>user\n3+3=<|im_end|>\n<|im_start|>assistant\n6<|im_end|>\n<|im_start|>user\n4+4=<|im_end|>\n"
     assert shown == (f"{before}{turns}<|im_start|>assistant\n" if chat else "3+3=6\n\n4+4=")
+
+
+def test_tools_that_the_data_names_as_text_stay_with_worked_examples(tmp_path: Path) -> None:
+    files(tmp_path)
+    tokenizer: Any = tiny.tokenizer()
+    template = "{{ tools | tojson }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+    tokenizer.chat_template = template
+    encoder = PromptEncoder.of(DataSection(train="train.jsonl", chat=True), tokenizer, ["4+4="])
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    shots = read_shots(tmp_path / "shots.jsonl")
+    tasks = [Task("t", "4+4=", (1,), {"tools": said}) for said in (tools, json.dumps(tools))]
+    shown = [tokenizer.decode(with_shots(task, encoder, shots, None).prompt_ids) for task in tasks]
+    assert shown[0] == shown[1] and '"add"' in shown[0] and "<user>3+3=<assistant>6<user>4+4=<assistant>" in shown[0]
 
 
 def test_a_worked_example_without_an_answer_is_refused(tmp_path: Path) -> None:

@@ -24,13 +24,14 @@ from tiny import save_model
 from tunesmith.algorithms.objective import sft_objective
 from tunesmith.backends import rank_group
 from tunesmith.backends.base import LossFn
+from tunesmith.backends.memory import memory_boundary
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
 from tunesmith.backends.rank_group import RankGroup, open_store, reach_store
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
 from tunesmith.data.forest import Forest, Predictions, plant
 from tunesmith.data.packing import CostModel, num_forest_tokens, pack
-from tunesmith.errors import ModelError, TrainerLostError
+from tunesmith.errors import DeviceMemoryError, ModelError, TrainerLostError
 from tunesmith.loop.learner import Learner
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
@@ -394,6 +395,24 @@ def test_each_ranks_random_state_is_kept_and_another_number_of_ranks_goes_on(
     for replica in three.replicas:
         replica.load(saved)
     assert [replica.version for replica in three.replicas] == [1] * 3
+
+
+def test_memory_that_is_short_is_not_a_rank_that_is_gone() -> None:
+    class Failing:
+        error = RuntimeError()
+
+        def allreduce(self, _: Any) -> Any:
+            raise self.error
+
+    [group] = groups(1)
+    group._group = failing = Failing()  # pyright: ignore[reportPrivateUsage]
+    parameter = nn.Parameter(torch.zeros(2))
+    failing.error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(DeviceMemoryError), memory_boundary("the optimizer step"):
+        group.sum_gradients([parameter])
+    failing.error = RuntimeError("Connection closed by peer")
+    with pytest.raises(TrainerLostError, match="gone or did not answer for 30 s: Connection closed"):
+        group.sum_gradients([parameter])
 
 
 # Sharing out

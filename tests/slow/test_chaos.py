@@ -115,11 +115,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 PLACES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "processes": (
-        {"system.engine_process": True, "system.engines": 2},
-        {"engine_worker": 4, "killable_child": 3, "controller": 2},
-    ),
-    "ahead": (
+    "processes, playing ahead": (
         {
             "system.engine_process": True,
             "system.engines": 2,
@@ -127,7 +123,7 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
             "rollout.partial": True,
             "rollout.over_generation": 2.0,
         },
-        {"engine_worker": 4, "killable_child": 2, "controller": 2},
+        {"engine_worker": 5, "killable_child": 4, "controller": 3},
     ),
     "ray": (
         {"system.cluster": "ray", "system.engines": 2, "system.trainer_restarts": 50},
@@ -137,7 +133,9 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 """Settings, and how often what is killed."""
 
 
-@pytest.mark.parametrize("place", ["processes", "ahead", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))])
+@pytest.mark.parametrize(
+    "place", ["processes, playing ahead", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))]
+)
 def test_whatever_is_killed_the_run_ends_as_it_should(start: tuple[Path, Path], place: str) -> None:
     folder, model = start
     changed, kills = PLACES[place]

@@ -33,7 +33,15 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2])
+ON_EVERY_SEED = ("ray", "one step behind", "one step behind, partial")
+CASES = [
+    pytest.param(seed, mode, marks=pytest.mark.xdist_group(f"sums {seed}"), id=f"{mode}-{seed}")
+    for seed in (0, 1, 2)
+    for mode in (ON_EVERY_SEED if seed else (*SYNCHRONOUS, *ASYNCHRONOUS))
+]
+
+
+@pytest.fixture(scope="module")
 def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int, Outcome]:
     """Folder, taught model, seed, and what the engine in the trainer's process makes of it."""
     folder, seed = tmp_path_factory.mktemp("sums"), request.param
@@ -41,7 +49,7 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, model, seed, learned(folder, model, "local", seed, {})
 
 
-@pytest.mark.parametrize("mode", [*SYNCHRONOUS, *ASYNCHRONOUS])
+@pytest.mark.parametrize(("start", "mode"), CASES, indirect=["start"])
 def test_every_mode_learns_the_same(start: tuple[Path, Path, int, Outcome], mode: str, tmp_path: Path) -> None:
     folder, model, seed, local = start
     if mode == "ray" and not find_spec("ray"):

@@ -87,7 +87,7 @@ def same(a: Run, b: Run, names: tuple[str, ...] = ("reward", "tokens")) -> None:
     seen = [[[line.get(name, -1) for name in ("step", *names)] for line in run.metrics()] for run in (a, b)]
     assert len(seen[0]) == len(seen[1])
     for ours, theirs in zip(*seen, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
 def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tunesmith.errors import ModelError, TrainerLostError, boundary
+from tunesmith.backends.memory import is_out_of_memory
+from tunesmith.errors import ModelError, TrainerLostError, TunesmithError, boundary
 from tunesmith.models.flat_weights import checksum
 from tunesmith.models.process_group import process_group
 
@@ -99,9 +101,15 @@ class RankGroup:
         with self._lost("waited for"):
             self._group.allreduce([tensor]).wait()
 
-    def _lost(self, what: str) -> Any:
+    @contextmanager
+    def _lost(self, what: str) -> Generator[None]:
         who = f"rank {self.rank} of the trainer's {self.world} {what} another one, which is gone or did not answer"
-        return boundary(TrainerLostError, f"{who} for {self.patience:g} s", RuntimeError)
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, TunesmithError) or is_out_of_memory(error):
+                raise  # memory is short here, and nobody is gone
+            raise TrainerLostError(f"{who} for {self.patience:g} s: {error}") from error
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

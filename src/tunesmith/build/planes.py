@@ -27,11 +27,12 @@ def make_plane(config: RunConfig, model: Decoder) -> Plane:
     if system.weight_plane in ("gloo", "nccl"):
         from tunesmith.weights.broadcast import LOOPBACK, BroadcastPlane
 
-        if system.cluster == "none":
-            return BroadcastPlane(tensors, system.weight_plane, LOOPBACK)
-        from tunesmith.cluster.host import node_address
+        host = LOOPBACK
+        if system.cluster != "none":
+            from tunesmith.cluster.host import node_address
 
-        return BroadcastPlane(tensors, system.weight_plane, node_address())
+            host = node_address()
+        return BroadcastPlane(tensors, system.weight_plane, host, str(model.device))
     return file_plane(tensors, system.engine_directory if system.weight_plane == "disk" else None)
 
 

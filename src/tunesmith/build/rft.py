@@ -17,6 +17,7 @@ from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.config.schema import DataSection, LoraSection
 from tunesmith.data.prepare import load_samples
 from tunesmith.data.prompts import PromptEncoder, Shots, read_shots
+from tunesmith.environments.multi_turn import told_by
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.loop.generation import Json, LineWriter, claim
 from tunesmith.loop.opening import announce
@@ -65,18 +66,18 @@ def run_rft(step: Step, path: Path | None, overrides: Sequence[str] = ()) -> RFT
         )
         if encoder.template is not None and config.rft.few_shot_separator is not None:
             raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
-        asked = [_with_shots(task, encoder, shots, run.data.max_prompt_tokens) for task in run.train.items]
+        asked = [with_shots(task, encoder, shots, run.data.max_prompt_tokens) for task in run.train.items]
         resolved = resolve_sampling(config, [*asked, *(run.held_out.items if run.held_out else [])], count=False)
         announce(resolved, run.run_dir, run.train, run.held_out)
         rounds = [Round(run.run_dir.path / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
         return _Run(run, resolved, asked, encoder, rounds).do(step)
 
 
-def _with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | None) -> Task:
+def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | None) -> Task:
     """The task as it is sampled. What is learned and evaluated is the task as it is."""
     if not shots:
         return task
-    ids = encoder.ids(task.prompt, task.columns.get("tools"), shots)
+    ids = encoder.ids(task.prompt, told_by(task), shots)
     if limit is not None and len(ids) > limit:
         raise DataError(
             f"task {task.id}: with the worked examples of rft.few_shot the prompt has {len(ids)} tokens, the limit is "

@@ -28,6 +28,7 @@ from tunesmith.monitor.run_dir import RunDir, open_run_dir
 from tunesmith.plan.facts import Facts, known_model_facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.weights import weights_apart
 from tunesmith.types import RolloutGroup, Task
 
 C = TypeVar("C", bound=RunConfig)
@@ -115,6 +116,9 @@ def answer_tasks(
 
     async def write() -> None:
         try:
+            # Engines of other makers start from the model's files, without the adapter; SGLang takes what it is given.
+            if weights_apart(config) and (config.lora.on or config.system.engine == "sglang"):
+                await engine.load_weights(0)
             await answer(
                 out,
                 tasks,

@@ -195,7 +195,7 @@ def read_prompt(row: Row, form: Format) -> Prompt:
         if prompt[-1]["role"] == "assistant":
             raise row.bad(f"'{form.prompt}' ends with an assistant turn, so nothing is left to answer")
         return prompt
-    return f"{prompt}\n\n{read_text(row, form.context)}" if row.columns.get(form.context) else prompt
+    return f"{prompt}\n\n{read_text(row, form.context)}" if form.context and row.columns.get(form.context) else prompt
 
 
 def read_value(row: Row, name: str) -> Any:

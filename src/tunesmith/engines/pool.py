@@ -33,7 +33,8 @@ class _Seat:
     member: Member
     running: int = 0
     prefixes: Prefixes = field(default_factory=Prefixes)
-    leaving: bool = False
+    leaving: asyncio.Task[None] | None = None
+    """Sees it off."""
 
 
 class EnginePool:
@@ -131,7 +132,7 @@ class EnginePool:
         self._state = "awake"
 
     async def resize(self, size: int) -> None:
-        """Go on with another number of engines. One that leaves finishes what it was asked.
+        """Go on with another number of engines. One that leaves finishes what it was asked, or stays after all.
 
         Where there is no room for as many, the pool says so and stays as it is.
         """
@@ -139,9 +140,10 @@ class EnginePool:
             raise UserError(f"a pool of {size} engines samples nothing: ask for at least 1")
         async with self._loading:
             self._size = size
-            self._trim()
             self._growing = True
             try:
+                await self._recall()
+                self._trim()
                 await self._present()
             finally:
                 self._growing = False
@@ -188,10 +190,9 @@ class EnginePool:
     async def _present(self) -> list[_Seat]:
         """All engines, those that are missing started."""
         while self._failure is None:
-            missing = self._size - self._coming - len(self._staying())
-            if missing <= 0 and not self._coming:
+            if self._missing() <= 0 and not self._coming:
                 return self._staying()
-            for _ in range(missing):
+            for _ in range(self._missing()):
                 self._start_one()
             self._changed.clear()
             await self._changed.wait()
@@ -242,11 +243,31 @@ class EnginePool:
     def _staying(self) -> list[_Seat]:
         return [seat for seat in self._seats if not seat.leaving]
 
+    def _missing(self) -> int:
+        return self._size - self._coming - len(self._staying())
+
     def _trim(self) -> None:
         """Let those go that are too many."""
         for seat in self._staying()[self._size :]:
-            seat.leaving = True
-            _go(self._see_off(seat), self._ending)
+            seat.leaving = _go(self._see_off(seat), self._ending)
+
+    async def _recall(self) -> None:
+        """Where engines are missing, those that have not left yet stay, with the newest weights."""
+        for seat in list(self._seats):
+            if not seat.leaving or seat not in self._seats or self._missing() <= 0:
+                continue
+            seat.leaving.cancel()
+            try:
+                await self._catch_up(seat.member)
+                seat.prefixes.forget()
+                seat.leaving = None
+            except EngineLostError as lost:
+                self._replace(seat, lost)
+            except Exception as error:
+                self._report(f"{seat.member.name} leaves, because it cannot take the newest weights: {error}")
+            finally:
+                if seat.leaving:
+                    seat.leaving = _go(self._see_off(seat), self._ending)
 
     async def _add(self) -> None:
         """One more engine, with the weights of the others."""
@@ -310,10 +331,11 @@ class EnginePool:
             await seat.member.close()
 
 
-def _go(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+def _go(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
+    return task
 
 
 async def together(calls: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -54,20 +54,21 @@ class ProcessEngine(AskedMember):
         worker.stdin.write(json.dumps(settings).encode() + b"\n")
         said = f"It was started as: {' '.join(command)}"
         try:
-            ready = await asyncio.wait_for(worker.stdout.readline(), start_timeout)
+            line = await asyncio.wait_for(worker.stdout.readline(), start_timeout)
+            ready = json.loads(line) if line else None
         except TimeoutError:
-            worker.kill()
+            await _end(worker, 0)
             raise EngineError(f"the engine's process was not ready within {start_timeout:g} s. {said}") from None
         except BaseException:
-            worker.kill()
+            await _end(worker, 0)
             raise
-        if not ready:
-            code = await worker.wait()
+        if ready is None:
+            code = await _end(worker)
             kind = EngineLostError if code < 0 else EngineError  # killed, or gone of itself and for a reason
             raise kind(f"the engine's process ended at its start with exit code {code}; what it said is above. {said}")
-        if problem := json.loads(ready).get("error"):
-            await worker.wait()
-            raise (UserError if json.loads(ready)["user"] else EngineError)(problem)
+        if problem := ready.get("error"):
+            await _end(worker)
+            raise (UserError if ready["user"] else EngineError)(problem)
         return cls(worker, patience)
 
     @property
@@ -93,11 +94,7 @@ class ProcessEngine(AskedMember):
             task.cancel()
         assert self._worker.stdin is not None
         self._worker.stdin.close()
-        try:
-            await asyncio.wait_for(self._worker.wait(), 10)
-        except TimeoutError:
-            self._worker.kill()
-            await self._worker.wait()
+        await _end(self._worker)
 
     async def ask(self, do: str, **values: Any) -> Any:
         if self._lost:
@@ -154,6 +151,22 @@ class ProcessEngine(AskedMember):
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(EngineLostError(self._lost))
+
+
+async def _end(worker: asyncio.subprocess.Process, seconds: float = 10.0) -> int:
+    """The exit code of a worker, killed if it does not end within ``seconds``, or this is cancelled.
+
+    A killed one is awaited too: it holds its GPUs until it is no more.
+    """
+    ending = asyncio.create_task(worker.wait())
+    try:
+        await asyncio.wait([ending], timeout=seconds)
+    finally:
+        if not ending.done():
+            with suppress(ProcessLookupError):
+                worker.kill()
+            await asyncio.shield(ending)
+    return ending.result()
 
 
 class Places:

@@ -57,7 +57,7 @@ class Game:
     it: Any = None
     name: str = ""
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         return await self.code.run(f"{self.name}.{method}", getattr(self.it, method), *args, **kwargs)
 
     async def reset(self, task: Task, prompt: list[Message]) -> Observation:

@@ -39,7 +39,7 @@ class Program:
 
 
 class KillablePool:
-    """Up to ``workers`` processes of one program, each started when the others are busy."""
+    """Up to ``workers`` processes of one program, each started when the others are busy; ends with ``close``."""
 
     def __init__(self, program: Program, workers: int = 1) -> None:
         self._program = program

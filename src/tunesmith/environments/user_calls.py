@@ -146,7 +146,7 @@ class EpisodeCode:
         self._timeout = timeout
         self._calls = UserCalls()
 
-    async def run(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def run(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The function's result; ``what`` names it in errors.
 
         Raises:

@@ -159,21 +159,25 @@ def _find_module(reference: str, name: str, search: tuple[str, ...]) -> Path | N
     return Path(spec.origin) if spec and spec.origin else None
 
 
+_IMPORTS_ALL = re.compile(r"^\s*from\s+\S+\s+import\s*\(?\s*\*", re.MULTILINE)
+
+
 def _top_level_names(file: Path) -> tuple[set[str], set[str], bool]:
     """Names of the functions a file defines, all names that it does, and whether there may be more."""
     try:
         source = importlib.util.decode_source(file.read_bytes())
         table = symtable(source, str(file), "exec")
     except SyntaxError as error:
+        place = f", line {error.lineno}" if error.lineno else ""
         line = f"\n    {error.text.strip()}" if error.text else ""
-        raise ConfigError(f"{file}, line {error.lineno}: {error.msg}{line}") from error
+        raise ConfigError(f"{file}{place}: {error.msg}{line}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
     symbols = table.get_symbols()
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     functions = names & {child.get_name() for child in table.get_children() if child.get_type() == "function"}
     dynamic = {symbol.get_name() for symbol in symbols if symbol.is_referenced()} & {"globals", "exec", "setattr"}
-    return functions, names, bool(dynamic) or "__getattr__" in names or re.search(r"import\s*\*", source) is not None
+    return functions, names, bool(dynamic) or "__getattr__" in names or _IMPORTS_ALL.search(source) is not None
 
 
 @contextmanager

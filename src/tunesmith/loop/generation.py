@@ -21,7 +21,7 @@ from tunesmith.engines.base import EngineStats
 from tunesmith.environments.rewards import check_failed, reward_metrics
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.loop.collect import Scorer
-from tunesmith.monitor.metrics import JsonLines, keep_lines
+from tunesmith.monitor.metrics import JsonLines, is_whole, keep_lines
 from tunesmith.monitor.progress import open_progress
 from tunesmith.types import Completion, Rollout, RolloutGroup, Status, Task
 
@@ -104,8 +104,27 @@ def records_of(line: Mapping[str, Any]) -> list[Json]:
 
 
 def repair(path: Path) -> int:
-    """Cut off what a kill left behind of a line; the number of whole lines."""
-    return keep_lines(path, lambda line: isinstance(line, dict))
+    """Cut off what a kill left behind of a line; the number of whole lines.
+
+    Raises:
+        DataError: whole lines come after a damaged one, which no kill leaves: nothing is cut.
+    """
+    damaged = 0
+    if path.exists():
+        with boundary(StorageError, f"cannot read {path}", OSError), path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not is_whole(line, _is_object):
+                    damaged = damaged or number
+                elif damaged:
+                    raise DataError(
+                        f"{path}, line {damaged}: no JSON object, and whole lines come after it. Mend or remove that "
+                        "line; those after it would be lost"
+                    )
+    return keep_lines(path, _is_object)
+
+
+def _is_object(line: Any) -> bool:
+    return isinstance(line, dict)
 
 
 def read_lines(path: Path) -> Iterator[Json]:

@@ -87,9 +87,11 @@ def limited_data(config: RunConfig) -> DataSection:
 def _frozen_parameters(config: RunConfig) -> int:
     """Of reward models and a teacher, as far as their sizes can be told."""
     paths = [model.path for model in config.reward.models] if isinstance(config, RLConfig) else []
-    if isinstance(config, DistillConfig | OfflineDistillConfig):
-        paths.append(config.teacher.path)
-    return sum(count_parameters(Path(path)) or 0 for path in paths)
+    rewards = sum(count_parameters(Path(path)) or 0 for path in paths)
+    if not isinstance(config, DistillConfig | OfflineDistillConfig):
+        return rewards
+    # A teacher is no smaller than its student.
+    return rewards + (count_parameters(Path(config.teacher.path)) or count_parameters(Path(config.model.path)) or 0)
 
 
 @dataclass(frozen=True, slots=True)

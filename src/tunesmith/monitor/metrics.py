@@ -97,7 +97,7 @@ def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
         return 0
     with boundary(StorageError, f"cannot write {path}", OSError), path.open("r+b") as file:
         lines = size = 0
-        for line in takewhile(lambda line: _whole(line, kept), file):
+        for line in takewhile(lambda line: is_whole(line, kept), file):
             lines, size = lines + 1, size + len(line)
         file.truncate(size)
     return lines
@@ -167,7 +167,8 @@ def _tensorboard() -> tuple[Any, Any, Any]:
     return events, summaries, writer.EventFileWriter
 
 
-def _whole(line: bytes, kept: Callable[[Any], bool]) -> bool:
+def is_whole(line: bytes, kept: Callable[[Any], bool]) -> bool:
+    """Whether a line of a file is complete JSON, and of the kind that is ``kept``."""
     try:
         return line.endswith(b"\n") and kept(json.loads(line))
     except (ValueError, KeyError, TypeError):

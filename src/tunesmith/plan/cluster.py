@@ -65,6 +65,23 @@ def cluster_problems(config: RunConfig) -> Iterator[str]:
     if system.served:
         yield f'system.engine = "{system.engine}" with system.cluster = "ray": servers run by themselves; leave one out'
     yield from _check_shared(config)
+    yield from _check_ranks(config)
+
+
+def _check_ranks(config: RLConfig) -> Iterator[str]:
+    """Ranks of one group on one GPU; on a device that is not known yet too, where parts of GPUs are asked for."""
+    system = config.system
+    if system.trainer_ranks == 1 or not (system.device or "cuda").startswith("cuda"):
+        return
+    groups = (system.placement or PlacementSection()).colocate
+    for role in ("actor", "critic"):
+        together = next((group for group in groups if role in group), (role,))
+        gpus = max(_needs(config, each, 1.0)[1] for each in together)
+        if 0 < gpus <= 0.5:  # of more there is one on each GPU
+            yield (
+                f"system.placement.{role}.gpus = {gpus:g} with system.trainer_ranks = {system.trainer_ranks} puts two "
+                "ranks on one GPU, which NCCL refuses; say 1, or system.trainer_ranks = 1"
+            )
 
 
 def _check_shared(config: RLConfig) -> Iterator[str]:

@@ -16,6 +16,7 @@ from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size, megabytes
+from tunesmith.plan.devices import own_devices, ranks_per_engine
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.hardware import Gpu
@@ -68,7 +69,13 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     budget = max(0, free_memory(config, facts) // here - state_bytes(config, facts))
     _derive_microbatch(filling, facts, budget, "cuda" if on_gpu else "cpu")
     if isinstance(config, RLConfig) and not config.system.served:
-        derive_kv_memory(filling, facts, budget // 4, "a quarter")
+        if not config.system.hybrid and own_devices(config, [str(n) for n in range(len(machine.gpus))]) is not None:
+            weights = ((facts.model and facts.model.parameters) or 0) * bytes_per_number(config)
+            # The engines' GPUs are taken for ones like the trainer's.
+            share = (free_memory(config, facts) - weights // ranks_per_engine(config)) // 2
+            derive_kv_memory(filling, facts, share, "on a GPU of its own, half")
+        else:
+            derive_kv_memory(filling, facts, budget // 4, "a quarter")
         turns = on_gpu and not engines_apart(config) and not (config.rollout.max_staleness and weights_apart(config))
         reason = "engine and trainer share the GPU" if turns else "engine and trainer do not take turns on a GPU"
         filling.fill("system.hybrid", turns, reason)

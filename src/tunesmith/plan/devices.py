@@ -26,15 +26,16 @@ def visible_names(said: str | None, count: int) -> list[str]:
 def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ...]] | None:
     """GPUs for each engine that there is room for; None where all share the trainer's.
 
-    The trainer keeps its own to itself, unless it takes turns with the engines (``system.hybrid``). A single GPU is
-    shared, and so is the trainer's where engines read the weights in its memory (CUDA IPC).
+    The trainer keeps its own to itself, unless it takes turns with the engines (``system.hybrid``) or does not train
+    while they sample. A single GPU is shared, and so is the trainer's where engines read the weights in its memory
+    (CUDA IPC).
     """
     system, ranks = config.system, ranks_per_engine(config)
     device = system.device or "cpu"
     if not _apart_on_gpus(config) or len(visible) < 2 or system.weight_plane == "ipc":
         return None
     trainer = int(device.partition(":")[2] or 0)
-    free = [*visible[trainer:], *visible[:trainer]][0 if system.hybrid else 1 :]
+    free = [*visible[trainer:], *visible[:trainer]][0 if _shares(config) else 1 :]
     return [tuple(free[start : start + ranks]) for start in range(0, len(free) - ranks + 1, ranks)]
 
 
@@ -44,16 +45,21 @@ def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
     places = own_devices(config, [str(n) for n in range(gpus)])
     if places is not None and len(places) < system.engines:
         each = f"{'1 GPU' if ranks == 1 else f'{ranks} GPUs'} each"
-        beside, own = ("", 0) if system.hybrid else (" beside the trainer", 1)
-        at_once = system.hybrid or not isinstance(config, RLConfig) or config.rollout.max_staleness
+        beside, own = ("", 0) if _shares(config) else (" beside the trainer", 1)
+        at_once = not isinstance(config, RLConfig) or system.hybrid or config.rollout.max_staleness
         turns = ", or let engines and trainer take turns: system.hybrid = true"
         yield (
             f"system.engines = {system.engines} of {each}{beside} take {system.engines * ranks + own} GPUs, and this "
             f"process sees {gpus}, with room for {len(places)}. Lower system.engines or the ranks of each"
             f"{'' if at_once or system.engines * ranks > gpus else turns}"
         )
-    if _apart_on_gpus(config) and system.weight_plane == "nccl" and (gpus == 1 or system.hybrid):
+    if _apart_on_gpus(config) and system.weight_plane == "nccl" and (gpus == 1 or _shares(config)):
         yield ('system.weight_plane = "nccl" is between GPUs, and engine and trainer share one here; say "memory"')
+
+
+def _shares(config: RunConfig) -> bool:
+    """Whether the trainer's GPU is given out too: nothing trains on it while engines sample."""
+    return bool(config.system.hybrid) or not isinstance(config, RLConfig)
 
 
 def _apart_on_gpus(config: RunConfig) -> bool:

@@ -105,6 +105,11 @@ def _check_tgi(config: RunConfig) -> Iterator[str]:
             ", or leave it out"
         )
         return
+    if config.lora.on:
+        yield (
+            'lora.path has no effect with system.engine = "tgi", which serves the model it was started with: '
+            "make it one with tunesmith merge, and serve that"
+        )
     if config.system.engine_directory is not None:
         yield 'system.engine_directory has no effect with system.engine = "tgi", which takes no weights; leave it out'
     if config.sampling.min_p > 0:

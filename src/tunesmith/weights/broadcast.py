@@ -49,6 +49,7 @@ class BroadcastPlane:
 
     Args:
         host: address of this machine that engines can reach.
+        device: that NCCL sends from.
         bucket_bytes: sent at a time, and what NCCL needs of the GPU's memory.
         patience: seconds that engines may take to come, and one bucket to arrive.
     """
@@ -56,6 +57,7 @@ class BroadcastPlane:
     tensors: Named
     backend: GroupKind = "gloo"
     host: str = LOOPBACK
+    device: str = "cuda"
     bucket_bytes: int = BUCKET
     patience: float = 60.0
     _flat: FlatWeights | None = field(default=None, init=False)
@@ -114,7 +116,7 @@ class BroadcastPlane:
         store.set("go", "")
         group = process_group(self.backend, store, 0, begun.takers + 1, self.host, self.patience)
         for bucket in buckets:
-            _broadcast(group, bucket.to(_device(self.backend)))
+            _broadcast(group, bucket if self.backend == "gloo" else bucket.to(self.device))
         self._wait(begun, "done")
 
     def _wait(self, begun: _Round, what: str) -> str | None:
@@ -153,11 +155,10 @@ def _receive(offer: Mapping[str, Any], where: str) -> FlatWeights:
     try:
         group = process_group(backend, store, offer["rank"], offer["world"], _own_address(offer), patience)
         flat = FlatWeights(torch.empty(header["bytes"], dtype=torch.uint8), [_row(*row) for row in header["table"]])
-        device = _device(backend)
         for number, (bucket, expected) in enumerate(
             zip(flat.buckets(header["bucket_bytes"]), header["checksums"], strict=True)
         ):
-            arriving = bucket if device == "cpu" else torch.empty_like(bucket, device=device)
+            arriving = bucket if backend == "gloo" else torch.empty_like(bucket, device="cuda")
             _broadcast(group, arriving)
             bucket.copy_(arriving)
             if checksum(bucket) != expected:
@@ -169,10 +170,6 @@ def _receive(offer: Mapping[str, Any], where: str) -> FlatWeights:
 
 def _row(name: str, dtype: str, shape: list[int], start: int) -> Row:
     return name, dtype, tuple(shape), start
-
-
-def _device(backend: GroupKind) -> str:
-    return "cuda" if backend == "nccl" else "cpu"
 
 
 def _own_address(offer: Mapping[str, Any]) -> str:
@@ -187,4 +184,4 @@ def _broadcast(group: Any, bucket: Tensor) -> None:
     options.rootRank = 0
     group.broadcast([bucket], options).wait()
     if bucket.is_cuda:  # NCCL's wait is that of the stream
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream(bucket.device).synchronize()
