@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import psutil
@@ -185,16 +187,34 @@ def test_a_killed_controller_takes_its_actors_along_and_resumes(tmp_path: Path, 
     same(undisturbed, again)
 
 
-def test_the_same_run_on_a_cluster_that_runs_already(tmp_path: Path) -> None:
-    """As ``RAY_ADDRESS`` or ``system.ray_address`` names it, in an environment of the run's own."""
+@contextmanager
+def running_cluster(folder: Path, key: dict[str, str]) -> Generator[str]:
+    """The address of a cluster that is started from outside, as ``ray start`` prints it."""
     ray = Path(sys.executable).parent / "ray"
-    key = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
     env = {**os.environ, **key, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
     start = [str(ray), "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block"]
-    head = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=tmp_path, text=True)
+    head = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=folder, text=True)
+    given_up = Timer(120, head.kill)
+    given_up.start()
     try:
         assert head.stdout is not None
-        address = next(line.split("=")[-1].strip(" '\"\n") for line in head.stdout if "ray start --address" in line)
+        said = ""
+        for said in head.stdout:
+            if "ray start --address" in said:
+                break
+        given_up.cancel()
+        assert "ray start --address" in said, "ray start gave no address within 120 s"
+        yield said.split("=")[-1].strip(" '\"\n")
+    finally:
+        given_up.cancel()
+        head.terminate()
+        head.wait(30)
+
+
+def test_the_same_run_on_a_cluster_that_runs_already(tmp_path: Path) -> None:
+    """As ``RAY_ADDRESS`` or ``system.ray_address`` names it, in an environment of the run's own."""
+    key = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    with running_cluster(tmp_path, key) as address:
         runtime = "[system.ray_runtime_env]\nenv_vars = {TUNESMITH_TEST = '1'}\n"
         run = Run(tmp_path, "run", runtime, key, **RAY, system__ray_address=address)
         run.finish()
@@ -206,6 +226,3 @@ def test_the_same_run_on_a_cluster_that_runs_already(tmp_path: Path) -> None:
         stranger = Run(tmp_path, "stranger", **RAY, system__ray_address=address)
         said, _ = stranger.process.communicate(timeout=200)
         assert stranger.process.returncode == 2 and "set RAY_AUTH_MODE=token" in said.decode()
-    finally:
-        head.terminate()
-        head.wait(30)
