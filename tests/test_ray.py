@@ -99,7 +99,7 @@ def test_contract(check: Callable[[Subject], Awaitable[None]], bench: Bench) -> 
     "how",
     [
         pytest.param(signal.SIGKILL, id="killed"),
-        pytest.param(signal.SIGSTOP, id="hanging", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, id="hanging", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]),
     ],
 )
 def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(
