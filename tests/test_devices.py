@@ -328,3 +328,9 @@ def test_ipc_on_a_cluster_is_between_an_engine_and_a_trainer_that_share_a_gpu(
 ) -> None:
     problems = [*weight_problems(on_ray(weight_plane="ipc", **said))]
     assert not problems if works else "one engine on the GPU of one trainer" in "".join(problems)
+
+
+def test_nccl_is_not_between_an_engine_and_a_trainer_that_share_a_gpu() -> None:
+    together = {"placement": {"colocate": [["actor", "rollout"]]}}
+    assert "is between GPUs" in "".join(weight_problems(on_ray(weight_plane="nccl", **together)))
+    assert not [*weight_problems(on_ray(weight_plane="nccl"))]

@@ -51,15 +51,20 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
         )
     if system.weight_plane in ("nccl", "ipc") and (system.device or "cuda").startswith("cpu"):
         yield f'system.weight_plane = "{system.weight_plane}" is for GPUs; on a CPU say "memory" or "gloo"'
-    if system.weight_plane == "ipc" and system.cluster == "ray":
-        groups = system.placement.colocate if system.placement else ()
-        beside = any({"actor", "rollout"} <= set(group) for group in groups)
-        if not (system.engines == system.trainer_ranks == 1 and beside):
-            yield (
-                'system.weight_plane = "ipc" with system.cluster = "ray" is for one engine on the GPU of one trainer; '
-                'say system.engines = 1, system.trainer_ranks = 1 and system.placement.colocate = [["actor", '
-                '"rollout"]], or "gloo"'
-            )
+    groups = system.placement.colocate if system.placement else ()
+    beside = any({"actor", "rollout"} <= set(group) for group in groups)
+    alone = system.engines == system.trainer_ranks == 1
+    if system.weight_plane == "ipc" and system.cluster == "ray" and not (alone and beside):
+        yield (
+            'system.weight_plane = "ipc" with system.cluster = "ray" is for one engine on the GPU of one trainer; '
+            'say system.engines = 1, system.trainer_ranks = 1 and system.placement.colocate = [["actor", '
+            '"rollout"]], or "gloo"'
+        )
+    if system.weight_plane == "nccl" and beside:
+        yield (
+            'system.weight_plane = "nccl" is between GPUs, and system.placement.colocate puts an engine and a trainer '
+            'on one; say "gloo", or "ipc" for one engine and one trainer rank'
+        )
     if system.adapter_sync is not None and not config.lora.on:
         yield "system.adapter_sync has no effect without an adapter; say lora.rank, or leave it out"
     if system.adapter_sync == "adapter" and system.engine != "local":
