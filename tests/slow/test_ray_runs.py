@@ -192,6 +192,7 @@ def running_cluster(folder: Path, key: dict[str, str]) -> Generator[str]:
     """The address of a cluster that is started from outside, as ``ray start`` prints it."""
     ray = Path(sys.executable).parent / "ray"
     env = {**os.environ, **key, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
+    env.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
     start = [str(ray), "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block"]
     head = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=folder, text=True)
     given_up = Timer(120, head.kill)

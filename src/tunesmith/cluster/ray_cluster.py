@@ -119,9 +119,20 @@ def _connect(system: SystemSection, processes: int) -> bool:
     """Whether a cluster was started, rather than one found."""
     address = system.ray_address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if address is None:
-        # Read when ray is imported: no port is opened to other machines.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    if address is not None:
+        return _open(system, processes, address)
+    # Read when ray is imported: no port is opened to other machines. A `ray start` from here may open them later.
+    only_here = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    said = os.environ.get(only_here)
+    os.environ[only_here] = said or "0"
+    try:
+        return _open(system, processes, None)
+    finally:
+        if said is None:
+            del os.environ[only_here]
+
+
+def _open(system: SystemSection, processes: int, address: str | None) -> bool:
     import ray
 
     environment = _environment(system.ray_runtime_env)
