@@ -33,7 +33,7 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_number_guessing_learns_over_turns(seed: int, guessing: Path) -> None:
     run = guessing / "runs" / f"seed-{seed}"
     tunesmith(guessing, "rl", "rl.toml", f"run_dir={run}", f"train.seed={seed}", "eval.every=40")
