@@ -75,7 +75,8 @@ class Alone(SglangEngine):
 
     async def _ready(self) -> None:
         async with self.publishing:
-            self._offer = self._offer or await self.offered(0)
+            if not self._offered[1]:
+                self._offered = 0, await self.offered(0)
         await super()._ready()
 
     async def _part(self) -> None:
@@ -481,6 +482,28 @@ def test_weights_that_the_server_cannot_load_leave_it_going(sglang: Sglang, mode
         with pytest.raises(EngineError, match="Failed to update weights"):
             await engine.load_weights(2)
         assert set((await engine.generate(PROMPT, FREE)).versions) == {1}
+        await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("before", [[], [1]], ids=["at first", "later"])
+def test_weights_that_are_given_again_keep_their_version(sglang: Sglang, model: CausalLM, before: list[int]) -> None:
+    async def trouble(request: web.Request, body: Any) -> web.StreamResponse | None:
+        if request.path == "/update_weights_from_disk":
+            body["model_path"] = "/nowhere"
+        return None
+
+    async def run() -> None:
+        engine = sglang_engine(sglang.url, model)
+        for version in before:
+            await engine.load_weights(version)
+        sglang.trouble = trouble
+        with pytest.raises(EngineError, match="Failed to update weights"):
+            await engine.load_weights(2)
+        sglang.trouble = None
+        sglang.restart()
+        assert set((await engine.generate(PROMPT, FREE)).versions) == {2}
         await engine.close()
 
     asyncio.run(run())

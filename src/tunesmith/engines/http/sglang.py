@@ -57,7 +57,7 @@ class SglangEngine(HttpEngine):
     def __init__(self, url: str, served: Served, **options: Any) -> None:
         super().__init__(url, served, **options)
         self._given = _Weights("", 0)
-        self._offer: Offer = {}
+        self._offered: tuple[int, Offer] = 0, {}
         self._loading = asyncio.Lock()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -81,8 +81,8 @@ class SglangEngine(HttpEngine):
         """Load the weights of an offer of files; requests in flight continue with them. Raises EngineError."""
         await self._opened()
         async with self._loading:
-            self._offer = offer
-            await self._push(version)
+            self._offered = version, offer
+            await self._push()
 
     def _check_sampling(self, sampling: Sampling) -> None:
         if sampling.cuts:
@@ -184,9 +184,9 @@ class SglangEngine(HttpEngine):
         async with self._loading:
             if self._given.tag:
                 return
-            if not self._offer:
+            if not self._offered[1]:
                 raise EngineError(f"{self.name} was given no weights")
-            await self._push(0)
+            await self._push()
 
     async def _ask(self, input_ids: Sequence[int], settings: dict[str, Any]) -> _Answer:
         """What the server writes after these tokens; cancelling aborts it there."""
@@ -237,13 +237,14 @@ class SglangEngine(HttpEngine):
         async with self._loading:
             if self._given == sent:
                 self._report(f"{self.name} has lost its weights (it has '{found}'): it is given them again")
-                await self._push(sent.version)
+                await self._push()
 
-    async def _push(self, version: int) -> None:
+    async def _push(self) -> None:
         """Have the server load what is offered. Raises EngineError."""
+        version, offer = self._offered
         tag = f"{self._run}-{next(self._pushes)}-version-{version}"
         update = {
-            "model_path": str(Path(self._offer["path"]).parent),
+            "model_path": str(Path(offer["path"]).parent),
             "load_format": "auto",
             "weight_version": tag,
             "flush_cache": True,
