@@ -28,7 +28,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cost import training_cost
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan.facts import Facts, read_model_facts
-from tunesmith.plan.hardware import Limits, measure_limits, read_hardware
+from tunesmith.plan.hardware import PeakRates, measure_limits, read_hardware
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Completion, Sample, Sampling
 
@@ -196,7 +196,7 @@ def _model(wanted: Measure) -> CausalLM:
     return CausalLM.load(wanted.model, dtype=getattr(torch, wanted.dtype))
 
 
-def _limits(wanted: Measure) -> Limits:
+def _limits(wanted: Measure) -> PeakRates:
     return measure_limits("cpu", "bfloat16" if wanted.dtype == "bfloat16" else "float32")
 
 

@@ -81,7 +81,7 @@ def estimators() -> str:
 def corrections() -> str:
     when = WHEN["corrections"]
     rows = [
-        (f"`{c.name}`", f"`{_cell(c.formula)}`", when[c.name], _source(c.source), _settings(c.keys))
+        (f"`{c.name}`", f"`{_cell(c.formula)}`", when[c.name], _source(c.source), _settings(c.settings))
         for c in CORRECTIONS.values()
     ]
     return _table(("name", "weight of a token", "for", "source", "keys and defaults"), rows)
@@ -102,7 +102,7 @@ def _registered(entries: Iterable[Entry[Any]], when: Mapping[str, str]) -> str:
             f"`{_cell(e.formula)}`",
             when[e.name],
             _source(e.source),
-            _settings(e.keys),
+            _settings(e.settings),
             ", ".join(NEEDS[need] for need in sorted(e.needs)),
         )
         for e in entries

@@ -162,7 +162,7 @@ async def check_new_weights_with_requests_in_flight(s: Subject) -> None:
     for attempt in range(40):
         old, new = 2 * attempt + 7, 2 * attempt + 8
         await s.engine.load_weights(old)
-        running = asyncio.create_task(s.write(replace(FREE, max_new_tokens=50)))
+        running = asyncio.create_task(s.write(replace(FREE, max_new_tokens=s.context - 14)))
         for _ in range(6):
             await asyncio.sleep(0.0005 * attempt)
         await s.engine.load_weights(new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def play(
     timeout: float = 20.0,
     chat: bool = True,
     end: str = "<|im_end|>",
-    turn: Callable[[], Any] | None = None,
+    slot: Callable[[], Any] | None = None,
 ) -> tuple[list[Rollout], RecordingEngine]:
     """Play tasks out; what the engine saw is with it."""
     engine = RecordingEngine(tokenizer, policy)
@@ -80,10 +81,17 @@ def play(
     def prompt_of(task: Task) -> list[Message]:
         return [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
 
+    def with_tools(task: Task) -> Task:
+        tools = environments.tools_of(task)
+        if not tools:
+            return task
+        text = tokenizer.apply_chat_template(prompt_of(task), tools, add_generation_prompt=True, tokenize=False)
+        return replace(task, prompt_ids=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
     async def run() -> list[Rollout]:
         made = environments.build(tokenizer, prompt_of, chat=chat, max_tokens=max_tokens, model="policy")
-        collector = Collector(engine, Sum(), made, tokenizer.decode, timeout, *([turn()] if turn else []))
-        prepared = environments.prepare(tasks, tokenizer, prompt_of, chat=chat)
+        collector = Collector(engine, Sum(), made, tokenizer.decode, timeout, *([slot()] if slot else []))
+        prepared = [with_tools(task) for task in environments.route(tasks)]
         sampling = Sampling(max_new_tokens, seed=1, stop_token_ids=tuple(ends))
         groups = await collector.collect(prepared, sampling, group_size, 0)
         return [rollout for group in groups for rollout in group.rollouts]

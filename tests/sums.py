@@ -10,8 +10,8 @@ import pytest
 
 from tiny_runs import write_lines
 from tunesmith import build
+from tunesmith.build.opening import RunResult
 from tunesmith.config.toml import toml_value
-from tunesmith.loop.opening import Outcome
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.recipes.arithmetic import make_model
 
@@ -52,7 +52,7 @@ def taught(folder: Path, seed: int, head_dim: int = 16, steps: int = 600) -> Pat
     return build.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
 
 
-def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, Any]) -> Outcome:
+def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, Any]) -> RunResult:
     """Reinforcement learning from ``model`` on the data in ``folder``."""
     tasks = folder / "tasks.jsonl"
     settings = {
@@ -61,7 +61,7 @@ def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, A
     return build.run_rl(None, overrides(COMMON | RL | settings | changed))
 
 
-def check_learned_as(local: Outcome, outcome: Outcome, *, staleness: int, same_start: bool) -> None:
+def check_learned_as(local: RunResult, outcome: RunResult, *, staleness: int, same_start: bool) -> None:
     """Both learned to add, and one no better than the other.
 
     Args:

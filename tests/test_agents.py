@@ -84,6 +84,16 @@ return 0.5
     assert fork.token_ids[:shared] == long.token_ids[:shared] and not any(fork.sampled[:shared])
 
 
+def test_the_same_words_asked_several_times_at_once_fork(tokenizer: Any, tmp_path: Path) -> None:
+    environments = load(tmp_path, agent("""
+await asyncio.gather(*(ask(messages=START) for _ in range(3)))
+return 1.0
+"""), path="env.py:agent")  # fmt: skip
+    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], counting)
+    check_tokens(ok(rollout), engine)
+    assert [len(record.turns) for record in rollout.records] == [1, 1, 1]
+
+
 def test_policy_tokens_are_never_tokenized_again(tokenizer: Any, tmp_path: Path) -> None:
     """A turn written in other tokens than the tokenizer would choose keeps them in the next prompt."""
     letters = [i for c in "say so" for i in tokenizer(c, add_special_tokens=False)["input_ids"]]
@@ -153,11 +163,16 @@ return float(choice.message.content == "<tool_call>{</tool_call>")
     assert ok(rollout).reward == 1.0
 
 
+HASTY = "try: await asyncio.wait_for(ask(messages=START), 0)\nexcept TimeoutError: return 0.0"
+NO_CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
+
+
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
         ('raise RuntimeError("lost")', Status.ENVIRONMENT_FAILED, "RuntimeError: lost"),
-        ("return 1.0", Status.ENVIRONMENT_FAILED, "ended without a call of the policy"),
+        ("return 1.0", Status.ENVIRONMENT_FAILED, "ended without a turn of the policy"),
+        (HASTY, Status.ENVIRONMENT_FAILED, "ended without a turn of the policy"),
         ("await ask(messages=START)\nreturn 'good'", Status.ENVIRONMENT_FAILED, "gave 'good' as reward"),
         ("while True: await ask(messages=START)", Status.ENVIRONMENT_FAILED, "(environment.max_turns)"),
         ("await ask(messages=START)\nawait asyncio.sleep(99)", Status.TIMED_OUT, "1 s (rollout.timeout)"),
@@ -167,6 +182,9 @@ return float(choice.message.content == "<tool_call>{</tool_call>")
         ("await ask(messages=[])", Status.ENVIRONMENT_FAILED, "at least one message"),
         ("await ask(messages=[{'role': 'user', 'content': 3}])", Status.ENVIRONMENT_FAILED, "content is int"),
         ("await ask(messages=START, max_tokens=0.5)", Status.ENVIRONMENT_FAILED, "max_tokens is 0.5"),
+        ("await ask(messages=START, max_tokens=0)", Status.ENVIRONMENT_FAILED, "max_tokens is 0;"),
+        ("await ask(messages=START, stop=5)", Status.ENVIRONMENT_FAILED, "'stop' is 5"),
+        (f"await ask(messages=[{NO_CALL}])", Status.ENVIRONMENT_FAILED, "is a list of calls with a 'function'"),
     ],
 )  # fmt: skip
 def test_what_goes_wrong_in_an_agent(body: str, status: Status, words: str, tokenizer: Any, tmp_path: Path) -> None:
@@ -192,8 +210,12 @@ return 1.0
     assert len(rollout.records) == 1 and len(engine.exchanges) == 1
 
 
-def test_an_engine_that_fails_is_not_the_agents_fault(tokenizer: Any, tmp_path: Path) -> None:
-    environments = load(tmp_path, agent("await ask(messages=START)"), path="env.py:agent")
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_engine_that_fails_is_not_the_agents_fault(hidden: bool, tokenizer: Any, tmp_path: Path) -> None:
+    body = "await ask(messages=START)"
+    if hidden:
+        body = f"try: {body}\nexcept Exception: return 0.0"
+    environments = load(tmp_path, agent(body), path="env.py:agent")
     # A script that ends without a token to stop at is an engine's failure.
     (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], lambda _: "endless")
     assert rollout.status is Status.ENGINE_FAILED and "without a stop condition" in str(rollout.error)

@@ -55,10 +55,10 @@ def test_a_token_that_is_not_finite_leaves_numerator_and_denominator(bad: float)
     assert token_weights([sample, other], "seq_mean_token_mean") == [[0, 0.5, 0], [0, 0.5]]
 
 
-def test_weigh_adds_weight_and_share() -> None:
+def test_weigh_adds_weight_and_metric_weight() -> None:
     samples = weigh(random_samples(0, lengths=(1, 3)), "seq_mean_token_sum", 8)
     assert [s.columns["weight"] for s in samples] == [[0, 0, 0.5], [0, 0, 0.5, 0.5, 0.5]]
-    assert np.concatenate([s.columns["share"] for s in samples]).sum() == pytest.approx(1.0)
+    assert np.concatenate([s.columns["metric_weight"] for s in samples]).sum() == pytest.approx(1.0)
 
 
 def test_a_constant_length_is_needed_for_the_norm() -> None:

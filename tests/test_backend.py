@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tiny import save_model
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW, learning_rate
 from tunesmith.backends.torch import TorchBackend
-from tunesmith.data.forest import Forest, Predictions, plant
+from tunesmith.data.forest import Forest, Predictions, build_forest
 from tunesmith.errors import CheckpointError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.types import Sample
@@ -138,6 +138,34 @@ def test_state_continues_exactly(dtype: torch.dtype) -> None:
     assert not any("frozen" in name for name in a.state())
 
 
+def test_the_whole_state_goes_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps too, which the fused kernel of CUDA wants there."""
+    plain = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, fused, **kw: plain(groups, fused=not fused, **kw))
+    module = Two()
+    here, there = (MasterAdamW(m, AdamWSettings()) for m in (module, Two().to("meta")))  # in the place of a GPU
+    add_gradient(module, 1), here.step(0.01)
+    there.load_state(here.state())
+    here.move("meta")
+    assert len(here.state()) == len(there.state()) == 6
+    assert {t.device.type for t in (*here.state().values(), *there.state().values())} == {"meta"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_it_continues_from_a_state_on_the_cpu_as_if_it_had_stayed(dtype: torch.dtype) -> None:
+    one, other = Two(dtype).cuda(), Two(dtype).cuda()
+    a, b = MasterAdamW(one, AdamWSettings()), MasterAdamW(other, AdamWSettings())
+    a.parameters["matrix"].sum().backward(), a.step(0.01)
+    b.move("cpu")
+    other.load_state_dict(one.state_dict())
+    b.load_state({name: t.cpu() for name, t in a.state().items()})
+    b.move("cuda")
+    for made in (a, b):
+        made.parameters["matrix"].square().sum().backward(), made.step(0.01)
+    assert one.matrix.equal(other.matrix)
+
+
 def rates(total: int, **options: Any) -> list[float]:
     settings: dict[str, Any] = {"peak": 1.0, "total": total, "warmup": 0, "schedule": "constant"}
     return [learning_rate(step, **{**settings, **options}) for step in range(total)]
@@ -170,7 +198,7 @@ def backend_of(path: Path, dtype: torch.dtype = torch.float32) -> TorchBackend[C
 
 def forest(seed: int) -> Forest:
     ids = torch.randint(5, 260, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return plant([Sample(ids, [False] * 4 + [True] * 8)])
+    return build_forest([Sample(ids, [False] * 4 + [True] * 8)])
 
 
 def nll(_: Forest, predictions: Predictions) -> tuple[Tensor, dict[str, Tensor]]:
@@ -193,7 +221,7 @@ def train(backend: TorchBackend[CausalLM], seeds: range) -> list[float]:
 def test_backend_version_counts_steps_and_a_step_lowers_the_loss(models: dict[str, Path]) -> None:
     backend = backend_of(models["llama"])
     losses = [train(backend, range(1))[0] for _ in range(5)]
-    assert losses == sorted(losses, reverse=True) and backend.version == 5
+    assert losses == sorted(losses, reverse=True) and backend.optimizer_steps == 5
     metrics = backend.forward_backward(forest(0), nll)
     assert metrics["loss"] == pytest.approx(-float(logprobs_of(backend.score(forest(0))).mean()), rel=1e-5)
 
@@ -208,7 +236,7 @@ def test_saved_and_loaded_it_continues_bit_by_bit(
     straight.save(tmp_path)
     resumed = backend_of(models[model], dtype)
     resumed.load(tmp_path)
-    assert resumed.version == 3
+    assert resumed.optimizer_steps == 3
     assert train(straight, range(3, 6)) == train(resumed, range(3, 6))
     ours, theirs = straight.model.module.state_dict(), resumed.model.module.state_dict()
     assert all(ours[n].equal(theirs[n]) for n in ours)

@@ -271,12 +271,20 @@ def test_the_learned_cap_the_kl_controller_the_best_and_the_position_survive(
         build.run_rl(None, settings)
     first = read_state(tmp_path / "run/checkpoints/step-000002")
     assert first["max_tokens"] == 100 and first["kl"]["coef"] != 0.05
-    assert first["tasks"]["taken"] == [8] and first["best"][0] is not None
+    assert first["tasks"]["taken"] == [8] and first["best"]["eval/reward"][0] is not None
     build.run_rl(None, [*settings, "checkpoint.resume=true"])
     last = read_state(tmp_path / "run/checkpoints/step-000005")
     assert last["max_tokens"] == 100 and last["tasks"]["taken"] == [20] and last["step"] == 5
     first_lines = untimed(tmp_path / "run/metrics.jsonl")
     assert max(line.get("microbatches", 0) for line in first_lines) > 1
+
+
+def test_another_metric_resumed_with_has_no_best_yet(tmp_path: Path, model: Path) -> None:
+    build.run_rl(None, settings_of(CASES[1], tmp_path, model, "run", train__steps=2))
+    more = {"eval__metric": "eval/length", "eval__target": 0.0, "eval__at_start": False, "train__steps": 3}
+    outcome = build.run_rl(None, [*settings_of(CASES[1], tmp_path, model, "run", **more), "checkpoint.resume=true"])
+    state = read_state(outcome.checkpoint.parent)
+    assert state["step"] == 3 and state["best"] == {"eval/length": [outcome.evaluations[-1]["eval/length"], 3]}
 
 
 def test_changed_data_is_refused_on_resume(tmp_path: Path, model: Path) -> None:

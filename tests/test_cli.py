@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import typer
 
+from tunesmith.build.opening import RunResult
 from tunesmith.cli.guard import guarded
+from tunesmith.cli.outcome import print_outcome
 from tunesmith.errors import ConfigError, RewardError, StorageError
 
 RUN = """\
@@ -142,6 +144,13 @@ def test_every_ending_has_its_exit_code(capsys: pytest.CaptureFixture[str]) -> N
     assert ending(interrupt, capsys) == (
         130, "interrupted\nContinue with: run_dir=x checkpoint.resume=true\n",
     )  # fmt: skip
+
+
+def test_an_evaluation_that_is_not_finite_is_shown_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    print_outcome(RunResult(Path("run"), Path("model"), [{"eval/loss": None}, {"eval/loss": 2.0}], {}))
+    print_outcome(RunResult(Path("run"), Path("model"), [{"eval/loss": 2.0}, {"eval/loss": None}], {}))
+    told = capsys.readouterr().out
+    assert "nan → 2" in told and "2 → nan" in told
 
 
 def test_guarding_keeps_the_signature_for_the_parser() -> None:

@@ -11,7 +11,8 @@ import pytest
 from tunesmith.engines.fake import FakeEngine, numbers
 from tunesmith.environments.base import Environment, Generate, SingleTurn
 from tunesmith.errors import EngineError, RewardError, UserError
-from tunesmith.loop.collect import Collector, derive_seed
+from tunesmith.loop.collect import Collector
+from tunesmith.loop.seeds import derive_seed
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 SAMPLING = Sampling(max_new_tokens=6)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import find_kind, load_config, parse_override
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.problems import key_lines, line_of
@@ -18,6 +19,7 @@ from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.synonyms import RENAMED, WITHOUT_EQUIVALENT
 from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.config.unknown import all_keys
+from tunesmith.environments.user_code import load_function
 from tunesmith.errors import ConfigError
 
 RUN = """\
@@ -142,6 +144,7 @@ def test_what_is_no_override_is_refused(text: str) -> None:
         ("[train]\nlr = true\n", "train.lr is true; it must be a number above 0."),
         ('[train]\nschedule = "cosin"\n', "one of 'constant', 'linear', 'cosine'. Did you mean 'cosine'?"),
         ("[train]\nbetas = [0.9]\n", "train.betas is [0.9]; it must be a list of 2"),
+        ('[rollout]\nstop = ["x", ""]\n', 'rollout.stop[1] is ""; it must be text in quotes, not empty.'),
         (
             "[train]\nbetas = [0.9, 1.0]\n",
             "train.betas[1] is 1.0; it must be a number of at least 0 and below 1.",
@@ -150,6 +153,7 @@ def test_what_is_no_override_is_refused(text: str) -> None:
         ("[rollout]\ntop_p = 1.5\n", "it must be a number above 0 and of at most 1."),
         ('[system]\nshare_prompts = "true"\n', "it must be true or false. Write true without quotes."),
         ('[system]\nkv_memory = "5 apples"\n', "system.kv_memory: '5 apples' is no size"),
+        (f'[system]\nkv_memory = "{"9" * 400}GB"\n', "is no size"),
         ("[system]\nkv_memory = 5\n", "system.kv_memory is 5; it must be a size such as '512MB'"),
         ('[monitor]\nsinks = "tensorboard"\n', "it must be a list, each item one of 'tensorboard'"),
         ("[algorithm]\ncliprange = 0.2\n", "is called algorithm.clip_low and algorithm.clip_high here"),
@@ -164,6 +168,20 @@ def test_problems_are_told_in_peoples_words(folder: Path, more: str, told: str) 
     assert told in message
     assert "pydantic" not in message
     assert "validation error" not in message
+
+
+def test_data_of_no_source_is_refused(folder: Path) -> None:
+    for key in ("train", "eval"):
+        assert f"data.{key} is []; it must be" in refused(folder, f"data.{key}=[]")
+    assert "or a list of one or more, each item text in quotes" in refused(folder, "data.train=[]")
+
+
+def test_a_key_below_which_something_was_said_has_that_override_as_its_place(folder: Path) -> None:
+    assert refused(folder, "environment.path.a.b=c").startswith("override 'environment.path.a.b=c': environment.path")
+    assert refused(folder, "reward.x.y=1", more="[rollout]\n").startswith(
+        "override 'reward.x.y=1': unknown key reward.x"
+    )
+    assert "line 7: unknown key" not in refused(folder, "reward.x.y=1")
 
 
 def test_a_section_that_is_no_table(folder: Path) -> None:
@@ -211,6 +229,8 @@ def test_missing_sections(folder: Path) -> None:
 def test_a_reward_has_no_meaning_for_supervised_training(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"line 7: \[reward\] has no meaning for supervised training"):
         load_config(SFTConfig, folder / "run.toml", [])
+    with pytest.raises(ConfigError, match=r"'algorithm.name=ppo': \[algorithm\] has no meaning beside \[sampling\]"):
+        load_config(GenerateConfig, folder / "run.toml", ["algorithm.name=ppo"])
     assert find_kind(folder / "run.toml") is RLConfig
     (folder / "run.toml").write_text('[model]\npath = "x"\n[data]\ntrain = "t"\n')
     assert find_kind(folder / "run.toml") is SFTConfig
@@ -258,6 +278,18 @@ def test_files_that_are_not_there(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("model.chat_template='{{% for m in messages %}}{}'".format("x" * 5000), "File name too long"),
+        ("model.path=~nobody-here/model", "home directory"),
+    ],
+)
+def test_paths_that_no_system_can_look_for(folder: Path, said: str, told: str) -> None:
+    message = refused(folder, said)
+    assert f"{said.partition('=')[0]} is no path that can be read: " in message and told in message
+
+
+@pytest.mark.parametrize(
     ("reward", "told"),
     [
         ("reward.py:correct", "reward.py does not exist"),
@@ -269,6 +301,14 @@ def test_files_that_are_not_there(folder: Path) -> None:
 def test_rewards_that_are_not_there(folder: Path, reward: str, told: str) -> None:
     (folder / "broken.py").write_text("x = 1\ndef f(:\n")
     assert told in refused(folder, f'reward.functions=["{reward}"]')
+
+
+def test_rewards_may_be_in_an_importable_module(folder: Path) -> None:
+    (folder / "scores").mkdir()
+    (folder / "scores" / "exact.py").write_text("def same(completions):\n    return [1.0] * len(completions)\n")
+    [reference] = load(folder, 'reward.functions=["scores.exact:same"]').reward.functions
+    assert reference == "scores.exact:same"
+    assert load_function(reference, folder)(["a", "b"]) == [1.0, 1.0]
 
 
 def test_rewards_may_be_imported_or_assigned(folder: Path) -> None:

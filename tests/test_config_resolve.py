@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
+from tunesmith.config.generation import RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, config_text, print_resolved, save_resolved
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
@@ -171,6 +172,8 @@ def test_intervals_longer_than_the_run_are_shortened_and_it_says_so() -> None:
 def test_limits_come_from_the_models_context() -> None:
     assert resolve(rl(), facts()).config.data.max_prompt_tokens == 2048 - 512
     assert resolve(sft(), facts()).config.data.max_tokens == 2048
+    rft = load_config(RFTConfig, None, ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]'])
+    assert resolve(rft, facts()).config.data.max_tokens is None, "its prompts leave room for an answer"
     assert resolve(rl("data.eval=org/e", "eval.samples=8"), facts()).config.eval.pass_at == (1, 2, 4, 8)
 
 
@@ -239,6 +242,12 @@ def test_all_contradictions_are_listed() -> None:
         (sft(), {"longest": 5000}, "the longest sample has 5000 tokens, and 4096 are allowed"),
         (sft("system.max_tokens_per_microbatch=99"), {}, "raise it to at least 100"),
         (sft("system.device=gpu"), {}, "system.device = 'gpu' is no device"),
+        (sft("system.device=mps:a"), {}, "system.device = 'mps:a' is no device"),
+        (
+            rl("system.device=cuda:first", "system.engine_process=true"),
+            {"hardware": Hardware("c", 1, GB, GB, True, (H100, H100))},
+            "system.device = 'cuda:first' is no device",
+        ),
         (
             sft("system.device=cuda:3"),
             {"hardware": Hardware("c", 1, GB, GB, True, (H100,))},
@@ -320,6 +329,24 @@ def test_model_facts_without_torch(tmp_path: Path) -> None:
         read_model_facts(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "a Git LFS pointer"),
+        ("model.safetensors", b"<html>no such file</html>", "is damaged"),
+        ("model.safetensors", struct.pack("<Q", 2) + b"[]", "cannot read"),
+        ("model.safetensors", struct.pack("<Q", 10) + b'{"a": {}} ', "cannot read"),
+        ("config.json", b"[]", "cannot read"),
+    ],
+)
+def test_files_that_are_no_model_are_refused_in_words(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+    (tmp_path / "config.json").write_text('{"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 9}')
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=rf"cannot read .*{name}") as caught:
+        read_model_facts(tmp_path)
+    assert told in str(caught.value)
+
+
 def test_gpu_listing() -> None:
     listing = (
         "0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559, 80000, 9.0\n"
@@ -333,6 +360,7 @@ def test_gpu_listing() -> None:
     assert [g.name for g in parse_gpus(listing, "1,0")] == ["Tesla V100", "NVIDIA H100 80GB HBM3"]
     assert [g.name for g in parse_gpus(listing, "GPU-bb")] == ["Tesla V100"]
     assert parse_gpus(listing, "7,0") == (), "CUDA stops at the first it does not know"
+    assert [g.name for g in parse_gpus(listing, "0,")] == ["NVIDIA H100 80GB HBM3"]
 
 
 def test_this_machine() -> None:

@@ -45,7 +45,7 @@ def test_sequence_truncation_bounds_the_product() -> None:
 
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))
 def test_equal_policies_weigh_one(name: str) -> None:
-    keys = CORRECTIONS[name].keys
+    keys = CORRECTIONS[name].settings
     found = correction_weights(
         name, np.full(3, -1.0), np.full(3, -1.0), keys.get("correction_low", 0.0), keys["correction_high"]
     )

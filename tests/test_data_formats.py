@@ -132,6 +132,7 @@ def test_tools_are_read_and_passed_on() -> None:
         ({"messages": "hello"}, "sft", {}, "is text, needs a list of messages"),
         ({"messages": [USER, 3]}, "sft", {}, r"messages\[1\] is int"),
         ({"messages": [{"content": "x"}]}, "sft", {}, r"messages\[0\] has no role, found: content"),
+        ({"messages": [{"from": ["u"], "value": "x"}]}, "sft", {}, r"messages\[0\] has no role, found: from, value"),
         ({"messages": [{"role": "asistant", "content": "x"}]}, "sft", {}, "Did you mean 'assistant'"),
         ({"messages": [{"role": "user"}]}, "sft", {}, "no text in 'content'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "sft", {}, "not text"),

@@ -320,6 +320,8 @@ def test_the_fingerprint_sees_every_column(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", SUMS)
     before = tasks(path, tiny.tokenizer()).fingerprint
     assert tasks(path, tiny.tokenizer()).fingerprint == before
+    (tmp_path / "moved").mkdir()
+    assert tasks(put(tmp_path / "moved" / "b.jsonl", SUMS), tiny.tokenizer()).fingerprint == before
     put(tmp_path / "a.jsonl", [*SUMS[:-1], {**SUMS[-1], "answer": "0"}])
     assert tasks(path, tiny.tokenizer()).fingerprint != before
 

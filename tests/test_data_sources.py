@@ -114,6 +114,9 @@ def test_csv_with_quoted_line_breaks_keeps_line_numbers(tmp_path: Path) -> None:
 def test_csv_cut_off_inside_quotes(tmp_path: Path) -> None:
     found = lines(tmp_path / "a.csv", 'a,b\n1,2\n3,"4\n5\n')
     assert isinstance(found[1], BadLine) and found[1].where.endswith(":3")
+    assert found[1].reason.endswith("(lines 3 to 4)"), "what was taken along is named"
+    with pytest.raises(DataError, match=r"a\.csv:1: not CSV: "):
+        lines(tmp_path / "a.csv", 'a,"b\n1,2\n')
 
 
 def test_csv_with_a_column_twice_is_refused(tmp_path: Path) -> None:
@@ -128,6 +131,24 @@ def test_parquet_rows_and_a_damaged_file(tmp_path: Path) -> None:
     assert columns(found) == ROWS and found[1].where.endswith("a.parquet:2")
     with pytest.raises(DataError, match=r"cannot read .*b.parquet as Parquet"):
         lines(tmp_path / "b.parquet", b"PAR1 nonsense")
+
+
+def test_what_a_message_or_a_tool_lacks_in_a_table_is_not_there(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def row(arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        said = {"role": "assistant", "content": "x"}
+        return {"messages": [{**said, "tool_calls": [call]}, said], "tools": [{"function": schema}], "tests": [schema]}
+
+    rows = [row({"a": 1}, {"x": {"type": "string"}}), row({"city": "Rome"}, {"y": {"type": "integer"}})]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    table.save_to_disk(str(tmp_path / "saved"))
+    for path in ("a.parquet", "saved"):
+        found = columns(list(read(Source(path=str(tmp_path / path)))))
+        assert [(one["messages"], one["tools"]) for one in found] == [(one["messages"], one["tools"]) for one in rows]
+        assert found[0]["tests"] == [{"x": {"type": "string"}, "y": None}], "other columns are passed on untouched"
 
 
 def test_saved_data_sets(tmp_path: Path) -> None:

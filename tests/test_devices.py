@@ -20,6 +20,7 @@ from tiny import save_model
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
+from tunesmith.config.sizes import parse_size
 from tunesmith.engines import process
 from tunesmith.engines.pool import EnginePool
 from tunesmith.engines.process import Places, ProcessEngine
@@ -282,10 +283,34 @@ def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
     assert planned()[0] == "29000MB"  # (60 GB - 2 of weights) / 2
     assert planned()[1].startswith("on a GPU of its own, half of the free memory; 1024 requests at once would take")
     assert planned(*vllm(2), *here)[0] == "29500MB"  # 1 GB of weights on each rank
-    beside = "11000MB", "a quarter"  # (60 GB - 16 of weights, gradients and optimizer) / 4
-    for said, gpus in (((), 1), (("system.hybrid=true",), 3), (('system.weight_plane="ipc"',), 3)):
+    # A quarter of 60 GB - 16 of weights, gradients and optimizer - 2 of the engine's own weights, unless it sleeps
+    # while the policy trains.
+    beside = ("10500MB", (), 1), ("10500MB", ('system.weight_plane="ipc"',), 3), ("11000MB", ("system.hybrid=true",), 3)
+    for memory, said, gpus in beside:
         size, reason = planned(*said, gpus=gpus)
-        assert size == beside[0] and reason.startswith(beside[1])
+        assert size == memory and reason.startswith("a quarter")
+
+
+@pytest.mark.parametrize("kind", [RLConfig, GenerateConfig])
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_engines_on_one_device_share_what_is_free_of_it(kind: Any, gpus: int) -> None:
+    gpu = Gpu("GPU", 80 * 10**9, 80 * 10**9, (9, 0))
+    machine = Hardware("CPU", 2, 80 * 10**9, 80 * 10**9, bf16=True, gpus=(gpu,) * gpus)
+    facts = Facts(machine, ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5), train_size=10**4, longest=40)
+    crowd = {RLConfig: ("rollout.group_size=1024",), GenerateConfig: ("sampling.n=1000",)}[kind]
+
+    def planned(engines: int) -> tuple[int, str]:
+        said = (*BASE, f'system.device="{"cuda" if gpus else "cpu"}"', "system.max_running=4096", *crowd)
+        found = resolve(load_config(kind, None, [*said, f"system.engines={engines}"]), facts)
+        assert found.config.system.kv_memory
+        reason = next(d.reason for d in found.derived if d.key == "system.kv_memory")
+        return parse_size(found.config.system.kv_memory), reason
+
+    alone, together = planned(1)[0], planned(4)
+    assert 4 * together[0] <= alone and "of the free memory, shared by 4 engines; " in together[1]
+    # Half of what all weights leave, or a quarter of what they and the trainer leave.
+    weights, part = 2 * 10**9, 1 / 2 if kind is GenerateConfig else 1 / 4
+    assert 4 * together[0] == pytest.approx(alone - 3 * weights * part, abs=4 * 10**6)
 
 
 def on_ray(**said: Any) -> RLConfig:

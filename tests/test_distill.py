@@ -19,7 +19,7 @@ from tunesmith import build
 from tunesmith.algorithms.advantages import Outcome, compute_advantages
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.objective import distillation_objective
-from tunesmith.data.forest import Predictions, plant
+from tunesmith.data.forest import Predictions, build_forest
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
@@ -113,7 +113,7 @@ def test_its_gradient_is_that_of_finite_differences() -> None:
 def objective_of(alpha: float, logprobs: list[float], divergence: list[float]) -> tuple[float, dict[str, float]]:
     samples = weigh([Sample([1, 2, 3], [False, True, True]), Sample([1, 4], [False, True])], "token_mean", None)
     found = Predictions(torch.tensor(logprobs), divergence=torch.tensor(divergence))
-    loss, metrics = distillation_objective(alpha)(plant(samples), found)
+    loss, metrics = distillation_objective(alpha)(build_forest(samples), found)
     return float(loss), {name: float(m) for name, m in metrics.items()}
 
 
@@ -123,7 +123,7 @@ def test_the_objective_by_hand() -> None:
     assert metrics == {"nll": pytest.approx(2.0), "teacher_kl": pytest.approx(0.5), "nonfinite_tokens": 0}
     loss, metrics = objective_of(1.0, [-1.0, -2.0, -3.0], [0.6, float("nan"), 0.3])
     assert loss == pytest.approx(0.3) and metrics["nonfinite_tokens"] == 1
-    empty = distillation_objective(0.5)(plant([]), Predictions(torch.zeros(0), divergence=torch.zeros(0)))
+    empty = distillation_objective(0.5)(build_forest([]), Predictions(torch.zeros(0), divergence=torch.zeros(0)))
     assert float(empty[0]) == 0 and empty[1] == {}
 
 
@@ -141,7 +141,7 @@ def loaded(models: tuple[Path, Path]) -> tuple[CausalLM, CausalLM]:
 
 def plain(model: CausalLM, sample: Sample) -> Tensor:
     """Log-probabilities ``[n, V]`` where the sample predicts, by the Hugging Face layers' hidden states alone."""
-    forest = plant([sample])
+    forest = build_forest([sample])
     from tunesmith.models.forest_attention import ForestAttention
 
     hidden = model.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))[forest.source]
@@ -151,14 +151,14 @@ def plain(model: CausalLM, sample: Sample) -> Tensor:
 def test_a_student_is_compared_with_its_teacher_token_by_token(models: tuple[Path, Path]) -> None:
     student, teacher = loaded(models)
     predict = partial(predict_with_teacher, teacher=teacher, chunk=2)
-    found = predict(student, plant(SEQUENCES), top_k=300)
+    found = predict(student, build_forest(SEQUENCES), top_k=300)
     expected = torch.cat([plain(teacher, s).exp() * (plain(teacher, s) - plain(student, s)) for s in SEQUENCES]).sum(-1)
     assert found.divergence is not None and found.logprobs is not None
     torch.testing.assert_close(found.divergence, expected, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(found.logprobs, student.predict(plant(SEQUENCES)).logprobs)
-    few = predict(student, plant(SEQUENCES), top_k=5).divergence
+    torch.testing.assert_close(found.logprobs, student.predict(build_forest(SEQUENCES)).logprobs)
+    few = predict(student, build_forest(SEQUENCES), top_k=5).divergence
     assert few is not None and (few <= expected + 1e-9).all() and (few > 0).all()
-    same = predict_with_teacher(teacher, plant(SEQUENCES), teacher=teacher, top_k=5).divergence
+    same = predict_with_teacher(teacher, build_forest(SEQUENCES), teacher=teacher, top_k=5).divergence
     torch.testing.assert_close(same, torch.zeros(8, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
@@ -169,7 +169,7 @@ def test_the_gradient_does_not_depend_on_the_split(models: tuple[Path, Path]) ->
     def gradient(split: list[list[int]]) -> list[Tensor]:
         student.module.zero_grad()
         for indices in split:
-            forest = plant(samples, indices)
+            forest = build_forest(samples, indices)
             loss, _ = distillation_objective(0.7)(
                 forest, predict_with_teacher(student, forest, teacher=teacher, top_k=9)
             )
@@ -200,7 +200,7 @@ def on_data(folder: Path, models: tuple[Path, Path], run: str = "sft", **changed
     return sft_settings(folder, models[0], run, **changed)
 
 
-def lines_of(outcome: build.Outcome) -> list[dict[str, Any]]:
+def lines_of(outcome: build.RunResult) -> list[dict[str, Any]]:
     return [line for line in untimed(outcome.run_dir / "metrics.jsonl") if "loss" in line]
 
 
@@ -233,6 +233,7 @@ def test_a_run_on_given_answers_evaluates_and_resumes(tmp_path: Path, models: tu
         (on_samples, {"algorithm__name": "grpo"}, "does not look at the teacher"),
         (on_samples, {"algorithm__kl_coef": 0}, "learns from the KL to the teacher in the reward"),
         (on_samples, {"distill__mode": "sampled", "algorithm__clip_low": 0.1}, "algorithm.clip_low has no effect"),
+        (on_samples, {"algorithm__dynamic_filter": True}, "no prompt would be kept"),
         (on_samples, {"distill__mode": "offpolicy"}, "'on_policy', 'sampled', 'offline'"),
         (on_data, {"distill__alpha": 0}, "leaves the teacher out"),
         (on_data, {"teacher__path": "./nowhere"}, "does not exist"),

@@ -17,7 +17,7 @@ from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.objective import sft_objective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
-from tunesmith.data.forest import plant
+from tunesmith.data.forest import build_forest
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.types import Sample
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def step(backend: TorchBackend[Any]) -> dict[str, torch.Tensor]:
     """Take one; the weights after it, as the optimizer keeps them."""
     samples = weigh([Sample([5, 9, 30, 77], [False, False, True, True])], "token_mean")
-    backend.forward_backward(plant(samples), sft_objective())
+    backend.forward_backward(build_forest(samples), sft_objective())
     backend.step(1e-2)
     return {name: m.detach().clone() for name, m in backend.optimizer.masters.items()}
 
@@ -43,15 +43,15 @@ def test_the_average_follows_each_step_in_float32(model: Path, dtype: torch.dtyp
     for _ in range(3):
         weights = step(backend)
         expected = {name: 0.75 * t + 0.25 * weights[name] for name, t in expected.items()}
-    assert all(t.dtype == torch.float32 for t in backend.average.values())
-    for name, average in backend.average.items():
+    assert all(t.dtype == torch.float32 for t in backend.ema.values())
+    for name, average in backend.ema.items():
         torch.testing.assert_close(average, expected[name])
     module = backend.model.module
     before = {name: t.clone() for name, t in module.state_dict().items()}
-    with pytest.raises(KeyError), backend.averaged():
+    with pytest.raises(KeyError), backend.ema_weights():
         inside = {name: t.clone() for name, t in module.named_parameters()}
         raise KeyError
-    assert all(t.equal(backend.average[name].to(dtype)) for name, t in inside.items())
+    assert all(t.equal(backend.ema[name].to(dtype)) for name, t in inside.items())
     assert all(t.equal(before[name]) for name, t in module.state_dict().items()), "bitwise as it was"
 
 

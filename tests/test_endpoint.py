@@ -45,7 +45,9 @@ async def talks(ask, http, plain, key, base_url):
     return float(len(said))
 
 async def streams(ask, http, plain, key, base_url):
-    *chunks, done = await ask(messages=START, stream=True)
+    first, last, done = await ask(messages=START, stream=True)
+    assert all(json.loads(chunk)["choices"] for chunk in (first, last)), "counts are sent where they are asked for"
+    *chunks, done = await ask(messages=[*START, *START], stream=True, stream_options={"include_usage": True})
     first, last, usage = map(json.loads, chunks)
     assert done == "[DONE]" and first["object"] == "chat.completion.chunk"
     assert last["choices"][0]["finish_reason"] == "stop" and usage["usage"]["completion_tokens"] > 0
@@ -57,12 +59,14 @@ async def is_refused(ask, http, plain, key, base_url):
         await ask(url=plain, key="wrong", messages=START),
         await ask(messages=START, n=3),
         await ask(messages="hello"),
+        await ask(messages=START, stop=5),
+        await ask(messages=[{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]),
     ]
     async with http.post(base_url + "/chat/completions", data=b"{") as answer:
         wrong.append((answer.status, await answer.json()))
     async with http.get(base_url + "/models") as answer:
         assert (await answer.json())["data"][0]["id"] == "policy"
-    assert [status for status, _ in wrong] == [401, 400, 400, 400], wrong
+    assert [status for status, _ in wrong] == [401, *[400] * 5], wrong
     assert all(body["error"]["message"] for _, body in wrong)
     return 1.0
 
@@ -80,7 +84,7 @@ def test_an_agent_with_a_client_of_its_own(tokenizer: Any, tmp_path: Path) -> No
         task = made_task(tokenizer, how=how)
         (rollout,), engine = play(environments, tokenizer, [task], lambda _: "hello<|im_end|>")
         check_tokens(ok(rollout), engine)
-        assert rollout.reward == reward and len(rollout.records) == 1
+        assert rollout.reward == reward and len(rollout.records) == (2 if how == "streams" else 1)
 
 
 PLAIN = """
@@ -127,7 +131,7 @@ def test_an_episode_that_is_over_is_not_answered(tokenizer: Any, tmp_path: Path)
     import asyncio
 
     first, second = play(
-        environments, tokenizer, tasks, lambda _: "late<|im_end|>", turn=lambda: asyncio.Semaphore(1)
+        environments, tokenizer, tasks, lambda _: "late<|im_end|>", slot=lambda: asyncio.Semaphore(1)
     )[0]  # fmt: skip
     assert ok(first).reward == 1.0
     assert second.status is Status.ENVIRONMENT_FAILED and "401" in str(second.error)

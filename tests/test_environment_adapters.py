@@ -132,7 +132,7 @@ class AgentInstance:
             "environment_feedback": "" if done else "\\n<|im_start|>user\\ntries<|im_end|>\\n<|im_start|>assistant\\n",
             "done": done,
             "sampling_params": states.get("sampling_params", None),
-            "extra_logs": {"steps": self.step_idx},
+            "extra_logs": {"steps": self.step_idx, "how": "won", "none": None},
         }
 
 class Later(AgentInstance):
@@ -155,10 +155,12 @@ def test_an_openrlhf_agent_instance(name: str, tokenizer: Any, tmp_path: Path) -
     def policy(text: str) -> str:
         return f"{text.count('tries')}<|im_end|>"
 
-    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer, label="2")], policy)
+    tools = [{"type": "function", "function": {"name": "add"}}]  # of the data: what is said goes to `step` all the same
+    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer, label="2", tools=tools)], policy)
     check_tokens(ok(rollout), engine)
     assert rollout.reward == 1.0 and len(rollout.records) == 1 and len(rollout.turns) == 3
     assert rollout.metrics["steps"] == 3.0 and rollout.metrics["scores"] == 1.0
+    assert not {"how", "none"} & rollout.metrics.keys()
     again = "<|im_end|>\n<|im_start|>user\ntries<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(rollout.completion_ids) == f"0{again}1{again}2<|im_end|>"
     assert ("Now" in tokenizer.decode(rollout.token_ids)) == (name == "Later")

@@ -10,19 +10,22 @@ from typing import Any
 import pytest
 
 import tiny
-from data_tokenizers import template
+from data_tokenizers import byte_level, template
 from documents import ROOT, Block, blocks_of
 from tiny_runs import rl_settings, write_lines
 from tunesmith.build import run_rl
+from tunesmith.build.environments import load_run_tasks
+from tunesmith.config.schema import DataSection, EnvironmentSection
+from tunesmith.data.prepare import Prepared
 from tunesmith.engines.local.engine import LocalEngine
+from tunesmith.environments.loading import load_environments
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.loop.learner import Learner
-from tunesmith.types import Sample
+from tunesmith.types import Sample, Task
 
 PAGE = list(blocks_of(ROOT / "docs" / "environments.md"))
-LINES = [
-    {"prompt": "7*6?", "answer": "42", "secret": 3, "game": game} for game in ("guess", "solve", "single_turn", "guess")
-]
+LINES = [{"prompt": "7*6?", "answer": "42", "secret": 3}]
+MIXED = next(block.text for block in PAGE if block.language == "json" and '"game"' in block.text)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,8 @@ def test_the_pages_run_files_run(block: Block, model: Path, tmp_path: Path) -> N
         if code.language == "python" and (file := re.match(r"# (\w+\.py)\n", code.text)):
             (tmp_path / file[1]).write_text(code.text)
     write_lines(tmp_path / "train.jsonl", LINES)
+    if "column" in block.text:
+        (tmp_path / "train.jsonl").write_text(MIXED)
     (tmp_path / "run.toml").write_text(block.text)
     small = {
         "run_dir": str(tmp_path / "run"), "model.path": str(model), "model.dtype": "float32", "train.steps": 1,
@@ -54,6 +59,25 @@ def test_the_pages_run_files_run(block: Block, model: Path, tmp_path: Path) -> N
     assert step["rollouts/failed"] == 0.0 and step["rollouts"] == 8.0
     assert step["logged/turns"] >= 1.0 and step["trained_tokens"] > 0
     assert abs(step["policy_kl"]) < 1e-6, "the trainer scores every token as it was sampled"
+
+
+def test_limits_of_prompts_count_the_tools_that_are_told(tmp_path: Path) -> None:
+    code = next(block.text for block in PAGE if block.text.startswith("# tools.py"))
+    (tmp_path / "tools.py").write_text(code)
+    path = str(write_lines(tmp_path / "t.jsonl", [{"prompt": "7*6?"}, {"prompt": "7*6? " + "x" * 300}]))
+    environments = load_environments(EnvironmentSection(tools=("tools.py:times",)), tmp_path)
+    tokenizer = byte_level(template("qwen2"))
+
+    def load(**settings: Any) -> Prepared[Task]:
+        return load_run_tasks(environments, tokenizer, DataSection(train=path, **settings), path)
+
+    short, long = (len(task.prompt_ids) for task in load().items)
+    assert "Multiply two numbers." in tokenizer.decode(load().items[0].prompt_ids)
+    assert len(load(max_prompt_tokens=short, too_long="skip").items) == 1
+    with pytest.raises(DataError, match=f"the prompt has {long} tokens, the limit is {long - 1}"):
+        load(max_prompt_tokens=long - 1)
+    cut = load(max_prompt_tokens=long - 9, too_long="truncate_right").items[1]
+    assert len(cut.prompt_ids) <= long - 9 and isinstance(cut.prompt, str) and cut.prompt.startswith("7*6? x")
 
 
 CODE = """

@@ -144,7 +144,8 @@ def test_a_turn_that_was_cut_is_ended_for_the_policy(tokenizer: Any, tmp_path: P
 def test_plain_text_is_put_behind_plain_text(tmp_path: Path) -> None:
     tokenizer = byte_level()
     environments = load(tmp_path, ECHO, path="env.py:Echo")
-    task = made_task(tokenizer, "7?", chat=False, turns=2, first=" go ")
+    tools = [{"type": "function", "function": {"name": "add"}}]  # of the data; there is no template to tell of them
+    task = made_task(tokenizer, "7?", chat=False, turns=2, first=" go ", tools=tools)
     (rollout,), engine = play(environments, tokenizer, [task], lambda _: "ab</s>", chat=False)
     check_tokens(ok(rollout), engine)
     assert tokenizer.decode(rollout.token_ids) == "7? go ab</s>heard 'ab'ab</s>"
@@ -189,6 +190,7 @@ def test_an_episode_ends_where_there_is_no_room_left(tokenizer: Any, tmp_path: P
 
 FAILING = """
 import asyncio, threading, time
+from tunesmith.environments.multi_turn import Step
 
 class Failing:
     def __init__(self):
@@ -216,6 +218,9 @@ RESULTS = {
     "nan": ("x", float("nan"), True),
     "number": (3, 1.0, True),
     "silent": (None, 1.0, False),
+    "huge": (None, 10**400, True),
+    "metrics": Step(None, 1.0, True, {"distance": "far"}),
+    "no metrics": Step(None, 1.0, True, [1.0]),
 }
 
 class Blocking(Failing):
@@ -246,6 +251,9 @@ WRONG = {
     "nan": (Status.ENVIRONMENT_FAILED, "gave nan as reward"),
     "number": (Status.ENVIRONMENT_FAILED, "gave 3 as observation"),
     "silent": (Status.ENVIRONMENT_FAILED, "is not done and gave no observation"),
+    "huge": (Status.ENVIRONMENT_FAILED, "as reward; expected a finite number"),
+    "metrics": (Status.ENVIRONMENT_FAILED, "gave 'far' as metric 'distance'"),
+    "no metrics": (Status.ENVIRONMENT_FAILED, "gave [1.0] as metrics"),
 }
 
 
@@ -307,7 +315,7 @@ class Counting:
         environments = load(tmp_path, f"# {limit}" + code, path="env.py:Counting")
         rollouts, _ = play(
             environments, tokenizer, [made_task(tokenizer)], lambda _: "x<|im_end|>",
-            group_size=12, turn=lambda n=limit: asyncio.Semaphore(n),
+            group_size=12, slot=lambda n=limit: asyncio.Semaphore(n),
         )  # fmt: skip
         assert max(r.reward or 0.0 for r in rollouts) == limit
 

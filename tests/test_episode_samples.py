@@ -9,7 +9,7 @@ import pytest
 
 from tunesmith.algorithms.presets import resolve_algorithm
 from tunesmith.config.schema import AlgorithmSection
-from tunesmith.loop.experience import experience, with_written, written
+from tunesmith.loop.experience import make_experience, with_written, written
 from tunesmith.types import Completion, Record, Rollout, RolloutGroup, Sample, Task
 
 
@@ -35,7 +35,7 @@ def group(*rollouts: list[Record], last: float = 0.0) -> RolloutGroup:
 
 def samples_of(groups: list[RolloutGroup], **settings: Any) -> list[Sample]:
     section, _ = resolve_algorithm(AlgorithmSection(**settings), max_new_tokens=8)
-    return experience(groups, section, cast("Any", None), kl_coef=0.0, max_new_tokens=8, seed=0)
+    return make_experience(groups, section, cast("Any", None), kl_coef=0.0, max_new_tokens=8, seed=0)
 
 
 def test_each_record_is_a_sample_with_its_rollouts_advantage() -> None:

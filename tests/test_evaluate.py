@@ -15,7 +15,7 @@ from tunesmith.engines.fake import FakeEngine, numbers
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import EngineError
 from tunesmith.loop.collect import Collector
-from tunesmith.loop.evaluate import Evaluation, evaluate, pass_at_k
+from tunesmith.loop.evaluate import EvaluationPlan, evaluate, pass_at_k, passes
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
 
@@ -74,11 +74,11 @@ def measured(engine: FakeEngine, scorer: Any, **changed: Any) -> tuple[dict[str,
         "samples": 1,
         "temperature": 0.6,
         "pass_at": (1, 2),
-        "threshold": 1.0,
+        "weights": {"right": 1.0, "style": 0.0},
         "seed": 3,
     }
     made = Collector(engine, scorer, {"single_turn": SingleTurn()}, numbers, 60.0)
-    return asyncio.run(evaluate(made, Evaluation(**{**settings, **changed})))
+    return asyncio.run(evaluate(made, EvaluationPlan(**{**settings, **changed})))
 
 
 def test_greedy_metrics() -> None:
@@ -95,6 +95,22 @@ def test_greedy_metrics() -> None:
     }
     assert [s.temperature for s in engine.asked] == [0.0, 0.0]
     assert [g.task.id for g in groups] == ["a", "b"]
+
+
+def test_a_rollout_passes_when_every_reward_that_applies_to_it_is_full() -> None:
+    weights = {"right": 0.7, "format": 0.2, "long": -1.0}
+    cases: list[tuple[dict[str, float | None], float, bool]] = [
+        ({"right": 1.0, "format": 1.0, "long": 0.0}, 0.2 + 0.7, True),
+        ({"right": 1.0, "format": 1.0, "long": 0.1}, 0.8, False),
+        ({"right": 1.0, "format": None}, 0.7, True),
+        ({"right": None, "format": 1.0, "environment": 1.0}, 1.2, True),
+        ({"right": None, "format": 1.0, "environment": 0.0}, 0.2, False),
+        ({}, 1.0, True),
+        ({}, 0.9, False),
+    ]
+    for rewards, total, full in cases:
+        assert passes(Rollout(TASKS[0], reward=total, rewards=rewards), weights) is full, rewards
+    assert not passes(Rollout(TASKS[0]), weights), "no reward at all"
 
 
 def test_pass_at_k_draws_samples_beside_the_greedy_ones() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
-from tunesmith.data.forest import Forest, plant
+from tunesmith.data.forest import Forest, build_forest
 from tunesmith.errors import ModelError
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
@@ -121,7 +121,7 @@ def test_forest_equals_one_sequence_at_a_time(model_type: str) -> None:
     want = one_at_a_time(model, batch, 0.8)
     want_gradients = gradients(model, want)
     model.module.set_attn_implementation(ATTENTION_NAME)
-    forest = plant(batch)
+    forest = build_forest(batch)
     assert forest.num_tokens < sum(len(s.token_ids) for s in batch)
     for lean in dict.fromkeys((None, LeanDecoder.of(model.module.base_model))):
         assert lean is not None or model.lean is None
@@ -145,7 +145,7 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch, model: CausalLM) -> None:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_lean_equals_hugging_face_in_float64(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, forest = build(model_type, torch.float64), plant(samples())
+    model, forest = build(model_type, torch.float64), build_forest(samples())
     model.module.set_attn_implementation(ATTENTION_NAME)
     exact_norms(monkeypatch, model)
     want, want_entropy = logprobs(model, forest, entropy=True)
@@ -162,7 +162,7 @@ def test_lean_equals_hugging_face_in_float64(model_type: str, monkeypatch: pytes
 
 
 def test_lean_with_biases_and_partly_frozen() -> None:
-    model, forest = build("llama", attention_bias=True, mlp_bias=True), plant(samples())
+    model, forest = build("llama", attention_bias=True, mlp_bias=True), build_forest(samples())
     model.module.set_attn_implementation(ATTENTION_NAME)
     frozen = [p for n, p in model.module.named_parameters() if "k_proj" in n or "layers.0" in n]
     for parameter in frozen:
@@ -174,7 +174,7 @@ def test_lean_with_biases_and_partly_frozen() -> None:
 
 def test_lean_follows_the_modules(tmp_path: Path) -> None:
     """Optimizer steps reach the fused weights, and replaced, hooked or moved modules are called themselves."""
-    model, forest = CausalLM.load(tiny.save_model(tmp_path / "m", "llama")), plant(samples())
+    model, forest = CausalLM.load(tiny.save_model(tmp_path / "m", "llama")), build_forest(samples())
     lean = model.lean
     assert lean is not None
 
@@ -202,6 +202,8 @@ def test_lean_follows_the_modules(tmp_path: Path) -> None:
     check()
     attention.v_proj.register_forward_hook(lambda _m, _i, out: out + 1)
     check()
+    model.module.base_model.layers[1].self_attn.q_proj.register_forward_pre_hook(lambda _m, inputs: (2 * inputs[0],))
+    check()
     attention.q_proj.weight = torch.nn.Parameter(torch.randn_like(attention.q_proj.weight))
     check()
     model.module.double()
@@ -210,7 +212,10 @@ def test_lean_follows_the_modules(tmp_path: Path) -> None:
 
 
 def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:
-    model, forest = CausalLM.load(tiny.save_model(tmp_path / "m", "qwen3", tie_word_embeddings=True)), plant(samples())
+    model, forest = (
+        CausalLM.load(tiny.save_model(tmp_path / "m", "qwen3", tie_word_embeddings=True)),
+        build_forest(samples()),
+    )
     assert model.lean is not None
     with torch.no_grad():
         for parameter in model.module.parameters():
@@ -230,7 +235,7 @@ def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:
 
 def test_dropout_is_off_and_kept_in_the_configuration(tmp_path: Path) -> None:
     path = tiny.save_model(tmp_path / "m", "gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
-    model, forest = CausalLM.load(path), plant(samples())
+    model, forest = CausalLM.load(path), build_forest(samples())
     want, _ = logprobs(model, forest)
     model.module.train()
     assert torch.equal(logprobs(model, forest)[0], want)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tunesmith.algorithms.filtering import filter_groups, group_score, is_informative, rollout_score
+from tunesmith.algorithms.filtering import filter_groups, group_score, rollout_score
 from tunesmith.errors import ConfigError
 from tunesmith.types import Rollout, RolloutGroup, Status, Task
 
@@ -26,26 +26,23 @@ def group(*scores: float) -> RolloutGroup:
         (0.5, 0.0, 1.0, True),
         (0.2, 0.2, 0.8, False),
         (0.8, 0.2, 0.8, False),
-        (None, 0.0, 1.0, False),
     ],
 )
-def test_the_bounds_are_strict(score: float | None, low: float, high: float, expected: bool) -> None:
-    assert is_informative(score, low, high) is expected
+def test_the_bounds_are_strict(score: float, low: float, high: float, expected: bool) -> None:
+    kept, rejected = filter_groups([group(score)], low, high)
+    assert (len(kept), len(rejected)) == (expected, not expected)
 
 
 def test_groups_are_split_in_order() -> None:
     groups = [group(0, 0), group(0, 1), group(1, 1), group(1, 0, 0)]
-    found = filter_groups(groups)
-    assert found.kept == [groups[1], groups[3]]
-    assert found.rejected == [groups[0], groups[2]]
-    assert filter_groups(groups, 0.4, 0.9).kept == [groups[1]]
-    assert filter_groups([]).kept == []
+    assert filter_groups(groups) == ([groups[1], groups[3]], [groups[0], groups[2]])
+    assert filter_groups(groups, 0.4, 0.9)[0] == [groups[1]]
+    assert filter_groups([]) == ([], [])
 
 
 def test_the_score_is_the_weighted_mean_of_raw_rewards() -> None:
     assert rollout_score(rollout(-3.0, a=1.0, b=0.0), {"a": 3.0}) == 0.75
     assert rollout_score(rollout(0.5, a=1.0, b=None)) == 1.0
-    assert rollout_score(rollout(0.5)) == 0.5
     assert rollout_score(rollout(None, a=None)) is None
     assert rollout_score(rollout(1.0, a=1.0), {"a": 0.0}) is None
     assert rollout_score(rollout(1.0, a=1.0, penalty=40.0), {"penalty": -0.5}) == 1.0
@@ -57,7 +54,7 @@ def test_failed_rollouts_have_no_score() -> None:
     mixed = RolloutGroup(TASK, [broken, rollout(1.0, exact=1.0)])
     assert group_score(mixed) == 1.0
     assert group_score(RolloutGroup(TASK, [broken])) is None
-    assert filter_groups([RolloutGroup(TASK, [broken])]).kept == []
+    assert filter_groups([RolloutGroup(TASK, [broken])])[0] == []
 
 
 @pytest.mark.parametrize("score", [-0.5, 1.5, 100.0])

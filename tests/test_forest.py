@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.data.forest import Forest, Segment, plant
+from tunesmith.data.forest import Forest, Segment, build_forest
 from tunesmith.data.trie import num_forest_tokens
 from tunesmith.types import Sample
 
@@ -58,7 +58,7 @@ def test_prompt_with_two_completions() -> None:
         sample([5, 6, 7, 2], "..xx", advantages=[0, 0, 0.5, 0.25]),
         sample([5, 6, 8], "..x", advantages=[0, 0, -1]),
     ]
-    forest = plant(group)
+    forest = build_forest(group)
     assert forest.token_ids.tolist() == [5, 6, 7, 2, 8]
     assert forest.position_ids.tolist() == [0, 1, 2, 3, 2]
     assert forest.segments == (Segment(0, 2, -1), Segment(2, 2, 0), Segment(4, 1, 0))
@@ -71,14 +71,14 @@ def test_prompt_with_two_completions() -> None:
 
 def test_without_sharing_every_sample_is_a_root() -> None:
     group = [sample([5, 6, 7], "..x"), sample([5, 6, 8], "..x")]
-    forest = plant(group, share=False)
+    forest = build_forest(group, share=False)
     assert forest.token_ids.tolist() == [5, 6, 7, 5, 6, 8]
     assert [s.parent for s in forest.segments] == [-1, -1]
 
 
 def test_loss_tokens_are_never_shared() -> None:
     twins = [sample([5, 6, 7, 8], ".xx."), sample([5, 6, 7, 8], "..xx")]
-    forest = plant(twins)
+    forest = build_forest(twins)
     assert forest.segments == (Segment(0, 1, -1), Segment(1, 3, 0), Segment(4, 3, 0))
 
 
@@ -88,7 +88,7 @@ def test_forked_conversation_has_parents_two_deep() -> None:
         sample([1, 2, 3, 4, 8], "....x"),
         sample([1, 2, 5, 9], "...x"),
     ]
-    forest = plant(samples)
+    forest = build_forest(samples)
     assert forest.segments == (
         Segment(0, 2, -1),
         Segment(2, 2, 0),
@@ -102,31 +102,31 @@ def test_forked_conversation_has_parents_two_deep() -> None:
 
 def test_a_sample_that_continues_another_is_one_segment() -> None:
     samples = [sample([1, 2], ".."), sample([1, 2, 3, 4], "...x"), sample([1, 2], "..")]
-    forest = plant(samples)
+    forest = build_forest(samples)
     assert forest.segments == (Segment(0, 4, -1),)
     assert forest.sample_ids == (0, 1, 2) and forest.sample.tolist() == [1]
 
 
 def test_one_token_and_no_loss() -> None:
-    forest = plant([sample([4], "."), sample([4], "."), sample([7], ".")])
+    forest = build_forest([sample([4], "."), sample([4], "."), sample([7], ".")])
     assert forest.num_tokens == 2 and forest.targets.numel() == 0 and forest.source.dtype == torch.int64
 
 
 def test_empty_forest() -> None:
-    forest = plant([])
+    forest = build_forest([])
     assert forest.num_tokens == 0 and forest.segments == () and forest.token_ids.dtype == torch.int64
 
 
 def test_indices_choose_and_order() -> None:
     samples = [sample([5, 6, 7], "..x"), sample([1, 2], ".x"), sample([5, 6, 8], "..x")]
-    forest = plant(samples, [2, 0])
+    forest = build_forest(samples, [2, 0])
     assert forest.sample_ids == (2, 0) and forest.targets.tolist() == [8, 7]
 
 
 def test_columns_follow_the_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        forest = plant([sample([1, 2], ".x", a=[0, 0.1])])
+        forest = build_forest([sample([1, 2], ".x", a=[0, 0.1])])
     finally:
         torch.set_default_dtype(torch.float32)
     assert forest.columns["a"].dtype == torch.float64 and forest.columns["a"].item() == 0.1
@@ -143,7 +143,7 @@ def test_columns_follow_the_default_dtype() -> None:
 )
 def test_malformed_samples_are_refused(bad: Sample) -> None:
     with pytest.raises(AssertionError):
-        plant([bad])
+        build_forest([bad])
 
 
 @st.composite
@@ -160,10 +160,10 @@ def batches(draw: st.DrawFn) -> list[Sample]:
 @settings(max_examples=300, deadline=None)
 @given(batches(), st.booleans())
 def test_every_forest_holds_its_samples(samples: list[Sample], share: bool) -> None:
-    check_invariants(plant(samples, share=share), samples, share)
+    check_invariants(build_forest(samples, share=share), samples, share)
 
 
 def test_a_deep_trie_does_not_exhaust_the_stack() -> None:
     samples = [sample([*range(n), -1], "." * n + "x") for n in range(1, 2000)]
     assert num_forest_tokens(samples) == 1999 + 1999
-    assert plant(samples).num_tokens == 3998
+    assert build_forest(samples).num_tokens == 3998

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import tiny
-from tunesmith.data.forest import Segment, plant
+from tunesmith.data.forest import Segment, build_forest
 from tunesmith.data.packing import pack
 from tunesmith.models.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM
@@ -175,7 +175,7 @@ def conversations() -> list[Sample]:
 def gradient(model: CausalLM, batches: list[list[Sample]], share: bool, entropy: bool = False) -> Tensor:
     model.module.zero_grad()
     for batch in batches:
-        forest = plant(batch, share=share)
+        forest = build_forest(batch, share=share)
         found = model.predict(forest, temperature=0.9, entropy=entropy, chunk=13)
         # Not linear in the log-probabilities, like a clipped policy loss.
         loss = (forest.columns["weight"] * torch.exp(0.1 * found.logprobs)).sum()
@@ -225,7 +225,7 @@ def test_gradient_does_not_depend_on_the_system(model_type: str, default_dtype: 
 def test_checkpointing_saves_memory_and_recomputes(tmp_path: Path) -> None:
     model = CausalLM.load(tiny.save_model(tmp_path, "llama", num_hidden_layers=6))
     model.module.train()
-    forest = plant(conversations())
+    forest = build_forest(conversations())
 
     def saved() -> int:
         total = 0

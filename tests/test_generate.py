@@ -25,8 +25,10 @@ from tunesmith.config.toml import toml_value
 from tunesmith.engines.fake import FakeEngine, numbers
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import ConfigError, DataError, RewardError, UserError
-from tunesmith.loop.collect import Collector, derive_seed
+from tunesmith.loop.collect import Collector
 from tunesmith.loop.generation import LineWriter, Unscored, answer, given_records, read_lines, repair
+from tunesmith.loop.seeds import derive_seed
+from tunesmith.loop.selection import MADE
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
@@ -135,11 +137,32 @@ def test_too_many_failures_stop_the_run_before_their_lines_are_written(tmp_path:
     assert [line["row"] for line in lines_of(tmp_path / "a.jsonl")] == list(range(32))
 
 
+def test_a_short_last_block_is_judged_with_what_was_written_before_it(tmp_path: Path) -> None:
+    class Failing(FakeEngine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            if prompt_ids[1] >= first:
+                raise ValueError("no")
+            return await super().generate(prompt_ids, sampling)
+
+    tasks, first = tasks_of(65), 70
+    assert "error" in answered(tmp_path / "a.jsonl", tasks, Failing(), 7, n=1)[-1]["completions"][0]
+    tasks, first = tasks_of(80), 79
+    with pytest.raises(RewardError, match="7 of 64 rollouts failed"):
+        answered(tmp_path / "b.jsonl", tasks, Failing(), 7, n=1)
+    assert len(lines_of(tmp_path / "b.jsonl")) == 64
+
+
 def test_data_that_the_output_would_write_over_is_refused() -> None:
     task = Task("t", "p", (5,), {"reward": 1})
     with pytest.raises(DataError, match="column 'reward'"):
         LineWriter(numbers, flat=True, scored=True).check_columns([task])
     LineWriter(numbers, flat=False, scored=True).check_columns([task])
+    with pytest.raises(DataError, match="column 'reward'"):
+        LineWriter(numbers, flat=False, scored=True, made=MADE["best"]).check_columns([task])
+    judged = Task("t", "p", (5,), {"chosen": "x"})
+    LineWriter(numbers, flat=False, scored=True, made=MADE["conditional"]).check_columns([judged])
+    with pytest.raises(DataError, match="column 'chosen'"):
+        LineWriter(numbers, flat=False, scored=True, made=MADE["pairs"]).check_columns([judged])
 
 
 @pytest.mark.parametrize("value", [None, [], [1], 5, [{"role": "user", "content": "x"}]])
@@ -159,6 +182,11 @@ def test_columns_and_order_are_kept_and_a_second_run_changes_nothing(tmp_path: P
     assert generate(tmp_path, model).output.read_bytes() == before
     with pytest.raises(ConfigError, match=r"sampling\.seed = 0.*now 1"):
         generate(tmp_path, model, "sampling.seed=1")
+    with pytest.raises(ConfigError, match=r"model\.dtype = 'float32'.*now 'bfloat16'"):
+        generate(tmp_path, model, "model.dtype=bfloat16")
+    (tmp_path / "other.jinja").write_text("{{ messages[-1].content }}")
+    with pytest.raises(ConfigError, match="begun with chat template"):
+        generate(tmp_path, model, f"model.chat_template={tmp_path / 'other.jinja'}")
     assert done.output.read_bytes() == before
 
 
@@ -253,6 +281,8 @@ def test_an_adapter_answers_wherever_the_engine_is(tmp_path: Path, model: Path) 
     ("overrides", "message"),
     [
         (["train.lr=1e-3"], "train.lr has no effect"),
+        (["system.gradient_checkpointing=true"], "system.gradient_checkpointing has no effect"),
+        (["system.logprob_chunk=64"], "system.logprob_chunk has no effect"),
         (["eval.every=3"], "eval.every"),
         (["sampling.temperature=0"], "greedy, and all 3 completions would be equal"),
         (["output.kind=best", "sampling.n=1"], "say sampling.n, such as 4"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunesmith.models.head import Head, LogitScale, default_chunk, fused_logprobs
+from tunesmith.models.head import Head, LogitScale, bfloat16_operands, default_chunk, fused_logprobs
 
 N, D, V = 37, 16, 101
 
@@ -103,6 +105,18 @@ def test_precision_of_float32_products_is_left_as_it_was() -> None:
     hidden, weight, _, targets = inputs(torch.bfloat16)
     fused_logprobs(hidden, Head(weight), targets)[0].sum().backward()
     assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_threads_that_overlap_leave_the_precision_as_it_was() -> None:
+    settings = torch.backends.mkldnn.matmul
+    before, first, second = settings.fp32_precision, ExitStack(), ExitStack()
+    first.enter_context(bfloat16_operands(True))
+    second.enter_context(bfloat16_operands(True))
+    second.enter_context(bfloat16_operands(False))
+    first.close()
+    assert settings.fp32_precision == "bf16", "the other one is not done"
+    second.close()
+    assert settings.fp32_precision == before
 
 
 class Largest(TorchDispatchMode):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +15,13 @@ from http_servers import unused_url
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
 from tunesmith.build.generate import run_generate
+from tunesmith.build.http_engines import make_http_engine
 from tunesmith.build.rl import run_rl
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, UserError
+from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check
 
 
@@ -43,6 +46,7 @@ def test_rl_trains_with_servers(tmp_path: Path, model: Path, servers: list[Sglan
         run_rl(None, [*settings, "system.engine=sglang", f"system.engine_urls={urls(servers[:number])}"])
         lines = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines if "reward" in line] == [1, 2]
+        assert not any("limit_share" in line or "attainable_seconds" in line for line in lines)
         # Sampler and trainer agree on how likely each token was: the weights arrived before each step.
         assert all(abs(line["kl"]) < 1e-6 for line in lines if "reward" in line)
     for server in servers:
@@ -117,6 +121,14 @@ def test_what_cannot_be_is_refused_before_a_server_is_asked(said: list[str], pro
     with pytest.raises(ConfigError) as raised:
         check(load_config(RLConfig, None, [*usual, *said]))
     assert problem in str(raised.value)
+
+
+def test_how_often_servers_may_be_lost_can_be_said(tmp_path: Path, model: Path) -> None:
+    said = [*rl_settings(tmp_path, model), "system.engine=sglang", HERE, "system.engine_restarts=2"]
+    config = load_config(RLConfig, None, said)
+    check(config)
+    pool: Any = make_http_engine(config, CausalLM.load(model), print)
+    assert pool._restarts_left == 2
 
 
 @pytest.mark.parametrize(

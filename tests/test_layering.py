@@ -30,7 +30,6 @@ FLOORS = {
     "weights": 3,
     "loop": 4,
     "cluster": 5,
-    "tune": 5,
     "build": 5,
     "cli": 6,
     "recipes": 6,

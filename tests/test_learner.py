@@ -182,7 +182,7 @@ class Recorder(OneDevice):
     """A backend without a model: it notes what it was given."""
 
     def __init__(self) -> None:
-        self.version = 0
+        self.optimizer_steps = 0
         self.seen: list[list[int]] = []
         self.steps: list[list[int]] = []
         self.rates: list[float] = []
@@ -200,7 +200,7 @@ class Recorder(OneDevice):
     def step(self, lr: float) -> dict[str, float]:
         self.steps.append(sorted(t for seen in self.seen for t in seen))
         self.rates.append(lr)
-        self.version += 1
+        self.optimizer_steps += 1
         return {"grad_norm": 1.0}
 
 

@@ -26,7 +26,7 @@ from tunesmith.engines.local.runner import split_pieces
 from tunesmith.engines.local.scheduler import compact
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.hardware import Limits
+from tunesmith.plan.hardware import PeakRates
 from tunesmith.types import Completion, Sampling
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -182,13 +182,13 @@ def test_a_tight_budget_changes_nothing_but_time(llama: CausalLM, tokens: int) -
     requests = [(prompts(4, 9, 17)[i % 3], free(10 + 5 * (i % 7), i)) for i in range(18)]
     roomy = run(make(llama), *requests)
     engine = make(llama, tokens, block_size=4)
-    cache = engine._scheduler.cache  # pyright: ignore[reportPrivateUsage]
+    memory = engine._scheduler.cache._memory  # pyright: ignore[reportPrivateUsage]
     tight = run(engine, *requests)
     assert [c.token_ids for c in tight] == [c.token_ids for c in roomy]
     for a, b in zip(tight, roomy, strict=True):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
     stats = engine.stats()
-    assert stats.peak_kv_bytes <= cache.memory_bytes <= stats.kv_budget_bytes == tokens * SLOT_BYTES
+    assert stats.peak_kv_bytes <= memory.nbytes <= stats.kv_budget_bytes == tokens * SLOT_BYTES
     assert not engine._scheduler.running and not engine._scheduler.waiting  # pyright: ignore[reportPrivateUsage]
 
 
@@ -227,6 +227,20 @@ def test_real_memory_stays_within_the_budget(llama: CausalLM, monkeypatch: pytes
     engine = make(llama, 150, block_size=8)
     run(engine, *[(prompts(5, 11)[i % 2], free(12 + i, i)) for i in range(12)])
     assert allocated and all(size <= 150 * SLOT_BYTES for size in allocated)
+
+
+def test_giving_memory_back_takes_none(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(llama)
+    taken: list[KVCache] = []
+    monkeypatch.setattr(KVCache, "allocate", taken.append)
+
+    async def go() -> None:
+        for level in (1, 2):
+            await engine.sleep(level)
+        await engine.close()
+
+    asyncio.run(go())
+    assert not taken and not engine._scheduler.cache._memory.nbytes  # pyright: ignore[reportPrivateUsage]
 
 
 def test_what_never_fits_is_refused_with_the_numbers(llama: CausalLM) -> None:
@@ -324,11 +338,11 @@ def test_eos_comes_from_the_generation_config_and_can_be_ignored(llama: CausalLM
 
 def test_attainable_time_by_hand(llama: CausalLM) -> None:
     """One prompt of 4 and 3 tokens: a prefill of 4, then decodes that read 5 and 6 cached tokens."""
-    by_bytes = make(llama, limits=Limits(bytes_per_second=1.0, flops_per_second=1e30))
+    by_bytes = make(llama, limits=PeakRates(bytes_per_second=1.0, flops_per_second=1e30))
     run(by_bytes, (prompts(4)[0], free(3)))
     weights = sum(p.numel() for p in llama.module.parameters()) - 300 * 32
     assert by_bytes.stats().attainable_seconds == pytest.approx(3 * 4 * weights + (5 + 6) * TOKEN_BYTES)
-    by_flops = make(llama, limits=Limits(bytes_per_second=1e30, flops_per_second=1.0))
+    by_flops = make(llama, limits=PeakRates(bytes_per_second=1e30, flops_per_second=1.0))
     run(by_flops, (prompts(4)[0], free(3)))
     pairs = 4 * 5 // 2 + 5 + 6
     assert by_flops.stats().attainable_seconds == pytest.approx(2 * weights * 6 + 4 * 2 * 4 * 8 * pairs)

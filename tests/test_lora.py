@@ -6,15 +6,15 @@ import asyncio
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tiny import save_model
+from tiny import CHATML, save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, tensors, untimed
 from tunesmith import build
 from tunesmith.algorithms.aggregation import weigh
@@ -22,7 +22,7 @@ from tunesmith.algorithms.objective import sft_objective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection, SFTConfig
-from tunesmith.data.forest import Forest, plant
+from tunesmith.data.forest import Forest, build_forest
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import CheckpointError, ConfigError, ModelError, StorageError
 from tunesmith.models import adapters
@@ -43,7 +43,7 @@ def samples() -> list[Sample]:
 
 
 def forest(indices: list[int] | None = None) -> Forest:
-    return plant(weigh(samples(), "token_mean", None), indices)
+    return build_forest(weigh(samples(), "token_mean", None), indices)
 
 
 def adapted(base: Path, dtype: torch.dtype = torch.float32, **section: Any) -> TorchBackend[CausalLM]:
@@ -161,13 +161,13 @@ def test_the_sampler_sees_the_adapter(base: Path, dtype: torch.dtype) -> None:
 
     def sampled() -> tuple[Tensor, Tensor]:
         async def draw() -> Any:
-            await engine.load_weights(backend.version)
+            await engine.load_weights(backend.optimizer_steps)
             sampling = Sampling(max_new_tokens=12, ignore_eos=True, seed=1)
             return await asyncio.gather(*(engine.generate(PROMPT, sampling) for _ in range(3)))
 
         completions = asyncio.run(draw())
         drawn = [Sample([*PROMPT, *c.token_ids], [False] * 4 + [True] * 12) for c in completions]
-        scored = backend.score(plant(drawn)).logprobs
+        scored = backend.score(build_forest(drawn)).logprobs
         assert scored is not None
         return torch.tensor([p for c in completions for p in c.logprobs]), scored
 
@@ -218,7 +218,7 @@ def test_a_reward_model_trains_its_head_beside_the_adapter(base: Path, tmp_path:
     def objective(_: Forest, predictions: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return (predictions.values - 1.0).square().sum(), {}
 
-    sequences = plant([whole_sequence([5, 6, 7]), whole_sequence([5, 8])])
+    sequences = build_forest([whole_sequence([5, 6, 7]), whole_sequence([5, 8])])
     losses = [backend.forward_backward(sequences, objective)["loss"] for _ in range(20) if backend.step(0.005)]
     assert losses[-1] < losses[0] / 2
     model.save(tmp_path / "adapter")
@@ -228,7 +228,7 @@ def test_a_reward_model_trains_its_head_beside_the_adapter(base: Path, tmp_path:
         torch.testing.assert_close(merged, model.scores(sequences), rtol=0, atol=1e-5)
 
 
-def run(settings: list[str], kind: str = "rl") -> build.Outcome:
+def run(settings: list[str], kind: str = "rl") -> build.RunResult:
     return getattr(build, f"run_{kind}")(None, settings)
 
 
@@ -257,8 +257,11 @@ def test_a_run_saves_the_adapter_and_resumes_bit_for_bit(
 
 
 def test_a_whole_model_beside_the_adapter_when_asked_for(tmp_path: Path, base: Path) -> None:
-    outcome = run(sft_settings(tmp_path, base, train__steps=2, lora__rank=2, lora__save_merged=True), "sft")
+    (tmp_path / "own.jinja").write_text(f"{CHATML}{{# its own #}}")
+    changed = {"lora__rank": 2, "lora__save_merged": True, "model__chat_template": str(tmp_path / "own.jinja")}
+    outcome = run(sft_settings(tmp_path, base, train__steps=2, **changed), "sft")
     merged = CausalLM.load(outcome.checkpoint.with_name("model_merged"))
+    assert "its own" in str(cast(Any, merged.tokenizer).chat_template)
     start = CausalLM.load(base)
     names = {n for n, p in merged.module.named_parameters() if not p.equal(start.module.get_parameter(n))}
     assert names and all("proj" in n for n in names)
@@ -310,6 +313,25 @@ def test_paths_that_hold_something_else_are_told(tmp_path: Path, base: Path) -> 
         build.run_merge(tmp_path / "adapter", tmp_path / "merged", base=str(other))
     with pytest.raises(ModelError, match="CAUSAL_LM"):
         adapters.attach(ScoreModel.load(base), LoraSection(), path=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+    ],
+)
+def test_a_saved_adapter_with_more_than_low_rank_matrices_is_refused(
+    tmp_path: Path, base: Path, extra: dict[str, Any], named: str
+) -> None:
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], **extra)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=rf"\({named}\); .*tunesmith merge"):
+        adapters.attach(CausalLM.load(base), LoraSection(), path=tmp_path / "adapter")
+    build.run_merge(tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_quantising_without_bitsandbytes_is_refused_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:

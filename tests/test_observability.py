@@ -21,7 +21,7 @@ from tunesmith.engines.timed import timed
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.loop.collect import Collector
-from tunesmith.loop.experience import batch_metrics, staleness
+from tunesmith.loop.step_batch import rollout_metrics, staleness_metrics
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.monitor.timeline import REWARD, TRAINER, Span, Timeline
 from tunesmith.monitor.watchdog import Watchdog, stall_report
@@ -102,9 +102,9 @@ def test_staleness_is_counted_per_sampled_token() -> None:
     rollout.observe([8])
     rollout.records.append(Record([3, 6, 9], [False, False, True], [0.0] * 3, [-1, -1, 7], []))
     groups = [RolloutGroup(TASK, [rollout])]
-    assert staleness(groups, 7) == {"staleness/mean": pytest.approx((3 + 2 + 0) / 3), "staleness/max": 3}
-    assert staleness([RolloutGroup(TASK, [Rollout(TASK)])], 7) == {}
-    assert batch_metrics(groups)["longest_sequence"] == 6
+    assert staleness_metrics(groups, 7) == {"staleness/mean": pytest.approx((3 + 2 + 0) / 3), "staleness/max": 3}
+    assert staleness_metrics([RolloutGroup(TASK, [Rollout(TASK)])], 7) == {}
+    assert rollout_metrics(groups)["longest_sequence"] == 6
 
 
 def test_requests_are_spans_also_those_that_fail_and_other_calls_are_the_engines_own() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from data_tokenizers import byte_level, template
 from tiny import tokenizer
 from tiny_runs import write_lines
 from tunesmith.config.schema import DataSection
@@ -56,6 +57,13 @@ TALKS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("line", TALKS)
 def test_every_format_of_a_conversation_is_the_same_pair(tmp_path: Path, line: dict[str, Any]) -> None:
     assert pair(tmp_path, line) == [(ASKED, "4<|im_end|>"), (ASKED, "5<|im_end|>")]
+
+
+def test_an_answer_may_be_a_call_of_a_tool(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    line = {"prompt": [user("2+2?")], "chosen": [{**assistant(""), "tool_calls": [call]}], "rejected": [assistant("5")]}
+    data = section(tmp_path, [line])
+    assert len(load_pairs(data, data.train, byte_level(template("qwen2"))).items) == 1
 
 
 def test_plain_texts(tmp_path: Path) -> None:
@@ -159,6 +167,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("pairs", {"prompt": "q", "chosen": "a"}, "no column 'rejected'"),
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": None}, "'rejected' is null"),
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": ""}, "'rejected' is empty"),
+    ("pairs", {"prompt": "q", "chosen": " \n", "rejected": "a"}, "'chosen' is empty"),
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": "a"}, "the same, so nothing is preferred"),
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": 3}, "'rejected' is int"),
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": [assistant("b")]}, "text and the other a conversation"),
@@ -242,8 +251,10 @@ def test_limits(tmp_path: Path) -> None:
     ("pairs", {"completion": "chosen"}, "data.completion"),
     ("steps", {"completion": "completions"}, "data.completion"),
     ("judged", {"max_prompt_tokens": 4}, "data.max_prompt_tokens"),
+    ("steps", {"chat": True}, "data.chat"),
 ])  # fmt: skip
 def test_settings_that_would_be_ignored_are_refused(tmp_path: Path, goal: str, settings: Any, key: str) -> None:
-    data = section(tmp_path, [GOOD[goal]], **settings)
+    line = {"input": TAGGED, "label": ["+", "-"]} if key == "data.chat" else GOOD[goal]
+    data = section(tmp_path, [line], **settings)
     with pytest.raises(ConfigError, match=key):
         LOAD[goal](data, data.train, TOKENIZER)

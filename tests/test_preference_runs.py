@@ -220,6 +220,7 @@ def test_what_needs_the_tokenizer_is_refused_before_the_model_is_loaded(
         ),
         ("dpo", {"data__train": str(long), "data__max_tokens": 20}, r"long\.jsonl:4: 32 tokens"),
         ("rm", {"data__train": str(margins), "rm__loss": "logexp"}, "knows no margin"),
+        ("rm", {"system__logprob_chunk": 8}, "system.logprob_chunk has no effect"),
         ("prm", {"prm__good": "good"}, "prm.good = 'good' is 4 tokens"),
     ]
     for command, changed, words in cases:
@@ -235,4 +236,4 @@ def test_an_unknown_metric_for_the_best_is_refused(tmp_path: Path, model: Path) 
 def test_the_evaluation_of_a_broken_model_is_never_the_best(tmp_path: Path, model: Path) -> None:
     outcome = RUNS["dpo"](None, preference_settings("dpo", tmp_path, model, train__lr=1e30, train__steps=2))
     assert outcome.evaluations[-1]["eval/accuracy"] is None
-    assert read_state(outcome.checkpoint.parent)["best"] == [0.5, 0]
+    assert read_state(outcome.checkpoint.parent)["best"] == {"eval/accuracy": [0.5, 0]}

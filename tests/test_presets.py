@@ -142,7 +142,7 @@ def test_corrections() -> None:
     assert "below" in refused(correction="icepop", correction_low=2.0, correction_high=1.0)
     assert resolve(decoupled=True).correction == "none"
     for name, entry in CORRECTIONS.items():
-        assert {k: getattr(resolve(correction=name), k) for k in entry.keys} == entry.keys
+        assert {k: getattr(resolve(correction=name), k) for k in entry.settings} == entry.settings
 
 
 @pytest.mark.parametrize("key", ["overlong_buffer", "stop_properly", "reward_clip"])
@@ -153,6 +153,13 @@ def test_gdpo_refuses_shaping_which_its_rewards_one_by_one_do_not_see(key: str) 
     assert resolve(name="gdpo", kl_coef=0.1, kl_in="loss", overlong_buffer=0).kl_estimator == "k3"
 
 
+@pytest.mark.parametrize("key", ["overlong_buffer", "stop_properly", "reward_clip"])
+def test_distillation_refuses_shaping_of_a_reward_that_it_does_not_read(key: str) -> None:
+    value = {"overlong_buffer": 10, "stop_properly": 0.5, "reward_clip": (0.0, 1.0)}[key]
+    assert "reads no rollout's reward" in refused(name="distill", **{key: value})
+    assert resolve(name="distill", overlong_buffer=0).kl_in == "reward"
+
+
 def test_registries_name_real_settings() -> None:
     """Each key of a loss or estimator is a setting, and a field of what the function is given."""
     outside = {"cov_share", "cov_low", "cov_high", "value_clip"}  # read by the columns and the critic
@@ -160,8 +167,8 @@ def test_registries_name_real_settings() -> None:
         for name, entry in registry.items():
             assert name == entry.name and entry.formula and entry.source and entry.fn.__doc__
             assert entry.needs <= NEEDS.keys()
-            assert entry.keys.keys() <= AlgorithmSection.model_fields.keys()
-            assert entry.keys.keys() <= params.__dataclass_fields__.keys() | outside
+            assert entry.settings.keys() <= AlgorithmSection.model_fields.keys()
+            assert entry.settings.keys() <= params.__dataclass_fields__.keys() | outside
 
 
 def test_presets_load_without_torch() -> None:

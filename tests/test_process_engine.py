@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from engine_contract import FREE, Subject
 from pool_bench import LAST, PoolBench, each_check
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
+from tunesmith.build import engine_worker
 from tunesmith.build.planes import file_plane, published
 from tunesmith.config.schema import LoraSection
 from tunesmith.engines.local.engine import LocalEngine
@@ -31,7 +34,7 @@ from tunesmith.errors import ConfigError, EngineError, UserError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.weights.base import Plane
+from tunesmith.weights.base import Offer, Plane
 from tunesmith.weights.broadcast import BroadcastPlane
 from tunesmith.weights.files import MEMORY
 
@@ -139,6 +142,51 @@ def test_a_worker_that_cannot_build_its_engine_says_why(bench: Bench) -> None:
     bench.runner.run(run())
 
 
+def test_ctrl_c_leaves_the_worker_to_the_trainer(bench: Bench) -> None:
+    """Which gets it too, and closes the worker's input."""
+    with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        worker.stdin.write(json.dumps(bench.settings).encode() + b"\n")
+        worker.stdin.flush()
+        assert json.loads(worker.stdout.readline()) == {"ready": True}
+        worker.send_signal(signal.SIGINT)
+        _, said = worker.communicate(timeout=30)
+    assert worker.returncode == 0 and b"Traceback" not in said
+
+
+def test_requests_are_answered_while_weights_arrive_and_none_is_used_before_all_have(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_worker.served(bench.settings)
+    arriving, go_on = threading.Event(), threading.Event()
+
+    def read(_: Offer) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((name, tensor * 1.5) for name, tensor in bench.named())
+        arriving.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(engine_worker, "read_offer", read)
+
+    async def write() -> Any:
+        return (await engine.ask({"do": "generate", "id": 1, "prompt_ids": [11, 12], "sampling": asdict(FREE)}))[
+            "result"
+        ]
+
+    async def run() -> None:
+        before = await write()
+        taking = asyncio.create_task(engine.ask({"do": "load_weights", "id": 0, "version": 7, "offer": {"plane": ""}}))
+        await asyncio.to_thread(arriving.wait, 30)
+        meanwhile = await write()
+        go_on.set()
+        assert "error" not in await taking
+        assert meanwhile == before and meanwhile["versions"] == [0] * 12
+        after = await write()
+        assert after["versions"] == [7] * 12 and after["logprobs"] != pytest.approx(before["logprobs"], abs=1e-3)
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_an_adapter_reaches_the_worker_alone(bench: Bench) -> None:
     """The worker has the same base, and computes with base and adapter as the trainer does."""
     model = CausalLM.load(bench.settings["model"])
@@ -189,6 +237,8 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
     metrics = [read_metrics(outcome.run_dir / "metrics.jsonl") for outcome in (inside, apart)]
     seen = [[{name: line.get(name) for name in names} for line in lines] for lines in metrics]
     assert seen[0] == seen[1] and len(seen[0]) > 6
+    limits = [[line["attainable_seconds"] for line in lines if "attainable_seconds" in line] for lines in metrics]
+    assert len(limits[0]) == 3 and all(there > 0.9 * here for here, there in zip(*limits, strict=True))
 
 
 @pytest.mark.parametrize(

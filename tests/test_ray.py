@@ -31,7 +31,7 @@ from tunesmith.build.policy import policy_backend
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.system import SystemSection
-from tunesmith.data.forest import plant
+from tunesmith.data.forest import build_forest
 from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import (
     ClusterError,
@@ -165,7 +165,7 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: Cluster, tmp_path: 
     there, _ = remote_trainer(cluster, config)
     assert there.cost == local.cost
     objective = policy_objective(config.algorithm)
-    forest = plant(weigh(samples(), "token_mean", None), [0, 1, 2])
+    forest = build_forest(weigh(samples(), "token_mean", None), [0, 1, 2])
 
     def learned(backend: TrainBackend) -> list[Any]:
         backend.zero_grad()
@@ -181,14 +181,14 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: Cluster, tmp_path: 
         assert learned(local) == learned(there)
     for backend in (local, there):
         backend.refresh_reference()
-    with local.averaged(), there.averaged():
+    with local.ema_weights(), there.ema_weights():
         assert scored(local) == scored(there)
     for backend, name in ((local, "local"), (there, "there")):
         (tmp_path / name).mkdir()
         backend.save(tmp_path / name)
         backend.step(1e-2)
         backend.load(tmp_path / name)
-    assert local.version == there.version
+    assert local.optimizer_steps == there.optimizer_steps
     for reference in (False, True):
         assert scored(local, reference=reference) == scored(there, reference=reference)
     with pytest.raises(ModelError, match="there is no model directory"):
@@ -226,17 +226,17 @@ def test_two_trainer_ranks_take_the_steps_of_one(cluster: Cluster, tmp_path: Pat
     for batch in (samples(), samples()[:1], samples()):
         ours, theirs = alone.step(batch), both.step(batch)
         assert [theirs[n] for n in ("loss", "grad_norm")] == pytest.approx([ours[n] for n in ("loss", "grad_norm")])
-    assert both.max_tokens == 20 and there.version == 3
+    assert both.max_tokens == 20 and there.optimizer_steps == 3
     (tmp_path / "saved").mkdir()
     there.save(tmp_path / "saved")
     assert (tmp_path / "saved/random-00001.safetensors").is_file()
-    with local.averaged(), there.averaged():
+    with local.ema_weights(), there.ema_weights():
         ours, theirs = (learner.score(samples(), "x") for learner in (alone, both))
     for a, b in zip(ours, theirs, strict=True):
         assert a.columns["x"] == pytest.approx(b.columns["x"], abs=1e-5)
     local.load(tmp_path / "saved")
     there.load(tmp_path / "saved")
-    assert local.version == there.version == 3
+    assert local.optimizer_steps == there.optimizer_steps == 3
     os.kill(there.replicas[1].pid(), signal.SIGKILL)
     with pytest.raises(TrainerLostError):
         both.step(samples())
@@ -285,6 +285,8 @@ def test_a_pool_that_grows_beyond_the_cluster_is_told(cluster: Cluster, monkeypa
     monkeypatch.setattr(cluster, "_has_room", lambda *_: False)
     with pytest.raises(EngineError, match="no room for another critic: it needs 1000 CPUs"):
         cluster.spawn("critic", TrainerLostError)
+    monkeypatch.setattr(cluster, "_bundles", [Bundle(("critic",) * 10_000, 1000.0, 0.0)])
+    cluster.spawn("critic", TrainerLostError).close()  # takes its share alone
 
 
 @pytest.mark.parametrize(
@@ -292,10 +294,11 @@ def test_a_pool_that_grows_beyond_the_cluster_is_told(cluster: Cluster, monkeypa
     [
         ({"ray_runtime_env": {"env_var": {}}}, ConfigError, "Ray knows no 'env_var'. Did you mean 'env_vars'"),
         ({"ray_runtime_env": {"env_vars": 1}}, ConfigError, "Ray refuses it"),
+        ({"ray_address": "10.0.0.1:6379"}, ConfigError, "ray_address: this process uses Ray already"),
     ],
 )
 @pytest.mark.usefixtures("cluster")
-def test_runtime_environments_that_ray_does_not_know(settings: Any, kind: Any, words: str) -> None:
+def test_what_ray_does_not_know_or_cannot_be_any_more(settings: Any, kind: Any, words: str) -> None:
     with pytest.raises(kind, match=words):
         Cluster.open(SystemSection(**settings), PLACES)
 

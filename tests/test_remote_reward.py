@@ -44,8 +44,8 @@ def decode(ids: Sequence[int]) -> str:
 def score(urls: Sequence[str], texts: Sequence[str], rollouts: Sequence[Rollout] = (), **keys: Any) -> list[Rollout]:
     """Rollouts with these completions, scored by the servers."""
     played = list(rollouts) or [rollout(f"t{i}") for i in range(len(texts))]
-    rewards = RewardSet([], [], 1.0)
-    rewards.add(remote_reward(RemoteReward(urls=tuple(urls), **keys), "answer", decode), 1.0)
+    rewards = RewardSet({"remote": 1.0}, 1.0)
+    rewards.add(remote_reward(RemoteReward(urls=tuple(urls), **keys), "answer", decode))
     asyncio.run(rewards.score(played, texts))
     return played
 
@@ -102,8 +102,8 @@ def test_the_load_is_shared() -> None:
 
 def test_requests_one_after_the_other_take_turns() -> None:
     with answering(lengths) as a, answering(lengths) as b:
-        rewards = RewardSet([], [], 1.0)
-        rewards.add(remote_reward(RemoteReward(urls=(a.url, b.url)), "answer", decode), 1.0)
+        rewards = RewardSet({"remote": 1.0}, 1.0)
+        rewards.add(remote_reward(RemoteReward(urls=(a.url, b.url)), "answer", decode))
         for _ in range(6):
             asyncio.run(rewards.score([rollout()], ["x"]))
         assert len(a.bodies) == len(b.bodies) == 3
@@ -138,8 +138,8 @@ def test_a_dead_server_rests(monkeypatch: pytest.MonkeyPatch) -> None:
         return web.Response(status=500)
 
     with answering(down) as dead, answering(lengths) as server:
-        rewards = RewardSet([], [], 1.0)
-        rewards.add(remote_reward(RemoteReward(urls=(dead.url, server.url)), "answer", decode), 1.0)
+        rewards = RewardSet({"remote": 1.0}, 1.0)
+        rewards.add(remote_reward(RemoteReward(urls=(dead.url, server.url)), "answer", decode))
         for _ in range(5):
             asyncio.run(rewards.score([rollout()], ["x"]))
         assert len(asked) == 1 and len(server.bodies) == 5
@@ -223,9 +223,10 @@ def test_several_rewards_are_mixed_by_weight() -> None:
 
     function = RewardFunction("brief", "rewards.py:brief", brief, required_columns(brief, "brief"))
     with answering(lengths) as a, answering(lambda body, _: {"rewards": [None] * len(body["prompts"])}) as b:
-        rewards = RewardSet([function], [2.0], 5.0)
-        rewards.add(remote_reward(RemoteReward(urls=(a.url,), name="a"), "answer", decode), 0.5)
-        rewards.add(remote_reward(RemoteReward(urls=(b.url,), name="b"), "answer", decode), 1.0)
+        rewards = RewardSet({"brief": 2.0, "a": 0.5, "b": 1.0}, 5.0)
+        rewards.add(function)
+        rewards.add(remote_reward(RemoteReward(urls=(a.url,), name="a"), "answer", decode))
+        rewards.add(remote_reward(RemoteReward(urls=(b.url,), name="b"), "answer", decode))
         one = rollout()
         asyncio.run(rewards.score([one], ["abcd"]))
         rewards.close()

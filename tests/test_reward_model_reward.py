@@ -58,8 +58,8 @@ def rollout(prompt: Any, answer: str, ids: Sequence[int], *, finish: FinishReaso
 
 
 def scored(function: RewardFunction, *rollouts: Rollout) -> Sequence[Rollout]:
-    rewards = RewardSet([], [], 1.0)
-    rewards.add(function, 1.0)
+    rewards = RewardSet({function.name: 1.0}, 1.0)
+    rewards.add(function)
     asyncio.run(rewards.score(rollouts, [r.notes["text"] for r in rollouts]))
     return rollouts
 
@@ -83,6 +83,16 @@ def test_what_does_not_fit_the_context_fails_alone(path: Path) -> None:
     assert isinstance(fits, float)
     assert isinstance(long, ItemFailure) and "513 tokens; the model's context is 512" in long.reason
     assert isinstance(none, ItemFailure)
+
+
+def test_a_whole_context_fits_a_model_with_learned_positions(tmp_path: Path) -> None:
+    tiny.save_model(tmp_path / "base", "gpt2", max_position_embeddings=16)
+    model = ScoreModel.load(tmp_path / "base")
+    torch.nn.init.normal_(model.head.weight)
+    model.save(tmp_path / "rm")
+    sequences = [list(range(5, 21)), list(range(5, 20)), [7]]
+    assert load(tmp_path / "rm").context == 16
+    assert load(tmp_path / "rm").score(sequences) == pytest.approx(direct_scores(tmp_path / "rm", sequences), abs=1e-5)
 
 
 def test_rollouts_are_scored_by_their_own_tokens(path: Path) -> None:
@@ -147,8 +157,9 @@ def test_a_model_and_a_function_are_mixed_by_weight(path: Path) -> None:
         return [1.0 / len(c) for c in completions]
 
     function = RewardFunction("brief", "rewards.py:brief", brief, required_columns(brief, "brief"))
-    rewards = RewardSet([function], [2.0], 5.0)
-    rewards.add(model_reward("rm", load(path), exact=True), -0.5)
+    rewards = RewardSet({"brief": 2.0, "rm": -0.5}, 5.0)
+    rewards.add(function)
+    rewards.add(model_reward("rm", load(path), exact=True))
     one = rollout("p", "abcd", SEQUENCES[0])
     asyncio.run(rewards.score([one], ["abcd"]))
     rewards.close()

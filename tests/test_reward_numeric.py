@@ -30,6 +30,8 @@ from tunesmith.environments.numeric import Number, equal, last_number
         (r"-\dfrac{1}{2}", "-0.5"),
         ("2 1/2 cups", "2.5"),
         ("1.5e-3", "0.0015"),
+        ("The result is 1.5e-3.", "0.0015"),
+        ("1.5E+06.", "1500000"),
         (r"$1.5 \times 10^{-3}$", "0.0015"),
         ("2*10^3", "2000"),
         (r"\boxed{42}", "42"),

@@ -11,16 +11,21 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tunesmith.algorithms.advantages import AdvantageParams, compute_advantages, outcomes
+from tunesmith.algorithms.filtering import filter_groups
+from tunesmith.config.schema import RewardSection
+from tunesmith.environments import user_calls
 from tunesmith.environments.reward_types import RewardFunction, TrainerState, required_columns
-from tunesmith.environments.rewards import RewardSet, check_failed, reward_metrics
+from tunesmith.environments.rewards import RewardSet, check_failed, check_rewards, reward_metrics
 from tunesmith.errors import ConfigError, DataError, RewardError
-from tunesmith.types import Completion, Message, Rollout, Status, Task
+from tunesmith.types import Completion, Message, Rollout, RolloutGroup, Status, Task
 
 
 def rollout(task: str = "t", prompt: str | list[Message] = "q", ids: Sequence[int] = (7, 2), **columns: Any) -> Rollout:
@@ -37,7 +42,14 @@ def reward_set(
     for f in functions:
         name = getattr(f, "__name__", "f")
         made.append(RewardFunction(name, f"rewards.py:{name}", f, required_columns(f, name)))
-    return RewardSet(made, weights or [1.0] * len(made), timeout)
+    return with_functions(made, weights or [1.0] * len(made), timeout)
+
+
+def with_functions(functions: Sequence[RewardFunction], weights: Sequence[float], timeout: float = 1.0) -> RewardSet:
+    made = RewardSet({f.name: weight for f, weight in zip(functions, weights, strict=True)}, timeout)
+    for f in functions:
+        made.add(f)
+    return made
 
 
 def score(rewards: RewardSet, rollouts: Sequence[Rollout], texts: Sequence[str] | None = None) -> None:
@@ -151,6 +163,31 @@ def test_an_environments_own_reward_is_added_to() -> None:
         r.reward = 0.25
     score(reward_set(f), two)
     assert [r.reward for r in two] == [1.25, 0.25]
+
+
+@pytest.mark.parametrize(("weight", "value"), [(-0.5, 0.2), (1.0, 1.0)])
+def test_what_an_environment_pays_is_a_reward_by_itself(weight: float, value: float) -> None:
+    """The dynamic filter and gdpo see it beside a penalty, or a reward that is always the same."""
+
+    def f(completions: list[str]) -> list[float]:
+        return [value] * len(completions)
+
+    two = [rollout(), rollout()]
+    two[0].reward, two[1].reward = 1.0, 0.0
+    rewards = reward_set(f, weights=[weight])
+    score(rewards, two)
+    assert [r.rewards for r in two] == [{"f": value, "environment": 1.0}, {"f": value, "environment": 0.0}]
+    group = RolloutGroup(two[0].task, two)
+    assert filter_groups([group], weights=rewards.weights) == ([group], [])
+    first, second = compute_advantages("gdpo", outcomes([group]), AdvantageParams()).advantages
+    assert first.min() > 0 > second.max()
+
+
+def test_no_reward_takes_the_environments_name(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def environment(completions): ...\n")
+    section = RewardSection(functions=("rewards.py:environment",))
+    with pytest.raises(ConfigError, match="no reward may be called 'environment'"):
+        check_rewards(section, tmp_path)
 
 
 def test_rollouts_that_failed_before_are_not_scored() -> None:
@@ -437,6 +474,10 @@ def test_what_functions_log() -> None:
     assert metrics["logged/loudness"] == 3.0
     assert metrics["logged/length"] == 1.5
     assert "logged/loudness" not in rewards.metrics(two)
+    score(rewards, [rollout()])
+    with rewards.apart():
+        score(rewards, [rollout()])
+    assert list(rewards.metrics([]).items()) == [("logged/loudness", 3.0)]
 
 
 def test_log_extra_of_the_wrong_length_is_the_functions_error() -> None:
@@ -469,16 +510,45 @@ def test_answers_the_builtins_cannot_use_are_refused_by_task() -> None:
     function = RewardFunction("f", "f", f, frozenset({"answer"}), True, check_gold=problem)
     tasks = [rollout("one", answer="4").task, rollout("two", answer="5").task]
     with pytest.raises(DataError, match="task two: the column 'answer' is 5"):
-        RewardSet([function], [1.0], 1.0).check_tasks(tasks)
+        with_functions([function], [1.0]).check_tasks(tasks)
     mixture = [rollout("one", answer="4").task, rollout("two").task]
     with pytest.raises(DataError, match="task two"):
-        RewardSet([function], [1.0], 1.0).check_tasks(mixture)
+        with_functions([function], [1.0]).check_tasks(mixture)
 
     def h(completions: list[str]) -> list[float]:
         return []
 
     other = RewardFunction("h", "h", h)
-    RewardSet([function, other], [1.0, 1.0], 1.0).check_tasks(mixture)
+    with_functions([function, other], [1.0, 1.0]).check_tasks(mixture)
+    played = [mixture[0], replace(mixture[1], environment="guess")]
+    with_functions([function], [1.0]).check_tasks(played)
+    with pytest.raises(DataError, match="task two"):
+        with_functions([function], [1.0]).check_tasks([mixture[0], replace(mixture[1], environment="tools")])
+
+
+def test_a_call_that_another_one_blocked_fails_by_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_calls, "ANSWER_SECONDS", 0.0)
+    released = threading.Event()
+
+    async def judged(completions: list[str]) -> list[float]:
+        if completions[0] == "blocks":
+            released.wait()
+        return [1.0] * len(completions)
+
+    rewards, blocking, innocent = reward_set(judged, timeout=1.0), rollout(), rollout()
+
+    async def both() -> None:
+        first = asyncio.create_task(rewards.score([blocking], ["blocks"]))
+        await asyncio.sleep(0.5)
+        second = asyncio.create_task(rewards.score([innocent], ["fine"]))
+        await first
+        released.set()
+        await second
+
+    asyncio.run(both())
+    rewards.close()
+    assert blocking.status is Status.TIMED_OUT and "blocks its event loop" in str(blocking.error)
+    assert innocent.status is Status.TIMED_OUT and "another call blocked its event loop" in str(innocent.error)
 
 
 def failed(status: Status, error: str = "why") -> Rollout:

@@ -105,6 +105,7 @@ def test_the_warm_up_is_never_longer_than_a_tenth_of_the_training() -> None:
         ("rft.profile=bold", "it must be one of 'conservative'"),
         ('reward.models=[{path="org/judge"}]', "rft.threshold is missing"),
         ("checkpoint.resume=true", "checkpoint.resume has no effect"),
+        ("eval.use_ema=true", "eval.use_ema has no effect"),
     ],
 )
 def test_what_would_be_ignored_is_refused(override: str, message: str) -> None:
@@ -219,6 +220,9 @@ def test_the_steps_one_by_one_end_where_a_run_ends_even_when_cut_off(tmp_path: P
     rft("train", tmp_path, model)
     done = rft("evaluate", tmp_path, model)
     assert list(done.evaluations) == ["round-1"]
+    fewer = rft("evaluate", tmp_path, model, "sampling.n=5", "sampling.seed=9", "eval.max_prompts=3")
+    assert fewer.evaluations["round-1"]["questions"] == 3, "greedy answers do not depend on how samples are drawn"
+    assert rft("evaluate", tmp_path, model) == done
     straight = tmp_path / "straight"
     straight.mkdir()
     other = rft("run", straight, model, f"data.train={tmp_path / 'train.jsonl'}", "eval.at_start=false")

@@ -27,8 +27,8 @@ from tunesmith.config.schema import AlgorithmSection
 from tunesmith.data.packing import CostModel
 from tunesmith.errors import CheckpointError, ConfigError, RewardError
 from tunesmith.loop.checkpoint import read_state
-from tunesmith.loop.critic import Critic, explained
-from tunesmith.loop.experience import experience
+from tunesmith.loop.critic import Critic, value_metrics
+from tunesmith.loop.experience import make_experience
 from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
@@ -62,12 +62,12 @@ def test_how_much_a_critic_explains() -> None:
         columns = {"returns": [9.0, *returns], "old_values": [-9.0, *values]}  # the prompt's do not count
         return Sample([1] * (len(returns) + 1), [False] + [True] * len(returns), columns)
 
-    found = explained([sample([1.0, 2.0], [1.0, 2.5]), sample([3.0], [2.5])])
+    found = value_metrics([sample([1.0, 2.0], [1.0, 2.5]), sample([3.0], [2.5])])
     errors = np.array([0.0, -0.5, 0.5])
     assert found == {"returns": 2.0, "value_explained": pytest.approx(1 - errors.var() / np.array([1, 2, 3]).var())}
-    assert explained([sample([1.0, 2.0], [1.0, 2.0])])["value_explained"] == 1
-    assert explained([sample([1.0, 2.0], [7.0, 7.0])])["value_explained"] == 0
-    assert explained([sample([2.0, 2.0], [1.0, 0.0])]) == {"returns": 2.0}
+    assert value_metrics([sample([1.0, 2.0], [1.0, 2.0])])["value_explained"] == 1
+    assert value_metrics([sample([1.0, 2.0], [7.0, 7.0])])["value_explained"] == 0
+    assert value_metrics([sample([2.0, 2.0], [1.0, 0.0])]) == {"returns": 2.0}
 
 
 def valued(seed: int = 0, groups: int = 4, size: int = 3) -> list[Sample]:
@@ -350,7 +350,7 @@ def test_advantages_and_returns_skip_what_the_policy_did_not_write() -> None:
     scorer: Any = Scorer(old_values=values, ref_logprobs=reference)
     critic = Critic(scorer, 1, None)
     rollout = played(1.0, 2, 1)
-    (sample,) = experience(
+    (sample,) = make_experience(
         [RolloutGroup(TASK, [rollout])], section, scorer, kl_coef=0.1, max_new_tokens=8, seed=0, critic=critic
     )
     # δ = r + V' − V with r = −0.1 · 0.5 per token and 1 at the end: 0.15, 0.15, 0.35; then A = δ + 0.5 A'.
@@ -362,11 +362,18 @@ def test_advantages_and_returns_skip_what_the_policy_did_not_write() -> None:
     assert sample.columns["advantages"][4] == 0 and sample.loss_mask == [False, False, True, True, False, True]
 
 
+def test_a_token_whose_log_probability_is_not_a_number_pays_no_kl() -> None:
+    scorer: Any = Scorer(ref_logprobs=[0.0, 0.0, -1.5, float("nan"), -0.5])
+    group = RolloutGroup(TASK, [played(1.0, 3)])
+    (sample,) = make_experience([group], algorithm(name="distill"), scorer, kl_coef=1.0, max_new_tokens=8, seed=0)
+    assert sample.columns["advantages"] == pytest.approx([0, 0, -0.5, 0, 0.5])
+
+
 def test_remax_compares_with_the_greedy_rollout_shaped_in_the_same_way() -> None:
     section = algorithm(name="remax", stop_properly=0.5)
     cut, whole = played(0.8, 3, finish="length"), played(0.8, 2)
     group = RolloutGroup(TASK, [cut, whole], greedy=played(1.0, 4, finish="length"))
-    samples = experience([group], section, Scorer(), kl_coef=0.0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
+    samples = make_experience([group], section, Scorer(), kl_coef=0.0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
     assert [s.columns["advantages"][-1] for s in samples] == pytest.approx([0.4 - 0.5, 0.8 - 0.5])
     assert len(samples) == 2, "the greedy rollout is not learned from"
 
@@ -375,7 +382,7 @@ def test_a_rollout_that_did_not_stop_properly_keeps_a_share_of_its_reward_or_get
     def advantages(coef: float) -> list[float]:
         rollouts = [played(1.0, 2), played(1.0, 2, finish="length")]
         section = algorithm(name="dr_grpo", stop_properly=coef)
-        found = experience([RolloutGroup(TASK, rollouts)], section, Scorer(), kl_coef=0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
+        found = make_experience([RolloutGroup(TASK, rollouts)], section, Scorer(), kl_coef=0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
         return [s.columns["advantages"][-1] for s in found]
 
     assert advantages(1.0) == [0, 0]
@@ -389,7 +396,7 @@ def test_gdpo_standardises_each_reward_and_weighs_it() -> None:
 
     def advantages(**weights: float) -> list[float]:
         section = algorithm(name="gdpo")
-        found = experience(
+        found = make_experience(
             [group], section, Scorer(), kl_coef=0, max_new_tokens=8, seed=0, reward_weights=weights  # type: ignore[arg-type]
         )  # fmt: skip
         return [s.columns["advantages"][-1] for s in found]

@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def rl(folder: Path, model: Path, run: str = "run", **changed: Any) -> tuple[build.Outcome, list[dict[str, Any]]]:
+def rl(folder: Path, model: Path, run: str = "run", **changed: Any) -> tuple[build.RunResult, list[dict[str, Any]]]:
     outcome = build.run_rl(None, rl_settings(folder, model, run, **changed))
     return outcome, [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "reward" in line]
 
@@ -156,14 +156,21 @@ def test_evaluation_keeps_the_best_checkpoint(tmp_path: Path, model: Path) -> No
     best = max(rows, key=lambda row: (row["eval/reward"], -row["step"]))
     kept = Checkpoints(outcome.run_dir / "checkpoints", 1).steps()
     assert kept == sorted({4} | ({best["step"]} if best in trained else set()))
-    assert read_state(outcome.checkpoint.parent)["best"] == [best["eval/reward"], best["step"]]
+    assert read_state(outcome.checkpoint.parent)["best"] == {"eval/reward": [best["eval/reward"], best["step"]]}
 
 
 def test_evaluation_between_steps_is_not_counted_as_theirs(tmp_path: Path, model: Path) -> None:
     rl_settings(tmp_path, model)
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(12))
-    _, lines = rl(tmp_path, model, data__eval=str(held_out), eval__every=1)
+    (tmp_path / "logs.py").write_text(
+        "def alone(completions, log_metric, **_):\n"
+        "    log_metric('alone', len(completions) == 1)\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    rewards = [f"{tmp_path / 'logs.py'}:alone"]
+    _, lines = rl(tmp_path, model, data__eval=str(held_out), eval__every=1, reward__functions=rewards)
     assert all(line["sampled_tokens"] == line["tokens"] for line in lines)
+    assert all(line["logged/alone"] == 0 for line in lines)
     for line in lines:
         beside = sum(line.get(f"seconds/{name}", 0.0) for name in ("setup", "eval", "checkpoint"))
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / (line["seconds"] - beside))

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tiny import save_model
-from tunesmith.data.forest import plant
+from tunesmith.data.forest import build_forest
 from tunesmith.errors import ModelError
 from tunesmith.models.score_model import ScoreModel, whole_sequence
 
@@ -19,7 +19,7 @@ SEQUENCES = [[5, 6, 7, 8, 9], [5, 6, 7, 11], [12, 13]]
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral"])
 def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     model = ScoreModel.load(save_model(tmp_path / "base", family))
-    forest = plant([whole_sequence(ids) for ids in SEQUENCES])
+    forest = build_forest([whole_sequence(ids) for ids in SEQUENCES])
     assert model.scores(forest).tolist() == [0.0, 0.0, 0.0]
     torch.manual_seed(0)
     torch.nn.init.normal_(model.head.weight)
@@ -30,6 +30,18 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     found = ScoreModel.load(tmp_path / "rm").scores(forest)
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
     assert max(map(abs, expected)) > 0.1
+
+
+def test_a_saved_model_names_the_tokenizers_pad_token_also_where_its_id_is_0(tmp_path: Path) -> None:
+    """transformers looks for a sequence's last token by it; the end of an answer is not padding."""
+    model = ScoreModel.load(save_model(tmp_path / "base", pad_token_id=None))
+    torch.nn.init.normal_(model.head.weight)
+    model.save(tmp_path / "rm")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm").eval()
+    assert theirs.config.pad_token_id == 0
+    with torch.no_grad():
+        found = model.scores(build_forest([whole_sequence([7, 8, 9, 2])])).item()
+        assert theirs(torch.tensor([[7, 8, 9, 2]])).logits.item() == pytest.approx(found, abs=1e-5)
 
 
 def test_a_model_with_several_labels_is_refused(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from tunesmith.environments.reward_types import RewardFunction, required_columns
 from tunesmith.environments.rewards import RewardSet
 from tunesmith.errors import ConfigError
 from tunesmith.models.reward_model import RewardModel, model_reward
-from tunesmith.types import Completion, Rollout, Status, Task
+from tunesmith.types import Completion, Message, Rollout, Status, Task
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def service(function: RewardFunction, window: float = 0.0, max_bytes: int = 2**20) -> Iterator[str]:
-    rewards = RewardSet([], [], 5.0)
-    rewards.add(function, 1.0)
+    rewards = RewardSet({function.name: 1.0}, 5.0)
+    rewards.add(function)
     with running(make_app(RewardService(rewards, window), max_bytes)) as url:
         yield url
     rewards.close()
@@ -148,6 +148,23 @@ def test_columns_reach_the_function_and_null_does_not_apply() -> None:
     assert status == 400 and "needs the column 'answer'" in answer["error"]
 
 
+def test_a_conversation_with_calls_of_tools_is_scored() -> None:
+    def brief(completions: list[list[Message]]) -> list[float]:
+        return [float(c[-1]["content"] == "four") for c in completions]
+
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "fo"}, {"type": "text", "text": "ur"}]
+    talk = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": parts},
+    ]
+    with service(function_of(brief)) as url:
+        body = {"prompts": [[{"role": "user", "content": parts}]] * 2, "completions": [talk, talk[:2]]}
+        assert ask(url, body) == (200, {"rewards": [1.0, 0.0]})
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -189,8 +206,8 @@ def test_a_run_gets_the_servers_errors_as_failures() -> None:
     for r in played:
         r.act(Completion([2], [0.0], [0], "stop"))
     with service(function_of(half)) as url:
-        rewards = RewardSet([], [], 1.0)
-        rewards.add(remote_reward(RemoteReward(urls=(f"{url}/reward",)), "answer", str), 1.0)
+        rewards = RewardSet({"remote": 1.0}, 1.0)
+        rewards.add(remote_reward(RemoteReward(urls=(f"{url}/reward",)), "answer", str))
         asyncio.run(rewards.score(played, ["good", "bad"]))
     assert played[0].reward == 1.0
     assert played[1].status is Status.REWARD_FAILED and f"{url}/reward" in (played[1].error or "")

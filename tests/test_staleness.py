@@ -6,6 +6,8 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,13 @@ from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
 from tunesmith import build
 from tunesmith.engines.fake import FakeEngine
+from tunesmith.environments.base import Generate
 from tunesmith.errors import ConfigError
+from tunesmith.loop.collect import Collector
 from tunesmith.loop.gate import Gate
 from tunesmith.loop.staleness import Bound
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.types import Sampling
+from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 
 def test_the_bound_by_hand() -> None:
@@ -119,6 +123,106 @@ def test_without_partial_new_weights_wait_for_what_is_in_flight() -> None:
         assert not second.done()
         gate.release()
         assert set((await second).versions) == {1}
+
+    asyncio.run(run())
+
+
+def test_a_gate_held_again_before_anybody_woke_lets_nobody_in() -> None:
+    async def run() -> None:
+        gate = Gate(FakeEngine(), partial=False)
+        await gate.hold()
+        asking = asyncio.create_task(gate.generate([1], asked(3)))
+        await asyncio.sleep(0)
+        gate.release()
+        await gate.hold()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not asking.done() and gate.engine.stats().peak_running == 0
+        gate.release()
+        await asyncio.wait_for(asking, 5)
+
+    asyncio.run(run())
+
+
+class Served:
+    """Asks in a task that the first rollout began, as a server does that is opened for all of them."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[tuple[Generate, list[int], asyncio.Future[Completion]]] = asyncio.Queue()
+        self.server: asyncio.Task[None] | None = None
+
+    async def play(self, rollout: Rollout, generate: Generate) -> None:
+        self.server = self.server or asyncio.create_task(self._serve())
+        answer = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait((generate, rollout.token_ids, answer))
+        rollout.act(await answer)
+
+    async def _serve(self) -> None:
+        while True:
+            generate, prompt, answer = await self.asked.get()
+            try:
+                answer.set_result(await generate(prompt))
+            except Exception as error:
+                answer.set_exception(error)
+
+
+class Impatient:
+    """Gives a call up, and does not end."""
+
+    async def play(self, rollout: Rollout, generate: Generate) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(generate(rollout.token_ids), 0.01)
+        await asyncio.sleep(3600)
+
+
+class Unscored:
+    async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None: ...
+
+
+def play(gate: Gate, environment: Any, timeout: float) -> asyncio.Task[list[RolloutGroup]]:
+    collector = Collector(gate, Unscored(), {"single_turn": environment}, str, timeout)
+    return asyncio.create_task(collector.collect([Task("t", "p", (1, 2))], asked(3), 1, 0))
+
+
+def test_a_hold_is_none_of_the_time_of_the_rollout_that_asks_in_whatever_task() -> None:
+    async def run() -> None:
+        gate, served = Gate(FakeEngine(), partial=True), Served()
+        await play(gate, served, 5.0)
+        await gate.hold()
+        asking = play(gate, served, 0.2)
+        await asyncio.sleep(0.4)
+        gate.release()
+        [group] = await asking
+        assert group.rollouts[0].status is Status.OK, group.rollouts[0].error
+
+    asyncio.run(run())
+
+
+def test_a_call_given_up_in_a_hold_leaves_the_rollout_its_deadline() -> None:
+    async def run() -> None:
+        gate = Gate(FakeEngine(), partial=True)
+        await gate.hold()
+        [group] = await asyncio.wait_for(play(gate, Impatient(), 0.05), 30)
+        assert group.rollouts[0].status is Status.TIMED_OUT
+
+    asyncio.run(run())
+
+
+def test_a_request_that_outlives_its_rollout_is_held_like_any_other() -> None:
+    async def run() -> None:
+        gate, left = Gate(FakeEngine(), partial=True), list[Generate]()
+
+        class Leaves:
+            async def play(self, rollout: Rollout, generate: Generate) -> None:
+                rollout.act(await generate(rollout.token_ids))
+                left.append(generate)
+
+        await play(gate, Leaves(), 5.0)
+        await gate.hold()
+        asking = asyncio.create_task(left[0]([1]))
+        await asyncio.sleep(0)
+        gate.release()
+        assert len((await asyncio.wait_for(asking, 5)).token_ids) == 3
 
     asyncio.run(run())
 

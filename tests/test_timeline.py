@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tunesmith.environments.user_calls import EpisodeCode
 from tunesmith.monitor.timeline import REWARD, TRAINER, Span, Timeline, covered, mean_level
 from tunesmith.monitor.trace import rows
 from tunesmith.monitor.watchdog import Watchdog, threads_at
@@ -278,6 +279,31 @@ def test_the_watchdogs_thread_looks_by_itself_and_ends(hand: Hand) -> None:
         assert told.wait(30)
     assert "nobody is at work" in said[0]
     assert not any(t.name == "watchdog" for t in threading.enumerate())
+
+
+def test_a_reward_that_hangs_in_its_thread_is_shown_by_its_lines() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        begun.set()
+        end.wait(30)
+
+    def shown() -> bool:
+        return any(line.endswith("in hangs: end.wait(30)") for line in threads_at())
+
+    async def run() -> None:
+        with EpisodeCode(30.0) as code:
+            call = asyncio.ensure_future(code.run("hangs", hangs))
+            await asyncio.to_thread(begun.wait, 30)
+            assert shown()
+            end.set()
+            await call
+            for _ in range(200):  # it may still be on its way back
+                if shown():
+                    await asyncio.sleep(0.01)
+            assert not shown()
+
+    asyncio.run(run())
 
 
 def test_threads_with_nothing_to_do_are_not_shown() -> None:

@@ -68,6 +68,9 @@ def test_calls_are_found(parse: Parse, raw: str, content: str, calls: list[Any])
         (parse_hermes, '<tool_call>{"name": 7}</tool_call>', "names no tool"),
         (parse_hermes, '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', "'add' are no object"),
         (parse_hermes, "<tool_call>", "not valid JSON"),
+        (parse_hermes, "<tool_call>" + "[" * 100_000, "not valid JSON"),
+        (parse_llama, '{"name": "add", "parameters": ' + "[" * 100_000, "not valid JSON"),
+        (parse_mistral, "[TOOL_CALLS]" + "[" * 100_000, "not valid JSON"),
         (parse_llama, '{"name": "add", "parameters": {', "not valid JSON"),
         (parse_llama, "<|python_tag|>add.call(1)", "not valid JSON"),
         (parse_mistral, "[TOOL_CALLS]add{}", "not valid JSON"),
@@ -112,6 +115,10 @@ def hang() -> str:
     """Never return."""
     threading.Event().wait()
 
+def pairs() -> dict:
+    """Give what no JSON holds."""
+    return {(1, 2): 3}
+
 def undescribed(a: int) -> int:
     """No word on the argument."""
 
@@ -122,7 +129,7 @@ def untyped(a):
         a: A thing.
     """
 '''
-ALL = ("env.py:add", "env.py:divide", "env.py:hang")
+ALL = ("env.py:add", "env.py:divide", "env.py:hang", "env.py:pairs")
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -174,6 +181,7 @@ def test_tools_are_described_called_and_answered(tokenizer: Any, tmp_path: Path)
         (call("add", a=1, b=2, c=3), "Error: wrong arguments for add(a, b): got an unexpected keyword argument 'c'"),
         (call("divide", a=1, b=0), "Error: ZeroDivisionError: "),
         (call("add", a=1, b=None), "Error: TypeError: "),
+        (call("pairs"), "Error: TypeError: keys must be str"),
     ],
 )
 def test_what_is_wrong_with_a_call_is_told_to_the_policy(turn: str, words: str, tokenizer: Any, tmp_path: Path) -> None:

@@ -26,15 +26,16 @@ from tunesmith.backends import rank_group
 from tunesmith.backends.base import LossFn
 from tunesmith.backends.memory import memory_boundary
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
-from tunesmith.backends.rank_group import RankGroup, open_store, reach_store
+from tunesmith.backends.rank_group import RankGroup, reach_store
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
-from tunesmith.data.forest import Forest, Predictions, plant
+from tunesmith.data.forest import Forest, Predictions, build_forest
 from tunesmith.data.packing import CostModel, num_forest_tokens, pack
 from tunesmith.errors import DeviceMemoryError, ModelError, TrainerLostError
 from tunesmith.loop.learner import Learner
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.process_group import open_store
 from tunesmith.types import Sample
 
 HERE = "127.0.0.1"
@@ -53,8 +54,8 @@ class Threads:
             replica.group = group
 
     @property
-    def version(self) -> int:
-        return self.replicas[0].version
+    def optimizer_steps(self) -> int:
+        return self.replicas[0].optimizer_steps
 
     @property
     def optimizer(self) -> MasterAdamW:
@@ -96,7 +97,7 @@ class Threads:
 
 
 def groups(world: int, patience: float = 30.0) -> list[RankGroup]:
-    store = open_store(HERE)
+    store = open_store(HERE, 30.0)
     with ThreadPoolExecutor(world) as pool:
         made = [
             pool.submit(
@@ -142,7 +143,7 @@ def samples_of(seed: int, groups: int, size: int = 3) -> list[Sample]:
 
 
 def state_of(backend: TorchBackend[CausalLM]) -> dict[str, Tensor]:
-    averages = {f"average:{name}": tensor for name, tensor in backend.average.items()}
+    averages = {f"average:{name}": tensor for name, tensor in backend.ema.items()}
     return {**backend.model.module.state_dict(), **backend.optimizer.state(), **averages}
 
 
@@ -241,7 +242,7 @@ def test_sums_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_by_all(model: Path) -> None:
     ranks = Threads([backend_of(model) for _ in range(2)])
     before = {name: tensor.clone() for name, tensor in state_of(ranks.replicas[0]).items()}
-    list(ranks.forward_backward_all([plant(s) for s in ([STEPS[0][0]], [STEPS[0][4]])], with_weight_one))
+    list(ranks.forward_backward_all([build_forest(s) for s in ([STEPS[0][0]], [STEPS[0][4]])], with_weight_one))
     gradients = [m.grad for m in ranks.replicas[1].optimizer.masters.values() if m.grad is not None]
     gradients[0].view(-1)[0] = float("inf")
     assert ranks.step(0.1)["skipped_steps"] == 1.0
@@ -291,7 +292,7 @@ class Processes:
     """Each runs ``do(group, pipe, *args)``."""
 
     def __init__(self, world: int, do: Callable[..., None], *args: Any) -> None:
-        self.store = open_store(HERE)
+        self.store = open_store(HERE, 30.0)
         self.pipes, ends = zip(*(CONTEXT.Pipe() for _ in range(world)), strict=True)
         everything = ((do, rank, world, self.store.port, end, args) for rank, end in enumerate(ends))
         self.running = [CONTEXT.Process(target=_run, args=values) for values in everything]
@@ -359,7 +360,7 @@ def _train_with_dropout(group: RankGroup, pipe: Any, model: str, folder: str) ->
 
     def step(backend: TorchBackend[CausalLM]) -> None:
         backend.zero_grad()
-        backend.forward_backward(plant(STEPS[0][:3]), with_weight_one)
+        backend.forward_backward(build_forest(STEPS[0][:3]), with_weight_one)
         backend.step(1e-2)
 
     straight, resumed = made(), made()
@@ -390,11 +391,11 @@ def test_each_ranks_random_state_is_kept_and_another_number_of_ranks_goes_on(
     adapters.attach(loaded, LoraSection(rank=4, dropout=0.5))
     alone = TorchBackend(loaded, AdamWSettings(), CausalLM.predict)
     alone.load(saved)
-    assert alone.version == 1 and torch.rand(3).tolist() == ours
+    assert alone.optimizer_steps == 1 and torch.rand(3).tolist() == ours
     three = Threads([alone, *(TorchBackend(loaded, AdamWSettings(), CausalLM.predict) for _ in range(2))])
     for replica in three.replicas:
         replica.load(saved)
-    assert [replica.version for replica in three.replicas] == [1] * 3
+    assert [replica.optimizer_steps for replica in three.replicas] == [1] * 3
 
 
 def test_memory_that_is_short_is_not_a_rank_that_is_gone() -> None:

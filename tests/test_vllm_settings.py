@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import config_text, settings
 from tunesmith.config.schema import RLConfig, SFTConfig
@@ -88,6 +89,8 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
         (["system.max_prefill_tokens=64"], "system.vllm.max_batched_tokens"),
         (['system.speculative="ngram"'], "leaves the temperature out"),
         (['system.speculative="ngram"', "rollout.min_p=0.1"], "rollout.min_p = 0.1 does not go with"),
+        (["rollout.temperature=0.005"], "rollout.temperature = 0.005: vLLM would raise it to 0.01"),
+        (["eval.temperature=0.005"], "say at least as much"),
         (['system.vllm.quantization="awq"'], "rounds to as they arrive"),
         (['system.vllm.quantization="fp8_per_chanel"'], "Did you mean 'fp8_per_channel'"),
         (['system.vllm.quantization="fp8_per_channel"'], 'algorithm.correction = "token_truncate"'),
@@ -139,6 +142,13 @@ def test_guesses_and_rounding_are_allowed_where_they_are_right() -> None:
     assert resolved('system.vllm.quantization="fp8_per_channel"', *rounding).config.algorithm.decoupled
     assert "no kernel for it on a CPU" in refused('system.vllm.quantization="fp8_per_tensor"', *rounding)
     assert "in 16 bits" in refused('system.vllm.quantization="fp8_per_channel"', rounding[0], 'model.dtype="float32"')
+
+
+def test_min_p_does_not_go_with_guesses_in_a_run_that_samples_only_either() -> None:
+    said = [*(s for s in BASE if not s.startswith("rollout.")), 'system.speculative="ngram"', "sampling.min_p=0.1"]
+    config = load_config(GenerateConfig, None, [*said, 'output.kind="best"', "sampling.n=2"])
+    with pytest.raises(ConfigError, match=r"sampling\.min_p = 0\.1 does not go with system\.speculative"):
+        check(config)
 
 
 def test_settings_of_vllm_mean_nothing_without_sampling() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,9 +26,10 @@ from tunesmith.errors import ConfigError, EngineError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.flat_weights import checksum, flatten
+from tunesmith.models.process_group import open_store
 from tunesmith.plan.checks import check
 from tunesmith.weights.base import Named, Offer, Plane
-from tunesmith.weights.broadcast import BroadcastPlane
+from tunesmith.weights.broadcast import LOOPBACK, BroadcastPlane
 from tunesmith.weights.files import FilePlane
 from tunesmith.weights.ipc import IpcPlane
 
@@ -154,6 +156,14 @@ def die_in_a_round(offer: Offer) -> None:
     os._exit(9)
 
 
+def test_a_store_listens_on_its_own_address_alone() -> None:
+    store = open_store(LOOPBACK, 5.0)
+    [listening] = [
+        c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == store.port
+    ]
+    assert listening.ip == LOOPBACK
+
+
 def test_an_engine_that_dies_in_a_round_fails_it_for_the_others() -> None:
     async def run() -> None:
         plane = BroadcastPlane(tensors().items, patience=2)
@@ -229,6 +239,16 @@ def test_merged_weights_are_the_whole_models(adapted: tuple[CausalLM, CausalLM])
     assert sum(not tensor.equal(plain[name]) for name, tensor in found.items()) == 14  # 7 modules, 2 layers
     assert found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()
     assert all(t.equal(before[name]) for name, t in model.module.state_dict().items())
+
+
+@pytest.mark.skipif(not GPUS, reason="there is no GPU")
+def test_merged_weights_are_no_second_model_on_the_gpu(tmp_path: Path) -> None:
+    model = CausalLM.load(save_model(tmp_path / "model", "llama"), device="cuda")
+    attach(model, LoraSection(rank=2))
+    own = {tensor.data_ptr() for tensor in model.module.state_dict().values()}
+    found = dict(published(model)())
+    assert all(t.data_ptr() in own for t in found.values() if t.is_cuda)
+    assert sum(not t.is_cuda for t in found.values()) == 14
 
 
 def test_an_adapter_alone_is_small(adapted: tuple[CausalLM, CausalLM]) -> None:

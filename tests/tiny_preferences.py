@@ -10,7 +10,7 @@ from typing import Any
 from tiny_runs import write_lines
 from tunesmith import build
 
-RUNS: dict[str, Callable[[Path | None, Sequence[str]], build.Outcome]] = {
+RUNS: dict[str, Callable[[Path | None, Sequence[str]], build.RunResult]] = {
     "rm": build.run_rm,
     "dpo": build.run_dpo,
     "kto": build.run_kto,

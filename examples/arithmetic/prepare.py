@@ -1,10 +1,9 @@
 """Makes what this run needs: a tiny model and tokenizer, examples to learn from, problems to practise on."""
 
-import json
 import random
 from pathlib import Path
 
-from tunesmith.recipes.arithmetic import make_model
+from tunesmith.recipes.arithmetic import make_model, write_lines
 
 HERE = Path(__file__).parent
 
@@ -17,22 +16,18 @@ def worked(a: int, b: int) -> str:
     return f";{a % 10}+{b % 10}+0={ones:02};{a // 10}+{b // 10}+{carry}={tens:02};{a + b}"
 
 
-def write(name: str, records: list[dict[str, str]]) -> None:
-    (HERE / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
 def main() -> None:
     rng = random.Random(0)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(pairs)
     held_out, train = pairs[:200], pairs[200:]
     tasks = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
-    write("held_out.jsonl", tasks[: len(held_out)])
-    write("train.jsonl", tasks[len(held_out) :])
+    write_lines(HERE / "held_out.jsonl", tasks[: len(held_out)])
+    write_lines(HERE / "train.jsonl", tasks[len(held_out) :])
     # Half of the examples show their working, half answer at once: nothing says which is better.
     answers = [worked(a, b) if rng.random() < 0.5 else str(a + b) for a, b in train]
-    write(
-        "examples.jsonl",
+    write_lines(
+        HERE / "examples.jsonl",
         [{"prompt": f"{a}+{b}=", "completion": answer} for (a, b), answer in zip(train, answers, strict=True)],
     )
     make_model(HERE / "model", seed=0, hidden=64, layers=2)

@@ -1,10 +1,9 @@
 """Makes what this run needs: a tiny model and tokenizer, walks to learn the moves from, goals to reach."""
 
-import json
 import random
 from pathlib import Path
 
-from tunesmith.recipes.arithmetic import make_model
+from tunesmith.recipes.arithmetic import make_model, write_lines
 
 HERE = Path(__file__).parent
 FAR = 3
@@ -14,10 +13,6 @@ MOVES = {"E": (-1, 0), "W": (1, 0), "N": (0, -1), "S": (0, 1)}
 def shown(east: int, north: int) -> str:
     """The way that is left, as the environment says it."""
     return f"{east:+d}{north:+d}:"
-
-
-def write(name: str, records: list[dict[str, object]]) -> None:
-    (HERE / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def goals() -> list[tuple[int, int]]:
@@ -41,10 +36,10 @@ def walk(rng: random.Random) -> list[dict[str, object]]:
 
 def main() -> None:
     rng = random.Random(0)
-    write("examples.jsonl", [step for _ in range(2000) for step in walk(rng)])
+    write_lines(HERE / "examples.jsonl", [step for _ in range(2000) for step in walk(rng)])
     tasks: list[dict[str, object]] = [{"prompt": shown(e, n), "east": e, "north": n} for e, n in goals()]
-    write("train.jsonl", tasks)
-    write("held_out.jsonl", tasks)
+    write_lines(HERE / "train.jsonl", tasks)
+    write_lines(HERE / "held_out.jsonl", tasks)
     make_model(HERE / "model", seed=0, hidden=64, layers=2, alphabet="0123456789+-:ENSW")
 
 

@@ -1,17 +1,12 @@
 """Makes what this run needs: a tiny model and tokenizer, games to learn the rules from, numbers to find."""
 
-import json
 import random
 from pathlib import Path
 
-from tunesmith.recipes.arithmetic import make_model
+from tunesmith.recipes.arithmetic import make_model, write_lines
 
 HERE = Path(__file__).parent
 PROMPT = "?"
-
-
-def write(name: str, records: list[dict[str, object]]) -> None:
-    (HERE / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def turns(rng: random.Random) -> list[dict[str, object]]:
@@ -34,9 +29,9 @@ def turns(rng: random.Random) -> list[dict[str, object]]:
 
 def main() -> None:
     rng = random.Random(0)
-    write("examples.jsonl", [turn for _ in range(4000) for turn in turns(rng)])
-    write("train.jsonl", [{"prompt": PROMPT, "secret": secret} for secret in range(10)] * 4)
-    write("held_out.jsonl", [{"prompt": PROMPT, "secret": secret} for secret in range(10)])
+    write_lines(HERE / "examples.jsonl", [turn for _ in range(4000) for turn in turns(rng)])
+    write_lines(HERE / "train.jsonl", [{"prompt": PROMPT, "secret": secret} for secret in range(10)] * 4)
+    write_lines(HERE / "held_out.jsonl", [{"prompt": PROMPT, "secret": secret} for secret in range(10)])
     make_model(HERE / "model", seed=0, hidden=64, layers=2, alphabet="0123456789?+-")
 
 

@@ -1,29 +1,24 @@
 """Makes what this run needs: a tiny model and tokenizer, examples to learn from, words to practise on."""
 
-import json
 import random
 from pathlib import Path
 
-from tunesmith.recipes.arithmetic import make_model
+from tunesmith.recipes.arithmetic import make_model, write_lines
 
 HERE = Path(__file__).parent
 LETTERS = "abcdefghijkl"
-
-
-def write(name: str, records: list[dict[str, str]]) -> None:
-    (HERE / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def main() -> None:
     rng = random.Random(0)
     words = list(dict.fromkeys("".join(rng.choices(LETTERS, k=rng.randint(3, 6))) for _ in range(4000)))
     tasks = [{"prompt": f"{word}>", "word": word} for word in words]
-    write("held_out.jsonl", tasks[:200])
-    write("train.jsonl", tasks[200:])
+    write_lines(HERE / "held_out.jsonl", tasks[:200])
+    write_lines(HERE / "train.jsonl", tasks[200:])
     # Half of the examples reverse the word, half repeat it as it is: nothing says which is better.
     answers = [word[:: rng.choice((1, -1))] for word in words[200:]]
-    write(
-        "examples.jsonl",
+    write_lines(
+        HERE / "examples.jsonl",
         [{"prompt": f"{word}>", "completion": answer} for word, answer in zip(words[200:], answers, strict=True)],
     )
     make_model(HERE / "model", seed=0, hidden=64, layers=2, alphabet=f"{LETTERS}>")

@@ -1,10 +1,9 @@
 """Makes what this run needs: a tiny model and tokenizer, examples to learn from, problems to practise on."""
 
-import json
 import random
 from pathlib import Path
 
-from tunesmith.recipes.arithmetic import make_model
+from tunesmith.recipes.arithmetic import make_model, write_lines
 
 HERE = Path(__file__).parent
 FACTORS = {"mm>cm": 0.1, "cm>m": 0.01, "m>km": 0.001, "kg>g": 1000.0}
@@ -15,20 +14,18 @@ def convert(value: int, units: str, digits: int) -> str:
     return f"{float(f'{value * FACTORS[units]:.{digits}g}'):.10g}"
 
 
-def write(name: str, records: list[dict[str, str]]) -> None:
-    (HERE / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
 def main() -> None:
     rng = random.Random(0)
     asked = [(value, units) for value in range(11, 1000) for units in FACTORS]
     rng.shuffle(asked)
     held_out, train = asked[:200], asked[200:]
     for name, part in (("held_out.jsonl", held_out), ("train.jsonl", train)):
-        write(name, [{"prompt": f"{value}{units}=", "answer": convert(value, units, 3)} for value, units in part])
+        write_lines(
+            HERE / name, [{"prompt": f"{value}{units}=", "answer": convert(value, units, 3)} for value, units in part]
+        )
     # Every problem is answered twice, once exactly and once roughly: nothing says which is better.
-    write(
-        "examples.jsonl",
+    write_lines(
+        HERE / "examples.jsonl",
         [
             {"prompt": f"{value}{units}=", "completion": convert(value, units, digits)}
             for value, units in train

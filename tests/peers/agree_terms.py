@@ -31,7 +31,7 @@ from verl.utils import torch_functional as verl
 from verl_losses import AGGREGATIONS, actor_config, verl_loss
 
 from tunesmith.algorithms.corrections import correction_weights
-from tunesmith.algorithms.kl import AdaptiveController, kl_loss, kl_values
+from tunesmith.algorithms.kl import AdaptiveKLController, kl_loss, kl_values
 from tunesmith.algorithms.objective import value_objective
 from tunesmith.algorithms.shaping import overlong_penalty, stop_properly
 from tunesmith.models.head import Head, LogitScale, fused_logprobs
@@ -88,7 +88,7 @@ def differ_kl_far_from_the_reference() -> None:
 @seeds
 def agree_adaptive_controller(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    found = AdaptiveController(coef=0.1, target=0.5, horizon=1000)
+    found = AdaptiveKLController(coef=0.1, target=0.5, horizon=1000)
     theirs = core_algos.AdaptiveKLController(0.1, target_kl=0.5, horizon=1000)
     openrlhfs = kl_controller.AdaptiveKLController(0.1, 0.5, 1000)
     for kl, samples in zip(rng.exponential(0.6, 20), rng.integers(1, 200, 20), strict=True):

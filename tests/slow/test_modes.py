@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from sums import check_learned_as, learned, taught
-from tunesmith.loop.opening import Outcome
+from tunesmith.build.opening import RunResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -47,11 +47,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, Path, Outcome]]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, Path, RunResult]]:
     """Of a seed: folder, taught model, and what the engine in the trainer's process makes of it."""
 
     @cache
-    def made(seed: int) -> tuple[Path, Path, Outcome]:
+    def made(seed: int) -> tuple[Path, Path, RunResult]:
         folder = tmp_path_factory.mktemp("sums")
         model = taught(folder, seed)
         return folder, model, learned(folder, model, "local", seed, {})
@@ -61,7 +61,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Pat
 
 @pytest.mark.parametrize(("seed", "mode"), CASES)
 def test_every_mode_learns_the_same(
-    start: Callable[[int], tuple[Path, Path, Outcome]], seed: int, mode: str, tmp_path: Path
+    start: Callable[[int], tuple[Path, Path, RunResult]], seed: int, mode: str, tmp_path: Path
 ) -> None:
     folder, model, local = start(seed)
     if mode == "ray" and not find_spec("ray"):

@@ -36,8 +36,8 @@ def test_the_reward_rises_by_more_than_half_of_its_spread(tmp_path: Path, seed: 
     else:
         entry = ModelReward(path=str(path))
         model = RewardModel.load(entry, dtype=torch.float32, device="cpu", max_tokens=2048, chat=False)
-        rewards = RewardSet([], [], 30.0)
-        rewards.add(model_reward("rm", model, exact=False, in_thread=True), 1.0)
+        rewards = RewardSet({"rm": 1.0}, 30.0)
+        rewards.add(model_reward("rm", model, exact=False, in_thread=True))
         with running(make_app(RewardService(rewards, 0.002), 2**20)) as url:
             outcome = build.run_rl(None, [*settings, f'reward.remote=[{{urls = ["{url}/reward"], name = "judge"}}]'])
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")

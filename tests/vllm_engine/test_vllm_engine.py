@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -77,7 +78,8 @@ def test_contract(check: Callable[[Subject], Awaitable[None]], directory: Path) 
 
 @pytest.mark.parametrize("family", ["llama", "tied"])
 def test_new_weights_arrive_whole(family: str, request: pytest.FixtureRequest) -> None:
-    """Also the head that shares its weights with the embedding, and also where a prefix was cached before."""
+    """Also the head that shares its weights with the embedding, also where a prefix was cached before, and also under
+    a number that others had, as averaged weights have in an evaluation."""
 
     async def run() -> None:
         made_of = request.getfixturevalue("directory" if family == "llama" else "tied")
@@ -87,14 +89,15 @@ def test_new_weights_arrive_whole(family: str, request: pytest.FixtureRequest) -
             prompt = list(range(20, 56))  # more than a block of the prefix cache
             first = await made.write(prompt=prompt)
             assert first.logprobs == pytest.approx(made.score(prompt, first.token_ids), abs=1e-4)
-            with torch.no_grad():
-                for parameter in plain(made_of).parameters():
-                    parameter.mul_(1.1)
-            await made.engine.load_weights(1)
-            second = await made.write(prompt=prompt)
-            assert second.versions == [1] * 12
-            assert second.logprobs == pytest.approx(made.score(prompt, second.token_ids), abs=1e-4)
-            assert second.logprobs != pytest.approx(first.logprobs, abs=1e-3)
+            for _ in range(2):
+                with torch.no_grad():
+                    for parameter in plain(made_of).parameters():
+                        parameter.mul_(1.1)
+                await made.engine.load_weights(1)
+                second = await made.write(prompt=prompt)
+                assert second.versions == [1] * 12
+                assert second.logprobs == pytest.approx(made.score(prompt, second.token_ids), abs=1e-4)
+                assert second.logprobs != pytest.approx(first.logprobs, abs=1e-3)
         finally:
             await made.engine.close()
 
@@ -116,6 +119,56 @@ def test_a_prompt_is_prefilled_once_for_a_group_that_comes_at_once(directory: Pa
     assert (stats.sampled_tokens, stats.decode_steps, stats.peak_running) == (48, 12, 4)
     assert 0 < stats.peak_kv_bytes <= stats.kv_budget_bytes <= 1 << 26
     assert stats.prefill_seconds > 0 < stats.decode_seconds
+
+
+def test_a_request_that_vllm_refuses_fails_alone(directory: Path) -> None:
+    async def run() -> None:
+        made = subject(directory)
+        try:
+            others = [asyncio.create_task(made.write()) for _ in range(3)]
+            await asyncio.sleep(0.01)
+            with pytest.raises(EngineError, match="vLLM refuses the request"):
+                await made.write(prompt=[20, 9999])
+            assert [len(done.token_ids) for done in await asyncio.gather(*others)] == [12] * 3
+            with pytest.raises(UserError, match=r"raise it to 0\.01"):
+                await made.write(replace(FREE, temperature=0.005))
+        finally:
+            await made.engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(directory: Path) -> None:
+    """Who waits for it to do something in between two steps, such as taking new weights, waits no longer."""
+    began, go_on = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        made = subject(directory)
+        vllm: Any = made.engine._vllm  # pyright: ignore
+        step = vllm.step
+
+        def broken() -> Any:
+            vllm.step = step
+            began.set()
+            assert go_on.wait(30)
+            raise RuntimeError("out of luck")
+
+        vllm.step = broken
+        try:
+            writing = asyncio.create_task(made.write())
+            await asyncio.to_thread(began.wait, 30)
+            loading = asyncio.create_task(made.engine.load_weights(5))
+            await asyncio.sleep(0)
+            go_on.set()
+            with pytest.raises(EngineError, match="vLLM failed: RuntimeError: out of luck"):
+                await writing
+            await asyncio.wait_for(loading, 30)
+            assert (await made.write()).versions == [5] * 12
+            assert not vllm.has_unfinished_requests()
+        finally:
+            await made.engine.close()
+
+    asyncio.run(run())
 
 
 def test_rounded_weights_are_rounded_again_at_each_sync(directory: Path) -> None:

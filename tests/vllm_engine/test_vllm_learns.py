@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sums import check_learned_as, learned, taught
-from tunesmith.loop.opening import Outcome
+from tunesmith.build.opening import RunResult
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
@@ -25,7 +25,9 @@ SEEDS = [pytest.param(seed, marks=pytest.mark.xdist_group(f"sums {seed}")) for s
 
 
 @pytest.fixture(scope="module", params=SEEDS)
-def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int, Outcome]:
+def start(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, int, RunResult]:
     """Folder, taught model, seed, and what the local engine makes of it."""
     folder, seed = tmp_path_factory.mktemp("sums"), request.param
     model = taught(folder, seed, head_dim=32, steps=800)
@@ -33,7 +35,7 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_learns_the_same(start: tuple[Path, Path, int, Outcome], mode: str, tmp_path: Path) -> None:
+def test_every_mode_learns_the_same(start: tuple[Path, Path, int, RunResult], mode: str, tmp_path: Path) -> None:
     folder, model, seed, local = start
     changed = MODES[mode]
     outcome = learned(folder, model, str(tmp_path / "run"), seed, changed)

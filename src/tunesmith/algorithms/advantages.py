@@ -63,7 +63,7 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageParams:
-    """Constants of the estimators; each reads only its own (``Entry.keys``)."""
+    """Constants of the estimators; each reads only its own (``Entry.settings``)."""
 
     gamma: float = 1.0
     gae_lambda: float = 0.95
@@ -348,7 +348,7 @@ def token_reward(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advant
     """What is paid on each token, less the batch's mean: with the KL to a teacher in the reward, logπ_T − logπ.
 
     No return: a token's own difference is the gradient of the reverse KL at that token. The rollout's reward is not
-    read. The mean takes no part in the gradient's expectation, and most of its noise away.
+    read. Subtracting the mean leaves the expected gradient unchanged and removes most of its noise.
     """
     paid = _paid(outcomes, [0.0] * len(outcomes))
     every = _flat(paid)

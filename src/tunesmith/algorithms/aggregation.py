@@ -26,7 +26,7 @@ from tunesmith.types import Sample
 
 WEIGHT = "weight"
 """Column of a token's weight in the loss."""
-SHARE = "share"
+METRIC_WEIGHT = "metric_weight"
 """Column of a token's weight in a mean over the optimizer batch's tokens: what metrics are summed with."""
 
 
@@ -69,9 +69,10 @@ def token_weights(samples: Sequence[Sample], aggregation: str, max_new_tokens: i
 
 
 def weigh(samples: Sequence[Sample], aggregation: str, max_new_tokens: int | None = None) -> list[Sample]:
-    """The samples of one optimizer batch with the columns ``weight`` and ``share``."""
+    """The samples of one optimizer batch with the columns ``weight`` and ``metric_weight``."""
     weights = token_weights(samples, aggregation, max_new_tokens)
     shares = token_weights(samples, "token_mean")
     return [
-        replace(s, columns={**s.columns, WEIGHT: w, SHARE: m}) for s, w, m in zip(samples, weights, shares, strict=True)
+        replace(s, columns={**s.columns, WEIGHT: w, METRIC_WEIGHT: m})
+        for s, w, m in zip(samples, weights, shares, strict=True)
     ]

@@ -7,32 +7,22 @@ before shaping, so that a length penalty does not make a solved group look unsol
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from tunesmith.errors import ConfigError
 from tunesmith.types import Rollout, RolloutGroup
 
 
-@dataclass(frozen=True, slots=True)
-class Filtered:
-    """The two halves of a batch; ``len(kept) / (len(kept) + len(rejected))`` is the yield to report."""
-
-    kept: list[RolloutGroup]
-    rejected: list[RolloutGroup]
-
-
 def rollout_score(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float | None:
     """Weighted mean of the rollout's raw rewards by name, of those that apply; None without any.
 
-    Penalties (weights of 0 and below) say nothing about whether a task is solved and are left out. A
-    rollout whose rewards have no names is scored by its one reward.
+    What an environment paid is one of them, with a weight of 1 (``RewardSet.score``).
+    Penalties (weights of 0 and below) say nothing about whether a task is solved and are left out.
 
     Raises:
         ConfigError: a score lies outside [0, 1], so its mean says nothing about how often a task is solved.
     """
-    rewards = rollout.rewards or {"reward": rollout.reward}
-    share = {name: (weights or {}).get(name, 1.0) for name in rewards}
-    scores = {name: value for name, value in rewards.items() if value is not None and share[name] > 0}
+    share = {name: (weights or {}).get(name, 1.0) for name in rollout.rewards}
+    scores = {name: value for name, value in rollout.rewards.items() if value is not None and share[name] > 0}
     for name, value in scores.items():
         if not 0.0 <= value <= 1.0:
             raise ConfigError(
@@ -49,20 +39,16 @@ def group_score(group: RolloutGroup, weights: Mapping[str, float] | None = None)
     return sum(scores) / len(scores) if scores else None
 
 
-def is_informative(score: float | None, low: float = 0.0, high: float = 1.0) -> bool:
-    """Strictly between the bounds; a group without a score is not."""
-    return score is not None and low < score < high
-
-
 def filter_groups(
     groups: Sequence[RolloutGroup],
     low: float = 0.0,
     high: float = 1.0,
     weights: Mapping[str, float] | None = None,
-) -> Filtered:
-    """Split a batch, in order, into groups to train on and groups to replace."""
+) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+    """Split a batch, in order, into groups to train on and groups to replace; those without a score are replaced."""
     kept: list[RolloutGroup] = []
     rejected: list[RolloutGroup] = []
     for group in groups:
-        (kept if is_informative(group_score(group, weights), low, high) else rejected).append(group)
-    return Filtered(kept, rejected)
+        score = group_score(group, weights)
+        (kept if score is not None and low < score < high else rejected).append(group)
+    return kept, rejected

@@ -60,8 +60,8 @@ def _value(delta: Any, estimator: str, exp: Callable[[Any], Any]) -> Any:
 
 
 @dataclass(slots=True)
-class AdaptiveController:
-    """Keeps the KL near a target: ``β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon)`` (arXiv:1909.08593)."""
+class AdaptiveKLController:
+    """Keeps the KL near a target: ``β ← β·(1 + clip(KL/target − 1, ±0.2)·min(1, n/horizon))`` (arXiv:1909.08593)."""
 
     coef: float
     target: float
@@ -74,7 +74,7 @@ class AdaptiveController:
         """
         if np.isfinite(kl):
             error = float(np.clip(kl / self.target - 1.0, -0.2, 0.2))
-            self.coef *= 1.0 + error * samples / self.horizon
+            self.coef *= 1.0 + error * min(1.0, samples / self.horizon)
         return self.coef
 
     def state_dict(self) -> dict[str, float]:

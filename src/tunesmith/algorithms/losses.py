@@ -54,7 +54,7 @@ class PolicyBatch:
 
 @dataclass(frozen=True, slots=True)
 class LossParams:
-    """Constants of the losses, named as in the settings; each loss reads its own (``Entry.keys``)."""
+    """Constants of the losses, named as in the settings; each loss reads its own (``Entry.settings``)."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2

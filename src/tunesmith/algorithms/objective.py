@@ -3,16 +3,16 @@
 An objective is ``(forest, predictions) -> (scalar, metrics)``. The scalar is
 ``sum(weight · (loss · correction + β·KL − c·H))`` over this forest's tokens with weights that are already
 divided by the optimizer batch's denominators, so forests add up. Metrics are summed with the column
-``share`` and add up to means over the optimizer batch's tokens.
+``metric_weight`` and add up to means over the optimizer batch's tokens.
 
-Columns read: ``weight`` and ``share`` always (``aggregation.weigh``); ``advantages``, ``old_logprobs``,
+Columns read: ``weight`` and ``metric_weight`` always (``aggregation.weigh``); ``advantages``, ``old_logprobs``,
 ``ref_logprobs``, ``correction``, ``group_logprob``, ``selected`` by the policy objective; ``returns`` and
 ``old_values`` by the value objective.
 
 A token whose inputs are not finite has weight 0 (``finite_mask``). It is set to zero before anything is
-computed, so that nothing of it reaches a gradient; so is a token whose new log-probability is not finite,
-which only the numerator can leave, since weights are made before the forward. A forest without
-predictions, such as a rank is given that has run out of samples, gives 0 and no metrics.
+computed, so that nothing of it reaches a gradient. A token whose new log-probability turns out not to be
+finite is set to zero as well; it stays in the denominator, because weights are fixed before the forward pass.
+A forest without predictions, such as a rank is given that has run out of samples, gives 0 and no metrics.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from tunesmith.config.schema import AlgorithmSection
     from tunesmith.data.forest import Forest, Predictions
 
-Metrics = dict[str, "Tensor"]
-Objective = Callable[["Forest", "Predictions"], "tuple[Tensor, Metrics]"]
-Computation = Callable[["Forest", "Tensor", "Predictions"], "tuple[Tensor, Metrics]"]
+TensorMetrics = dict[str, "Tensor"]
+Objective = Callable[["Forest", "Predictions"], "tuple[Tensor, TensorMetrics]"]
+Computation = Callable[["Forest", "Tensor", "Predictions"], "tuple[Tensor, TensorMetrics]"]
 
 
 def reads(kind: Literal["logprobs", "values"]) -> Callable[[Computation], Objective]:
     """Make an objective of one kind of predictions; it gives 0 and no metrics for a forest without any."""
 
     def wrap(compute: Computation) -> Objective:
-        def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
+        def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
             predicted = getattr(predictions, kind)
             assert predicted is not None, f"the objective reads {kind}, and the model gives none"
             return compute(forest, predicted, predictions) if predicted.numel() else (predicted.sum(), {})
@@ -52,7 +52,7 @@ class _Tokens:
     """The predictions of a forest. Those outside the loss, by their weight or because they are not finite, are 0."""
 
     def __init__(self, forest: Forest, *predicted: Tensor) -> None:
-        for name in ("weight", "share"):
+        for name in ("weight", "metric_weight"):
             assert name in forest.columns, f"no column '{name}': aggregation.weigh adds it"
         self.forest = forest
         unweighted = forest.columns["weight"] == 0
@@ -60,7 +60,7 @@ class _Tokens:
         for values in predicted:
             self.drop = self.drop | ~values.detach().isfinite()
         self.nonfinite = (self.drop & ~unweighted).sum()
-        self.share = self.column("share")
+        self.metric_weight = self.column("metric_weight")
 
     def kept(self, values: Tensor) -> Tensor:
         return values.masked_fill(self.drop, 0.0)
@@ -73,9 +73,9 @@ class _Tokens:
 
     def mean(self, values: Tensor) -> Tensor:
         """A metric: the mean over the optimizer batch's tokens, this forest's part of it."""
-        return (self.share * values.detach()).sum()
+        return (self.metric_weight * values.detach()).sum()
 
-    def clipped(self, token: TokenLoss, prefix: str = "") -> Metrics:
+    def clipped(self, token: TokenLoss, prefix: str = "") -> TensorMetrics:
         sides = {"clip_low": token.clipped_low, "clip_high": token.clipped_high}
         return {prefix + name: self.mean(acts) for name, acts in sides.items() if acts is not None}
 
@@ -94,14 +94,14 @@ def policy_objective(section: AlgorithmSection, *, kl_coef: float | None = None)
     """The objective of a resolved section. ``kl_coef`` replaces the section's (an adaptive controller's)."""
     assert section.loss is not None, "the section is not resolved"
     loss = POLICY_LOSSES[section.loss]
-    names = loss.keys.keys() & LossParams.__dataclass_fields__.keys()
+    names = loss.settings.keys() & LossParams.__dataclass_fields__.keys()
     params = LossParams(**{name: getattr(section, name) for name in names})
     coef = (section.kl_coef or 0.0) if kl_coef is None else kl_coef
     beta = coef if section.kl_in == "loss" else 0.0
     bonus = section.entropy_coef or 0.0
 
     @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, predictions: Predictions) -> tuple[Tensor, Metrics]:
+    def objective(forest: Forest, logprobs: Tensor, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
         tokens = _Tokens(forest, logprobs)
         weight = tokens.column("weight")
         correction, reference = (tokens.find(name) for name in ("correction", "ref_logprobs"))
@@ -136,7 +136,7 @@ def policy_objective(section: AlgorithmSection, *, kl_coef: float | None = None)
     return objective
 
 
-def _policy_metrics(batch: PolicyBatch, token: TokenLoss, tokens: _Tokens) -> Metrics:
+def _policy_metrics(batch: PolicyBatch, token: TokenLoss, tokens: _Tokens) -> TensorMetrics:
     """``policy_kl`` is the k3 estimate of KL(old ‖ new): ρ − 1 − d."""
     d = batch.log_ratio.detach()
     ratio = d.exp()
@@ -152,7 +152,7 @@ def sft_objective() -> Objective:
     """``sum(weight · −logπ)``: with ``token_mean`` weights, the mean over the batch's loss tokens."""
 
     @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
+    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
         tokens = _Tokens(forest, logprobs)
         nll = -tokens.kept(logprobs)
         return (tokens.column("weight") * nll).sum(), {"nll": tokens.mean(nll), "nonfinite_tokens": tokens.nonfinite}
@@ -169,7 +169,7 @@ def distillation_objective(alpha: float) -> Objective:
     """
 
     @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, predictions: Predictions) -> tuple[Tensor, Metrics]:
+    def objective(forest: Forest, logprobs: Tensor, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
         divergence = predictions.divergence
         assert divergence is not None, "distillation needs a teacher"
         tokens = _Tokens(forest, logprobs, divergence)
@@ -182,9 +182,9 @@ def distillation_objective(alpha: float) -> Objective:
 
 def actor_critic_objective(policy: Objective, clip: float | None, coef: float) -> Objective:
     """A policy's objective and ``coef`` times the value loss, a mean over tokens: both in one backward pass."""
-    value = value_objective(clip, "share")
+    value = value_objective(clip, "metric_weight")
 
-    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, Metrics]:
+    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
         loss, metrics = policy(forest, predictions)
         value_loss, more = value(forest, predictions)
         more.pop("nonfinite_tokens", None)
@@ -197,7 +197,7 @@ def value_objective(clip: float | None, weight_column: str = "weight") -> Object
     """The critic's objective, on the predictions' ``values``."""
 
     @reads("values")
-    def objective(forest: Forest, values: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
+    def objective(forest: Forest, values: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
         tokens = _Tokens(forest, values)
         values, returns = tokens.kept(values), tokens.column("returns")
         token = value_loss(values, returns, tokens.column("old_values"), clip)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tunesmith.algorithms.aggregation import WEIGHT
-from tunesmith.algorithms.objective import Metrics, Objective, reads
+from tunesmith.algorithms.objective import Objective, TensorMetrics, reads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +139,7 @@ def reward_objective(*, margins: bool = True) -> Objective:
     """The reward model's, on ``values``. Without ``margins`` it is ``log(1 + e^(r_r − r_c))``."""
 
     @reads("values")
-    def objective(forest: Forest, values: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
+    def objective(forest: Forest, values: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
         sequences = Sequences.of(forest, values)
         pairs = Pairs.of(sequences)
         margin = pairs.first(sequences.column("margin")) if margins else 0.0
@@ -157,7 +157,7 @@ def dpo_objective(loss: str, beta: float, smoothing: float = 0.0, nll_coef: floa
     """DPO's, on ``logprobs``: a loss of ``h = β(Δ_c − Δ_r)``, plus ``λ · (−logπ(y_c)) / |y_c|`` (arXiv:2404.19733)."""
 
     @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
+    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
         sequences = Sequences.of(forest, logprobs)
         pairs = Pairs.of(sequences)
         delta = sequences.score - sequences.column("ref_logprob")
@@ -185,7 +185,7 @@ def kto_objective(beta: float, desirable: float = 1.0, undesirable: float = 1.0)
     """KTO's, on ``logprobs``. ``class_share`` is one over the number of the batch's sequences of a sequence's side."""
 
     @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
+    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
         sequences = Sequences.of(forest, logprobs)
         side, kl, share = (sequences.column(name) for name in ("side", "kl", "class_share"))
         delta = sequences.score - sequences.column("ref_logprob")
@@ -212,7 +212,7 @@ def step_objective() -> Objective:
     """
 
     @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, Metrics]:
+    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
         sequences = Sequences.of(forest, logprobs)
         pairs = Pairs.of(sequences)
         logit, label = pairs.difference(sequences.score), pairs.first(sequences.column("label"))
@@ -223,7 +223,7 @@ def step_objective() -> Objective:
     return objective
 
 
-def _pair_metrics(pairs: Pairs, rewards: Tensor, terms: Tensor) -> Metrics:
+def _pair_metrics(pairs: Pairs, rewards: Tensor, terms: Tensor) -> TensorMetrics:
     """Means over the batch's pairs of rewards ``[S]``, of their difference, and of the right one being higher.
 
     ``terms [S]`` are what the rewards are differences of: they set the rounding within which two are equal.

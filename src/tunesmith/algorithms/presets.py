@@ -147,7 +147,7 @@ def resolve_algorithm(
     filling.fill("aggregation", preset.settings["aggregation"])
     for kind, registry in (("loss", POLICY_LOSSES), ("advantage", ESTIMATORS)):
         name = str(filling[kind])
-        for key, default in registry[name].keys.items():  # the preset's only where the choice is the preset's
+        for key, default in registry[name].settings.items():  # the preset's only where the choice is the preset's
             filling.fill(key, default, f"default of the {kind} {name}", use_preset=preset.settings[kind] == name)
     common = {**_COMMON, "correction": _STALE} if max_staleness else dict(_COMMON)
     if "overlong_factor" in preset.settings:
@@ -233,7 +233,7 @@ def _fill_correction(filling: _Filling) -> None:
             f"algorithm.correction: '{name}' weighs the trainer's log-probabilities against the sampler's, "
             'which are the same with decoupled=false. Leave decoupled out, or set correction="none".'
         )
-    for key, default in CORRECTIONS[str(name)].keys.items():
+    for key, default in CORRECTIONS[str(name)].settings.items():
         filling.fill(key, default, f"default of the correction {name}")
     low, high = filling["correction_low"], filling["correction_high"]
     if isinstance(low, float) and isinstance(high, float) and low >= high:
@@ -243,16 +243,17 @@ def _fill_correction(filling: _Filling) -> None:
 _OVERLONG, _HORIZON = frozenset({"overlong_factor"}), frozenset({"kl_horizon"})
 _FILTER = frozenset({"filter_low", "filter_high", "rest_epochs"})
 _KL = frozenset({"kl_in", "kl_estimator", "kl_target", "kl_horizon", "reference_every"})
-_SHAPING = frozenset({"overlong_buffer", "reward_clip", "stop_properly", "kl_in"})
+_SHAPING = frozenset({"overlong_buffer", "reward_clip", "stop_properly"})
 _CONDITIONS: list[tuple[frozenset[str], str, Callable[[_Filling], bool]]] = [
     (_OVERLONG, "overlong_buffer is 0", lambda f: not f["overlong_buffer"]),
     (_FILTER, "dynamic_filter is off", lambda f: not f["dynamic_filter"]),
     (_KL, "kl_coef is 0", lambda f: not f["kl_coef"]),
     (_HORIZON, "there is no kl_target", lambda f: f["kl_target"] is None),
-    (_SHAPING, "the advantage 'gdpo' takes each reward as it is given", lambda f: f["advantage"] == "gdpo"),
+    (_SHAPING | {"kl_in"}, "the advantage 'gdpo' takes each reward as it is given", lambda f: f["advantage"] == "gdpo"),
+    (_SHAPING, "the advantage 'token_reward' reads no rollout's reward", lambda f: f["advantage"] == "token_reward"),
 ]
 _OFF = {"overlong_buffer": 0, "kl_in": "loss"}
-"""Values with which keys of ``_SHAPING`` leave the reward alone."""
+"""Values with which keys that shape the reward leave it alone."""
 
 
 def _refuse_unread(filling: _Filling) -> None:
@@ -261,7 +262,7 @@ def _refuse_unread(filling: _Filling) -> None:
     said = [k for k in fields if k in section.model_fields_set and getattr(section, k) != fields[k].default]
     for key in said:
         for keys, why, holds in _CONDITIONS:
-            if key in keys and holds(filling) and (keys is not _SHAPING or filling[key] != _OFF.get(key)):
+            if key in keys and holds(filling) and not (keys >= _SHAPING and filling[key] == _OFF.get(key)):
                 raise ConfigError(f"algorithm.{key} would have no effect: {why}.")
         if key in _READ_BY_CHOICE and key not in filling.read:
             kind = _READ_BY_CHOICE[key]
@@ -269,8 +270,8 @@ def _refuse_unread(filling: _Filling) -> None:
 
 
 _READ_BY_CHOICE: dict[str, str] = {
-    **{key: "correction" for entry in CORRECTIONS.values() for key in entry.keys},
-    **{key: "advantage" for entry in ESTIMATORS.values() for key in entry.keys},
-    **{key: "loss" for entry in POLICY_LOSSES.values() for key in entry.keys},
+    **{key: "correction" for entry in CORRECTIONS.values() for key in entry.settings},
+    **{key: "advantage" for entry in ESTIMATORS.values() for key in entry.settings},
+    **{key: "loss" for entry in POLICY_LOSSES.values() for key in entry.settings},
 }
 """Keys that only some losses, estimators or corrections read, and which of the three it is."""

@@ -17,7 +17,7 @@ class Entry(Generic[F]):
     source: str
     needs: frozenset[str]
     """What it asks of the loop (keys of ``presets.NEEDS``)."""
-    keys: Mapping[str, float | None]
+    settings: Mapping[str, float | None]
     """Settings it reads, with their defaults; None is off."""
 
 

@@ -28,7 +28,7 @@ class TrainBackend(Protocol):
         ...
 
     @property
-    def version(self) -> int:
+    def optimizer_steps(self) -> int:
         """Optimizer steps taken."""
         ...
 
@@ -60,7 +60,7 @@ class TrainBackend(Protocol):
         """Clip, take one optimizer step, clear gradients; return ``grad_norm``."""
         ...
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def ema_weights(self) -> AbstractContextManager[None]:
         """The model computes with the moving average of its weights while inside."""
         ...
 

@@ -96,7 +96,7 @@ class MasterAdamW:
         for name, master in self.masters.items():
             slot: dict[str, Any] = self.adamw.state.get(master, {})
             for key, value in slot.items():
-                slot[key] = value if key == "step" else value.to(device)
+                slot[key] = value.to(device)
             if master is not self.parameters[name]:
                 master.data = master.data.to(device)
 
@@ -123,7 +123,7 @@ class MasterAdamW:
                 master.copy_(value)
             else:
                 slot: dict[str, Any] = self.adamw.state[master]
-                slot[kind] = value.clone().to(device=master.device if kind != "step" else value.device)
+                slot[kind] = value.to(master.device, copy=True)  # the fused kernel wants steps there too
 
 
 def learning_rate(

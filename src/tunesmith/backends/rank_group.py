@@ -28,11 +28,6 @@ REACHING = 10.0
 """Seconds to reach the first rank's store, which is there already."""
 
 
-def open_store(host: str) -> dist.TCPStore:
-    """Where the ranks of a group find each other: at a free port of this machine, as long as it is kept."""
-    return dist.TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=PATIENCE), wait_for_workers=False)
-
-
 def reach_store(host: str, port: int) -> dist.TCPStore:
     """Another process's store."""
     with boundary(TrainerLostError, f"no rank of the trainer is reached at {host}:{port}", RuntimeError):

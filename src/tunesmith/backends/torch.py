@@ -61,10 +61,10 @@ class TorchBackend(OneDevice, Generic[M]):
         self.value_head, self.ema_decay = value_head, ema_decay
         self.optimizer = MasterAdamW(model.module, settings, value_head, head_lr_ratio)
         masters = self.optimizer.masters if ema_decay is not None else {}
-        self.average = {name: m.detach().clone() for name, m in masters.items()}
+        self.ema = {name: m.detach().clone() for name, m in masters.items()}
         self.group: RankGroup | None = None
         self._reference_is_new = False
-        self._version = 0
+        self._optimizer_steps = 0
         torch.manual_seed(seed)
         if gradient_checkpointing:
             model.module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -80,8 +80,8 @@ class TorchBackend(OneDevice, Generic[M]):
         torch.manual_seed(torch.initial_seed() + group.rank)
 
     @property
-    def version(self) -> int:
-        return self._version
+    def optimizer_steps(self) -> int:
+        return self._optimizer_steps
 
     @property
     def cost(self) -> CostModel:
@@ -115,23 +115,23 @@ class TorchBackend(OneDevice, Generic[M]):
             if self.group:
                 self.group.sum_gradients(self.optimizer.masters.values())
             metrics = self.optimizer.step(lr)
-            self._follow()
-        self._version += 1
+            self._update_ema()
+        self._optimizer_steps += 1
         return metrics
 
     @torch.no_grad()
-    def _follow(self) -> None:
+    def _update_ema(self) -> None:
         if self.ema_decay is not None:
-            for name, average in self.average.items():
+            for name, average in self.ema.items():
                 average.lerp_(self.optimizer.masters[name], 1.0 - self.ema_decay)
 
     @contextmanager
-    def averaged(self) -> Generator[None]:
-        assert self.average, "this run keeps no average"
+    def ema_weights(self) -> Generator[None]:
+        assert self.ema, "this run keeps no average"
         parameters = {name: p.detach() for name, p in self.optimizer.parameters.items()}
         held = {name: p.to("cpu", copy=True) for name, p in parameters.items()}
         try:
-            self._put(self.average)
+            self._put(self.ema)
             yield
         finally:
             self._put(held)
@@ -156,7 +156,7 @@ class TorchBackend(OneDevice, Generic[M]):
 
     def _move(self, device: torch.device | str) -> None:
         self.optimizer.move(device)
-        self.average = {name: a.to(device) for name, a in self.average.items()}
+        self.ema = {name: a.to(device) for name, a in self.ema.items()}
 
     def save(self, directory: Path) -> None:
         """As the port says; of several ranks the first writes all but the others' random states."""
@@ -165,17 +165,17 @@ class TorchBackend(OneDevice, Generic[M]):
             save_file(self._random_state(), directory / RANDOM_FILE.format(rank=self.group.rank))
             return
         self.model.save(directory / MODEL_DIRECTORY)
-        if self.average:
-            with self.averaged():
+        if self.ema:
+            with self.ema_weights():
                 self.model.save(directory / AVERAGE_DIRECTORY)
         if self._reference_is_new and self.reference is not None:
             self.reference.save(directory / REFERENCE_DIRECTORY)
         if self.value_head is not None:
             save_file({n: t.cpu() for n, t in self.value_head.state_dict().items()}, directory / HEAD_FILE)
-        tensors = self.optimizer.state() | {f"ema:{name}": t for name, t in self.average.items()}
+        tensors = self.optimizer.state() | {f"ema:{name}": t for name, t in self.ema.items()}
         tensors |= self._random_state()
         contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        save_file(contiguous, directory / OPTIMIZER_FILE, metadata={"version": str(self._version)})
+        save_file(contiguous, directory / OPTIMIZER_FILE, metadata={"version": str(self._optimizer_steps)})
 
     def load(self, directory: Path) -> None:
         load_weights(self.model, directory / MODEL_DIRECTORY)
@@ -192,15 +192,15 @@ class TorchBackend(OneDevice, Generic[M]):
         )
         averages = {key.split(":", 1)[1]: tensors.pop(key) for key in list(tensors) if key.startswith("ema:")}
         self._check_names(directory, {key.split(":", 1)[1] for key in tensors})
-        if missing := self.average.keys() - averages.keys():
+        if missing := self.ema.keys() - averages.keys():
             raise CheckpointError(
                 f"{directory} holds no average of '{sorted(missing)[0]}': the run was made without train.ema_decay. "
                 "Resume without it, or start a new run from the checkpoint's model."
             )
         self.optimizer.load_state(tensors)
-        for name, average in self.average.items():
+        for name, average in self.ema.items():
             average.copy_(averages[name])
-        self._version = int(_metadata(directory / OPTIMIZER_FILE)["version"])
+        self._optimizer_steps = int(_metadata(directory / OPTIMIZER_FILE)["version"])
 
     def _random_state(self) -> dict[str, Tensor]:
         states = {"random:cpu": torch.get_rng_state()}

@@ -6,12 +6,12 @@ configuration is printed and saved before that too.
 
 from tunesmith.build.adjust import run_adjust
 from tunesmith.build.merge import run_merge
+from tunesmith.build.opening import RunResult
 from tunesmith.build.rl import run_rl
 from tunesmith.build.supervised import run_distill, run_dpo, run_kto, run_prm, run_rm, run_sft
-from tunesmith.loop.opening import Outcome
 
 __all__ = [
-    "Outcome",
+    "RunResult",
     "run_adjust",
     "run_distill",
     "run_dpo",

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.build.common import limits_of, load_model, load_tokenizer
 from tunesmith.build.engine_worker import served
 from tunesmith.build.engines import engine_settings, make_pool
+from tunesmith.build.opening import RunResult
 from tunesmith.config.placement import Role
 from tunesmith.config.schema import ModelReward, RLConfig
 from tunesmith.errors import EngineLostError, RewardError, TrainerLostError
 from tunesmith.loop.checkpoint import Checkpoints
-from tunesmith.loop.opening import Outcome
 from tunesmith.monitor.run_dir import RunDir
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.plan.cluster import bundles, processes
-from tunesmith.plan.hardware import Limits
+from tunesmith.plan.hardware import PeakRates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,17 +45,18 @@ class Hosted:
     """In each actor of a trainer or a critic; the first has what counts once."""
 
     backend: TorchBackend[Any]
-    limits: Limits | None
+    limits: PeakRates | None
     """Of the device there."""
     plane: Plane | None = None
     store: Any = field(default=None, init=False)
 
     def open_store(self) -> tuple[str, int]:
         """Host and port at which the ranks find each other."""
-        from tunesmith.backends.rank_group import open_store
+        from tunesmith.backends.rank_group import PATIENCE
         from tunesmith.cluster.host import node_address
+        from tunesmith.models.process_group import open_store
 
-        self.store = open_store(node_address())
+        self.store = open_store(node_address(), PATIENCE)
         return node_address(), self.store.port
 
     def join(self, rank: int, world: int, host: str, port: int) -> None:
@@ -135,7 +136,7 @@ def open_cluster(config: RLConfig) -> AbstractContextManager[Cluster | None]:
     return Cluster.open(config.system, wanted)
 
 
-def remote_trainer(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, Limits]:
+def remote_trainer(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, PeakRates]:
     """The policy's trainer, and its reference where that has a process of its own."""
     from tunesmith.cluster.trainer import RayBackend
 
@@ -147,7 +148,7 @@ def remote_trainer(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, Limi
     return RayBackend(replicas, reference), _limits(replicas)
 
 
-def remote_critic(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, Limits]:
+def remote_critic(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, PeakRates]:
     from tunesmith.cluster.trainer import RayBackend
 
     replicas = _replicas(cluster, config, "critic", host_critic)
@@ -169,10 +170,10 @@ def _replicas(
     return replicas
 
 
-def _limits(replicas: Sequence[Remote]) -> Limits:
+def _limits(replicas: Sequence[Remote]) -> PeakRates:
     """Of all their devices together, which are alike."""
-    one: Limits = replicas[0].get("limits")
-    return Limits(len(replicas) * one.flops_per_second, len(replicas) * one.bytes_per_second)
+    one: PeakRates = replicas[0].get("limits")
+    return PeakRates(len(replicas) * one.flops_per_second, len(replicas) * one.bytes_per_second)
 
 
 def remote_engines(
@@ -210,13 +211,13 @@ def remote_reward_model(
     return RayRewardModel.of(Replaced(start, config.system.trainer_restarts, report))
 
 
-def resuming(
-    attempt: Callable[[Path | None], Outcome],
+def run_with_restarts(
+    attempt: Callable[[Path | None], RunResult],
     config: RLConfig,
     run_dir: RunDir,
     checkpoint: Path | None,
     cluster: Cluster | None,
-) -> Outcome:
+) -> RunResult:
     """A run from ``checkpoint`` on, begun again from its newest one when its trainer, reference or critic dies.
 
     ``system.trainer_restarts`` times; a run that has no checkpoint yet begins again where it began.

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.plan.hardware import Limits, measure_limits
+from tunesmith.plan.hardware import PeakRates, measure_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +85,7 @@ def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM
     return model
 
 
-def limits_of(config: RunConfig) -> Limits:
+def limits_of(config: RunConfig) -> PeakRates:
     assert config.system.device is not None and config.model.dtype is not None, "not resolved"
     return measure_limits(config.system.device, config.model.dtype)
 
@@ -123,7 +123,7 @@ def make_learner(
     aggregation: str,
     optimizer_steps: int,
     max_new_tokens: int | None = None,
-    limits: Limits | None = None,
+    limits: PeakRates | None = None,
 ) -> Learner:
     """Args: limits: of the backend's device; None measures this machine's."""
     from tunesmith.backends.optimizer import learning_rate

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business, which closes the input
     # Whatever libraries print goes to standard error: standard output carries answers only.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
@@ -39,16 +41,16 @@ def main() -> None:
 async def _run(engine: RolloutEngine, take_weights: TakeWeights, write: Callable[[bytes], Any]) -> None:
     from tunesmith.engines.served import serve
 
-    trainer, folders = os.getppid(), set[Path]()
+    folders = set[Path]()
 
-    def take(offer: Offer) -> None:
+    async def take(offer: Offer) -> None:
         if "path" in offer:
             folders.add(Path(offer["path"]).parent)
-        take_weights(offer)
+        await take_weights(offer)
 
     # Read on a thread, which works for pipes and files alike.
-    await serve(engine, lambda: asyncio.to_thread(sys.stdin.buffer.readline), write, take)
-    if os.getppid() != trainer:  # it was killed, and its weights would go on to fill the memory
+    if not await serve(engine, lambda: asyncio.to_thread(sys.stdin.buffer.readline), write, take):
+        # The trainer was killed, and its weights would go on to fill the memory.
         for folder in folders:
             rmtree(folder, ignore_errors=True)
 
@@ -71,6 +73,7 @@ def _local(
     trust_remote_code: bool,
     quantize: Any = None,
     lora: Mapping[str, Any] | None = None,
+    limits: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Any:
     """Args: lora: the trainer's ``[lora]``, where the adapter's own weights are what will come."""
@@ -78,6 +81,7 @@ def _local(
 
     from tunesmith.engines.local.engine import LocalEngine
     from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.plan.hardware import PeakRates
 
     placed: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device, "quantize": quantize}
     lm = CausalLM.load(model, trust_remote_code=trust_remote_code, **placed)
@@ -89,12 +93,15 @@ def _local(
         attach(lm, section, path=section.path)
     parameters = lm.module.state_dict()
 
-    def take(offer: Offer) -> None:
-        with torch.no_grad():
-            for name, tensor in read_offer(offer):
+    async def take(offer: Offer) -> None:
+        arrived = await asyncio.to_thread(lambda: list(read_offer(offer)))
+        with torch.no_grad():  # in between two of the engine's steps
+            for name, tensor in arrived:
                 parameters[name].copy_(tensor)
+        if offer["plane"] == "ipc":  # until here the trainer's copy is read
+            torch.cuda.synchronize()
 
-    return LocalEngine(lm, **options), take
+    return LocalEngine(lm, limits=PeakRates(**limits) if limits else None, **options), take
 
 
 def _vllm(**settings: Any) -> Any:
@@ -103,7 +110,7 @@ def _vllm(**settings: Any) -> Any:
 
     newest: Offer = {}
 
-    def take(offer: Offer) -> None:
+    async def take(offer: Offer) -> None:
         newest.clear()
         newest.update(offer)
 

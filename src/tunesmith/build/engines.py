@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.build.common import limits_of, load_frozen
@@ -71,6 +72,8 @@ def _processes(
     devices = own_devices(config, visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus))
     places = Places(devices) if devices else None
     settings = engine_settings(config, "cuda" if places else None)  # where it sees its own alone
+    if places is None and config.system.engine == "local":  # on the trainer's device
+        settings["limits"] = asdict(limits_of(config))
 
     async def start(number: int) -> ProcessEngine:
         del number  # they differ in nothing but their place

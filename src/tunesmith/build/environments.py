@@ -39,7 +39,7 @@ def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
     if _has_rewards(config):
         return load_rewards(config.reward, base_dir)
     kind = Unrewarded if isinstance(config, DistillConfig) and config.environment.path is None else RewardSet
-    return kind((), (), config.reward.timeout)
+    return kind({}, config.reward.timeout)
 
 
 def _has_rewards(config: RLConfig) -> bool:
@@ -53,11 +53,12 @@ def load_run_tasks(
     """The tasks of a source, each with who plays it, and with the tools there are in its prompt.
 
     Raises:
-        DataError, ConfigError: see ``load_tasks`` and ``EnvironmentSet.route``.
+        DataError, ConfigError: see ``load_tasks``, and ``route`` and ``template`` of ``EnvironmentSet``.
     """
-    loaded = load_tasks(section, source, tokenizer)
-    chat, prompt_of = _prompts(section, tokenizer, loaded)
-    loaded.items[:] = environments.prepare(loaded.items, tokenizer, prompt_of, chat=chat)
+    loaded = load_tasks(section, source, tokenizer, environments.tools_of)
+    chat, _ = _prompts(section, tokenizer, loaded)
+    environments.template(tokenizer, chat=chat)
+    loaded.items[:] = environments.route(loaded.items)
     return loaded
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tunesmith.build.opening import announce
 from tunesmith.build.rewards import add_rewards
 from tunesmith.build.sampler import Opened, answer_tasks, identity, opened, resolve_sampling, run_async
 from tunesmith.config.generation import GenerateConfig
@@ -31,8 +32,7 @@ from tunesmith.loop.generation import (
     window_of,
     write_whole,
 )
-from tunesmith.loop.opening import announce
-from tunesmith.loop.selection import Choice, level_borders, usable
+from tunesmith.loop.selection import MADE, Choice, level_borders, usable
 from tunesmith.monitor.run_dir import RunDir
 from tunesmith.plan.checks import check
 
@@ -55,13 +55,14 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         resolved = resolve_sampling(config, run.tasks)
         scoring = config.output.kind == "score"
         out = run.run_dir.path / ("scores.jsonl" if scoring else "completions.jsonl")
-        claim(out, identity(resolved.config, run.train.fingerprint))
+        claim(out, identity(resolved.config, run.train.fingerprint, run.tokenizer))
         config = announce(resolved, run.run_dir, run.train)
         if scoring:
             _score(config, run, out)
         else:
             decode: Callable[[Sequence[int]], str] = partial(run.tokenizer.decode, skip_special_tokens=True)
-            writer = LineWriter(decode, config.sampling.n == 1, run.rewards is not None, config.output.logprobs)
+            flat, made = config.sampling.n == 1, MADE.get(config.output.kind, ())
+            writer = LineWriter(decode, flat, run.rewards is not None, config.output.logprobs, made)
             answer_tasks(config, run, run.tasks, writer, out)
         return _outcome(config, run.run_dir, out)
 

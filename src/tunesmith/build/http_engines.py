@@ -41,7 +41,8 @@ def make_http_engine(
         engine = kind(url, served, max_running=system.max_running, report=report, on_close=leave)
         return timed(engine, timeline, engine_lane(number)) if timeline else engine
 
-    return EnginePool(start, plane, size=len(system.engine_urls), report=report)
+    size, restarts = len(system.engine_urls), system.engine_restarts
+    return EnginePool(start, plane, size=size, restarts=restarts, report=report)
 
 
 class _NoWeights:

@@ -16,8 +16,8 @@ from tunesmith.config.generation import GenerateConfig, SamplingSection
 from tunesmith.config.schema import DataSection, ModelSection, SystemSection
 from tunesmith.data.prompts import PromptEncoder
 from tunesmith.errors import UserError, boundary
-from tunesmith.loop.collect import derive_seed
 from tunesmith.loop.generation import window_of
+from tunesmith.loop.seeds import derive_seed
 from tunesmith.plan.device import LEAST_KV_BYTES
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware

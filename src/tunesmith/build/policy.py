@@ -30,12 +30,13 @@ def policy_backend(
     # With an adapter the reference is the same model without it.
     frozen = reference and needs_reference(config.algorithm) and not config.lora.on
     teacher = load_teacher(config, tokenizer) if isinstance(config, DistillConfig) else None
-    compared = teacher or (load_model(CausalLM, config, tokenizer) if frozen else None)
+    # Distilling on the student's samples is a KL penalty in the reward: the teacher takes the reference's place.
+    reference_model = teacher or (load_model(CausalLM, config, tokenizer) if frozen else None)
     head = make_value_head(config, model)
     predict = policy_predict(config, head)
     if teacher and isinstance(config, SampledDistillConfig):
-        predict, compared = compare_with(teacher, config), None
-    return make_backend(config, model, predict, compared, head)
+        predict, reference_model = compare_with(teacher, config), None
+    return make_backend(config, model, predict, reference_model, head)
 
 
 def policy_predict(config: RLConfig, value_head: nn.Linear | None = None) -> Callable[[CausalLM, Forest], Predictions]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tunesmith.build.opening import announce
 from tunesmith.build.sampler import Opened, answer_tasks, identity, opened, release_memory, resolve_sampling
 from tunesmith.build.supervised import run_sft
 from tunesmith.config.files import ADAPTER_CONFIG
@@ -20,7 +21,6 @@ from tunesmith.data.prompts import PromptEncoder, Shots, read_shots
 from tunesmith.environments.multi_turn import told_by
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.loop.generation import Json, LineWriter, claim
-from tunesmith.loop.opening import announce
 from tunesmith.loop.rft import (
     Round,
     check_prompts,
@@ -168,7 +168,7 @@ class _Run:
         assert held_out is not None
         tasks = held_out.items[: self.config.eval.max_prompts]
         self._sample(this.evaluation, model, tasks, held_out.fingerprint, greedy=True)
-        found = evaluate_file(this, self.threshold)
+        found = evaluate_file(this, self.threshold, len(tasks))
         print(describe(this.directory.name, found), flush=True)
 
     def _sample(
@@ -184,7 +184,7 @@ class _Run:
         out.parent.mkdir(parents=True, exist_ok=True)
         config = _with_model(self.config, model)
         separator = self.encoder.separator if shots and self.config.rft.few_shot and not self.encoder.template else ""
-        source = identity(config, fingerprint)
+        source = identity(config, fingerprint, self.opened.tokenizer, greedy=greedy)
         if shots and self.config.rft.few_shot:
             source["rft.few_shot"] = [self.config.rft.few_shot.read_text(encoding="utf-8"), separator]
         claim(out, source)

@@ -9,24 +9,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.build.cluster import open_cluster, remote_engines, remote_trainer, resuming
+from tunesmith.build.cluster import open_cluster, remote_engines, remote_trainer, run_with_restarts
 from tunesmith.build.common import data_seed, load_model, load_tokenizer, make_learner
 from tunesmith.build.engines import make_engine, make_sampling
 from tunesmith.build.environments import check_run_rewards, load_run_rewards, load_run_tasks, make_environments
+from tunesmith.build.opening import (
+    Ready,
+    RunResult,
+    check_inputs,
+    checkpoint_to_resume,
+    make_ready,
+    open_session,
+    run_result,
+)
 from tunesmith.build.rewards import add_rewards
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.environments.loading import EnvironmentSet, check_environment, load_environments
 from tunesmith.environments.rewards import RewardSet
-from tunesmith.loop.opening import (
-    Outcome,
-    Ready,
-    check_inputs,
-    checkpoint_to_resume,
-    make_ready,
-    open_session,
-    outcome_of,
-)
 from tunesmith.monitor.adjustments import forget_adjustments
 from tunesmith.monitor.run_dir import open_run_dir
 from tunesmith.plan.checks import check, optimizer_steps
@@ -35,13 +35,13 @@ from tunesmith.types import Sampling, Task
 if TYPE_CHECKING:
     from tunesmith.cluster.ray_cluster import Cluster
     from tunesmith.engines.base import RolloutEngine
-    from tunesmith.loop.evaluate import Evaluation
+    from tunesmith.loop.evaluate import EvaluationPlan
     from tunesmith.loop.learner import Learner
     from tunesmith.loop.rl import RLParts
     from tunesmith.loop.session import Session
 
 
-def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig] = RLConfig) -> Outcome:
+def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig] = RLConfig) -> RunResult:
     """``tunesmith rl``: reinforcement learning as a run file says."""
     config = load_config(kind, path, overrides)
     check(config)
@@ -64,13 +64,13 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
         config = run.config
         cluster = stack.enter_context(open_cluster(config))
 
-        def attempt(checkpoint: Path | None) -> Outcome:
+        def attempt(resume_from: Path | None) -> RunResult:
             from tunesmith.loop import rl
 
-            with ExitStack() as stack:
-                session = open_session(stack, config, run_dir, checkpoint, config.eval.metric or "eval/reward")
+            with ExitStack() as attempt_stack:
+                session = open_session(attempt_stack, config, run_dir, resume_from, config.eval.metric or "eval/reward")
                 with session.phase("setup"):
-                    learner, engine = _policy(config, session, tokenizer, cluster)
+                    learner, engine = _learner_and_engine(config, session, tokenizer, cluster)
                     try:
                         parts = _rl_parts(run, session, rewards, environments, cluster, learner, engine)
                         rl.restore(parts, session)
@@ -78,9 +78,9 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
                         asyncio.run(engine.close())
                         raise
                 asyncio.run(_run(parts, session))
-                return outcome_of(session, run_dir)
+                return run_result(session, run_dir)
 
-        return resuming(attempt, config, run_dir, checkpoint, cluster)
+        return run_with_restarts(attempt, config, run_dir, checkpoint, cluster)
 
 
 async def _run(parts: RLParts, session: Session) -> None:
@@ -101,7 +101,7 @@ def _rl_parts(
     learner: Learner,
     engine: RolloutEngine,
 ) -> RLParts:
-    from tunesmith.algorithms.kl import AdaptiveController
+    from tunesmith.algorithms.kl import AdaptiveKLController
     from tunesmith.build.critic import make_critic
     from tunesmith.build.teacher import objective_with_teacher
     from tunesmith.loop.canary import make_canary
@@ -131,18 +131,16 @@ def _rl_parts(
             asyncio.Semaphore(config.environment.concurrency) if environments.loaded else nullcontext(),
             session.timeline,
         ),
-        engine=engine,
-        backend=learner.backend,
         learner=learner,
         critic=make_critic(config, session, tokenizer, learner, cluster),
-        kl=AdaptiveController(algorithm.kl_coef or 0.0, algorithm.kl_target or 1.0, algorithm.kl_horizon or 1),
-        evaluation=_evaluation(config, sampling, rewards, run.evaluation) if run.evaluation else None,
+        kl=AdaptiveKLController(algorithm.kl_coef or 0.0, algorithm.kl_target or 1.0, algorithm.kl_horizon or 1),
+        evaluation=_evaluation(config, sampling, rewards, run.eval_items) if run.eval_items else None,
         canary=make_canary(config, engine, learner, train.items[0].prompt_ids),
         objective=objective_with_teacher(config),
     )
 
 
-def _policy(
+def _learner_and_engine(
     config: RLConfig, session: Session, tokenizer: Any, cluster: Cluster | None
 ) -> tuple[Learner, RolloutEngine]:
     """What trains the policy and what samples with it, here or on a cluster."""
@@ -172,15 +170,15 @@ def _policy(
     return learner, engine
 
 
-def _evaluation(config: RLConfig, sampling: Sampling, rewards: RewardSet, tasks: list[Task]) -> Evaluation:
-    from tunesmith.loop.evaluate import Evaluation
+def _evaluation(config: RLConfig, sampling: Sampling, rewards: RewardSet, tasks: list[Task]) -> EvaluationPlan:
+    from tunesmith.loop.evaluate import EvaluationPlan
 
-    return Evaluation(
+    return EvaluationPlan(
         tasks=tasks,
         sampling=sampling,
         samples=config.eval.samples,
         temperature=config.eval.temperature,
         pass_at=config.eval.pass_at or (config.eval.samples,),
-        threshold=sum(w for w in rewards.weights.values() if w > 0) if rewards.weights else 1.0,
+        weights=rewards.weights,
         seed=config.train.seed,
     )

@@ -14,16 +14,18 @@ from typing import Any, TypeVar
 
 from tunesmith.build.common import load_model, load_tokenizer
 from tunesmith.build.engines import make_engine, make_sampling
+from tunesmith.build.opening import check_inputs
 from tunesmith.build.rewards import add_rewards
 from tunesmith.config.generation import GenerateConfig, SamplingConfig
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import DataSection, RewardSection, RunConfig
+from tunesmith.data.loader import fingerprint_of
 from tunesmith.data.prepare import Prepared, load_tasks
 from tunesmith.environments.base import SingleTurn
 from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
-from tunesmith.loop.collect import Collector, derive_seed
+from tunesmith.loop.collect import Collector
 from tunesmith.loop.generation import LineWriter, Unscored, answer, repair, window_of
-from tunesmith.loop.opening import check_inputs
+from tunesmith.loop.seeds import derive_seed
 from tunesmith.monitor.run_dir import RunDir, open_run_dir
 from tunesmith.plan.facts import Facts, known_model_facts
 from tunesmith.plan.hardware import read_hardware
@@ -172,15 +174,18 @@ def resolve_sampling(config: C, tasks: Sequence[Task], *, count: bool = True) ->
     return resolve(config, Facts(read_hardware(), known_model_facts(config.model.path), size, None, longest))
 
 
-def identity(config: SamplingConfig, data: str) -> dict[str, Any]:
-    """What the lines of an output depend on."""
-    found: dict[str, Any] = {"model.path": config.model.path, "data": data}
+def identity(config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool = False) -> dict[str, Any]:
+    """What the lines of an output depend on. ``data`` is the data's fingerprint; ``greedy`` as for ``answer_tasks``."""
+    model, template = config.model, tokenizer.chat_template
+    found: dict[str, Any] = {"model.path": model.path, "model.dtype": model.dtype, "model.quantize": model.quantize}
+    found |= {"data": data, "chat template (digest)": template and fingerprint_of([template])}
     if config.lora.path is not None:
         found["lora.path"] = str(config.lora.path)
     for key in ("system_prompt", "chat", "too_long", "max_prompt_tokens"):
         found[f"data.{key}"] = getattr(config.data, key)
     if not (isinstance(config, GenerateConfig) and config.output.kind == "score"):
-        found |= {f"sampling.{k}": v for k, v in config.sampling.model_dump(mode="json").items() if k != "timeout"}
+        unread = {"timeout", "n", "temperature", "top_p", "top_k", "min_p", "seed"} if greedy else {"timeout"}
+        found |= {f"sampling.{k}": v for k, v in config.sampling.model_dump(mode="json", exclude=unread).items()}
     if isinstance(config, GenerateConfig):
         found["output.logprobs"] = config.output.logprobs
     if config.reward is not None:

@@ -92,8 +92,8 @@ def _model(target: str, options: ServeOptions) -> RewardSet:
         max_tokens=options.max_tokens or MOST_TOKENS[device.partition(":")[0]],
         chat=options.chat,
     )
-    rewards = RewardSet([], [], FUNCTION_SECONDS)
-    rewards.add(model_reward(target, model, exact=False, in_thread=True), 1.0)
+    rewards = RewardSet({target: 1.0}, FUNCTION_SECONDS)
+    rewards.add(model_reward(target, model, exact=False, in_thread=True))
     return rewards
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.build.common import load_tokenizer
+from tunesmith.build.opening import RunResult, check_inputs, checkpoint_to_resume, make_ready, open_session, run_result
 from tunesmith.build.rl import run_rl
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.load import find_kind, load_config
@@ -23,38 +24,37 @@ from tunesmith.data.preference import Comparison, Solution, load_judged, load_pa
 from tunesmith.data.prepare import Prepared, Sources, load_samples
 from tunesmith.data.tokens import Tokenizer, encode
 from tunesmith.errors import ConfigError
-from tunesmith.loop.opening import Outcome, check_inputs, checkpoint_to_resume, make_ready, open_session, outcome_of
 from tunesmith.monitor.run_dir import open_run_dir
 from tunesmith.plan.checks import check
 from tunesmith.types import Sample
 
 
-def run_sft(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+def run_sft(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
     """``tunesmith sft``: supervised fine-tuning as a run file says."""
     return _run(SFTConfig, path, overrides)
 
 
-def run_rm(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+def run_rm(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
     """``tunesmith rm``: a reward model from pairs, as a run file says."""
     return _run(RMConfig, path, overrides)
 
 
-def run_dpo(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+def run_dpo(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
     """``tunesmith dpo``: direct preference optimisation as a run file says."""
     return _run(DPOConfig, path, overrides)
 
 
-def run_kto(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+def run_kto(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
     """``tunesmith kto``: learning from answers judged one by one, as a run file says."""
     return _run(KTOConfig, path, overrides)
 
 
-def run_prm(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+def run_prm(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
     """``tunesmith prm``: a process reward model from judged steps, as a run file says."""
     return _run(PRMConfig, path, overrides)
 
 
-def run_distill(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
+def run_distill(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
     """``tunesmith distill``: a student learns from a teacher, as a run file says.
 
     On the student's own samples it is a run of ``build/rl.py``, on given answers a supervised one.
@@ -65,7 +65,7 @@ def run_distill(path: Path | None, overrides: Sequence[str] = ()) -> Outcome:
     return run_rl(path, overrides, kind if issubclass(kind, DistillConfig) else DistillConfig)
 
 
-def _run(kind: type[RunConfig], path: Path | None, overrides: Sequence[str]) -> Outcome:
+def _run(kind: type[RunConfig], path: Path | None, overrides: Sequence[str]) -> RunResult:
     """Check, load data, derive, say, build, train."""
     config = load_config(kind, path, overrides)
     check(config)
@@ -86,7 +86,7 @@ def _run(kind: type[RunConfig], path: Path | None, overrides: Sequence[str]) -> 
             parts = make_parts(run, session)
             supervised.restore(parts, session)
         supervised.run(parts, session)
-        return outcome_of(session, run_dir)
+        return run_result(session, run_dir)
 
 
 def _load_answers(_: RunConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Sample]:

@@ -19,6 +19,7 @@ from tunesmith.algorithms.preference import (
 from tunesmith.backends.base import LossFn
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.build.common import data_seed, load_model, make_backend, make_learner
+from tunesmith.build.opening import Ready
 from tunesmith.build.supervised import label_tokens
 from tunesmith.build.teacher import compare_with, load_teacher
 from tunesmith.config.distillation import OfflineDistillConfig
@@ -29,9 +30,8 @@ from tunesmith.data.prepare import Prepared
 from tunesmith.environments.reward_stats import STATS_FILE
 from tunesmith.loop import preference
 from tunesmith.loop.learner import Learner, Metrics
-from tunesmith.loop.opening import Ready
 from tunesmith.loop.session import Session
-from tunesmith.loop.supervised import SupervisedParts, held_out_loss
+from tunesmith.loop.supervised import SupervisedParts, held_out
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.device import keeps_reference
@@ -60,7 +60,6 @@ def _parts(
     assert config.train.batch_size, "not resolved"
     return SupervisedParts(
         items=(train or run.train).loader(config.train.batch_size, shuffle=config.data.shuffle, seed=data_seed(config)),
-        backend=learner.backend,
         learner=learner,
         prepare=prepare,
         evaluate=evaluate,
@@ -79,7 +78,7 @@ def _learner(
 
 def _sft(run: Ready[SFTConfig, Sample], session: Session) -> SupervisedParts[Sample]:
     learner = _learner(run.config, session, _language_model(run), sft_objective(), "token_mean")
-    return _parts(run, learner, list, partial(held_out_loss, learner, run.evaluation) if run.evaluation else None)
+    return _parts(run, learner, list, partial(held_out, learner, run.eval_items) if run.eval_items else None)
 
 
 def _distill(run: Ready[OfflineDistillConfig, Sample], session: Session) -> SupervisedParts[Sample]:
@@ -88,16 +87,12 @@ def _distill(run: Ready[OfflineDistillConfig, Sample], session: Session) -> Supe
     predict = compare_with(load_teacher(config, run.tokenizer), config)
     backend = make_backend(config, load_model(CausalLM, config, run.tokenizer), predict)
     learner = _learner(config, session, backend, distillation_objective(config.distill.alpha), "token_mean")
-    return _parts(run, learner, list, partial(_distilled, learner, run.evaluation) if run.evaluation else None)
-
-
-def _distilled(learner: Learner, samples: Sequence[Sample]) -> Metrics:
-    found = learner.evaluate(samples)
-    return {f"eval/{name}": found[name] for name in ("loss", "nll", "teacher_kl")}
+    names = ("loss", "nll", "teacher_kl")
+    return _parts(run, learner, list, partial(held_out, learner, run.eval_items, names) if run.eval_items else None)
 
 
 def _rm(run: Ready[RMConfig, Comparison], session: Session) -> SupervisedParts[Comparison]:
-    config, held_out = run.config, run.evaluation
+    config, held_out = run.config, run.eval_items
     model = load_model(ScoreModel, config, run.tokenizer)
     _set_padding_apart(model, run.train.items)
     backend = make_backend(config, model, ScoreModel.predict)
@@ -151,7 +146,7 @@ def _prm(run: Ready[PRMConfig, Solution], session: Session) -> SupervisedParts[S
     learner = _learner(run.config, session, _language_model(run), step_objective())
     learner.keep_groups = True
     prepare = partial(preference.step_samples, good=good, bad=bad)
-    evaluate = partial(preference.evaluate, learner, prepare, run.evaluation) if run.evaluation else None
+    evaluate = partial(preference.evaluate, learner, prepare, run.eval_items) if run.eval_items else None
     return _parts(run, learner, prepare, evaluate)
 
 
@@ -165,7 +160,7 @@ def _reference_parts(
     beforehand: bool,
 ) -> SupervisedParts[Comparison]:
     """With the reference scored batch by batch, or ``beforehand`` for all data and held-out data."""
-    train, held_out = run.train, run.evaluation
+    train, held_out = run.train, run.eval_items
     save_beside: Callable[[Path], None] | None = None
     if beforehand:
         references = preference.References(learner, session.resume_from)

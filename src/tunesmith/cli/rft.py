@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from tunesmith.cli.arguments import Overrides, RunFile
 
 
-class Step(StrEnum):
-    GENERATE = "generate"
-    TRAIN = "train"
-    EVALUATE = "evaluate"
-    RUN = "run"
-
-
 def rft(
-    step: Annotated[Step, typer.Argument(help="What to do; run does all of it, in turn.", show_default=False)],
+    step: Annotated[
+        Literal["generate", "train", "evaluate", "run"],
+        typer.Argument(help="What to do; run does all of it, in turn.", show_default=False),
+    ],
     run: RunFile,
     overrides: Overrides = None,
 ) -> None:
@@ -29,7 +24,7 @@ def rft(
     from tunesmith.build.rft import run_rft
     from tunesmith.loop.rft import describe
 
-    done = run_rft(step.value, run, overrides or ())
+    done = run_rft(step, run, overrides or ())
     print()
     for name, found in done.evaluations.items():
         print(describe(name, found))

@@ -28,8 +28,8 @@ OBJECT_STORE = 200 << 20
 class Cluster:
     """Places for the processes of one run. Use as a context manager; leaving it ends them."""
 
-    def __init__(self, group: Any, bundles: Sequence[Bundle], *, started: bool, patience: float = PATIENCE) -> None:
-        self._group, self._bundles, self._started, self._patience = group, bundles, started, patience
+    def __init__(self, group: Any, bundles: Sequence[Bundle], *, connected: bool, patience: float = PATIENCE) -> None:
+        self._group, self._bundles, self._connected, self._patience = group, bundles, connected, patience
         self._numbers = count(1)
         self._running: dict[Remote, tuple[Role, int | None]] = {}
         """Role and bundle of each process; no bundle of those beside them."""
@@ -42,11 +42,11 @@ class Cluster:
             ClusterError: there is no cluster at the address, it is too small, or others hold too much of it.
             ConfigError: Ray does not know, or refuses, the runtime environment.
         """
-        started = _connect(system, sum(len(bundle.roles) for bundle in bundles))
+        connected = _connect(system, sum(len(bundle.roles) for bundle in bundles))
         try:
-            return cls(_reserve(bundles), bundles, started=started, patience=patience)
+            return cls(_reserve(bundles), bundles, connected=connected, patience=patience)
         except BaseException:
-            _disconnect(started)
+            _disconnect(connected)
             raise
 
     def __enter__(self) -> Cluster:
@@ -59,7 +59,7 @@ class Cluster:
         self.close(*NAMES)
         with suppress(RayError, ValueError):
             ray.util.remove_placement_group(self._group)
-        _disconnect(self._started)
+        _disconnect(self._connected)
 
     def close(self, *roles: Role) -> None:
         """End the processes of these roles."""
@@ -106,17 +106,18 @@ class Cluster:
         """What a pool that has grown since the start asks for."""
         import ray
 
-        like = next(bundle for bundle in self._bundles if role in bundle.roles)
-        free = ray.available_resources()
-        if any(free.get(unit, 0.0) < n for unit, n in like.resources.items()):
-            wanted, there = _in_words(like.resources), _in_words(free)
-            raise EngineError(f"no room for another {NAMES[role]}: it needs {wanted}; the cluster has {there} free")
-        cpus, gpus = like.share
+        cpus, gpus = next(bundle for bundle in self._bundles if role in bundle.roles).share
+        free, wanted = ray.available_resources(), {"CPU": cpus, "GPU": gpus}
+        if any(free.get(unit, 0.0) < n for unit, n in wanted.items()):
+            raise EngineError(
+                f"no room for another {NAMES[role]}: it needs {_in_words(wanted)}; the cluster has {_in_words(free)} "
+                "free"
+            )
         return {"num_cpus": cpus, "num_gpus": gpus}
 
 
 def _connect(system: SystemSection, processes: int) -> bool:
-    """Whether a cluster was started, rather than one found."""
+    """Whether this process was connected to a cluster, and was not before."""
     address = system.ray_address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
@@ -137,8 +138,9 @@ def _open(system: SystemSection, processes: int, address: str | None) -> bool:
 
     environment = _environment(system.ray_runtime_env)
     if ray.is_initialized():
-        if environment:
-            raise ConfigError("system.ray_runtime_env: this process uses Ray already, in the environment it has")
+        for key, said in (("ray_runtime_env", environment), ("ray_address", system.ray_address)):
+            if said:
+                raise ConfigError(f"system.{key}: this process uses Ray already, as it was started; leave it out")
         return False
     common: dict[str, Any] = {"runtime_env": environment, "logging_level": "error", "log_to_driver": True}
     if address is not None:
@@ -173,10 +175,10 @@ def _reach(address: str) -> None:
     socket.create_connection((host.strip("[]"), int(port)), REACHING).close()
 
 
-def _disconnect(started: bool) -> None:
+def _disconnect(connected: bool) -> None:
     import ray
 
-    if started:
+    if connected:
         ray.shutdown()
 
 

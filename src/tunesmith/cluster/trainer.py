@@ -32,7 +32,7 @@ class RayBackend:
     def __init__(self, replicas: Sequence[Remote], reference: Remote | None = None) -> None:
         self.replicas, self.reference = replicas, reference
         self.cost: CostModel = self.first.get("backend.cost")
-        self._version: int = self.first.get("backend.version")
+        self._optimizer_steps: int = self.first.get("backend.optimizer_steps")
         self._reference_is_new = False
 
     @property
@@ -45,8 +45,8 @@ class RayBackend:
         return len(self.replicas)
 
     @property
-    def version(self) -> int:
-        return self._version
+    def optimizer_steps(self) -> int:
+        return self._optimizer_steps
 
     def score_all(self, forests: Iterable[Forest], *, reference: bool = False) -> Iterator[tuple[Forest, Predictions]]:
         if reference and self.reference is not None:
@@ -63,13 +63,13 @@ class RayBackend:
 
     def step(self, lr: float) -> dict[str, float]:
         metrics: dict[str, float] = self._each("backend.step", lr)
-        self._version += 1
+        self._optimizer_steps += 1
         return metrics
 
     @contextmanager
-    def averaged(self) -> Generator[None]:
+    def ema_weights(self) -> Generator[None]:
         for replica in self.replicas:
-            replica.enter("backend.averaged")
+            replica.enter("backend.ema_weights")
         try:
             yield
         finally:
@@ -96,7 +96,7 @@ class RayBackend:
 
     def load(self, directory: Path) -> None:
         self._each("backend.load", directory.absolute())
-        self._version = self.first.get("backend.version")
+        self._optimizer_steps = self.first.get("backend.optimizer_steps")
         saved = directory.absolute() / REFERENCE_DIRECTORY
         if self.reference is not None and saved.is_dir():
             self.reference.call("load", saved)

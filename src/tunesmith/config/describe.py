@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tunesmith.config.problems import KeyPath
+from tunesmith.errors import shortened
 
 _WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -38,7 +39,8 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     if get_origin(annotation) is tuple:
         items = get_args(annotation)
         if items[-1] is Ellipsis:
-            return f"a list, each item {describe(items[0])}"
+            least = " of one or more" if any(isinstance(m, MinLen) for m in metadata) else ""
+            return f"a list{least}, each item {describe(items[0])}"
         return f"a list of {len(items)}, each {describe(items[0])}"
     if is_section(annotation):
         return f"a table with the keys {', '.join(annotation.model_fields)}"
@@ -94,8 +96,7 @@ def is_section(annotation: Any) -> bool:
 
 def show(value: Any) -> str:
     """A value as it could stand in the file, cut when long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(json.dumps(value, ensure_ascii=False, default=str), 60)
 
 
 def _alternatives(annotation: Any) -> Iterator[Any]:

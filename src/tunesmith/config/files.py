@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.config.problems import KeyPath, Problem, dotted
-from tunesmith.errors import nearest
+from tunesmith.errors import nearest, shortened
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -36,6 +36,8 @@ def locate_files(data: Tree, beside: Path | None, is_override: Callable[[KeyPath
                 holder[path[-1]] = find(holder[path[-1]], bases)
             except _NotFound as problem:
                 problems.append(Problem(path, f"{dotted(path)}: {problem}"))
+            except (OSError, RuntimeError) as error:  # too long a name, not allowed, no such user
+                problems.append(Problem(path, f"{dotted(path)} is no path that can be read: {shortened(str(error))}"))
     return problems
 
 
@@ -120,7 +122,7 @@ def _looks_local(text: str) -> bool:
 
 
 def _reward(text: str, bases: list[Path]) -> str:
-    """``file.py:function``, or the name of a built-in reward, which is left as it is."""
+    """A function of the user's own code, or the name of a built-in reward, which is left as it is."""
     if ":" not in text:
         if text.endswith(".py"):
             raise _NotFound(f"{text} names no function; write {text}:name")
@@ -129,10 +131,12 @@ def _reward(text: str, bases: list[Path]) -> str:
 
 
 def _code(text: str, bases: list[Path]) -> str:
-    """``file.py:name`` of the user's own code."""
+    """``file.py:name`` of the user's own code; ``package.module:name`` is left as it is."""
     file, _, name = text.rpartition(":")
     if not file:
         raise _NotFound(f"{text} names nothing in a file; write file.py:name")
+    if not file.endswith(".py") and "/" not in file:
+        return text
     found = _search(file, bases)
     if not found or not found.is_file():
         raise _missing(file, bases)

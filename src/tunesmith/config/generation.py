@@ -9,6 +9,7 @@ from pydantic import Field
 
 from tunesmith.config.schema import PositiveInt, RewardSection, RunConfig
 from tunesmith.config.section import Section
+from tunesmith.config.values import Text
 
 
 class SamplingSection(Section):
@@ -20,7 +21,7 @@ class SamplingSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    stop: tuple[str, ...] = ()
+    stop: tuple[Text, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds that one completion may take before it counts as failed."""

@@ -40,7 +40,7 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
     a hub name.
 
     Args:
-        kind: ``RLConfig`` or ``SFTConfig``.
+        kind: the command's, such as ``RLConfig``.
         path: the TOML file; None for a configuration of overrides only.
         overrides: ``section.key=value``, the value in TOML; what is not valid TOML is taken as text.
 

@@ -47,7 +47,8 @@ class Source:
 
     def _override(self, path: KeyPath) -> str | None:
         inside = [text for key, text in self.overrides.items() if path[: len(key)] == key]
-        return inside[-1] if inside else None
+        below = [text for key, text in self.overrides.items() if path not in self.lines and key[: len(path)] == path]
+        return next(reversed(inside or below), None)
 
 
 def raise_problems(problems: Sequence[Problem], source: Source) -> NoReturn:

@@ -1,7 +1,7 @@
 """What a run file may say. Frozen models, unknown keys refused; a key left out is derived.
 
-``[model] [data] [reward] [algorithm] [critic] [rollout] [train] [eval]`` say what is learned. ``[system]`` says how
-fast, and never changes what is learned. ``[monitor] [checkpoint]`` say what is kept.
+``[model] [lora] [data] [reward] [environment] [algorithm] [critic] [rollout] [train] [eval]`` say what is learned.
+``[system]`` says how fast, and never changes what is learned. ``[monitor] [checkpoint]`` say what is kept.
 ``None`` means "derive it"; ``resolve`` fills such keys in and gives the reason for each.
 """
 
@@ -14,7 +14,7 @@ from pydantic import Field
 
 from tunesmith.config.section import Section
 from tunesmith.config.system import SystemSection
-from tunesmith.config.values import Beta, GradNorm, PositiveInt, Share, Url
+from tunesmith.config.values import Beta, GradNorm, PositiveInt, Share, Text, Url
 
 
 class ModelSection(Section):
@@ -58,9 +58,12 @@ class Source(Section):
     subset: str | None = None
 
 
+Sources = Annotated[tuple[str | Source, ...], Field(min_length=1)]
+
+
 class DataSection(Section):
-    train: str | Source | tuple[str | Source, ...]
-    eval: str | Source | tuple[str | Source, ...] | None = None
+    train: str | Source | Sources
+    eval: str | Source | Sources | None = None
     prompt: str | None = None
     """Name of the prompt column; None finds it (``prompt``, ``question``, ``instruction``, ``messages``)."""
     completion: str | None = None
@@ -257,7 +260,7 @@ class RolloutSection(Section):
     """With ``max_staleness``, prompts played at once for each of a step: it goes on with those that end first."""
     queue_size: PositiveInt | None = None
     """With ``max_staleness``, none is begun while so many prompts' finished rollouts wait to be trained on."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Text, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds that one rollout may take before it counts as failed."""

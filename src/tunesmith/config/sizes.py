@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from math import ceil
+from math import ceil, inf
 
 _UNITS = {
     "": 1,
@@ -28,10 +28,10 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
-    if size <= 0:
+    size = float(match[1]) * unit if match and unit else 0.0
+    if not 1 <= size < inf:
         raise ValueError(f"'{text}' is no size; write a number and a unit, such as '512MB' or '4GB'")
-    return size
+    return int(size)
 
 
 def megabytes(size: int) -> str:

@@ -30,7 +30,8 @@ def explain_unknown(kind: type[RunConfig], path: KeyPath) -> str:
     if path == ("rollout",) and "sampling" in kind.model_fields:
         return "[rollout] is called [sampling] here, and its group_size n."
     if len(path) == 1 and word in RLConfig.model_fields and word not in kind.model_fields:
-        return f"[{word}] has no meaning for supervised training; train with a reward with: tunesmith rl"
+        where = "beside [sampling]" if "sampling" in kind.model_fields else "for supervised training"
+        return f"[{word}] has no meaning {where}; train with a reward with: tunesmith rl"
     if reason := WITHOUT_EQUIVALENT.get(word):
         return f"there is no {name}: {reason}."
     if renamed := [key for key in RENAMED.get(word, ()) if key in everywhere]:

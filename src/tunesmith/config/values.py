@@ -26,6 +26,7 @@ def checked_url(text: str) -> str:
     return text
 
 
+Text = Annotated[str, Field(min_length=1, description="text in quotes, not empty")]
 PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tunesmith.data.packing import CostModel
 from tunesmith.data.trie import Node, build_nodes, prefix_order
 from tunesmith.types import Sample
 
@@ -42,7 +43,7 @@ class Forest:
     ``source[n]`` is the row whose hidden state predicts ``targets[n]``: the token before it in its sample,
     which may be the last token of the parent segment (one prompt end predicts every sibling's first token).
     Predictions of one sample are consecutive and in order; ``sample[n]`` numbers the sample within the
-    forest and ``sample_ids[s]`` is its index in the list the forest was planted from.
+    forest and ``sample_ids[s]`` is its index in the list the forest was built from.
     """
 
     token_ids: Tensor  # [T] int64
@@ -85,7 +86,7 @@ class Predictions:
     """Of a student: KL(teacher ‖ student), in nats."""
 
 
-def plant(samples: Sequence[Sample], indices: Sequence[int] | None = None, *, share: bool = True) -> Forest:
+def build_forest(samples: Sequence[Sample], indices: Sequence[int] | None = None, *, share: bool = True) -> Forest:
     """Lay out ``samples[i] for i in indices`` (all of them by default) as one forest.
 
     Leading tokens that carry no loss in any of the samples that have them are placed once. Predictions come
@@ -153,3 +154,23 @@ def _at(values: Sequence[float], at: NDArray[np.intp], dtype: type[np.generic]) 
 
 def _flat(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=dtype))
+
+
+def subtree_ends(segments: Sequence[Segment]) -> list[int]:
+    """Where each segment's descendants, which stand right behind it, end; its own end where it has none."""
+    stops = [s.start + s.length for s in segments]
+    for i in range(len(segments) - 1, -1, -1):
+        if (parent := segments[i].parent) >= 0:
+            stops[parent] = max(stops[parent], stops[i])
+    return stops
+
+
+def forest_cost(forest: Forest, cost: CostModel) -> float:
+    """The work in a forest: tokens, causal pairs (with all ancestors), predictions. Recompute is not work."""
+    depth = [0] * len(forest.segments)
+    pairs = 0
+    for index, (_, length, parent) in enumerate(forest.segments):
+        before = depth[parent] if parent >= 0 else 0
+        depth[index] = before + length
+        pairs += length * before + length * (length + 1) // 2
+    return cost.linear * forest.num_tokens + cost.quadratic * pairs + cost.head * forest.targets.numel()

@@ -271,10 +271,11 @@ def _message(row: Row, place: str, item: Any) -> Message:
     message = {str(k): v for k, v in item.items() if v is not None}
     if "from" in message and "role" not in message:
         sender = message.pop("from")
-        message = {"role": SHAREGPT_ROLES.get(sender, sender), "content": message.pop("value", None), **message}
+        role = SHAREGPT_ROLES.get(sender, sender) if isinstance(sender, str) else sender
+        message = {"role": role, "content": message.pop("value", None), **message}
     role = message.get("role")
     if not isinstance(role, str):
-        raise row.bad(f"{place} has no role, found: {', '.join(message) or 'nothing'}")
+        raise row.bad(f"{place} has no role, found: {', '.join(map(str, item)) or 'nothing'}")
     if role not in ROLES:
         raise row.bad(f"{place} has the unknown role '{role}'.{nearest(role, ROLES)}".rstrip("."))
     content = message.get("content")

@@ -98,16 +98,19 @@ def _pair(row: Row, form: Format) -> tuple[Prompt, Prompt, Prompt]:
         return _talks(row, prompt, chosen, rejected)
     if not isinstance(chosen, str) or not isinstance(rejected, str):
         raise row.bad("one of 'chosen' and 'rejected' is text and the other a conversation")
-    if prompt is not None:
-        return prompt, chosen, rejected
-    at = common_length(chosen, rejected)
-    # The border goes before a blank, so that no word is cut and the answers begin as they would be sampled.
-    while at and not chosen[at - 1].isspace():
-        at -= 1
-    at = len(chosen[:at].rstrip())
-    if not at:
-        raise row.bad("there is no prompt, and 'chosen' and 'rejected' do not begin alike")
-    return chosen[:at], chosen[at:], rejected[at:]
+    if prompt is None:
+        at = common_length(chosen, rejected)
+        # The border goes before a blank, so that no word is cut and the answers begin as they would be sampled.
+        while at and not chosen[at - 1].isspace():
+            at -= 1
+        at = len(chosen[:at].rstrip())
+        if not at:
+            raise row.bad("there is no prompt, and 'chosen' and 'rejected' do not begin alike")
+        prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
+    for name, text in (("chosen", chosen), ("rejected", rejected)):
+        if not text.strip():
+            raise row.bad(f"'{name}' is empty")
+    return prompt, chosen, rejected
 
 
 def _talks(
@@ -124,7 +127,8 @@ def _talks(
             raise row.bad(
                 f"'{name}' differs from the other in a turn of the {answer[0]['role']}; the two must answer one prompt"
             )
-        if not any(turn["content"].strip() for turn in answer if turn["role"] == "assistant"):
+        said = (turn["content"].strip() or turn.get("tool_calls") for turn in answer if turn["role"] == "assistant")
+        if not any(said):
             raise row.bad(f"'{name}' is empty")
     if not prompt:
         raise row.bad("there is no prompt before the answers in 'chosen' and 'rejected'")

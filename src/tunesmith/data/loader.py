@@ -108,7 +108,7 @@ class Loader(Generic[T]):
             "taken": list(self._taken),
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "parts": [[part.name, len(part), part.weight] for part in self.parts],
+            "parts": [[len(part), part.weight] for part in self.parts],
             "fingerprint": self.fingerprint,
         }
 

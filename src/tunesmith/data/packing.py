@@ -87,7 +87,7 @@ def pack(
     prefixes = prefix_order(samples, share=share)
     if keep_groups:
         prefixes = _grouped(samples, prefixes, share)
-    weights = _Weights(samples, prefixes, cost or CostModel(), keep_groups)
+    weights = _Sizes(samples, prefixes, cost or CostModel(), keep_groups)
     bins = _fewest(weights, _items(weights, max_tokens), max_tokens)
     if missing := -len(bins) % multiple_of:
         bins = _shared_out(weights, bins, len(bins) + missing, max_tokens)
@@ -144,7 +144,7 @@ class _Bin:
     cost: float = 0.0
 
 
-class _Weights:
+class _Sizes:
     """What sets of samples, sorted by rank, weigh together."""
 
     def __init__(
@@ -187,7 +187,7 @@ class _Weights:
         return joined
 
 
-def _items(weights: _Weights, cap: int) -> list[_Item]:
+def _items(weights: _Sizes, cap: int) -> list[_Item]:
     """The largest subtrees that fit under the cap."""
     items: list[_Item] = []
     stack = [((0, 0), run) for run in _cut(weights, 0, len(weights.order), 0)]
@@ -208,14 +208,14 @@ def _items(weights: _Weights, cap: int) -> list[_Item]:
     return items
 
 
-def _cut(weights: _Weights, low: int, high: int, at: int) -> list[tuple[int, int]]:
+def _cut(weights: _Sizes, low: int, high: int, at: int) -> list[tuple[int, int]]:
     """Cut ranks wherever neighbours share no more than ``at`` tokens and are not to be kept together."""
     groups, shared = weights.groups, weights.shared
     cuts = (r for r in range(low + 1, high) if shared[r] <= at and groups[r] != groups[r - 1])
     return list(pairwise([low, *cuts, high])) if high > low else []
 
 
-def _fewest(weights: _Weights, items: list[_Item], cap: int) -> list[_Bin]:
+def _fewest(weights: _Sizes, items: list[_Item], cap: int) -> list[_Bin]:
     """Fewest bins found; spread evenly over as many where that repeats no more of the prefixes."""
     filled = _best_fit(weights, items, cap)
     spread = _spread(weights, items, cap, len(filled))
@@ -225,7 +225,7 @@ def _fewest(weights: _Weights, items: list[_Item], cap: int) -> list[_Bin]:
     return filled
 
 
-def _best_fit(weights: _Weights, items: list[_Item], cap: int) -> list[_Bin]:
+def _best_fit(weights: _Sizes, items: list[_Item], cap: int) -> list[_Bin]:
     """Each into the bin of a near relative where it adds least, else into the fullest that takes it.
 
     Largest first, but children of one split node after each other, before bins fill up with strangers.
@@ -258,7 +258,7 @@ def _best_fit(weights: _Weights, items: list[_Item], cap: int) -> list[_Bin]:
     return bins
 
 
-def _spread(weights: _Weights, items: list[_Item], cap: int, count: int) -> list[_Bin] | None:
+def _spread(weights: _Sizes, items: list[_Item], cap: int, count: int) -> list[_Bin] | None:
     """Costliest first, each into the cheapest bin with room; None where an item finds none soon."""
     bins = [_Bin() for _ in range(count)]
     heap = [(0.0, i) for i in range(count)]
@@ -279,7 +279,7 @@ def _spread(weights: _Weights, items: list[_Item], cap: int, count: int) -> list
     return bins
 
 
-def _shared_out(weights: _Weights, bins: list[_Bin], count: int, cap: int) -> list[_Bin]:
+def _shared_out(weights: _Sizes, bins: list[_Bin], count: int, cap: int) -> list[_Bin]:
     """As many as ``count`` instead, of subtrees small enough for that; as they are where those find no room."""
     runs = [list(run) for _, run in groupby(range(len(weights.order)), weights.groups.__getitem__)]
     longest = max(weights.item(run[0], run[-1] + 1, (0, 0)).tokens for run in runs)
@@ -288,7 +288,7 @@ def _shared_out(weights: _Weights, bins: list[_Bin], count: int, cap: int) -> li
     return _spread(weights, items, cap, min(count, len(items))) or bins
 
 
-def _equalise(weights: _Weights, bins: list[_Bin], cap: int) -> None:
+def _equalise(weights: _Sizes, bins: list[_Bin], cap: int) -> None:
     """Move or swap items between the costliest bin and the cheapest while that brings them closer."""
     for _ in range(EXCHANGES if len(bins) > 1 else 0):
         by_cost = sorted(range(len(bins)), key=lambda i: (bins[i].cost, i))
@@ -297,15 +297,15 @@ def _equalise(weights: _Weights, bins: list[_Bin], cap: int) -> None:
             return
 
 
-def _exchange(weights: _Weights, bins: list[_Bin], heavy: int, light: int, cap: int) -> bool:
+def _exchange(weights: _Sizes, bins: list[_Bin], heavy: int, light: int, cap: int) -> bool:
     """Take the best single move or swap between two bins, if there is one."""
     above, below = bins[heavy], bins[light]
     total, best = above.cost + below.cost, above.cost
     found: tuple[_Bin, _Bin] | None = None
-    returns = sorted(below.items, key=lambda i: (i.cost, i.low))
+    by_cost = sorted(below.items, key=lambda i: (i.cost, i.low))
     for item in sorted(above.items, key=lambda i: (-i.cost, i.low))[:32]:
-        wanted = bisect_left(returns, item.cost - (above.cost - below.cost) / 2, key=lambda i: i.cost)
-        swaps = [[back] for back in returns[max(0, wanted - 1) : wanted + 1]]
+        wanted = bisect_left(by_cost, item.cost - (above.cost - below.cost) / 2, key=lambda i: i.cost)
+        swaps = [[back] for back in by_cost[max(0, wanted - 1) : wanted + 1]]
         for back in ([], *swaps) if len(above.items) > 1 else swaps:
             left = weights.join([*(i for i in above.items if i is not item), *back])
             right = weights.join([*(i for i in below.items if i not in back), item])

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
 from tunesmith.config.schema import DataSection
-from tunesmith.data.formats import Goal
+from tunesmith.data.formats import Example, Goal
 from tunesmith.data.prompts import PromptEncoder, learned_texts, note_turn_end
 from tunesmith.data.reading import Prepared, Reading, Sources, as_sources, check_section, examples_of, weights_of
 from tunesmith.data.report import Report
@@ -37,17 +39,25 @@ def peek(section: DataSection, source: Sources, goal: Goal) -> list[str]:
     return sentences
 
 
-def load_tasks(section: DataSection, source: Sources, tokenizer: Tokenizer) -> TaskSet:
+def load_tasks(
+    section: DataSection,
+    source: Sources,
+    tokenizer: Tokenizer,
+    tools_of: Callable[[Example], list[Any] | None] | None = None,
+) -> TaskSet:
     """Tasks for reinforcement learning, each prompt tokenized once.
 
     A prompt that is a conversation, or text where ``data.chat`` says so, goes through the chat template up
-    to where the assistant begins; other text gets what the tokenizer puts before a text (BOS).
+    to where the assistant begins; other text gets what the tokenizer puts before a text (BOS). ``tools_of`` gives the
+    tools of whoever plays a line; without any, the line's own are in its prompt.
 
     Raises:
         DataError: nothing usable, or a bad or too long line that is not to be skipped.
         ConfigError: a setting does not apply to this data or tokenizer.
     """
     found = Reading.of(section, source, tokenizer, "rl")
+    if tools_of is not None and found.template is not None and found.template.takes_tools:
+        found.examples[:] = [replace(example, tools=tools_of(example) or example.tools) for example in found.examples]
     encoder = PromptEncoder(section, tokenizer, found.template)
     rendered = found.each(lambda example: encoder.text(cast("Prompt", example.prompt), example.tools))
     encoded = encoder.encode([text for _, text in rendered])

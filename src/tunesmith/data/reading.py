@@ -91,7 +91,7 @@ class Reading:
                 examples.append(replace(example, id=unique, source=index))
             if len(examples) == before:
                 raise report.nothing_left(one.path)
-        fingerprint = fingerprint_of([[e.id, e.text, e.prompt, e.completion, e.tools, e.columns] for e in examples])
+        fingerprint = fingerprint_of([[e.text, e.prompt, e.completion, e.tools, e.columns] for e in examples])
         template = choose_template(section, tokenizer, examples)
         return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading_ids(tokenizer))
 
@@ -244,7 +244,7 @@ def examples_of(section: DataSection, source: Source, goal: Goal, report: Report
 def _detected(section: DataSection, row: Row, goal: Goal) -> Format:
     find = detect if goal in ("rl", "sft") else detect_judgement
     form = find(row, goal, section.prompt, section.completion)
-    if form.kind == "text":
+    if form.text:
         for key, value in (("chat", section.chat), ("system_prompt", section.system_prompt)):
             if value:
                 raise ConfigError(f"data.{key} does not apply to the plain text of {row.file}; leave it out.")

@@ -304,27 +304,29 @@ def read_csv(path: Path) -> Rows:
     """Comma-separated, the column names on the first line. Every value is text."""
     reader = csv.reader(io.StringIO(_decode_file(path), newline=""), strict=True)
     csv.field_size_limit(1 << 30)
-    header = next(reader, None)
+    with boundary(DataError, f"{path}:1: not CSV", csv.Error):
+        header = next(reader, None)
     if header is None:
         return
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
         raise DataError(f"{path}:1: the column '{repeated[0]}' stands twice in the header.")
     while True:
-        line = reader.line_num + 1
+        line, reason = reader.line_num + 1, "blank line"
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            yield BadLine(f"{path}:{line}", f"not CSV: {error}")
-            continue
+            fields, reason = [], f"not CSV: {error}"
         if fields is None:
             return
-        if not fields:
-            yield BadLine(f"{path}:{line}", "blank line")
-        elif len(fields) != len(header):
-            yield BadLine(f"{path}:{line}", f"{len(fields)} fields where the header has {len(header)}")
-        else:
+        if len(fields) == len(header) > 0:
             yield Row(str(path), line, dict(zip(header, fields, strict=True)))
+            continue
+        if fields:
+            reason = f"{len(fields)} fields where the header has {len(header)}"
+        # A quote that is not closed takes the lines behind it along: all of them are named.
+        to = f" (lines {line} to {reader.line_num})" if reader.line_num > line else ""
+        yield BadLine(f"{path}:{line}", reason + to)
 
 
 def read_parquet(path: Path) -> Rows:
@@ -336,7 +338,7 @@ def read_parquet(path: Path) -> Rows:
         for batch in file.iter_batches(batch_size=1024):
             for columns in batch.to_pylist():
                 line += 1
-                yield Row(str(path), line, columns)
+                yield _row_of_table(str(path), line, columns)
 
 
 READERS: Mapping[str, Callable[[Path], Rows]] = {
@@ -374,4 +376,22 @@ def _read_hub(source: Source) -> Rows:
 
 def _numbered(name: str, loaded: Any) -> Rows:
     for line, columns in enumerate(loaded, 1):
-        yield Row(name, line, dict(columns))
+        yield _row_of_table(name, line, columns)
+
+
+def _row_of_table(name: str, line: int, columns: Mapping[str, Any]) -> Row:
+    """A table has one type for all of its rows: a key that a message or a tool does not have is null there."""
+    made = {k: _without_null(v) if k == "tools" or _is_conversation(v) else v for k, v in columns.items()}
+    return Row(name, line, made)
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(m, dict) and not m.keys().isdisjoint(("role", "from")) for m in value
+    )
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_null(v) for k, v in value.items() if v is not None}
+    return [_without_null(v) for v in value] if isinstance(value, list) else value

@@ -36,7 +36,7 @@ def prefix_order(samples: Sequence[Sample], *, share: bool = True) -> PrefixOrde
     count = len(samples)
     if not share:
         return PrefixOrder(list(range(count)), [0] * count)
-    prefixes = [_lossless_prefix(sample) for sample in samples]
+    prefixes = [_prefix_without_loss(sample) for sample in samples]
     # Of equal prefixes, one that is a whole sample goes first, so that what continues it comes right after.
     order = sorted(range(count), key=lambda i: (prefixes[i], len(samples[i].token_ids) > len(prefixes[i]), i))
     shared = [0] * count
@@ -46,7 +46,7 @@ def prefix_order(samples: Sequence[Sample], *, share: bool = True) -> PrefixOrde
 
 
 def num_forest_tokens(samples: Sequence[Sample], share: bool = True) -> int:
-    """Tokens of the forest planted from ``samples``."""
+    """Tokens of the forest built from ``samples``."""
     return sum(len(s.token_ids) for s in samples) - sum(prefix_order(samples, share=share).shared)
 
 
@@ -121,7 +121,7 @@ def _place_prefixes(
         last[index] = node
 
 
-def _lossless_prefix(sample: Sample) -> list[int]:
+def _prefix_without_loss(sample: Sample) -> list[int]:
     try:
         return sample.token_ids[: sample.loss_mask.index(True)]
     except ValueError:

@@ -29,7 +29,7 @@ class EngineStats:
     peak_kv_bytes: int = 0
     kv_budget_bytes: int = 0
     attainable_seconds: float = 0.0
-    """Least time the same steps could have taken (FORMULAS: max of bytes / bandwidth, flops / rate);
+    """Least time the same steps could have taken (the larger of bytes / bandwidth and flops / rate);
     0 where the hardware's limits are not known."""
 
 

@@ -41,9 +41,9 @@ class EnginePool:
     """Fulfils ``RolloutEngine`` with ``size`` engines, started at the first call.
 
     An equal beginning goes to the engine that has read it, so that a group shares its prefill, unless that one is
-    far busier. An engine that is lost is replaced, at most ``restarts`` times in all for each of the pool: what it
-    was asked is asked of another one, and the new one is given the weights of the others, so no rollout is lost and
-    none is counted twice.
+    far busier. An engine that is lost is replaced, at most ``restarts * size`` times in all: what it was asked is
+    asked of another one, and the new one is given the weights of the others, so no rollout is lost and none is
+    counted twice.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """An engine in a process of its own, which may be that of another Python environment.
 
 The two sides exchange lines of JSON over the worker's standard input and output: ``{"id", "do", …}`` one way,
-``{"id", "result" | "error", "stats"}`` the other, in any order. A worker that dies, or does not answer for
-``patience`` seconds, is lost with what it was asked: ``engines.pool`` puts another in its place.
+``{"id", "result" | "error", "stats"}`` the other, in any order; ``{"do": "close"}`` is the last. A worker that dies,
+or does not answer for ``patience`` seconds, is lost with what it was asked: ``engines.pool`` puts another in its place.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class ProcessEngine(AskedMember):
         self._lose("was closed")
         for task in self._tasks:
             task.cancel()
+        self._send({"do": "close"})
         assert self._worker.stdin is not None
         self._worker.stdin.close()
         await _end(self._worker)

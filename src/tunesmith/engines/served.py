@@ -13,9 +13,8 @@ from tunesmith.errors import TunesmithError, UserError
 from tunesmith.types import Sampling
 from tunesmith.weights.base import Offer
 
-Send = Callable[[dict[str, Any]], None]
-TakeWeights = Callable[[Offer], None]
-"""Puts offered weights where the engine finds them."""
+TakeWeights = Callable[[Offer], Awaitable[None]]
+"""Puts offered weights where the engine finds them; other requests are answered meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +26,7 @@ class Served:
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """What came of one message."""
-        said: list[dict[str, Any]] = []
-        await answer(self.engine, message, said.append, self.take_weights)
-        return said[0]
+        return await answer(self.engine, message, self.take_weights)
 
     async def close(self) -> None:
         await self.engine.close()
@@ -40,37 +37,41 @@ async def serve(
     read: Callable[[], Awaitable[bytes]],
     write: Callable[[bytes], None],
     take_weights: TakeWeights,
-) -> None:
-    """Answer until the input ends."""
+) -> bool:
+    """Answer until told to close; False where the input ended before that, as when who asks was killed."""
     running: dict[int, asyncio.Task[None]] = {}
 
     def send(message: dict[str, Any]) -> None:
         write(json.dumps(message).encode() + b"\n")
 
+    async def reply(message: dict[str, Any]) -> None:
+        send(await answer(engine, message, take_weights))
+
     send({"ready": True})
     while line := await read():
         message = json.loads(line)
+        if message["do"] == "close":
+            break
         number: int = message["id"]
         if message["do"] == "cancel":
             if (task := running.get(number)) is not None:
                 task.cancel()
             continue
-        task = asyncio.create_task(answer(engine, message, send, take_weights))
-        running[number] = task
+        task = running[number] = asyncio.create_task(reply(message))
         task.add_done_callback(lambda _, number=number: running.pop(number, None))
     await engine.close()
+    return bool(line)
 
 
-async def answer(engine: RolloutEngine, message: dict[str, Any], send: Send, take_weights: TakeWeights) -> None:
-    """Do what one message asks, and send what came of it."""
+async def answer(engine: RolloutEngine, message: dict[str, Any], take_weights: TakeWeights) -> dict[str, Any]:
+    """Do what one message asks; what came of it."""
     try:
         result = await _do(engine, message, take_weights)
     except TunesmithError as error:
-        send({"id": message["id"], "error": str(error), "user": isinstance(error, UserError)})
+        return {"id": message["id"], "error": str(error), "user": isinstance(error, UserError)}
     except Exception as error:
-        send({"id": message["id"], "error": f"{type(error).__name__}: {error}", "user": False})
-    else:
-        send({"id": message["id"], "result": result, "stats": asdict(engine.stats())})
+        return {"id": message["id"], "error": f"{type(error).__name__}: {error}", "user": False}
+    return {"id": message["id"], "result": result, "stats": asdict(engine.stats())}
 
 
 async def _do(engine: RolloutEngine, message: dict[str, Any], take_weights: TakeWeights) -> Any:
@@ -83,7 +84,7 @@ async def _do(engine: RolloutEngine, message: dict[str, Any], take_weights: Take
         case "interrupt":
             return await engine.interrupt()
         case "load_weights":
-            take_weights(message["offer"])
+            await take_weights(message["offer"])
             return await engine.load_weights(message["version"])
         case "sleep":
             return await engine.sleep(message["level"])

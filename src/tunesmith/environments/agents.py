@@ -75,17 +75,18 @@ class Agent:
         try:
             with EpisodeCode(math.inf) as code:  # the rollout's own deadline is the agent's
                 value = await code.run(self.name, self.function, **taken(self.function, given))
-            if not conversation.turns:
-                raise EpisodeError(f"{self.name} ended without a call of the policy")
             rollout.reward = as_reward(value, self.name)
         except EpisodeError:
-            if conversation.failure is not None and not isinstance(conversation.failure, EpisodeError):
-                raise conversation.failure from None  # the engine's fault, not the agent's
-            raise
+            if conversation.failure is None:
+                raise
         finally:
             session.close()
             if key is not None:
                 self.endpoint().drop(key)
             conversation.close()
+        if conversation.failure is not None:
+            raise conversation.failure  # the engine's fault, whatever the agent made of it
+        if not rollout.turns:
+            raise EpisodeError(f"{self.name} ended without a turn of the policy")
         rollout.metrics["turns"] = float(conversation.turns)
         rollout.metrics["forks"] = float(len(rollout.records) - 1)

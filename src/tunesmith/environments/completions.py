@@ -62,10 +62,8 @@ class Session:
             overridden = {name: request[name] for name in OVERRIDDEN if request.get(name) is not None}
             if overridden:
                 self._conversation.rollout.notes.setdefault("overridden", {}).update(overridden)
-            stop = request.get("stop") or ()
-            reply = await self._conversation.reply(
-                messages, tools, max_new_tokens=_limit(request), stop=(stop,) if isinstance(stop, str) else tuple(stop)
-            )
+            limit, stop = _limit(request), _stop(request)
+            reply = await self._conversation.reply(messages, tools, max_new_tokens=limit, stop=stop)
             return _response(reply, self.model, self._conversation.turns)
         finally:
             self._running.discard(task)
@@ -78,10 +76,19 @@ class Session:
 
 
 def _limit(request: Mapping[str, Any]) -> int | None:
-    limit = request.get("max_completion_tokens") or request.get("max_tokens")
+    given = (request.get(name) for name in ("max_completion_tokens", "max_tokens"))
+    limit = next((one for one in given if one is not None), None)
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise BadRequest(f"max_tokens is {limit!r}; it must be a whole number above 0")
     return limit
+
+
+def _stop(request: Mapping[str, Any]) -> tuple[str, ...]:
+    given = request.get("stop") or ()
+    stop = (given,) if isinstance(given, str) else given
+    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) for text in stop):
+        raise BadRequest(f"'stop' is {given!r}; it must be text or a list of texts")
+    return tuple(stop)
 
 
 def _conversation_of(request: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:

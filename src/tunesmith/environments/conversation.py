@@ -19,7 +19,7 @@ from typing import Any, Literal
 from tunesmith.environments.base import Generate
 from tunesmith.environments.rendering import Renderer, Tools
 from tunesmith.environments.tools import BadCall, Parse, ToolCall
-from tunesmith.errors import EpisodeError
+from tunesmith.errors import EpisodeError, shortened
 from tunesmith.types import FinishReason, Message, Record, Rollout, Task
 
 
@@ -83,7 +83,9 @@ class Conversation:
     prompt_tools: Tools = None
     turns: int = 0
     failure: Exception | None = None
-    """What went wrong on our side of a call: an agent may hide it."""
+    """What the engine raised first: an agent may hide it."""
+    _writing: set[int] = field(default_factory=set[int])
+    """``id`` of the records that the policy is writing to."""
     _places: list[_Place] = field(default_factory=list[_Place])
 
     def __post_init__(self) -> None:
@@ -107,23 +109,27 @@ class Conversation:
             EngineError: generation failed.
         """
         setting, renderer = self.setting, self.setting.renderer
+        if self.turns >= setting.max_turns:
+            raise OutOfRoom(f"{self.turns} turns are all there may be (environment.max_turns)")
+        record, said = self._record_of(messages, tools)
+        prompt_tokens = len(record.token_ids)
+        room = setting.max_tokens - prompt_tokens
+        if room < 1:
+            raise OutOfRoom(
+                f"the conversation has {prompt_tokens} tokens, which leaves no room for a turn: "
+                f"{setting.max_tokens} are all there may be (environment.max_tokens)"
+            )
+        self.turns += 1
+        self._writing.add(id(record))
         try:
-            if self.turns >= setting.max_turns:
-                raise OutOfRoom(f"{self.turns} turns are all there may be (environment.max_turns)")
-            record, said = self._record_of(messages, tools)
-            room = setting.max_tokens - len(record.token_ids)
-            if room < 1:
-                raise OutOfRoom(
-                    f"the conversation has {len(record.token_ids)} tokens, which leaves no room for a turn: "
-                    f"{setting.max_tokens} are all there may be (environment.max_tokens)"
-                )
-            self.turns += 1
-            most = min(room, max_new_tokens or room)
-            prompt_tokens = len(record.token_ids)
-            completion = await self.generate(record.token_ids, max_new_tokens=most, stop=stop)
+            completion = await self.generate(
+                record.token_ids, max_new_tokens=min(room, max_new_tokens or room), stop=stop
+            )
         except Exception as error:
             self.failure = self.failure or error
             raise
+        finally:
+            self._writing.discard(id(record))
         record.act(completion)
         raw, text = renderer.text(completion.token_ids), renderer.plain(completion.token_ids)
         content, calls = setting.parse(raw, text) if setting.parse and tools else (text, [])
@@ -157,17 +163,21 @@ class Conversation:
             said = tuple(map(for_template, messages))
             return self._begin(renderer.whole(said, tools)), said
         # The longest; of several as long (the same was said twice), one that has not gone on.
-        place = max(held, key=lambda p: (len(p.key), len(p.record.token_ids) == p.length))
+        place = max(held, key=lambda p: (len(p.key), self._goes_on(p)))
         new = tuple(map(for_template, messages[len(place.said) :]))
         said = (*place.said, *new)
         ids = place.record.token_ids[: place.length]
         rest = renderer.following(ids, place.said, new, tools)
         if rest is None:
             return self._begin(renderer.whole(said, tools)), said
-        if len(place.record.token_ids) > place.length:
+        if not self._goes_on(place):
             return self._begin([*ids, *rest]), said
         place.record.observe(rest)
         return place.record, said
+
+    def _goes_on(self, place: _Place) -> bool:
+        """Whether the record can go on from there: it ends there, and the policy is not writing to it."""
+        return len(place.record.token_ids) == place.length and id(place.record) not in self._writing
 
     def _begin(self, token_ids: list[int]) -> Record:
         record = Record()
@@ -199,11 +209,13 @@ def for_template(message: Message) -> Message:
     made["content"] = text_of_content(message.get("content"))
     calls = made.get("tool_calls") or []
     if calls:
-        made["tool_calls"] = [_with_object(call) for call in calls]
+        made["tool_calls"] = [_with_object(call) for call in (calls if isinstance(calls, list | tuple) else [calls])]
     return made
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_object(call: Any) -> dict[str, Any]:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise EpisodeError(f"'tool_calls' is a list of calls with a 'function'; this is none: {shortened(repr(call))}")
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         with suppress(ValueError):  # what was written as arguments may be no JSON

@@ -93,11 +93,16 @@ class Endpoint:
             return _error(400, str(error))
         except TunesmithError as error:
             return _error(500, str(error))
-        return await _streamed(request, response) if body.get("stream") else web.json_response(response)
+        if not body.get("stream"):
+            return web.json_response(response)
+        options = body.get("stream_options")
+        return await _streamed(
+            request, response, usage=isinstance(options, dict) and bool(options.get("include_usage"))
+        )
 
 
-async def _streamed(request: web.Request, response: dict[str, Any]) -> web.StreamResponse:
-    """Server-sent events: the whole turn in one chunk, the reason it ended in another."""
+async def _streamed(request: web.Request, response: dict[str, Any], *, usage: bool) -> web.StreamResponse:
+    """Server-sent events: the whole turn in one chunk, the reason it ended in another, with ``usage`` the counts."""
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await stream.prepare(request)
     choice = response["choices"][0]
@@ -107,7 +112,7 @@ async def _streamed(request: web.Request, response: dict[str, Any]) -> web.Strea
     chunks = [
         {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-        {**head, "choices": [], "usage": response["usage"]},
+        *([{**head, "choices": [], "usage": response["usage"]}] if usage else []),
     ]
     for chunk in chunks:
         await stream.write(f"data: {json.dumps(chunk)}\n\n".encode())

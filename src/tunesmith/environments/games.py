@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -135,10 +136,11 @@ class OpenRLHF(Game):
             raise EpisodeError(f"{what} changes 'sampling_params'; how the policy samples is the run's to say")
         feedback = value.get("environment_feedback") or ""
         self.said += text + feedback
-        step = as_step((feedback or None, value["rewards"], bool(value["done"])), what)
-        logged = {**(value.get("extra_logs") or {}), "scores": value.get("scores")}
-        numbers = {name: as_reward(number, f"{what}: {name}") for name, number in logged.items()}
-        return replace(step, metrics={name: number for name, number in numbers.items() if number is not None})
+        metrics: dict[str, Any] = {"scores": value.get("scores")}
+        for name, logged in (value.get("extra_logs") or {}).items():
+            with suppress(EpisodeError):  # what is no number is for OpenRLHF's logs
+                metrics[name] = as_reward(logged, what)
+        return as_step(Step(feedback or None, value["rewards"], bool(value["done"]), metrics), what)
 
 
 SHAPES = {"native": Native, "trl": TRL, "openrlhf": OpenRLHF}

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.data.chat import ChatTemplate
+from tunesmith.data.formats import Example
 from tunesmith.environments import user_code
 from tunesmith.environments.agents import GIVEN, Agent, is_agent
 from tunesmith.environments.base import Environment, SingleTurn
 from tunesmith.environments.conversation import Setting
 from tunesmith.environments.games import TRL_RESERVED, Loaded, open_game
 from tunesmith.environments.multi_turn import MultiTurn
-from tunesmith.environments.rendering import ChatRenderer, PlainRenderer
+from tunesmith.environments.rendering import ChatRenderer, PlainRenderer, Tools
 from tunesmith.environments.tools import Tool, make_tool, parser_for
 from tunesmith.environments.user_calls import check_keywords
 from tunesmith.errors import ConfigError, DataError, nearest
@@ -139,7 +140,12 @@ class EnvironmentSet:
                 check_keywords(one.code.reset, f"{one.reference}.reset", columns, skip=1)
         return routed
 
-    def _environment_of(self, task: Task) -> str:
+    def tools_of(self, task: Task | Example) -> Tools:
+        """The tools that the environment of a task tells the policy about; a DataError as in ``route``."""
+        told = {one.name: one.schemas for one in self.loaded if one.schemas}
+        return told.get(self._environment_of(task)) if told else None
+
+    def _environment_of(self, task: Task | Example) -> str:
         if not isinstance(self.section.path, dict):
             return self.loaded[0].name
         column, names = self.section.column, [*(one.name for one in self.loaded), SINGLE_TURN]
@@ -155,34 +161,16 @@ class EnvironmentSet:
             )
         return value
 
-    def prepare(
-        self, tasks: Sequence[Task], tokenizer: Any, prompt_of: Callable[[Task], list[Message]], *, chat: bool
-    ) -> list[Task]:
-        """``route``, and the prompts of those that have tools with these in them."""
-        routed = self.route(tasks)
-        told = {one.name: one.schemas for one in self.loaded if one.schemas}
-        if not told:
-            return routed
-        template = self._template(tokenizer, chat)
-        assert template is not None, "tools need a chat template"
-        renderer = ChatRenderer(template)
-        return [
-            replace(task, prompt_ids=tuple(renderer.whole(prompt_of(task), told[task.environment])))
-            if task.environment in told
-            else task
-            for task in routed
-        ]
-
     def build(
         self, tokenizer: Any, prompt_of: Callable[[Task], list[Message]], *, chat: bool, max_tokens: int, model: str
     ) -> dict[str, Environment]:
         """Environments by name. ``prompt_of`` gives a task's prompt as messages; ``chat``: through the template.
 
         Raises:
-            ConfigError: agents or tools without a chat template that has a place for them.
+            ConfigError: see ``template``.
         """
         plain = PlainRenderer(tokenizer)
-        template = self._template(tokenizer, chat)
+        template = self.template(tokenizer, chat=chat)
         section = self.section
         setting = Setting(
             renderer=ChatRenderer(template) if template else plain,
@@ -198,7 +186,7 @@ class EnvironmentSet:
         def text_alone(task: Task) -> list[Message]:
             return [{"role": "user", "content": tokenizer.decode(list(task.prompt_ids), skip_special_tokens=False)}]
 
-        verbatim = replace(setting, renderer=plain, prompt_of=text_alone)
+        verbatim = replace(setting, renderer=plain, prompt_of=text_alone, parse=None)
         made: dict[str, Environment] = {SINGLE_TURN: SingleTurn()}
         for one in self.loaded:
             if one.kind == "agent":
@@ -208,7 +196,8 @@ class EnvironmentSet:
                 made[one.name] = MultiTurn(partial(open_game, one), own, one.schemas or None)
         return made
 
-    def _template(self, tokenizer: Any, chat: bool) -> ChatTemplate | None:
+    def template(self, tokenizer: Any, *, chat: bool) -> ChatTemplate | None:
+        """The chat template, if prompts go through it; a ConfigError where agents or tools have no place in it."""
         template = ChatTemplate.of(tokenizer) if chat else None
         for one in self.loaded:
             if template is None and (one.kind == "agent" or one.schemas):

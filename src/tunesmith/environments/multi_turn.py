@@ -64,7 +64,8 @@ class MultiTurn:
 
     async def play(self, rollout: Rollout, generate: Generate) -> None:
         prompt = self.setting.prompt_of(rollout.task)
-        tools = self.schemas or told_by(rollout.task)
+        # What follows plain text is plain text, whatever its data says of tools.
+        tools = self.schemas or (told_by(rollout.task) if self.setting.parse else None)
         conversation = Conversation(rollout, generate, self.setting, prompt, tools)
         with EpisodeCode(self.setting.timeout) as code:
             game = await self.open(code)
@@ -85,7 +86,7 @@ class MultiTurn:
     ) -> list[float | None]:
         """Play to the end; the turns' rewards. An episode that its limits end keeps what it has."""
         metrics = conversation.rollout.metrics
-        metrics["unfinished"] = 0.0
+        metrics |= {"unfinished": 0.0, **({"bad_calls": 0.0} if schemas else {})}
         rewards: list[float | None] = []
         while True:
             try:
@@ -98,7 +99,7 @@ class MultiTurn:
             messages = [*messages, reply.message]
             if reply.calls:
                 answers, bad = await _answer(reply, game.tools, code)
-                metrics["bad_calls"] = metrics.get("bad_calls", 0.0) + bad
+                metrics["bad_calls"] += bad
                 messages += answers
                 if bad and self.setting.bad_call == "end":
                     return rewards
@@ -138,8 +139,8 @@ async def _answer(reply: Reply, tools: Mapping[str, Tool], code: EpisodeCode) ->
         assert not isinstance(call, BadCall)
         try:
             text = answer_of(await code.run(f"the tool '{tool.name}'", tool.function, **call.arguments))
-        except EpisodeError as error:
-            cause = error.__cause__
+        except (EpisodeError, TypeError, ValueError, RecursionError) as error:  # also of a result that is no JSON
+            cause = error.__cause__ or error
             text = f"Error: {type(cause).__name__}: {cause}"
         answers.append({**made, "name": tool.name, "content": text})
     return answers, bad
@@ -179,16 +180,16 @@ def as_observation(value: Any, what: str) -> Observation:
     raise EpisodeError(f"{what} gave {given} as observation; expected text, a list of messages or None")
 
 
-def as_reward(value: Any, what: str) -> float | None:
-    """What user code calls a reward, checked; an EpisodeError otherwise."""
+def as_reward(value: Any, what: str, meant: str = "reward") -> float | None:
+    """What user code calls a reward (or what is ``meant``), checked; an EpisodeError otherwise."""
     if value is None:
         return None
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise EpisodeError(f"{what} gave {shortened(repr(value))} as reward; expected a finite number or None")
+        raise EpisodeError(f"{what} gave {shortened(repr(value))} as {meant}; expected a finite number or None")
     return number
 
 
@@ -204,4 +205,9 @@ def as_step(value: Any, what: str) -> Step:
         raise EpisodeError(f"{what} gave {shortened(repr(done))} as done; expected true or false")
     if not done and not observation:
         raise EpisodeError(f"{what} is not done and gave no observation: there is nothing to answer")
-    return Step(observation, as_reward(value.reward, what), bool(done), value.metrics)
+    given: Any = value.metrics
+    if not isinstance(given, Mapping):
+        raise EpisodeError(f"{what} gave {shortened(repr(given))} as metrics; expected numbers by name")
+    metrics = {name: as_reward(number, what, f"metric '{name}'") for name, number in given.items()}
+    known = {name: number for name, number in metrics.items() if number is not None}
+    return Step(observation, as_reward(value.reward, what), bool(done), known)

@@ -22,7 +22,7 @@ _NUMBER = re.compile(
       | (?P<whole>\d+)\s{{1,2}}(?P<part>\d+)/(?P<of>\d+)(?![\d/])
       | (?P<numerator>{_PLAIN})\s?/\s?(?P<denominator>{_PLAIN})
       | (?P<plain>{_PLAIN})
-        (?: [eE](?P<exponent>[-+]?\d{{1,6}})(?![\w.])
+        (?: [eE](?P<exponent>[-+]?\d{{1,6}})(?!\w|\.\d)
           | \s?(?:×|\*|\\times|\\cdot)\s?10\s?(?:\^|\*\*)\s?\{{?(?P<power>[-−+]?\d{{1,6}})\}}? )?
     )
     (?P<percent>\s?\\?%)?

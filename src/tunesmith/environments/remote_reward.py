@@ -23,7 +23,7 @@ from tunesmith.environments.reward_types import (
     Notes,
     RewardFunction,
     Score,
-    columns_of,
+    batch_columns,
     completions_of,
     scores_from,
 )
@@ -77,7 +77,7 @@ def tunesmith_body(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[st
     return {
         "prompts": [r.task.prompt for r in rollouts],
         "completions": completions_of(rollouts, texts),
-        "columns": columns_of(rollouts),
+        "columns": batch_columns(rollouts),
     }
 
 

@@ -17,9 +17,10 @@ from typing import Any
 from aiohttp import web
 
 from tunesmith.environments.batching import Batcher
+from tunesmith.environments.conversation import text_of_content
 from tunesmith.environments.reward_types import NOT_COLUMNS, text_of
 from tunesmith.environments.rewards import RewardSet
-from tunesmith.errors import ConfigError, boundary
+from tunesmith.errors import ConfigError, EpisodeError, boundary
 from tunesmith.types import Prompt, Rollout, Status, Task
 
 SHUTDOWN_SECONDS = 10.0
@@ -28,7 +29,7 @@ SHUTDOWN_SECONDS = 10.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class BadRequest(ValueError):
+class Unscorable(ValueError):
     """What a request holds cannot be scored; told to the sender."""
 
 
@@ -81,7 +82,7 @@ class RewardService:
     def _check_columns(self, items: Sequence[Item]) -> None:
         for name in sorted(self.rewards.functions[0].columns):
             if any(name not in item.columns for item in items):
-                raise BadRequest(f"the reward needs the column '{name}': send it in \"columns\"")
+                raise Unscorable(f"the reward needs the column '{name}': send it in \"columns\"")
 
     async def _score(self, items: list[Item]) -> list[tuple[float | None, str | None]]:
         found = await self._score_together(items)
@@ -104,24 +105,24 @@ class RewardService:
 
 
 def items_of(body: Any, request: int) -> list[Item]:
-    """The completions of a request's JSON, or a BadRequest that says what is wrong with it."""
+    """The completions of a request's JSON, or a Unscorable that says what is wrong with it."""
     fields = body if isinstance(body, dict) else {}
     if unknown := fields.keys() - {"prompts", "completions", "columns"}:
-        raise BadRequest(f"unknown key {sorted(unknown)[0]!r}; expected prompts, completions and columns")
+        raise Unscorable(f"unknown key {sorted(unknown)[0]!r}; expected prompts, completions and columns")
     prompts, completions, columns = (fields.get(key) for key in ("prompts", "completions", "columns"))
     if not isinstance(prompts, list) or not isinstance(completions, list):
-        raise BadRequest('expected {"prompts": [...], "completions": [...], "columns": {...}}')
+        raise Unscorable('expected {"prompts": [...], "completions": [...], "columns": {...}}')
     size = len(prompts)
     if len(completions) != size:
-        raise BadRequest(f"{size} prompts, but {len(completions)} completions")
+        raise Unscorable(f"{size} prompts, but {len(completions)} completions")
     columns = {} if columns is None else columns
     if not isinstance(columns, dict):
-        raise BadRequest('"columns" must be an object of lists')
+        raise Unscorable('"columns" must be an object of lists')
     for name, values in columns.items():
         if name in NOT_COLUMNS:
-            raise BadRequest(f"{name!r} cannot be the name of a column")
+            raise Unscorable(f"{name!r} cannot be the name of a column")
         if not isinstance(values, list) or len(values) != size:
-            raise BadRequest(f"the column {name!r} must be a list with one entry for each of {size} completions")
+            raise Unscorable(f"the column {name!r} must be a list with one entry for each of {size} completions")
     return [
         Item(
             _checked(prompts[i], f"prompts[{i}]"),
@@ -137,11 +138,18 @@ def _checked(value: Any, place: str) -> Prompt:
     """Text, or messages with text in them."""
     if isinstance(value, str):
         return value
-    for message in value if isinstance(value, list) else [None]:
-        texts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            raise BadRequest(f'{place} must be text, or messages as in [{{"role": "user", "content": "text"}}]')
-    return value
+    if isinstance(value, list) and all(map(_is_message, value)):
+        return value
+    raise Unscorable(f'{place} must be text, or messages as in [{{"role": "user", "content": "text"}}]')
+
+
+def _is_message(value: Any) -> bool:
+    known: dict[str, Any] = value if isinstance(value, dict) else {}
+    try:
+        text_of_content(known.get("content"))
+    except EpisodeError:
+        return False
+    return isinstance(known.get("role"), str) and ("content" in known or "tool_calls" in known)
 
 
 @web.middleware

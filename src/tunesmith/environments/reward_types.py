@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat, SupportsIndex
 
+from tunesmith.environments.conversation import text_of_content
 from tunesmith.environments.user_calls import taken
 from tunesmith.errors import ConfigError, shortened
 from tunesmith.types import Rollout, Status
@@ -105,7 +106,7 @@ def arguments_for(
         "trainer_state": state,
         "log_extra": notes.log_extra,
         "log_metric": notes.log_metric,
-        **columns_of(rollouts, function.columns),
+        **batch_columns(rollouts, function.columns),
     }
     return taken(function.function, given)
 
@@ -124,10 +125,11 @@ def text_of(completion: Any) -> str:
     """The text of a completion in either of its forms; of a conversation, the policy's last turn."""
     if isinstance(completion, str):
         return completion
-    return next((str(m["content"]) for m in reversed(completion) if m.get("role", "assistant") == "assistant"), "")
+    answers = (m.get("content") for m in reversed(completion) if m.get("role", "assistant") == "assistant")
+    return text_of_content(next(answers, None))
 
 
-def columns_of(rollouts: Sequence[Rollout], needed: frozenset[str] = frozenset()) -> dict[str, list[Any]]:
+def batch_columns(rollouts: Sequence[Rollout], needed: frozenset[str] = frozenset()) -> dict[str, list[Any]]:
     """The data's columns and those that are ``needed``, one entry per rollout; None where a task lacks one."""
     names = dict.fromkeys(name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS)
     return {name: [r.task.columns.get(name) for r in rollouts] for name in (*names, *(needed - names.keys()))}

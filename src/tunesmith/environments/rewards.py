@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -38,6 +39,9 @@ from tunesmith.environments.reward_types import (
 from tunesmith.environments.user_calls import RaisedInCall, UserCalls
 from tunesmith.errors import ConfigError, DataError, DeadlineExceeded, RewardError, nearest
 from tunesmith.types import Rollout, Status, Task
+
+ENVIRONMENT = "environment"
+"""The name under which ``Rollout.rewards`` has what the environment paid, with a weight of 1."""
 
 
 def check_rewards(section: RewardSection, base_dir: Path) -> None:
@@ -77,8 +81,7 @@ def load_rewards(section: RewardSection, base_dir: Path) -> RewardSet:
     also where a file does not import, or a function cannot be called.
     """
     check_rewards(section, base_dir)
-    made = RewardSet((), (), section.timeout)
-    made.weights = _weights(section)
+    made = RewardSet(_weights(section), section.timeout)
     for entry, name in zip(section.functions, list(made.weights), strict=False):
         if entry in BUILTINS:
             made.add(BUILTINS[entry](section))
@@ -111,6 +114,8 @@ def _check_weights(section: RewardSection) -> None:
     all_weights = _weights(section)
     if not any(all_weights.values()):
         raise ConfigError("reward.weights are all 0, so that no rollout would have a reward.")
+    if ENVIRONMENT in all_weights:
+        raise ConfigError(f"no reward may be called '{ENVIRONMENT}': what the environment pays is; rename it.")
     if len(all_weights) < len(functions) + len(section.models) + len(section.remote):
         raise ConfigError(
             f"two of the rewards {', '.join(all_weights)} have the same name; give each of reward.models and "
@@ -121,19 +126,17 @@ def _check_weights(section: RewardSection) -> None:
 class RewardSet:
     """The reward functions of a run, with the threads and processes they run in."""
 
-    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float], timeout: float) -> None:
-        self.functions = tuple(functions)
-        self.weights = {f.name: w for f, w in zip(functions, weights, strict=True)}
+    def __init__(self, weights: dict[str, float], timeout: float) -> None:
+        """``weights`` by the names of the rewards, which are to be added with ``add``."""
+        self.functions: tuple[RewardFunction, ...] = ()
+        self.weights = weights
         self.state = TrainerState()
         """What functions see as ``trainer_state``; the loop replaces it each step."""
         self._timeout = timeout
         self._calls = UserCalls()
         self._logged: dict[str, list[float]] = {}
 
-    def add(self, function: RewardFunction, weight: float | None = None) -> None:
-        """One more reward; without a weight, one that ``weights`` has already."""
-        if weight is not None:
-            self.weights[function.name] = weight
+    def add(self, function: RewardFunction) -> None:
         assert function.name in self.weights, f"the reward '{function.name}' has no weight"
         self.functions = (*self.functions, function)
 
@@ -159,8 +162,9 @@ class RewardSet:
             for task in tasks:
                 gold = task.columns.get(column)
                 problem = f.check_gold(gold)
-                # In a mixture, a task without an answer may be another reward's.
-                if problem is not None and (gold is not None or len(self.weights) == 1):
+                # A task without an answer may be another reward's, or paid by its environment.
+                alone = len(self.weights) == 1 and task.environment in ("single_turn", "tools")
+                if problem is not None and (gold is not None or alone):
                     raise DataError(f"task {task.id}: the column '{column}' {problem}; '{f.name}' compares with it.")
 
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
@@ -191,6 +195,13 @@ class RewardSet:
         if self._calls.abandoned:
             metrics["reward/abandoned_threads"] = float(self._calls.abandoned)
         return metrics
+
+    @contextmanager
+    def apart(self) -> Generator[None]:
+        """What is logged inside is not in ``metrics``."""
+        logged, self._logged = self._logged, {}
+        yield
+        self._logged = logged
 
     def close(self) -> None:
         """End threads and worker processes."""
@@ -225,8 +236,10 @@ class RewardSet:
             for name, value in rollout.rewards.items()
             if value is not None and self.weights[name] != 0
         ]
-        if applied or rollout.reward is not None:
-            rollout.reward = sum(applied, rollout.reward or 0.0)
+        if (paid := rollout.reward) is not None:
+            rollout.rewards[ENVIRONMENT] = paid
+        if applied or paid is not None:
+            rollout.reward = sum(applied, paid or 0.0)
         else:
             reason = f"task {rollout.task.id}: no reward function applies (all gave None)"
             rollout.fail(Status.REWARD_FAILED, reason)

@@ -87,7 +87,7 @@ def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
     while body:
         try:
             value, end = json.JSONDecoder().raw_decode(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return "", [*calls, BadCall(f"the tool call is not valid JSON: {error}")]
         calls.append(_checked(value))
         body = body[end:].lstrip().removeprefix(";").lstrip()
@@ -101,7 +101,7 @@ def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
         return text, []
     try:
         value, _ = json.JSONDecoder().raw_decode(body.strip())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return said.strip(), [BadCall(f"the list of tool calls is not valid JSON: {error}")]
     items = value if isinstance(value, list) else [value]
     return said.strip(), [_checked(item) for item in items]
@@ -110,7 +110,7 @@ def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
 def _from_json(body: str) -> ToolCall | BadCall:
     try:
         value = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return BadCall(f"the tool call is not valid JSON: {error}")
     return _checked(value)
 
@@ -119,7 +119,7 @@ def _value(text: str) -> Any:
     """Numbers, lists and the like as such; all else as text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -125,6 +125,8 @@ class UserCalls:
         loop = self._loop = self._loop or _LoopThread()
         result = loop.submit(functools.partial(function, **kwargs))
         if await _done_within(result, timeout):
+            if result.cancelled():
+                raise DeadlineExceeded("was ended, because another call blocked its event loop")
             return result.result()
         if await loop.answers(ANSWER_SECONDS):
             raise DeadlineExceeded(f"did not return within {timeout:g} s")

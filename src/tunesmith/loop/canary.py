@@ -9,7 +9,7 @@ from math import isfinite
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import Member, RolloutEngine
 from tunesmith.errors import EngineError, EngineLostError
-from tunesmith.loop.collect import together
+from tunesmith.loop.collect import all_or_error
 from tunesmith.loop.gate import Gate
 from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.plan.weights import weights_apart
@@ -45,7 +45,7 @@ class Canary:
             EngineError: it is beyond rounding, or an engine has another version.
         """
         members = self._members()
-        answers = await together([_ask(m, self.prompt_ids, self.sampling) for m in members])
+        answers = await all_or_error([_ask(m, self.prompt_ids, self.sampling) for m in members])
         if not isinstance(self.engine, Gate):
             self.engine.stats()  # dropped: behind a gate there are counters of rollouts that were played ahead
         written = {

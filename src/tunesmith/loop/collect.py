@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -14,24 +13,19 @@ from typing import Any, Protocol, TypeVar
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.environments.base import Environment, Generate
 from tunesmith.errors import EngineError, EpisodeError, UserError
+from tunesmith.loop.seeds import derive_seed
 from tunesmith.monitor.timeline import REWARD, ROLLOUTS, Timeline
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 T = TypeVar("T")
 DEADLINE: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
-"""Of the rollout that is being played."""
+"""Of the rollout that asks the engine, whichever task it asks in."""
 
 
 class Scorer(Protocol):
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
         """Fill in ``rewards`` and ``reward`` of rollouts, or mark them failed."""
         ...
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on nothing but its parts: no state to save, none to lose."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +38,7 @@ class Collector:
     decode: Callable[[Sequence[int]], str]
     timeout: float
     """Seconds that one rollout may take; waiting for its turn does not count."""
-    turn: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext[None])
+    slot: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext[None])
     """What a rollout holds while it is played: a semaphore limits how many are at once."""
     timeline: Timeline | None = None
 
@@ -52,13 +46,13 @@ class Collector:
         self, tasks: Sequence[Task], sampling: Sampling, group_size: int, seed: int
     ) -> list[RolloutGroup]:
         """One group per task, in order. What a rollout draws depends on ``seed`` and its place."""
-        return await together(
+        return await all_or_error(
             [self._group(task, sampling, group_size, derive_seed(seed, place)) for place, task in enumerate(tasks)]
         )
 
     async def _group(self, task: Task, sampling: Sampling, size: int, seed: int) -> RolloutGroup:
         samplings = [replace(sampling, seed=derive_seed(seed, member)) for member in range(size)]
-        rollouts = await together([self._rollout(task, s) for s in samplings])
+        rollouts = await all_or_error([self._rollout(task, s) for s in samplings])
         played = [r for r in rollouts if r.status is Status.OK]
         if played:
             with self._span(REWARD, "score", task):
@@ -68,20 +62,19 @@ class Collector:
     async def _rollout(self, task: Task, sampling: Sampling) -> Rollout:
         rollout = Rollout(task)
         rollout.observe(task.prompt_ids)
-        async with self.turn:
+        async with self.slot:
             with self._span(ROLLOUTS, task.environment, task):
-                await self._play(rollout, self._generate(sampling))
+                await self._play(rollout, sampling)
         return rollout
 
     def _span(self, lane: str, name: str, task: Task) -> AbstractContextManager[Any]:
         return self.timeline.span(lane, name, task=task.id) if self.timeline else nullcontext()
 
-    async def _play(self, rollout: Rollout, generate: Generate) -> None:
+    async def _play(self, rollout: Rollout, sampling: Sampling) -> None:
         deadline = asyncio.timeout(self.timeout)
-        DEADLINE.set(deadline)
         try:
             async with deadline:
-                await self.environments[rollout.task.environment].play(rollout, generate)
+                await self.environments[rollout.task.environment].play(rollout, self._generate(sampling, deadline))
         except TimeoutError as error:
             own = f"not finished within {self.timeout:g} s (rollout.timeout)"
             rollout.fail(Status.TIMED_OUT, own if deadline.expired() else f"{type(error).__name__}: {error}")
@@ -94,13 +87,14 @@ class Collector:
         except Exception as error:
             rollout.fail(Status.ENVIRONMENT_FAILED, f"{type(error).__name__}: {error}")
 
-    def _generate(self, sampling: Sampling) -> Generate:
+    def _generate(self, sampling: Sampling, deadline: asyncio.Timeout) -> Generate:
         """The policy for one rollout. Each call draws from a seed of its own, the first from the rollout's."""
         calls = count()
 
         async def generate(
             prompt_ids: Sequence[int], /, *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
         ) -> Completion:
+            DEADLINE.set(deadline)
             number, seed = next(calls), sampling.seed
             changed = replace(
                 sampling,
@@ -113,7 +107,7 @@ class Collector:
         return generate
 
 
-async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_or_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """The results in order. The first error ends all of the work and is raised as it is."""
     try:
         async with asyncio.TaskGroup() as running:

@@ -30,14 +30,19 @@ class Critic:
     trunk_coef: float | None = None
     """Weight of the value loss in the policy's objective; None: the critic has its own model."""
 
-    def appraise(self, samples: Sequence[Sample]) -> list[Sample]:
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether the values come from a head on the policy's model, which is saved and trained with it."""
+        return self.trunk_coef is not None
+
+    def add_values(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with ``old_values``: what the state before each token is worth."""
         return self.learner.score(samples, "old_values", of="values")
 
     def learn(self, samples: Sequence[Sample], batch_size: int, seed: int, group_size: int) -> Metrics:
         """Optimizer steps towards the samples' ``returns``, but on a shared trunk, where the policy's take them."""
-        metrics = explained(samples)
-        if self.trunk_coef is None:
+        metrics = value_metrics(samples)
+        if not self.shares_trunk:
             learned = self.learner.update(samples, batch_size, self.passes, seed, group_size)
             del learned["loss"]  # It is value_loss.
             metrics |= {k if k.startswith("value") else f"critic/{k}": v for k, v in learned.items()}
@@ -48,11 +53,11 @@ class Critic:
         return policy if self.trunk_coef is None else actor_critic_objective(policy, self.clip, self.trunk_coef)
 
     def save(self, directory: Path) -> None:
-        if self.trunk_coef is None:
+        if not self.shares_trunk:
             self.learner.backend.save(directory / DIRECTORY)
 
     def load(self, directory: Path) -> None:
-        if self.trunk_coef is None:
+        if not self.shares_trunk:
             if not (directory / DIRECTORY).is_dir():
                 raise CheckpointError(
                     f"{directory} holds no critic: it is of a run without one. Start a new run from its model."
@@ -66,7 +71,7 @@ class Critic:
         self.learner.resume(state["max_tokens"])
 
 
-def explained(samples: Sequence[Sample]) -> Metrics:
+def value_metrics(samples: Sequence[Sample]) -> Metrics:
     """``returns``, their mean, and ``value_explained = 1 − Var(R − V) / Var(R)``: 1 is a perfect critic, 0 a constant.
 
     Returns that are all equal leave nothing to explain, and the second one out.

@@ -62,11 +62,14 @@ class Curriculum:
         return task
 
     def state_dict(self) -> dict[str, Any]:
-        unsettled = [task.id for task in (*self._unsettled, *self._again)]
-        return {**self.loader.state_dict(), "rest_until": dict(self._rest_until), "unsettled": unsettled}
+        # By place in the data, as the loader's: the name of a task may hold that of its file.
+        place = {task.id: at for at, task in enumerate(self.loader.items)}
+        unsettled = [place[task.id] for task in (*self._unsettled, *self._again)]
+        rest_until = [(place[name], until) for name, until in self._rest_until.items()]
+        return {**self.loader.state_dict(), "rest_until": rest_until, "unsettled": unsettled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.loader.load_state_dict(state)
-        self._rest_until = dict(state["rest_until"])
-        tasks = {task.id: task for task in self.loader.items}
-        self._again = [tasks[name] for name in state["unsettled"]]
+        tasks = self.loader.items
+        self._rest_until = {tasks[at].id: until for at, until in state["rest_until"]}
+        self._again = [tasks[at] for at in state["unsettled"]]

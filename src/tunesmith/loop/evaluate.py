@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb
 
 import numpy as np
 
 from tunesmith.loop.collect import Collector
-from tunesmith.types import RolloutGroup, Sampling, Task
+from tunesmith.types import Rollout, RolloutGroup, Sampling, Task
+
+ROUNDING = 1e-9
+"""Weights and rewards are not summed in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvaluationPlan:
     """What to measure. ``samples=1`` is greedy only; more also gives pass@k for each ``k`` of ``pass_at``.
 
-    A rollout passes when its reward reaches ``threshold``.
+    A rollout passes when its reward reaches the sum of the positive ``weights`` of the rewards that apply to it. What
+    an environment pays has a weight of 1.
     """
 
     tasks: Sequence[Task]
@@ -24,19 +28,19 @@ class Evaluation:
     samples: int
     temperature: float
     pass_at: tuple[int, ...]
-    threshold: float
+    weights: Mapping[str, float]
     seed: int
 
 
-async def evaluate(collector: Collector, plan: Evaluation) -> tuple[dict[str, float], list[RolloutGroup]]:
+async def evaluate(collector: Collector, plan: EvaluationPlan) -> tuple[dict[str, float], list[RolloutGroup]]:
     """Metrics named ``eval/...``, and the greedy groups they come from, in the order of the tasks."""
     greedy = await collector.collect(plan.tasks, replace(plan.sampling, temperature=0.0), 1, plan.seed)
-    metrics = _greedy_metrics(greedy, plan.threshold)
+    metrics = _greedy_metrics(greedy, plan.weights)
     if plan.samples > 1:
         drawing = replace(plan.sampling, temperature=plan.temperature)
         groups = await collector.collect(plan.tasks, drawing, plan.samples, plan.seed)
         for k in plan.pass_at:
-            metrics[f"eval/pass@{k}"] = float(np.mean([_group_pass(g, k, plan.threshold) for g in groups]))
+            metrics[f"eval/pass@{k}"] = float(np.mean([_group_pass(g, k, plan.weights) for g in groups]))
     return metrics, greedy
 
 
@@ -48,17 +52,23 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
 
-def _group_pass(group: RolloutGroup, k: int, threshold: float) -> float:
+def passes(rollout: Rollout, weights: Mapping[str, float]) -> bool:
+    applied = [weights.get(name, 1.0) for name, value in rollout.rewards.items() if value is not None]
+    full = sum(w for w in applied if w > 0) if applied else 1.0
+    return rollout.reward is not None and rollout.reward >= full - ROUNDING
+
+
+def _group_pass(group: RolloutGroup, k: int, weights: Mapping[str, float]) -> float:
     # A failed rollout counts as drawn and not passed: leaving it out would flatter the policy.
-    passed = sum(r.reward is not None and r.reward >= threshold for r in group.usable)
+    passed = sum(passes(r, weights) for r in group.usable)
     return pass_at_k(len(group.rollouts), passed, k)
 
 
-def _greedy_metrics(groups: Sequence[RolloutGroup], threshold: float) -> dict[str, float]:
+def _greedy_metrics(groups: Sequence[RolloutGroup], weights: Mapping[str, float]) -> dict[str, float]:
     rollouts = [r for g in groups for r in g.rollouts]
     usable = [r for g in groups for r in g.usable]
     metrics = {
-        "eval/accuracy": sum((r.reward or 0.0) >= threshold for r in usable) / len(rollouts),
+        "eval/accuracy": sum(passes(r, weights) for r in usable) / len(rollouts),
         "eval/length": float(np.mean([r.num_sampled for r in rollouts])),
         "eval/failed": 1 - len(usable) / len(rollouts),
     }

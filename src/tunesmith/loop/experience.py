@@ -22,11 +22,11 @@ from tunesmith.algorithms.objective import needs_reference
 from tunesmith.algorithms.shaping import clip_reward, overlong_penalty, stop_properly
 from tunesmith.config.schema import AlgorithmSection
 from tunesmith.loop.critic import Critic
-from tunesmith.loop.learner import Learner, Metrics
+from tunesmith.loop.learner import Learner
 from tunesmith.types import Record, Rollout, RolloutGroup, Sample
 
 
-def experience(
+def make_experience(
     groups: Sequence[RolloutGroup],
     algorithm: AlgorithmSection,
     learner: Learner,
@@ -45,35 +45,37 @@ def experience(
     assert algorithm.advantage is not None, "the algorithm is not resolved"
     rollouts = [r for g in groups for r in g.usable if r.num_sampled]
     baselines = [g.greedy and _shaped(g.greedy, algorithm, max_new_tokens) for g in groups]
-    seen = [
+    rollout_outcomes = [
         replace(o, reward=_shaped(rollout, algorithm, max_new_tokens), greedy_reward=baselines[o.group])
         for o, rollout in zip(outcomes(groups), (r for g in groups for r in g.usable), strict=True)
         if rollout.num_sampled
     ]
     # One sample per record; an outcome is the whole rollout's, its tokens record after record.
-    owners = [i for i, r in enumerate(rollouts) for record in r.records if record.num_sampled]
+    rollout_of_sample = [i for i, r in enumerate(rollouts) for record in r.records if record.num_sampled]
     records = [record for r in rollouts for record in r.records if record.num_sampled]
-    if "gamma" in ESTIMATORS[algorithm.advantage].keys:  # others do not look at when a reward was paid
-        seen = [_with_turn_rewards(o, r) for o, r in zip(seen, rollouts, strict=True)]
-    samples = [_sample(record, seen[i].group) for record, i in zip(records, owners, strict=True)]
+    if "gamma" in ESTIMATORS[algorithm.advantage].settings:  # others do not look at when a reward was paid
+        rollout_outcomes = [_with_turn_rewards(o, r) for o, r in zip(rollout_outcomes, rollouts, strict=True)]
+    samples = [_sample(r, rollout_outcomes[i].group) for r, i in zip(records, rollout_of_sample, strict=True)]
     if algorithm.decoupled:
         samples = learner.score(samples, "old_logprobs")
     if needs_reference(algorithm):
         samples = learner.score(samples, "ref_logprobs", reference=True)
         if algorithm.kl_in == "reward":
-            old, reference = (written(samples, owners, name) for name in ("old_logprobs", "ref_logprobs"))
-            seen = [_with_kl_penalty(*one, algorithm, kl_coef) for one in zip(seen, old, reference, strict=True)]
+            old, reference = (written(samples, rollout_of_sample, name) for name in ("old_logprobs", "ref_logprobs"))
+            rollout_outcomes = [
+                _with_kl_penalty(*one, algorithm, kl_coef) for one in zip(rollout_outcomes, old, reference, strict=True)
+            ]
     if critic:
-        samples = critic.appraise(samples)
-        values = written(samples, owners, "old_values")
-        seen = [replace(outcome, values=v) for outcome, v in zip(seen, values, strict=True)]
-    found = compute_advantages(algorithm.advantage, seen, advantage_params(algorithm, reward_weights))
-    samples = with_written(samples, found.advantages, "advantages")
-    if found.returns is not None:
-        samples = with_written(samples, found.returns, "returns")
+        samples = critic.add_values(samples)
+        values = written(samples, rollout_of_sample, "old_values")
+        rollout_outcomes = [replace(o, values=v) for o, v in zip(rollout_outcomes, values, strict=True)]
+    estimated = compute_advantages(algorithm.advantage, rollout_outcomes, advantage_params(algorithm, reward_weights))
+    samples = with_written(samples, estimated.advantages, "advantages")
+    if estimated.returns is not None:
+        samples = with_written(samples, estimated.returns, "returns")
     trained = [
         s
-        for s, i in zip(samples, owners, strict=True)
+        for s, i in zip(samples, rollout_of_sample, strict=True)
         if not (algorithm.mask_truncated and rollouts[i].finish_reason == "length")
     ]
     return prepare_columns(trained, algorithm, seed)
@@ -84,30 +86,6 @@ def advantage_params(algorithm: AlgorithmSection, reward_weights: Mapping[str, f
     given = {name: getattr(algorithm, name, None) for name in AdvantageParams.__dataclass_fields__}
     given["component_weights"] = reward_weights
     return AdvantageParams(**{name: value for name, value in given.items() if value is not None})
-
-
-def batch_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
-    """What a step's rollouts look like, beside their rewards."""
-    rollouts = [r for g in groups for r in g.rollouts]
-    if not rollouts:
-        return {"rollouts": 0.0}
-    lengths = np.array([r.num_sampled for r in rollouts])
-    return {
-        "rollouts": float(len(rollouts)),
-        "tokens": float(lengths.sum()),
-        "completion_tokens": float(lengths.mean()),
-        "completion_tokens_max": float(lengths.max()),
-        "longest_sequence": float(max(len(record.token_ids) for r in rollouts for record in r.records)),
-        "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
-        "groups_equal": float(np.mean([len({r.reward for r in g.usable}) < 2 for g in groups])),
-    }
-
-
-def staleness(groups: Sequence[RolloutGroup], version: int) -> Metrics:
-    """By how many versions the policy that sampled a token is older than the trainer's ``version``, over all tokens."""
-    records = [record for g in groups for r in g.rollouts for record in r.records]
-    ages = [version - v for record in records for v, ours in zip(record.versions, record.sampled, strict=True) if ours]
-    return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
 
 
 def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) -> float:
@@ -155,6 +133,7 @@ def _with_kl_penalty(
     outcome: Outcome, old: Floats, reference: Floats, algorithm: AlgorithmSection, coef: float
 ) -> Outcome:
     assert algorithm.kl_estimator is not None, "the algorithm is not resolved"
-    penalty = -coef * kl_values(old, reference, algorithm.kl_estimator)
+    # Where one is not a number there is nothing to pay; the loss leaves that token out.
+    penalty = np.nan_to_num(-coef * kl_values(old, reference, algorithm.kl_estimator))
     paid = penalty if outcome.token_rewards is None else outcome.token_rewards + penalty
     return replace(outcome, token_rewards=paid)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from tunesmith.engines.base import EngineStats, RolloutEngine, added
-from tunesmith.loop.collect import DEADLINE, derive_seed
+from tunesmith.loop.collect import DEADLINE
+from tunesmith.loop.seeds import derive_seed
 from tunesmith.types import Completion, Sampling
 
 
@@ -89,15 +91,18 @@ class Gate:
 
     async def _enter(self) -> None:
         """Wait while requests are held. That is none of the rollout's own time, so its deadline waits too."""
-        deadline = DEADLINE.get()
-        if self._open.is_set() or deadline is None or (due := deadline.when()) is None:
-            await self._open.wait()
+        if self._open.is_set():
             return
-        loop = asyncio.get_running_loop()
-        left = due - loop.time()
-        deadline.reschedule(None)
-        await self._open.wait()
-        deadline.reschedule(loop.time() + left)
+        deadline, now = DEADLINE.get(), asyncio.get_running_loop().time
+        due, since = deadline and deadline.when(), now()
+        if deadline is not None and due is not None:
+            _move(deadline, None)
+        try:
+            while not self._open.is_set():  # it may be held again before this is waked
+                await self._open.wait()
+        finally:
+            if deadline is not None and due is not None:
+                _move(deadline, due + now() - since)
 
     async def _ask(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self._running += 1
@@ -108,6 +113,11 @@ class Gate:
             self._running -= 1
             if not self._running:
                 self._idle.set()
+
+
+def _move(deadline: asyncio.Timeout, due: float | None) -> None:
+    with suppress(RuntimeError):  # the rollout has ended before its request
+        deadline.reschedule(due)
 
 
 def _rest(sampling: Sampling, written: int) -> Sampling:

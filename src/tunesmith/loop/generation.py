@@ -34,6 +34,7 @@ Json = dict[str, Any]
 Produce = Callable[[int, Task], Awaitable[RolloutGroup]]
 """The rollouts of the task at a place of the data."""
 FLAT = ("completion", "finish_reason", "tokens", "reward", "rewards", "metrics", "status", "error")
+LOGPROBS = ("token_ids", "logprobs")
 
 
 class Unscored:
@@ -55,6 +56,8 @@ class LineWriter:
     """Of one completion per prompt, whose fields stand in the line itself."""
     scored: bool
     logprobs: bool = False
+    made: tuple[str, ...] = ()
+    """Columns that a file made of the lines writes or leaves out (``selection.MADE``)."""
 
     def line(self, group: RolloutGroup) -> Json:
         records = [self.record(rollout) for rollout in group.rollouts]
@@ -80,9 +83,9 @@ class LineWriter:
         Raises:
             DataError: naming the column.
         """
-        own = (*FLAT, *(("token_ids", "logprobs") if self.logprobs else ())) if self.flat else ("completions",)
+        own = (*FLAT, *(LOGPROBS if self.logprobs else ())) if self.flat else ("completions",)
         for task in tasks:
-            if taken := [name for name in own if name in task.columns]:
+            if taken := [name for name in (*own, *self.made) if name in task.columns]:
                 raise DataError(
                     f"task {task.id}: the data has a column '{taken[0]}', which the output would write over; rename it"
                 )
@@ -186,7 +189,7 @@ async def answer(
 
     Args:
         window: tasks in flight at once; no more results than that wait in memory.
-        max_failed_share: of a block's rollouts; above it the run stops before the block is written.
+        max_failed_share: of the rollouts of a block; above it the run stops before the block is written.
         live: how the progress is shown (``open_progress``).
 
     Raises:
@@ -210,7 +213,9 @@ async def answer(
                 rollouts = [r for group in block for r in group.rollouts]
                 if len(rollouts) < BLOCK and done + len(block) < len(tasks):
                     continue
-                check_failed(rollouts, max_failed_share)
+                # A last, short block is judged as the end of one of which the rest is good, as what is written was.
+                good = [Rollout(tasks[0])] * (BLOCK - len(rollouts)) if done else []
+                check_failed([*good, *rollouts], max_failed_share)
                 for group in block:
                     out.write(writer(group))
                 done += len(block)
@@ -230,6 +235,7 @@ def _measured(rollouts: Sequence[Rollout], stats: EngineStats, seconds: float) -
     found["completion_tokens"] = sum(r.num_sampled for r in rollouts) / max(1, len(rollouts))
     if stats.sampled_tokens:
         found["tokens_per_second"] = stats.sampled_tokens / seconds
+    if stats.attainable_seconds:
         found["limit_share"] = stats.attainable_seconds / seconds
     return found
 

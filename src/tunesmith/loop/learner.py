@@ -11,7 +11,7 @@ import numpy as np
 
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.backends.base import LossFn, TrainBackend
-from tunesmith.data.forest import Forest, plant
+from tunesmith.data.forest import Forest, build_forest, forest_cost
 from tunesmith.data.packing import CostModel, group_tokens, pack
 from tunesmith.errors import DeviceMemoryError
 from tunesmith.types import Sample
@@ -41,11 +41,11 @@ class Learner:
     flops_per_second: float | None = None
     """What the device attains, for ``attainable_seconds``; None leaves that out."""
     report: Callable[[str], None] = print
-    limit: int = field(init=False)
+    initial_max_tokens: int = field(init=False)
     """``max_tokens`` at the start."""
 
     def __post_init__(self) -> None:
-        self.limit = self.max_tokens
+        self.initial_max_tokens = self.max_tokens
 
     def resume(self, max_tokens: int) -> None:
         """Go on with the cap of a checkpoint, which memory may have lowered, where it is the lower one."""
@@ -66,6 +66,7 @@ class Learner:
             for batch in _batches(samples, batch_size, group_size, np.random.default_rng([seed, sweep]))
         ]
         metrics = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}
+        # Totals over the batch; all others are means over its optimizer steps.
         for name in ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps"):
             if name in metrics:
                 metrics[name] *= len(steps)
@@ -74,7 +75,7 @@ class Learner:
     def step(self, samples: Sequence[Sample]) -> Metrics:
         """One optimizer step; its gradient does not depend on how the samples are packed."""
         metrics = self._accumulate(weigh(samples, self.aggregation, self.max_new_tokens))
-        lr = self.learning_rate(self.backend.version)
+        lr = self.learning_rate(self.backend.optimizer_steps)
         return {**metrics, **self.backend.step(lr), "lr": lr}
 
     def score(
@@ -95,7 +96,7 @@ class Learner:
                     found[index] = [next(predicted) if m else 0.0 for m in samples[index].loss_mask]
             return found
 
-        found = self._fitting(samples, scored)
+        found = self._retry_smaller(samples, scored)
         return [replace(s, columns={**s.columns, column: found[i]}) for i, s in enumerate(samples)]
 
     def evaluate(self, samples: Sequence[Sample]) -> Metrics:
@@ -116,7 +117,7 @@ class Learner:
                     total[name] = total.get(name, 0.0) + float(value)
             return total if finite else dict.fromkeys(total, math.nan)
 
-        return self._fitting(samples, summed)
+        return self._retry_smaller(samples, summed)
 
     def _accumulate(self, samples: Sequence[Sample]) -> Metrics:
         """Gradients of all micro-batches, and their metrics, which are sums like the loss itself."""
@@ -133,9 +134,9 @@ class Learner:
                     total[name] = total.get(name, 0.0) + value
             return total
 
-        return self._fitting(samples, accumulated)
+        return self._retry_smaller(samples, accumulated)
 
-    def _fitting(self, samples: Sequence[Sample], attempt: Callable[[], T]) -> T:
+    def _retry_smaller(self, samples: Sequence[Sample], attempt: Callable[[], T]) -> T:
         """Run ``attempt``; when a micro-batch does not fit, halve the cap, keep it so, and start again."""
         while True:
             try:
@@ -156,7 +157,7 @@ class Learner:
 
     def _cap(self, samples: Sequence[Sample]) -> int:
         """Tokens of a micro-batch of these: a cap shrunk for shorter sequences gives way to a longer one."""
-        return max(self.max_tokens, min(self.limit, self._longest(samples)))
+        return max(self.max_tokens, min(self.initial_max_tokens, self._longest(samples)))
 
     def _longest(self, samples: Sequence[Sample]) -> int:
         """Tokens that cannot be parted: of the longest sequence or, where groups are kept, of the largest group."""
@@ -168,18 +169,7 @@ class Learner:
         options = {"share": self.share_prompts, "keep_groups": self.keep_groups}
         cap, ranks = self._cap(samples), self.backend.ranks
         for indices in pack(samples, cap, cost=self.cost, multiple_of=ranks, **options):
-            yield plant(samples, indices, share=self.share_prompts)
-
-
-def forest_cost(forest: Forest, cost: CostModel) -> float:
-    """The work in a forest: tokens, causal pairs (with all ancestors), predictions. Recompute is not work."""
-    depth = [0] * len(forest.segments)
-    pairs = 0
-    for index, (_, length, parent) in enumerate(forest.segments):
-        before = depth[parent] if parent >= 0 else 0
-        depth[index] = before + length
-        pairs += length * before + length * (length + 1) // 2
-    return cost.linear * forest.num_tokens + cost.quadratic * pairs + cost.head * forest.targets.numel()
+            yield build_forest(samples, indices, share=self.share_prompts)
 
 
 def _batches(samples: Sequence[Sample], size: int, group_size: int, rng: np.random.Generator) -> Iterator[list[Sample]]:

@@ -142,8 +142,8 @@ class Latest:
     metrics: Metrics = field(default_factory=dict[str, float])
 
     def __call__(self) -> Metrics:
-        if self.version != self.backend.version:
-            self.metrics, self.version = self.measure(), self.backend.version
+        if self.version != self.backend.optimizer_steps:
+            self.metrics, self.version = self.measure(), self.backend.optimizer_steps
         return self.metrics
 
 

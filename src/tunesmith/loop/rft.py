@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,9 @@ def check_prompts(train: Path, samples: Sequence[Sample], tasks: Sequence[Task])
             )
 
 
-def evaluate_file(this: Round, threshold: float) -> Json:
-    """Accuracy and answered rate of the answers in a round's evaluation file, which are written beside it."""
-    found = accuracy(read_lines(this.evaluation), threshold)
+def evaluate_file(this: Round, threshold: float, count: int) -> Json:
+    """Accuracy and answered rate of the first ``count`` lines of a round's evaluation, which are written beside it."""
+    found = accuracy(islice(read_lines(this.evaluation), count), threshold)
     write_json(this.directory / "evaluation.json", found)
     return found
 

@@ -7,21 +7,22 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunesmith.algorithms.kl import AdaptiveController
+from tunesmith.algorithms.kl import AdaptiveKLController
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.backends.base import LossFn, TrainBackend
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.environments.rewards import RewardSet
 from tunesmith.loop.canary import Canary
-from tunesmith.loop.collect import Collector, derive_seed
+from tunesmith.loop.collect import Collector
 from tunesmith.loop.critic import Critic
 from tunesmith.loop.curriculum import Curriculum
-from tunesmith.loop.evaluate import Evaluation, evaluate
-from tunesmith.loop.experience import experience
+from tunesmith.loop.evaluate import EvaluationPlan, evaluate
+from tunesmith.loop.experience import make_experience
 from tunesmith.loop.learner import Learner, Metrics
-from tunesmith.loop.rollouts import Rollouts, open_rollouts
-from tunesmith.loop.session import Session, write_samples
+from tunesmith.loop.rollouts import RolloutSource, open_rollout_source
+from tunesmith.loop.seeds import derive_seed
+from tunesmith.loop.session import Session, write_rollouts
 from tunesmith.types import RolloutGroup, Sample, Sampling
 
 
@@ -34,44 +35,52 @@ class RLParts:
     tasks: Curriculum
     rewards: RewardSet
     collector: Collector
-    engine: RolloutEngine
-    """A ``Gate`` where rollouts are played ahead of the steps."""
-    backend: TrainBackend
+    """Its engine is a ``Gate`` where rollouts are played ahead of the steps."""
     learner: Learner
     critic: Critic | None
-    kl: AdaptiveController
-    evaluation: Evaluation | None
+    kl: AdaptiveKLController
+    evaluation: EvaluationPlan | None
     canary: Canary | None = None
     """Compares sampler and trainer after each sync, where they do not share their weights."""
     objective: LossFn | None = None
     """Minimised on the samples in place of the algorithm's loss."""
 
+    @property
+    def engine(self) -> RolloutEngine:
+        return self.collector.engine
+
+    @property
+    def backend(self) -> TrainBackend:
+        return self.learner.backend
+
 
 async def run(parts: RLParts, session: Session) -> None:
     """Train until the configured step; evaluate and save on the way."""
-    rollouts = open_rollouts(parts, session)
+    rollouts = open_rollout_source(parts, session)
     try:
         await _run(parts, session, rollouts)
     finally:
         await rollouts.close()
 
 
-async def _run(parts: RLParts, session: Session, rollouts: Rollouts) -> None:
+async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
     if session.step == 0 and parts.config.eval.at_start:
         await _evaluate(parts, session, rollouts)
     while session.running:
         with session.phase("sync"):
-            await rollouts.update(session.step)
+            await rollouts.sync()
             compared = await parts.canary.check(session.step) if parts.canary else {}
         with session.phase("rollout"):
             groups, metrics = await rollouts.next()
         with session.phase("train"):
-            learned = await rollouts.beside(learn, parts, groups, session.step)
-        attainable = metrics["attainable_seconds"] + learned.get("attainable_seconds", 0.0)
-        session.finish_step(metrics | learned | compared | {"attainable_seconds": attainable})
+            learned = await rollouts.run_training(learn, parts, groups, session.step)
+        attainable = learned.pop("attainable_seconds", 0.0)
+        if "attainable_seconds" in metrics:
+            metrics["attainable_seconds"] += attainable
+        session.finish_step(metrics | learned | compared)  # from here on the step counts as done
         if (every := parts.config.algorithm.reference_every) and session.step % every == 0:
             parts.backend.refresh_reference()
-        write_samples(session, parts.collector.decode, groups, parts.config.monitor.samples)
+        write_rollouts(session, parts.collector.decode, groups, parts.config.monitor.samples)
         if session.evaluation_due():
             await _evaluate(parts, session, rollouts)
         if session.checkpoint_due():
@@ -87,7 +96,7 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
     """
     config = parts.config
     seed = derive_seed(config.train.seed, step)
-    samples = experience(
+    samples = make_experience(
         groups,
         config.algorithm,
         parts.learner,
@@ -112,23 +121,26 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
 def improve(parts: RLParts, samples: Sequence[Sample], batch_size: int, seed: int) -> Metrics:
     """The policy's optimizer steps, and the KL coefficient's."""
     config, learner = parts.config, parts.learner
+    # A new one each step: an adaptive KL coefficient is part of it.
     objective = parts.objective or policy_objective(config.algorithm, kl_coef=parts.kl.coef)
     learner.objective = parts.critic.joined(objective) if parts.critic else objective
     metrics = learner.update(samples, batch_size, config.train.updates_per_batch, seed, config.rollout.group_size)
+    # To the teacher, else to the reference, else to the policy that sampled.
     metrics["kl"] = next(metrics[name] for name in ("teacher_kl", "ref_kl", "policy_kl") if name in metrics)
     if config.algorithm.kl_target is not None:
         metrics["kl_coef"] = parts.kl.update(metrics["kl"], len(samples))
     return metrics
 
 
-async def _evaluate(parts: RLParts, session: Session, rollouts: Rollouts) -> None:
+async def _evaluate(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
     if parts.evaluation is None:
         return
-    with session.phase("eval"), parts.backend.averaged() if parts.config.eval.use_ema else nullcontext():
-        async with rollouts.evaluating(session.step) as collector:
-            metrics, groups = await evaluate(collector, parts.evaluation)
+    with session.phase("eval"), parts.backend.ema_weights() if parts.config.eval.use_ema else nullcontext():
+        async with rollouts.evaluating() as collector:
+            with parts.rewards.apart():
+                metrics, groups = await evaluate(collector, parts.evaluation)
     session.finish_evaluation(metrics)
-    write_samples(session, parts.collector.decode, groups, parts.config.monitor.samples, "eval")
+    write_rollouts(session, parts.collector.decode, groups, parts.config.monitor.samples, "eval")
 
 
 def save(parts: RLParts, session: Session) -> None:

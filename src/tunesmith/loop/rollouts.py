@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from tunesmith.backends.base import TrainBackend
 from tunesmith.engines.base import Resizable, RolloutEngine
-from tunesmith.loop.collect import Collector, derive_seed
+from tunesmith.loop.collect import Collector
 from tunesmith.loop.gate import Gate
-from tunesmith.loop.gather import check_failures, gather, informative, play, step_metrics, tell_rewards
 from tunesmith.loop.learner import Metrics
+from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.loop.staleness import Bound
+from tunesmith.loop.step_batch import check_failures, collect_step_batch, informative, play, step_metrics, tell_rewards
 from tunesmith.plan.weights import weights_apart
 from tunesmith.types import RolloutGroup, Task
 
@@ -29,56 +30,56 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Rollouts(Protocol):
+class RolloutSource(Protocol):
     """What the loop asks of whoever plays."""
 
-    async def update(self, version: int) -> None:
-        """Give the sampler the trainer's weights, as ``version``."""
+    async def sync(self) -> None:
+        """Give the sampler the trainer's weights, as the version of the session's step."""
         ...
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
         """The groups of the session's step."""
         ...
 
-    async def beside(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do the trainer's work, with sampling going on beside it where that is possible."""
+    async def run_training(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Do the trainer's work: alone, or while sampling goes on where the engine has weights of its own."""
         ...
 
-    def evaluating(self, version: int) -> AbstractAsyncContextManager[Collector]:
+    def evaluating(self) -> AbstractAsyncContextManager[Collector]:
         """Who plays an evaluation, with the trainer's weights as they are inside. ``update`` ends it."""
         ...
 
     async def close(self) -> None: ...
 
 
-def open_rollouts(parts: RLParts, session: Session) -> Rollouts:
+def open_rollout_source(parts: RLParts, session: Session) -> RolloutSource:
     """As ``[rollout]`` asks for."""
     if isinstance(parts.engine, Gate):
-        return Stream(parts, session, parts.engine)
-    return InStep(parts, session)
+        return AsyncRollouts(parts, session, parts.engine)
+    return SyncRollouts(parts, session)
 
 
 @dataclass(slots=True)
-class InStep:
+class SyncRollouts:
     """Every step plays its own groups, with the newest policy: ``max_staleness = 0``."""
 
     parts: RLParts
     session: Session
 
-    async def update(self, version: int) -> None:
+    async def sync(self) -> None:
         await resize(self.parts.engine, adjusted(self.session))
-        await load(self.parts, self.parts.engine, version)
+        await load_engine(self.parts, self.parts.engine, self.session.step)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
-        return await gather(self.parts, self.session)
+        return await collect_step_batch(self.parts, self.session)
 
-    async def beside(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        await sleep(self.parts)
+    async def run_training(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        await hand_device_to_trainer(self.parts)
         return work(*args, **kwargs)
 
     @asynccontextmanager
-    async def evaluating(self, version: int) -> AsyncGenerator[Collector]:
-        await load(self.parts, self.parts.engine, version)
+    async def evaluating(self) -> AsyncGenerator[Collector]:
+        await load_engine(self.parts, self.parts.engine, self.session.step)
         yield self.parts.collector
         self.parts.engine.stats()  # dropped, so that the next step counts its own alone
 
@@ -97,7 +98,7 @@ class _Group:
 
 
 @dataclass(slots=True)
-class Stream:
+class AsyncRollouts:
     """Plays ahead of the steps, within ``rollout.max_staleness``.
 
     ``rollout.over_generation`` groups are played at once for each that a step takes: a step goes on with those that
@@ -138,12 +139,14 @@ class Stream:
         rollout = self.parts.config.rollout
         return Bound(rollout.prompts_per_step, rollout.max_staleness)
 
-    async def update(self, version: int) -> None:
+    async def sync(self) -> None:
         asked = adjusted(self.session)
         self.over_generation = asked.get("rollout.over_generation", self.over_generation)
         self.queue_size = asked.get("rollout.queue_size", self.queue_size)
         await resize(self.gate.engine, asked)
-        await load(self.parts, self.gate, version)
+        # Without ``partial`` the gate shuts here until what is in flight has ended; ``release`` opens it again, also
+        # after an evaluation's ``hold``.
+        await load_engine(self.parts, self.gate, self.session.step)
         self.gate.release()
         tell_rewards(self.parts, self.session)
 
@@ -166,22 +169,22 @@ class Stream:
         self._admit()
         return batch, step_metrics(self.parts, played, batch, len(batch) / len(played))
 
-    async def beside(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def run_training(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if not weights_apart(self.parts.config):
             await self.gate.hold()
-            await sleep(self.parts)
+            await hand_device_to_trainer(self.parts)
             return work(*args, **kwargs)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._trainer, lambda: work(*args, **kwargs))
 
     @asynccontextmanager
-    async def evaluating(self, version: int) -> AsyncGenerator[Collector]:
+    async def evaluating(self) -> AsyncGenerator[Collector]:
         await self.gate.hold()
         self.gate.keep_stats()
-        await load(self.parts, self.gate.engine, version)
+        await load_engine(self.parts, self.gate.engine, self.session.step)
         collector = self.parts.collector
-        if isinstance(collector.turn, asyncio.Semaphore):  # those that are held keep their turns
-            collector = replace(collector, turn=asyncio.Semaphore(self.parts.config.environment.concurrency))
+        if isinstance(collector.slot, asyncio.Semaphore):  # those that are held keep theirs
+            collector = replace(collector, slot=asyncio.Semaphore(self.parts.config.environment.concurrency))
         yield replace(collector, engine=self.gate.engine)
         self.gate.engine.stats()  # dropped, so that the next step counts its own alone
 
@@ -260,7 +263,7 @@ class Stream:
         self.session.timeline.level("playing", len(self._playing))
 
 
-async def sleep(parts: RLParts) -> None:
+async def hand_device_to_trainer(parts: RLParts) -> None:
     """The trainer's turn on a shared device. Weights are loaded before the next rollout, so none need be kept."""
     if parts.config.system.hybrid:
         await parts.engine.sleep(2)
@@ -268,7 +271,7 @@ async def sleep(parts: RLParts) -> None:
             backend.reload()
 
 
-async def load(parts: RLParts, engine: RolloutEngine, version: int) -> None:
+async def load_engine(parts: RLParts, engine: RolloutEngine, version: int) -> None:
     """The engine's turn, with new weights: they are taken first, as the memory for them is all that they need."""
     if parts.config.system.hybrid:
         for backend in _trained(parts):

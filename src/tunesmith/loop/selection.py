@@ -10,11 +10,19 @@ from itertools import pairwise
 from math import ceil, sqrt
 from typing import Any, cast
 
-from tunesmith.loop.generation import FLAT, Json, records_of
+from tunesmith.loop.generation import FLAT, LOGPROBS, Json, records_of
 from tunesmith.types import Message, Prompt
 
 Z95 = 1.959963984540054
 """Of the standard normal distribution: 95% lie within."""
+
+WRITTEN = (*FLAT, *LOGPROBS, "completions")
+MADE = {
+    "best": WRITTEN,
+    "pairs": (*WRITTEN, "chosen", "rejected", "chosen_reward", "rejected_reward"),
+    "conditional": WRITTEN,
+}
+"""Columns of the data that a file of a kind does not keep, since what was written stands under their names."""
 
 
 def usable(line: Mapping[str, Any]) -> list[Json]:
@@ -23,7 +31,7 @@ def usable(line: Mapping[str, Any]) -> list[Json]:
 
 
 def _columns(line: Mapping[str, Any]) -> Json:
-    return {k: v for k, v in line.items() if k not in (*FLAT, "completions", "token_ids", "logprobs")}
+    return {k: v for k, v in line.items() if k not in WRITTEN}
 
 
 @dataclass(slots=True)

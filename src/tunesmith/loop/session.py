@@ -13,7 +13,7 @@ from tunesmith.errors import ConfigError, nearest
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
-from tunesmith.monitor.metrics import JsonLines, Metrics
+from tunesmith.monitor.metrics import JsonLines, MetricsLog
 from tunesmith.monitor.progress import Progress
 from tunesmith.monitor.timeline import LOOP, TRAINER, Timeline
 from tunesmith.types import Rollout, RolloutGroup
@@ -62,11 +62,11 @@ class Session:
     total_steps: int
     evaluate_every: int | None
     checkpoint_every: int | None
-    metrics: Metrics
+    metrics: MetricsLog
     progress: Progress
     checkpoints: Checkpoints
     best: Best
-    samples: JsonLines
+    rollout_log: JsonLines
     clock: Clock
     timeline: Timeline = field(default_factory=Timeline)
     adjustments: Adjustments | None = None
@@ -127,7 +127,7 @@ class Session:
 
     def save(self, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
         """Write a checkpoint of this step: what ``write`` puts into the directory, and the loop's state."""
-        own = {"step": self.step, "best": [self.best.value, self.best.step]}
+        own = {"step": self.step, "best": {self.best.metric: [self.best.value, self.best.step]}}
         with self.phase("checkpoint"):
             return self.checkpoints.save(self.step, {**own, **state}, write, self.best.step)
 
@@ -138,12 +138,12 @@ class Session:
         state = read_state(self.resume_from)
         load(self.resume_from)
         self.step = state["step"]
-        self.best.value, self.best.step = state["best"]
+        self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
         self.note(f"continuing at step {self.step} from {self.resume_from}")
         return state
 
 
-def write_samples(
+def write_rollouts(
     session: Session,
     decode: Callable[[Sequence[int]], str],
     groups: Sequence[RolloutGroup],
@@ -155,7 +155,7 @@ def write_samples(
     written = {id(r) for r in chosen}
     failed = [r for g in groups for r in g.rollouts if r.error is not None and id(r) not in written]
     for rollout in [*chosen, *failed]:
-        session.samples.write({"step": session.step, "kind": kind, **_record(rollout, decode)})
+        session.rollout_log.write({"step": session.step, "kind": kind, **_record(rollout, decode)})
 
 
 def _record(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tunesmith.backends.base import TrainBackend
 from tunesmith.config.schema import EvalSection
 from tunesmith.data.loader import Loader
 from tunesmith.loop.learner import Learner, Metrics
@@ -23,7 +22,6 @@ class SupervisedParts(Generic[T]):
     """What the loop is given; built by ``tunesmith.build``. A ``T`` is one line of data, ready for use."""
 
     items: Loader[T]
-    backend: TrainBackend
     learner: Learner
     prepare: Callable[[Sequence[T]], list[Sample]]
     """The samples of an optimizer batch with every column the objective reads; it may score models for them."""
@@ -58,19 +56,20 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
 def _evaluate(parts: SupervisedParts[T], session: Session) -> None:
     if parts.evaluate is None:
         return
-    with session.phase("eval"), parts.backend.averaged() if parts.evaluation.use_ema else nullcontext():
+    with session.phase("eval"), parts.learner.backend.ema_weights() if parts.evaluation.use_ema else nullcontext():
         metrics = parts.evaluate()
     session.finish_evaluation(metrics)
 
 
-def held_out_loss(learner: Learner, samples: Sequence[Sample]) -> Metrics:
-    """``eval/loss``: mean negative log-probability of the loss tokens, in nats."""
-    return {"eval/loss": learner.evaluate(samples)["loss"]}
+def held_out(learner: Learner, samples: Sequence[Sample], names: Sequence[str] = ("loss",)) -> Metrics:
+    """``eval/<name>`` of the objective's metrics, such as its loss, in nats per loss token."""
+    found = learner.evaluate(samples)
+    return {f"eval/{name}": found[name] for name in names}
 
 
 def save(parts: SupervisedParts[T], session: Session) -> None:
     def write(directory: Path) -> None:
-        parts.backend.save(directory)
+        parts.learner.backend.save(directory)
         if parts.save_beside is not None:
             parts.save_beside(directory)
 
@@ -79,6 +78,6 @@ def save(parts: SupervisedParts[T], session: Session) -> None:
 
 def restore(parts: SupervisedParts[T], session: Session) -> None:
     """Continue from the session's checkpoint, if there is one."""
-    if (state := session.restore(parts.backend.load)) is not None:
+    if (state := session.restore(parts.learner.backend.load)) is not None:
         parts.items.load_state_dict(state["samples"])
         parts.learner.resume(state["max_tokens"])

@@ -38,6 +38,7 @@ from tunesmith.models.score_model import ScoreModel
 
 WEIGHTS = "adapter_model.safetensors"
 TRAINED, START = "default", "start"
+_BEYOND = ("use_dora", "bias", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication")
 _FOREIGN = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, SafetensorError)
 
 
@@ -78,7 +79,8 @@ class Adapter:
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of the model that base and adapter make, under the base's names; the module stays as it is.
 
-        Each sum ``W + scale · B A`` is taken in float32, then rounded to the base's number format.
+        Each sum ``W + scale · B A`` is taken in float32, then rounded to the base's number format. Sums come on the
+        CPU: who wants all of them together would otherwise have a second model on the GPU.
         """
         module = self.peft.get_base_model()
         adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
@@ -87,7 +89,7 @@ class Adapter:
             if inside:
                 if rest == "weight":
                     delta = cast(Any, adapted[owner]).get_delta_weight(TRAINED)
-                    tensor = (tensor.float() + delta.float()).to(tensor.dtype)
+                    tensor = (tensor.float() + delta.float()).to("cpu", tensor.dtype)
                 yield f"{owner}.{rest}", tensor
             elif ".lora_" not in name:
                 yield name, tensor
@@ -165,6 +167,13 @@ def _continued(model: Decoder, section: LoraSection, kind: str, path: Path) -> P
     config = _read_config(path)
     if config.task_type != kind:
         raise ModelError(f"{path} is an adapter for {config.task_type}, and this model is a {kind}")
+    plain, head = LoraConfig(), {"score", "classifier"}  # which peft gives every adapter of a score model
+    beyond = [name for name in _BEYOND if getattr(config, name) != getattr(plain, name)]
+    if beyond or not head.issuperset(config.modules_to_save or ()):
+        raise ModelError(
+            f"{path} is more than two matrices beside each linear module ({', '.join(beyond or ['modules_to_save'])}); "
+            f"make one model of it and its base: tunesmith merge {path} OUT_DIR"
+        )
     config.lora_dropout = section.dropout
     with boundary(ModelError, f"the adapter {path} does not fit the model", _FOREIGN):
         name = {"adapter_name": TRAINED, "is_trainable": True}

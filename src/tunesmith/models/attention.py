@@ -1,8 +1,9 @@
 """How attention reaches a Hugging Face model: one registered function, which asks a context.
 
 Every decoder layer calls ``tunesmith`` attention with flat queries, keys and values. What they may see is
-the business of an ``AttentionContext``: a token forest when training, scoring or prefilling; a KV cache
-when decoding. The context travels as the keyword argument ``attention_context`` of ``model(...)``.
+the business of an ``AttentionContext``: a token forest (``ForestAttention``) when training or scoring; a KV cache
+when sampling (``PrefillAttention``, ``DecodeAttention``). The context travels as the keyword argument
+``attention_context`` of ``model(...)``.
 
 Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """

@@ -119,8 +119,8 @@ class Decoder:
 
     def save(self, directory: str | Path) -> None:
         """Write model and tokenizer in Hugging Face format; of a model with an adapter, the adapter alone."""
+        self.tokenizer.save_pretrained(directory)  # first: merging an adapter takes it from there
         if self.adapter is None:
             self.module.save_pretrained(directory)
         else:
             self.adapter.save(Path(directory))
-        self.tokenizer.save_pretrained(directory)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 ALIGNMENT = 16
 """Bytes; every tensor begins at a multiple of it, so that it can be viewed in place."""
+BUCKET = 64 << 20
+"""Bytes that are sent, or checked, at a time."""
 
 Row = tuple[str, str, tuple[int, ...], int]
 """Name, number format, shape, and where it begins, in bytes."""
@@ -28,15 +31,8 @@ class FlatWeights:
         """The tensors, as views of the buffer."""
         for name, dtype, shape, start in self.table:
             kind: torch.dtype = getattr(torch, dtype)
-            count = 1
-            for length in shape:
-                count *= length
-            piece = self.buffer[start : start + count * kind.itemsize]
+            piece = self.buffer[start : start + prod(shape) * kind.itemsize]
             yield name, piece.view(kind).view(tuple(shape))
-
-    def buckets(self, size: int) -> Sequence[Tensor]:
-        """The buffer in pieces of ``size`` bytes; the last one may be smaller."""
-        return self.buffer.split(size)
 
 
 def flatten(named: Iterable[tuple[str, Tensor]], device: str = "cpu", into: Tensor | None = None) -> FlatWeights:

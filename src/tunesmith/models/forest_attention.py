@@ -1,9 +1,9 @@
 """Attention over a token forest, exact in forward and gradient.
 
 A row attends to its own segment causally and to each ancestor in full. Those parts are computed one by one
-and merged by their log-sum-exp; backward runs each part with the *merged* output and log-sum-exp, of which
-its share of the softmax follows (as in ring attention, arXiv:2310.01889). One autograd function holds a whole
-layer, so taking a segment out of the flat tensors costs no autograd work.
+and merged by their log-sum-exp; backward runs each part's kernel with the *merged* output and log-sum-exp, from
+which it recovers the part's share of the whole softmax (as in ring attention, arXiv:2310.01889). One autograd
+function holds a whole layer, so taking a segment out of the flat tensors costs no autograd work.
 
 Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``G = H / K``, ``D`` head size.
 """
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tunesmith.data.forest import Forest, Segment
+from tunesmith.data.forest import Forest, Segment, subtree_ends
 from tunesmith.models import varlen_attention
 from tunesmith.models.attention import AttentionRule
 
@@ -24,7 +24,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-class Full(NamedTuple):
+class AncestorPart(NamedTuple):
     """Rows ``[start, stop)`` see all of rows ``[key_start, key_stop)``: descendants and their ancestor."""
 
     start: int
@@ -41,25 +41,27 @@ class ForestAttention:
         self.causal = [(s.start, s.start + s.length) for s in self.segments]
         self.full = _full_parts(self.segments)
         self.longest_path = max(_path_lengths(self.segments), default=0)
-        self._varlen: varlen_attention.Plan | None = None
+        self._varlen: tuple[varlen_attention.Call, ...] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:  # noqa: ARG002
         """See ``AttentionContext.attend``; ``layer`` does not matter here."""
         plain = rule.softcap is None and (rule.window is None or rule.window >= self.longest_path)
         if plain and query.device.type == "cpu":
-            return cast(Tensor, _CpuForest.apply(self.causal, self.full, query, key, value, rule.scale))
+            return cast(Tensor, _CpuForestAttention.apply(self.causal, self.full, query, key, value, rule.scale))
         if plain and varlen_attention.available(query):
             if self._varlen is None:
-                self._varlen = varlen_attention.Plan.build(self.segments, query.device)
+                self._varlen = varlen_attention.plan(self.segments, query.device)
             return varlen_attention.attend(self._varlen, query, key, value, rule.scale)
-        return _attend_by_definition(self.segments, query, key, value, rule)
+        return _attend_eager(self.segments, query, key, value, rule)
 
 
-def _full_parts(segments: Sequence[Segment]) -> list[Full]:
+def _full_parts(segments: Sequence[Segment]) -> list[AncestorPart]:
     """One part per segment that has descendants."""
-    ends = zip(segments, varlen_attention.subtree_ends(segments), strict=True)
+    ends = zip(segments, subtree_ends(segments), strict=True)
     return [
-        Full(s.start + s.length, stop, s.start, s.start + s.length) for s, stop in ends if stop > s.start + s.length
+        AncestorPart(s.start + s.length, stop, s.start, s.start + s.length)
+        for s, stop in ends
+        if stop > s.start + s.length
     ]
 
 
@@ -71,14 +73,14 @@ def _path_lengths(segments: Sequence[Segment]) -> list[int]:
     return lengths
 
 
-class _CpuForest(torch.autograd.Function):
+class _CpuForestAttention(torch.autograd.Function):
     """Parts by the CPU flash kernel. It takes strides, so grouped heads need no copies of keys and values."""
 
     @staticmethod
     def forward(
         ctx: Any,
         causal: list[tuple[int, int]],
-        full: list[Full],
+        full: list[AncestorPart],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -105,7 +107,7 @@ class _CpuForest(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        causal, full = cast("tuple[list[tuple[int, int]], list[Full]]", ctx.parts)
+        causal, full = cast("tuple[list[tuple[int, int]], list[AncestorPart]]", ctx.parts)
         scale, groups = cast(float, ctx.scale), query.shape[1] // key.shape[1]
         # In bfloat16 this kernel's backward is up to four times slower than in float32 (and less exact).
         exact = _accumulator(query.dtype)
@@ -152,7 +154,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def _attend_by_definition(
+def _attend_eager(
     segments: Sequence[Segment], query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
 ) -> Tensor:
     """Softmax over each segment's path, written out: for windows, soft caps, and devices without a kernel."""

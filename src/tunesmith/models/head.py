@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -210,17 +211,34 @@ def _bfloat16_inputs(hidden: Tensor) -> AbstractContextManager[None]:
     return bfloat16_operands(hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16)
 
 
+class _Bfloat16Products:
+    """The setting is the whole process's: threads that want it at once share it, and the last one puts it back."""
+
+    def __init__(self) -> None:
+        self.lock, self.users, self.before = Lock(), 0, ""
+
+    def add(self, users: int) -> None:
+        settings = cast(Any, torch.backends.mkldnn).matmul
+        with self.lock:
+            if not self.users:
+                self.before = settings.fp32_precision
+            self.users += users
+            settings.fp32_precision = "bf16" if self.users else self.before
+
+
+_PRODUCTS = _Bfloat16Products()
+
+
 @contextmanager
 def bfloat16_operands(wanted: bool) -> Generator[None]:
     """Let float32 products on a CPU multiply in bfloat16: exact where both operands were bfloat16 before.
 
     A plain bfloat16 product rounds its result to bfloat16 as well; this way nothing is lost, at the same
-    speed. Gradients of the logits are rounded to bfloat16 as any bfloat16 backward does.
+    speed. Gradients of the logits are rounded to bfloat16 as any bfloat16 backward does. Other threads' float32
+    products are rounded meanwhile, too.
     """
-    settings = cast(Any, torch.backends.mkldnn).matmul
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16" if wanted else before
+    _PRODUCTS.add(int(wanted))
     try:
         yield
     finally:
-        settings.fp32_precision = before
+        _PRODUCTS.add(-int(wanted))

@@ -35,7 +35,7 @@ class Projection:
 
     Their weights (and biases) become views of one tensor, so that optimizer steps on the modules' parameters
     and products with the whole see the same numbers. Where a module has since been replaced (by an adapter),
-    hooked, or moved to other storage, the modules themselves are called.
+    given a forward hook, or moved to other storage, the modules themselves are called.
     """
 
     def __init__(self, owner: nn.Module, *names: str) -> None:
@@ -69,7 +69,8 @@ class Projection:
             return False
         for name, module, own, place in self._expected:
             # Plain dictionaries: this runs in every layer of every decoding step.
-            if self._owner[name] is not module or module._forward_hooks or own["weight"].data_ptr() != place:
+            hooked = module._forward_hooks or module._forward_pre_hooks
+            if hooked or self._owner[name] is not module or own["weight"].data_ptr() != place:
                 return False
         return True
 
@@ -213,7 +214,7 @@ class LeanDecoder:
         return type(self.model) is self.kind and all(type(layer.module) is layer.kind for layer in self.layers)
 
     def __call__(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
-        """See ``CausalLM.hidden``."""
+        """See ``Decoder.hidden``."""
         x = self.model.embed_tokens(token_ids)
         tables = {kind: self._rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
         for layer, kind in zip(self.layers, self.layer_types, strict=True):

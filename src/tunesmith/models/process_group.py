@@ -3,6 +3,7 @@
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -10,6 +11,14 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 GroupKind = Literal["gloo", "nccl"]
+
+
+def open_store(host: str, patience: float) -> dist.TCPStore:
+    """Where processes find each other: at a free port of this machine, on this address alone, as long as it is kept."""
+    listening = socket.create_server((host, 0))
+    port: int = listening.getsockname()[1]
+    limit, fd = timedelta(seconds=patience), listening.detach()
+    return dist.TCPStore(host, port, None, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=fd)
 
 
 def process_group(kind: GroupKind, store: dist.Store, rank: int, world: int, host: str, patience: float) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tunesmith.config.schema import ModelReward
 from tunesmith.data.chat import ChatTemplate
-from tunesmith.data.forest import plant
+from tunesmith.data.forest import build_forest
 from tunesmith.data.packing import pack
 from tunesmith.data.tokens import Tokenizer, encode, leading_ids, with_leading
 from tunesmith.environments.batching import Batcher
@@ -79,7 +79,9 @@ class RewardModel:
         samples = [whole_sequence(sequences[i]) for i in usable]
         longest = max((len(sample.token_ids) for sample in samples), default=0)
         for chosen in pack(samples, max(self.max_tokens, longest)) if samples else []:
-            forest = plant(samples, chosen).to(self.model.device)
+            forest = build_forest(samples, chosen).to(self.model.device)
+            if self.context is not None:  # of the token after the last, which nothing reads, there may be no place
+                forest = replace(forest, position_ids=forest.position_ids.clamp(max=self.context - 1))
             for place, value in zip(chosen, self.model.scores(forest).tolist(), strict=True):
                 scores[usable[place]] = self.stats.normalized(value) if self.stats else value
         return scores

@@ -49,8 +49,8 @@ class ScoreModel(Decoder):
         if not is_trained(config):
             nn.init.zeros_(self.head.weight)
         if self.module.config.pad_token_id is None:  # transformers asks for it to find a sequence's last token
-            tokenizer = self.tokenizer
-            self.module.config.pad_token_id = cast("int | None", tokenizer.pad_token_id or tokenizer.eos_token_id)
+            pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+            self.module.config.pad_token_id = cast("int | None", eos if pad is None else pad)
 
     @property
     def head(self) -> nn.Linear:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tunesmith.data.forest import Segment
+from tunesmith.data.forest import Segment, subtree_ends
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
@@ -24,15 +24,6 @@ def available(query: Tensor) -> bool:
     """Whether the kernel takes such queries (``[T, H, D]``)."""
     dim = query.shape[-1]
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dim % 8 == 0 and dim <= 256
-
-
-def subtree_ends(segments: Sequence[Segment]) -> list[int]:
-    """Where each segment's descendants, which stand right behind it, end; its own end where it has none."""
-    stops = [s.start + s.length for s in segments]
-    for i in range(len(segments) - 1, -1, -1):
-        if (parent := segments[i].parent) >= 0:
-            stops[parent] = max(stops[parent], stops[i])
-    return stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +47,19 @@ class Call:
         return self.query_ends, self.key_ends, self.longest_query, self.longest_key, 0.0, self.causal
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    calls: tuple[Call, ...]
-
-    @classmethod
-    def build(cls, segments: Sequence[Segment], device: torch.device) -> Plan:
-        own = [(s.start, s.start + s.length) for s in segments]
-        calls = [_call(own, own, causal=True, gather=False, device=device)]
-        depths: list[int] = []
-        for s in segments:
-            depths.append(depths[s.parent] + 1 if s.parent >= 0 else 0)
-        stops = subtree_ends(segments)
-        for depth in range(max(depths, default=0)):
-            parents = [i for i, d in enumerate(depths) if d == depth and stops[i] > own[i][1]]
-            below = [(own[i][1], stops[i]) for i in parents]
-            above = [own[i] for i in parents]
-            calls.append(_call(below, above, causal=False, gather=True, device=device))
-        return cls(tuple(calls))
+def plan(segments: Sequence[Segment], device: torch.device) -> tuple[Call, ...]:
+    own = [(s.start, s.start + s.length) for s in segments]
+    calls = [_call(own, own, causal=True, gather=False, device=device)]
+    depths: list[int] = []
+    for s in segments:
+        depths.append(depths[s.parent] + 1 if s.parent >= 0 else 0)
+    stops = subtree_ends(segments)
+    for depth in range(max(depths, default=0)):
+        parents = [i for i, d in enumerate(depths) if d == depth and stops[i] > own[i][1]]
+        below = [(own[i][1], stops[i]) for i in parents]
+        above = [own[i] for i in parents]
+        calls.append(_call(below, above, causal=False, gather=True, device=device))
+    return tuple(calls)
 
 
 def _call(
@@ -94,9 +80,9 @@ def _call(
     return Call(rows(queries), rows(keys), ends(queries), ends(keys), longest[0], longest[1], causal)
 
 
-def attend(plan: Plan, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def attend(calls: tuple[Call, ...], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """``[T, H, D]`` queries, ``[T, K, D]`` keys and values; differentiable."""
-    return cast(Tensor, _Varlen.apply(plan, query, key, value, scale))
+    return cast(Tensor, _Varlen.apply(calls, query, key, value, scale))
 
 
 def _rows(t: Tensor, at: Tensor | None) -> Tensor:
@@ -105,10 +91,10 @@ def _rows(t: Tensor, at: Tensor | None) -> Tensor:
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, calls: tuple[Call, ...], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        for call in plan.calls:
+        for call in calls:
             rows = (_rows(query, call.queries), _rows(key, call.keys), _rows(value, call.keys))
             part, part_lse, *_ = _forward(*rows, *call.runs, False, scale=scale)
             part, part_lse = part.float(), part_lse.transpose(0, 1)
@@ -121,16 +107,16 @@ class _Varlen(torch.autograd.Function):
             lse[call.queries] = torch.logaddexp(before_lse, part_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.calls, ctx.scale = calls, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        plan, scale = cast(Plan, ctx.plan), cast(float, ctx.scale)
+        calls, scale = cast("tuple[Call, ...]", ctx.calls), cast(float, ctx.scale)
         grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)]
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        for call in plan.calls:
+        for call in calls:
             parts = _backward(
                 _rows(grad_out, call.queries),
                 _rows(query, call.queries),

@@ -46,7 +46,7 @@ class JsonLines:
             self._file.close()
 
 
-class Metrics:
+class MetricsLog:
     """Where the numbers of a run go. Use as a context manager.
 
     Args:

@@ -68,9 +68,7 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Path) -> Genera
         CheckpointError: there is no run to resume.
         StorageError: it cannot be created or written.
     """
-    if resume is True and run_dir is None:
-        raise ConfigError("checkpoint.resume = true needs the run to continue: say run_dir")
-    if resume is True and run_dir is not None and not run_dir.is_dir():
+    if resume is True and not (run_dir and run_dir.is_dir()):
         raise CheckpointError(f"there is no run to resume in {run_dir}: it is no directory")
     with boundary(StorageError, f"cannot create the run directory {run_dir or 'runs'}", OSError):
         path = numbered_directory(Path("runs").absolute(), name) if run_dir is None else run_dir.absolute()

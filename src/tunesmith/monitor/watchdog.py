@@ -88,7 +88,9 @@ def threads_at() -> list[str]:
     lines: list[str] = []
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
-        if thread.daemon or frame is None or frame.f_code.co_filename == executor.__file__:
+        if frame is None or frame.f_code.co_filename == executor.__file__:
+            continue
+        if thread.daemon and (thread.name != "reward" or frame.f_code.co_name == "_work"):  # which waits for a call
             continue
         calls = traceback.extract_stack(frame)[-_FRAMES:]
         lines.append(f"  Thread {thread.name} is here, innermost call last:")

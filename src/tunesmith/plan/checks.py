@@ -8,9 +8,9 @@ from math import ceil
 
 from tunesmith.algorithms.presets import algorithm_needs, resolve_algorithm
 from tunesmith.config.distillation import DistillConfig
-from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, ScoreConfig
+from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig, ScoreConfig
 from tunesmith.config.resolved import said_of, settings, unread
-from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.config.schema import AlgorithmSection, RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.distillation import distill_problems, teacher_problems
 from tunesmith.plan.engine import SAMPLER_KEYS, engine_problems
@@ -176,6 +176,8 @@ def _check_sft(config: RunConfig) -> Iterator[str]:
 
 
 def _check_preference(config: RunConfig) -> Iterator[str]:
+    if isinstance(config, RMConfig):
+        yield from unread(config, ["system.logprob_chunk"], "on a reward model, whose head has one row; leave it out")
     if isinstance(config, DPOConfig) and config.dpo.label_smoothing > 0 and config.dpo.loss != "sigmoid":
         yield (
             f"dpo.label_smoothing has no effect on dpo.loss = '{config.dpo.loss}'; leave it out, "
@@ -258,6 +260,7 @@ def _check_algorithm(config: RLConfig) -> Iterator[str]:
             f"algorithm.advantage = '{section.advantage}' standardises each reward by itself, and there is none "
             "but the environment's own; add [reward] functions, or take algorithm.name = 'grpo'"
         )
+    yield from _check_filter(config, section)
     if config.rollout.oversample > 1 and not section.dynamic_filter:
         yield (
             f"rollout.oversample = {config.rollout.oversample:g} tries more prompts than are wanted because some "
@@ -274,6 +277,22 @@ def _check_algorithm(config: RLConfig) -> Iterator[str]:
             f"algorithm.overlong_buffer = {section.overlong_buffer} is longer than "
             f"rollout.max_new_tokens = {limit}, so that no answer would be free of it"
         )
+    if section.reward_clip is not None and section.reward_clip[0] >= section.reward_clip[1]:
+        yield f"algorithm.reward_clip = {list(section.reward_clip)}: the lower bound comes first"
+
+
+def _check_filter(config: RLConfig, section: AlgorithmSection) -> Iterator[str]:
+    reward = config.reward
+    weights = [
+        *(reward.weights or (1.0,) * len(reward.functions)),
+        *(e.weight for e in (*reward.models, *reward.remote)),
+    ]
+    if section.dynamic_filter and config.environment.path is None and not any(weight > 0 for weight in weights):
+        yield (
+            "algorithm.dynamic_filter keeps the prompts that are solved sometimes, and no reward with a weight above 0 "
+            "says when one is solved: no prompt would be kept. Add such a reward, or set "
+            "algorithm.dynamic_filter = false"
+        )
     if section.dynamic_filter and any(model.weight > 0 for model in config.reward.models):
         yield (
             "algorithm.dynamic_filter needs rewards between 0 and 1, and a reward model's score has no bounds; "
@@ -284,8 +303,6 @@ def _check_algorithm(config: RLConfig) -> Iterator[str]:
             f"algorithm.filter_low = {section.filter_low:g} must be below "
             f"filter_high = {section.filter_high:g}; groups whose mean score lies strictly between are kept"
         )
-    if section.reward_clip is not None and section.reward_clip[0] >= section.reward_clip[1]:
-        yield f"algorithm.reward_clip = {list(section.reward_clip)}: the lower bound comes first"
 
 
 def _check_critic(config: RLConfig, needed: bool) -> Iterator[str]:

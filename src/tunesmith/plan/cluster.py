@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import get_args
 
-from tunesmith.algorithms.objective import needs_reference
-from tunesmith.algorithms.presets import algorithm_needs
-from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.placement import PlacementSection, Resources, Role
-from tunesmith.config.resolved import settings
+from tunesmith.config.resolved import unread
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
+from tunesmith.plan.device import has_critic, keeps_reference
+from tunesmith.plan.devices import ranks_per_engine
 
 CLUSTER_KEYS = ("ray_address", "ray_runtime_env", "trainer_ranks", "trainer_restarts", "placement")
 NAMES: dict[Role, str] = {
@@ -49,11 +48,10 @@ class Bundle:
 
 def cluster_problems(config: RunConfig) -> Iterator[str]:
     """What is wrong with the choice of a cluster and with the placement on it."""
-    system, said = config.system, settings(config, said_only=True)
+    system = config.system
     if system.cluster == "none":
-        for key in CLUSTER_KEYS:
-            if f"system.{key}" in said:
-                yield f'system.{key} has no effect with system.cluster = "none"; say "ray", or leave it out'
+        keys = [f"system.{key}" for key in CLUSTER_KEYS]
+        yield from unread(config, keys, 'with system.cluster = "none"; say "ray", or leave it out')
         return
     if not isinstance(config, RLConfig):
         yield 'system.cluster = "ray" is for tunesmith rl and for distilling on the policy\'s own samples; leave it out'
@@ -114,12 +112,10 @@ def _side_by_side(config: RLConfig, role: Role) -> int:
 
 def processes(config: RLConfig) -> dict[Role, int]:
     """How many processes a resolved run has, by role. With an adapter the reference is the policy without it."""
-    needs, algorithm = algorithm_needs(config.algorithm), config.algorithm
-    apart = needs_reference(algorithm) and not config.lora.on and not isinstance(config, DistillConfig)
     count: dict[Role, int] = {
         "actor": config.system.trainer_ranks,
-        "ref": int(apart),
-        "critic": config.system.trainer_ranks * ("critic" in needs and not config.critic.shared_trunk),
+        "ref": int(keeps_reference(config)),
+        "critic": config.system.trainer_ranks * has_critic(config),
         "reward": len(config.reward.models),
         "rollout": config.system.engines,
     }
@@ -153,9 +149,8 @@ def bundles(config: RLConfig) -> list[Bundle]:
 
 def _needs(config: RLConfig, role: Role, gpus: float) -> tuple[float, float]:
     said: Resources = getattr(config.system.placement or PlacementSection(), role)
-    if role == "rollout" and config.system.engine == "vllm":
-        vllm = config.system.vllm
-        gpus *= vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    if role == "rollout":
+        gpus *= ranks_per_engine(config)
     return (1.0 if said.cpus is None else said.cpus), (gpus if said.gpus is None else said.gpus)
 
 

@@ -16,7 +16,8 @@ from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size, megabytes
-from tunesmith.plan.devices import own_devices, ranks_per_engine
+from tunesmith.errors import ConfigError
+from tunesmith.plan.devices import engines_together, own_devices, ranks_per_engine, visible_names
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.hardware import Gpu
@@ -56,6 +57,8 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     if machine.gpus:
         filling.fill("system.device", "cuda", f"there is a {machine.gpus[0].name}")
     filling.fill("system.device", "cpu", "no GPU was found")
+    if problem := device_problem(filling.config.system.device, machine.gpus):
+        raise ConfigError(problem)
     on_gpu, gpu = _on_gpu(filling.config), _gpu(filling.config, facts)
     here = 1 if on_gpu else filling.config.system.trainer_ranks
     shared = f", shared by {here} trainer ranks" if here > 1 else ""
@@ -65,20 +68,41 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     if native:
         filling.fill("model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32")
     filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
+    if isinstance(filling.config, RLConfig) and not filling.config.system.served:
+        _derive_hybrid(filling, on_gpu)
     config = filling.config
-    budget = max(0, free_memory(config, facts) // here - state_bytes(config, facts))
+    taken = state_bytes(config, facts) + _copies_beside(config, facts)
+    budget = max(0, free_memory(config, facts) // here - taken)
     _derive_microbatch(filling, facts, budget, "cuda" if on_gpu else "cpu")
     if isinstance(config, RLConfig) and not config.system.served:
-        if not config.system.hybrid and own_devices(config, [str(n) for n in range(len(machine.gpus))]) is not None:
-            weights = ((facts.model and facts.model.parameters) or 0) * bytes_per_number(config)
+        if not config.system.hybrid and own_devices(config, visible_names(None, len(machine.gpus))) is not None:
             # The engines' GPUs are taken for ones like the trainer's.
-            share = (free_memory(config, facts) - weights // ranks_per_engine(config)) // 2
+            share = (free_memory(config, facts) - weight_bytes(config, facts) // ranks_per_engine(config)) // 2
             derive_kv_memory(filling, facts, share, "on a GPU of its own, half")
         else:
             derive_kv_memory(filling, facts, budget // 4, "a quarter")
-        turns = on_gpu and not engines_apart(config) and not (config.rollout.max_staleness and weights_apart(config))
-        reason = "engine and trainer share the GPU" if turns else "engine and trainer do not take turns on a GPU"
-        filling.fill("system.hybrid", turns, reason)
+
+
+def _derive_hybrid(filling: Filling[Any], on_gpu: bool) -> None:
+    config: RLConfig = filling.config
+    turns = on_gpu and not engines_apart(config) and not (config.rollout.max_staleness and weights_apart(config))
+    reason = "engine and trainer share the GPU" if turns else "engine and trainer do not take turns on a GPU"
+    filling.fill("system.hybrid", turns, reason)
+
+
+def _copies_beside(config: RunConfig, facts: Facts) -> int:
+    """Bytes of the weights that engines hold on the trainer's device while it trains."""
+    gpus = len(facts.hardware.gpus)
+    if not isinstance(config, RLConfig) or config.system.served or config.system.cluster != "none":
+        return 0
+    if not weights_apart(config) or config.system.hybrid or own_devices(config, visible_names(None, gpus)) is not None:
+        return 0
+    return engines_together(config, gpus) * weight_bytes(config, facts)
+
+
+def weight_bytes(config: RunConfig, facts: Facts) -> int:
+    """Of one copy of the model; one of unknown size counts as 0."""
+    return ((facts.model and facts.model.parameters) or 0) * bytes_per_number(config)
 
 
 def free_memory(config: RunConfig, facts: Facts) -> int:
@@ -177,13 +201,19 @@ def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: s
 
 
 def derive_kv_memory(filling: Filling[Any], facts: Facts, share: int, part: str) -> None:
-    """KV memory of the sampler: for all requests at once, but no more than ``share``, a ``part`` of what is free."""
+    """KV memory of each engine: for its requests at once, but no more than its part of ``share``.
+
+    Args:
+        share: bytes for the engines of one device together, a ``part`` of what is free.
+    """
     key, config, model = "system.kv_memory", filling.config, facts.model
-    longest, share = longest_sample(config, facts), max(share, LEAST_KV_BYTES)
+    engines = engines_together(config, len(facts.hardware.gpus))
+    longest, share = longest_sample(config, facts), max(share // engines, LEAST_KV_BYTES)
     if longest is None or config.system.vllm.memory_share is not None:
         return
+    part = f"{part} of the free memory" + (f", shared by {engines} engines" if engines > 1 else "")
     if model is None:
-        filling.fill(key, megabytes(min(share, 4 * 10**9)), f"{part} of the free memory, at most 4GB")
+        filling.fill(key, megabytes(min(share, 4 * 10**9)), f"{part}, at most 4GB")
         return
     together = config.system.max_running
     if isinstance(config, RLConfig):
@@ -191,7 +221,7 @@ def derive_kv_memory(filling: Filling[Any], facts: Facts, share: int, part: str)
         asked = max(prompts * config.rollout.group_size, (facts.eval_size or 0) * config.eval.samples)
     else:
         asked = (facts.train_size or together) * (config.sampling.n or 1)
-    together = min(together, asked)
+    together = min(together, ceil(asked / engines))
     # The local engine keeps float32 keys and values on a CPU. It gives memory out in blocks, which are not full, and
     # has one plane of it more than there are keys and values to keep.
     exact = config.system.engine == "local" and not _on_gpu(config)
@@ -200,5 +230,5 @@ def derive_kv_memory(filling: Filling[Any], facts: Facts, share: int, part: str)
     if wanted <= share:
         reason = f"enough for {together} requests of {longest} tokens at once"
     else:
-        reason = f"{part} of the free memory; {together} requests at once would take {format_size(wanted)}"
+        reason = f"{part}; {together} requests at once would take {format_size(wanted)}"
     filling.fill(key, megabytes(min(wanted, share)), reason)

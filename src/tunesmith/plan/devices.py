@@ -39,10 +39,16 @@ def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ..
     return [tuple(free[start : start + ranks]) for start in range(0, len(free) - ranks + 1, ranks)]
 
 
+def engines_together(config: RunConfig, gpus: int) -> int:
+    """Engines that share the memory of one device, of this machine's ``gpus`` or its CPU."""
+    alone = config.system.cluster != "none" or own_devices(config, visible_names(None, gpus)) is not None
+    return 1 if alone else config.system.engines
+
+
 def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
     """What is asked of the ``gpus`` visible ones that they do not have."""
     system, ranks = config.system, ranks_per_engine(config)
-    places = own_devices(config, [str(n) for n in range(gpus)])
+    places = own_devices(config, visible_names(None, gpus))
     if places is not None and len(places) < system.engines:
         each = f"{'1 GPU' if ranks == 1 else f'{ranks} GPUs'} each"
         beside, own = ("", 0) if _shares(config) else (" beside the trainer", 1)

@@ -24,11 +24,12 @@ SAMPLER_KEYS = (
 """What only a run that samples reads."""
 
 LAUNCH = {
-    "sglang": "python -m sglang.launch_server --model-path {} --port 30000 --enable-deterministic-inference",
-    "tgi": "text-generation-launcher --model-id {} --port 30000",
+    "sglang": "python -m sglang.launch_server --model-path {path} --port {port} --enable-deterministic-inference",
+    "tgi": "text-generation-launcher --model-id {path} --port {port}",
 }
+"""The command that starts such a server."""
 LONGEST_OF_TGI = 1024
-"""Tokens after which TGI's router tokenises its own text anew."""
+"""Tokens after which TGI's router tokenises its own text anew (``DEFAULT_GENERATION_LENGTH``)."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -52,7 +53,7 @@ def _check_speculation(config: RunConfig) -> Iterator[str]:
 def _check_choice(config: RunConfig) -> Iterator[str]:
     system, apart = config.system, config.system.served or engines_apart(config)
     if not engines_apart(config):
-        keys = ("system.engine_python", "system.engines", "system.engine_restarts")
+        keys = ["system.engine_python", "system.engines", *([] if system.served else ["system.engine_restarts"])]
         yield from unread(config, keys, "with system.engine_process = false; say true, or leave it out")
     if system.engine != "vllm" and apart and system.speculative != "off":
         yield f'system.speculative = "{system.speculative}" is of the engine in the trainer\'s process; leave it out'
@@ -69,9 +70,10 @@ def _check_servers(config: RunConfig) -> Iterator[str]:
     keys = ("system.engine_process", "system.kv_memory", "system.max_prefill_tokens")
     yield from unread(config, keys, f"with {choice}, a server that was started on its own; leave it out")
     if not system.engine_urls:
+        command = LAUNCH[system.engine].format(path=config.model.path, port=30000)
         yield (
-            f"{choice} needs system.engine_urls. Start a server with: {LAUNCH[system.engine].format(config.model.path)}"
-            ', and name it: system.engine_urls = ["http://127.0.0.1:30000"]'
+            f"{choice} needs system.engine_urls. Start a server with: {command}, and name it: "
+            'system.engine_urls = ["http://127.0.0.1:30000"]'
         )
     if len(set(system.engine_urls)) < len(system.engine_urls):
         yield "system.engine_urls names a server twice; name each one once"

@@ -13,6 +13,8 @@ from typing import Any
 from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.hardware import Hardware
 
+_LFS_POINTER = b"version "
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -70,12 +72,12 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
     """Facts of a local model; None where its configuration names its sizes in an unknown way.
 
     Raises:
-        ModelError: ``config.json`` is missing or no JSON.
+        ModelError: ``config.json`` or a weight file is missing or damaged.
     """
     path = directory / "config.json"
-    with boundary(ModelError, f"cannot read {path}", (OSError, ValueError)):
+    with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError)):
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    config = config.get("text_config") or config
+        config = config.get("text_config") or config
     hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
     layers, vocabulary = _first(config, "num_hidden_layers", "n_layer"), _first(config, "vocab_size")
     if not (hidden and heads and layers and vocabulary):
@@ -107,13 +109,16 @@ def count_parameters(directory: Path) -> int | None:
 
 def _count_in_file(path: Path) -> int:
     """The format starts with the header's length (8 bytes, little-endian) and the header (JSON)."""
-    with (
-        boundary(ModelError, f"cannot read {path}", (OSError, ValueError, struct.error)),
-        path.open("rb") as file,
-    ):
-        (length,) = struct.unpack("<Q", file.read(8))
+    damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)
+    with boundary(ModelError, f"cannot read {path}", damaged), path.open("rb") as file:
+        start = file.read(8)
+        (length,) = struct.unpack("<Q", start)
+        if start == _LFS_POINTER:
+            raise ValueError("it is a Git LFS pointer and no weights; get them with: git lfs pull")
+        if length > path.stat().st_size:
+            raise ValueError("it is damaged, or no safetensors file")
         header: dict[str, Any] = json.loads(file.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:

@@ -9,7 +9,8 @@ from typing import Any
 from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.resolved import settings, unread
 from tunesmith.config.schema import RunConfig
-from tunesmith.plan.device import bytes_per_number, derive_kv_memory, free_memory
+from tunesmith.plan.device import derive_kv_memory, free_memory, weight_bytes
+from tunesmith.plan.devices import engines_together
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 
@@ -19,11 +20,13 @@ SEPARATOR = "\n\n"
 _GENERATE_IGNORES = (
     *("train.", "eval.", "checkpoint.", "data.eval", "data.loss_on", "data.max_tokens", "data.shuffle", "data.seed"),
     *("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.save_merged", "system.share_prompts"),
+    *("system.gradient_checkpointing", "system.logprob_chunk"),
 )
 """Keys, and what begins them."""
 _RFT_IGNORES = (
     *("data.completion", "data.loss_on", "data.max_tokens", "eval.every", "eval.samples", "eval.temperature"),
-    *("eval.pass_at", "eval.metric", "eval.target", "checkpoint.resume", "monitor.samples", "train.updates_per_batch"),
+    *("eval.pass_at", "eval.metric", "eval.target", "eval.use_ema", "checkpoint.resume", "monitor.samples"),
+    "train.updates_per_batch",
 )
 
 LORA_LR = 2e-4
@@ -33,7 +36,6 @@ WARMUP = 50
 _USUAL: dict[str, tuple[Any, str]] = {
     "sampling.n": (15, "oversampling"),
     "sampling.temperature": (0.7, "variety among the answers to a question"),
-    "system.gradient_checkpointing": (False, "20-30% faster; say true if memory runs out"),
     "train.batch_size": (64, "better gradients; micro-batches are as large as memory allows whatever this is"),
     "train.schedule": ("cosine", "better convergence than a constant rate"),
     "checkpoint.keep": (1, "only the last one"),
@@ -151,5 +153,5 @@ def derive_sampler_memory(filling: Filling[Any], facts: Facts) -> None:
     """KV memory of the sampler, beside which only the weights lie in memory."""
     config: SamplingConfig = filling.config
     if config.samples and not config.system.served:
-        weights = ((facts.model and facts.model.parameters) or 0) * bytes_per_number(config)
+        weights = weight_bytes(config, facts) * engines_together(config, len(facts.hardware.gpus))
         derive_kv_memory(filling, facts, (free_memory(config, facts) - weights) // 2, "half")

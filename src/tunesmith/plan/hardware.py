@@ -51,7 +51,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PeakRates:
     """What a device attains: in large matrix products, and in reading and writing memory."""
 
     flops_per_second: float
@@ -112,14 +112,14 @@ def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
     chosen: list[Gpu] = []
     for word in (part.strip() for part in visible.split(",")):
         index = word if word in found else next((i for i, (uuid, _) in found.items() if uuid.startswith(word)), None)
-        if index is None:
+        if index is None or not word:
             break  # CUDA ignores everything from the first name it does not know
         chosen.append(found[index][1])
     return tuple(chosen)
 
 
 @cache
-def measure_limits(device: str, dtype: DType) -> Limits:
+def measure_limits(device: str, dtype: DType) -> PeakRates:
     """Measure matrix products and a copy on ``device``, once per process, in a few tenths of a second.
 
     The best of several tries counts: a limit is what nothing gets above.
@@ -138,7 +138,7 @@ def measure_limits(device: str, dtype: DType) -> Limits:
         source = torch.ones((512 if on_gpu else 128) * 2**20, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         bandwidth = 2 * source.numel() / _best_seconds(lambda: target.copy_(source), wait)
-    return Limits(flops, bandwidth)
+    return PeakRates(flops, bandwidth)
 
 
 def _best_seconds(run: Callable[[], object], wait: Callable[[], None], budget: float = 0.15) -> float:

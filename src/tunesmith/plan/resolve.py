@@ -13,7 +13,7 @@ from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size
 from tunesmith.plan.checks import check, optimizer_steps, raise_all, rollout_samples, step_problems
-from tunesmith.plan.device import derive_system, device_problem, state_bytes
+from tunesmith.plan.device import derive_system, state_bytes
 from tunesmith.plan.devices import device_problems
 from tunesmith.plan.distillation import derive_distill
 from tunesmith.plan.facts import Facts
@@ -38,7 +38,7 @@ CRITIC_LR_RATIO = 10
 def resolve(config: C, facts: Facts) -> Resolved[C]:
     """Check a configuration and fill every key that can be derived from ``facts``.
 
-    What depends on a fact that is not known yet stays None. Resolving the result again changes nothing.
+    What depends on a fact that is not known yet stays None.
 
     Raises:
         ConfigError: settings contradict each other or the facts; all of them are listed.
@@ -191,7 +191,7 @@ def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
     if config.data.eval is not None and config.eval.samples > 1:
         powers = tuple(2**n for n in range(config.eval.samples.bit_length()))
         filling.fill("eval.pass_at", powers, "powers of two up to eval.samples")
-    if facts.model is None or not facts.model.context:
+    if facts.model is None or not facts.model.context or isinstance(config, SamplingConfig):
         return
     room, what = min(_room(filling.config, facts))
     if isinstance(config, ScoreConfig):
@@ -206,8 +206,6 @@ def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
 def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
     """Contradictions with what is known about machine, model and data."""
     yield from step_problems(config)
-    if problem := device_problem(config.system.device or "cpu", facts.hardware.gpus):
-        yield problem
     yield from weight_problems(config)
     yield from vllm_misfits(config, facts)
     yield from device_problems(config, len(facts.hardware.gpus))

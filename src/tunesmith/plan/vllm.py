@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from tunesmith.config.resolved import settings
+from tunesmith.config.generation import SamplingConfig
+from tunesmith.config.resolved import settings, unread
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.vllm import VllmSection
@@ -27,6 +28,8 @@ ONLINE = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 _LEAST_HEAD = 32
 LARGEST_BLOCK = 32
 """Tokens by which KV memory is given out, at most."""
+LEAST_TEMPERATURE = 0.01
+"""Lower ones but 0 are raised to it, and log-probabilities would be of another temperature than the run's."""
 
 
 def version_problem(found: str) -> str | None:
@@ -43,9 +46,7 @@ def vllm_problems(config: RunConfig) -> Iterator[str]:
     system, said = config.system, settings(config, said_only=True)
     vllm = system.vllm
     if system.engine != "vllm":
-        for key in VLLM_KEYS:
-            if key in said:
-                yield f'{key} has no effect with system.engine = "{system.engine}"; say "vllm", or leave it out'
+        yield from unread(config, VLLM_KEYS, f'with system.engine = "{system.engine}"; say "vllm", or leave it out')
         return
     if system.engine_python is None:
         yield from _check_installed()
@@ -56,13 +57,29 @@ def vllm_problems(config: RunConfig) -> Iterator[str]:
         )
     if vllm.memory_share is not None and "system.kv_memory" in said:
         yield "system.vllm.memory_share and system.kv_memory both say how much memory vLLM takes; leave one out"
-    if system.speculative != "off" and isinstance(config, RLConfig) and config.rollout.min_p > 0:
-        yield (
-            f'rollout.min_p = {config.rollout.min_p:g} does not go with system.speculative = "{system.speculative}" in '
-            "vLLM; leave one out"
-        )
+    yield from _check_sampling(config)
     yield from _check_ranks(config)
     yield from _check_quantization(config)
+
+
+def _check_sampling(config: RunConfig) -> Iterator[str]:
+    speculative = config.system.speculative
+    asked: dict[str, Any] = {}
+    if isinstance(config, RLConfig):
+        asked = {"rollout": config.rollout, "eval": config.eval}
+    elif isinstance(config, SamplingConfig):
+        asked = {"sampling": config.sampling}
+    for name, section in asked.items():
+        if speculative != "off" and getattr(section, "min_p", 0.0) > 0:
+            yield (
+                f'{name}.min_p = {section.min_p:g} does not go with system.speculative = "{speculative}" in vLLM; '
+                "leave one out"
+            )
+        if 0 < (section.temperature or 0.0) < LEAST_TEMPERATURE:
+            yield (
+                f"{name}.temperature = {section.temperature:g}: vLLM would raise it to {LEAST_TEMPERATURE:g}; say at "
+                f"least as much{'' if name == 'eval' else ', or 0, which is greedy'}"
+            )
 
 
 def _check_installed() -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def write_examples(path: Path, lines: Sequence[Problem], worked_share: float, se
     return write_lines(path, [{"prompt": p.prompt, "completion": p.worked if w else p.direct} for p, w in chosen])
 
 
-def write_lines(path: Path, records: Sequence[dict[str, str]]) -> Path:
+def write_lines(path: Path, records: Sequence[Mapping[str, object]]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.build import run_rl, run_sft
+from tunesmith.build.opening import RunResult
 from tunesmith.errors import ConfigError
-from tunesmith.loop.opening import Outcome
 from tunesmith.monitor.progress import time_table
 from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
 
@@ -151,7 +151,7 @@ def _title(text: str) -> None:
     print(f"\n== {text}\n", flush=True)
 
 
-def _show(result: DemoResult, outcome: Outcome, directory: Path) -> None:
+def _show(result: DemoResult, outcome: RunResult, directory: Path) -> None:
     _title(f"Greedy accuracy on {HELD_OUT} problems it never saw")
     print(f"  before RL  {_bar(result.accuracy_before)}")
     print(f"  after RL   {_bar(result.accuracy_after)}")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Named = Callable[[], "Iterable[tuple[str, Tensor]]"]
-"""Weights under their Hugging Face names, such as ``model.state_dict().items``: tied ones under each of theirs."""
+"""Weights under their Hugging Face names, such as ``model.state_dict().items``: tied ones under each of theirs, for
+vLLM would silently keep an old head."""
 
 Offer = dict[str, Any]
 """Where one engine finds one version: plain values that travel as JSON. ``plane`` says how to read the rest."""
-
-Take = Callable[[Mapping[str, Any]], "Iterator[tuple[str, Tensor]]"]
-"""The engine's side of a plane: the weights of an offer, a few at a time.
-
-Raises EngineError: the offer is gone, of another version, or a tensor is not what was sent.
-"""
 
 
 class Plane(Protocol):

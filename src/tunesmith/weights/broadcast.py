@@ -23,11 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tunesmith.errors import EngineError, boundary
-from tunesmith.models.flat_weights import FlatWeights, Row, checksum, flatten
-from tunesmith.models.process_group import GroupKind, process_group
+from tunesmith.models.flat_weights import BUCKET, FlatWeights, checksum, flatten
+from tunesmith.models.process_group import GroupKind, open_store, process_group
 from tunesmith.weights.base import Named, Offer
 
-BUCKET = 64 << 20
 REACHING = 5.0
 """Seconds to reach a round's trainer, which was there when it made the offer; not to be waited for where it died."""
 LOOPBACK = "127.0.0.1"
@@ -70,11 +69,10 @@ class BroadcastPlane:
 
     async def offer(self, takers: int) -> list[Offer]:
         assert self._flat is not None, "nothing was published"
-        limit = timedelta(seconds=self.patience)
-        store = dist.TCPStore(self.host, 0, None, is_master=True, timeout=limit, wait_for_workers=False)
+        store = open_store(self.host, self.patience)
         store.set("header", self._header)
         begun = _Round(store, takers)
-        begun.work = asyncio.create_task(self._run(begun, self._flat.buckets(self.bucket_bytes)))
+        begun.work = asyncio.create_task(self._run(begun, self._flat.buffer.split(self.bucket_bytes)))
         self._rounds[store.port] = begun
         said = {"plane": self.backend, "version": json.loads(self._header)["version"], "host": self.host}
         said |= {"port": store.port, "world": takers + 1, "patience": self.patience}
@@ -98,7 +96,7 @@ class BroadcastPlane:
     def _snapshot(self, version: int) -> None:
         before = self._flat
         flat = self._flat = flatten(self.tensors(), into=before.buffer if before else None)
-        sums = [checksum(bucket) for bucket in flat.buckets(self.bucket_bytes)]
+        sums = [checksum(bucket) for bucket in flat.buffer.split(self.bucket_bytes)]
         said = {"version": version, "table": flat.table, "bytes": flat.buffer.numel()}
         self._header = json.dumps({**said, "bucket_bytes": self.bucket_bytes, "checksums": sums})
 
@@ -154,9 +152,9 @@ def _receive(offer: Mapping[str, Any], where: str) -> FlatWeights:
         raise EngineError(f"{where}: {fault}")
     try:
         group = process_group(backend, store, offer["rank"], offer["world"], _own_address(offer), patience)
-        flat = FlatWeights(torch.empty(header["bytes"], dtype=torch.uint8), [_row(*row) for row in header["table"]])
+        flat = FlatWeights(torch.empty(header["bytes"], dtype=torch.uint8), header["table"])
         for number, (bucket, expected) in enumerate(
-            zip(flat.buckets(header["bucket_bytes"]), header["checksums"], strict=True)
+            zip(flat.buffer.split(header["bucket_bytes"]), header["checksums"], strict=True)
         ):
             arriving = bucket if backend == "gloo" else torch.empty_like(bucket, device="cuda")
             _broadcast(group, arriving)
@@ -166,10 +164,6 @@ def _receive(offer: Mapping[str, Any], where: str) -> FlatWeights:
     finally:
         store.add("done", 1)
     return flat
-
-
-def _row(name: str, dtype: str, shape: list[int], start: int) -> Row:
-    return name, dtype, tuple(shape), start
 
 
 def _own_address(offer: Mapping[str, Any]) -> str:

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from tunesmith.errors import EngineError, boundary
-from tunesmith.models.flat_weights import FlatWeights, checksum, flatten
+from tunesmith.models.flat_weights import BUCKET, FlatWeights, checksum, flatten
 from tunesmith.weights.base import Named, Offer
-
-BUCKET = 64 << 20
 
 
 @dataclass(slots=True)
@@ -38,7 +36,7 @@ class IpcPlane:
             "gpu": str(torch.cuda.get_device_properties(flat.buffer.device).uuid),
             "bytes": flat.buffer.numel(),
             "table": flat.table,
-            "checksums": [checksum(bucket) for bucket in flat.buckets(BUCKET)],
+            "checksums": [checksum(bucket) for bucket in flat.buffer.split(BUCKET)],
         }
 
     async def offer(self, takers: int) -> list[Offer]:
@@ -55,7 +53,7 @@ class IpcPlane:
 
 
 def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an offer, as views of the trainer's copy; they are gone when the last one was taken.
+    """The tensors of an offer, as views of the trainer's copy, which stay until the trainer publishes again.
 
     Raises:
         EngineError: this process does not see the trainer's GPU, or the copy is not what was offered.
@@ -72,8 +70,8 @@ def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         torch.cuda.init()
         storage: Any = torch.UntypedStorage._new_shared_cuda(found[0], *handle[1:])
         buffer = torch.empty(0, dtype=torch.uint8, device=found[0]).set_(storage)[: offer["bytes"]]
-    flat = FlatWeights(buffer, [(name, dtype, tuple(shape), start) for name, dtype, shape, start in offer["table"]])
-    for number, (bucket, expected) in enumerate(zip(flat.buckets(BUCKET), offer["checksums"], strict=True)):
+    flat = FlatWeights(buffer, offer["table"])
+    for number, (bucket, expected) in enumerate(zip(flat.buffer.split(BUCKET), offer["checksums"], strict=True)):
         if checksum(bucket) != expected:
             raise EngineError(f"CUDA IPC: bucket {number} of version {offer['version']} is not what was offered")
     yield from flat.named()

@@ -21,6 +21,7 @@ from typing import Any, cast
 from tunesmith.engines.http.client import Refused, short
 from tunesmith.engines.http.engine import HOT, START_PATIENCE, Draft, HttpEngine, Served
 from tunesmith.errors import EngineError, UserError
+from tunesmith.plan.engine import LAUNCH
 from tunesmith.types import FinishReason, Sampling
 from tunesmith.weights.base import Offer
 
@@ -52,7 +53,7 @@ class SglangEngine(HttpEngine):
     """One SGLang server. See ``HttpEngine`` for the arguments."""
 
     kind = "SGLang"
-    launch = "python -m sglang.launch_server --model-path {path} --port {port} --enable-deterministic-inference"
+    launch = LAUNCH["sglang"]
 
     def __init__(self, url: str, served: Served, **options: Any) -> None:
         super().__init__(url, served, **options)

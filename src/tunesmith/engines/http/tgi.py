@@ -16,11 +16,10 @@ from typing import Any, cast
 from tunesmith.engines.http.client import Unavailable, short
 from tunesmith.engines.http.engine import HOT, START_PATIENCE, Draft, HttpEngine
 from tunesmith.errors import EngineError, UserError
+from tunesmith.plan.engine import LAUNCH, LONGEST_OF_TGI
 from tunesmith.types import Sampling
 from tunesmith.weights.base import Offer
 
-LONGEST_COMPLETION = 1024
-"""After as many tokens TGI's router tokenises what was written anew (``DEFAULT_GENERATION_LENGTH``)."""
 REMEMBERED = 1024
 """Prompts whose text is kept in mind."""
 _UNFIXED = "TGI cannot take new weights, so it serves commands that only sample; train with another system.engine"
@@ -30,7 +29,7 @@ class TgiEngine(HttpEngine):
     """One TGI server. See ``HttpEngine`` for the arguments."""
 
     kind = "TGI"
-    launch = "text-generation-launcher --model-id {path} --port {port}"
+    launch = LAUNCH["tgi"]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -52,10 +51,10 @@ class TgiEngine(HttpEngine):
             raise UserError(f"sampling.min_p = {sampling.min_p:g}: TGI knows no min_p; leave it out")
         if sampling.ignore_eos:
             raise UserError("sampling.ignore_eos: TGI always stops at the end of a sequence")
-        if sampling.max_new_tokens > LONGEST_COMPLETION:
+        if sampling.max_new_tokens > LONGEST_OF_TGI:
             raise UserError(
                 f"sampling.max_new_tokens = {sampling.max_new_tokens}: TGI tokenises its own text anew after "
-                f"{LONGEST_COMPLETION} tokens, which may change them; ask for at most as many"
+                f"{LONGEST_OF_TGI} tokens, which may change them; ask for at most as many"
             )
 
     async def _open(self) -> int:

@@ -1,7 +1,7 @@
 """The embedded rollout engine: continuous batching in process, on the trainer's own parameters.
 
-Left out of the textbook: a block table (two rectangular banks instead, see ``kv_cache``), prefix sharing
-below the whole prompt, and a second copy of the weights.
+Unlike vLLM it has no block table (two rectangular banks instead, see ``kv_cache``), shares whole prompts only, not
+parts of them, and keeps no second copy of the weights.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import count, islice
 
 import torch
@@ -24,7 +25,7 @@ from tunesmith.engines.local.speculation import Drafter, DraftModel, Guesses, Ng
 from tunesmith.engines.local.stopping import StopStrings
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.hardware import Limits
+from tunesmith.plan.hardware import PeakRates
 from tunesmith.types import Completion, FinishReason, Sampling
 
 
@@ -41,8 +42,7 @@ class LocalEngine:
         speculation: guess tokens ahead where that is faster; what is written stays the same.
 
     Raises:
-        UserError: the budget is too small for a single request, another size is not positive, or the draft
-            model does not fit the model.
+        UserError: the budget is too small for a single request, or the draft model does not fit the model.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LocalEngine:
         max_prefill_tokens: int,
         block_size: int = 16,
         eos_token_ids: Iterable[int] | None = None,
-        limits: Limits | None = None,
+        limits: PeakRates | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         self._model = model
@@ -123,7 +123,8 @@ class LocalEngine:
         self._drop_aborted()
         if self._has_work:
             raise EngineError("the engine cannot sleep while requests are in flight: await them first")
-        self._drop_memory()
+        self._scheduler.evacuate()
+        self._asleep = True
 
     async def wake(self) -> None:
         """Take the KV memory back, empty."""
@@ -133,8 +134,11 @@ class LocalEngine:
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
-        stats = self._meter.stats(
-            reused=scheduler.reused_tokens, preemptions=scheduler.preemptions, budget=self._kv_bytes
+        stats = replace(
+            self._meter.counted,
+            reused_prompt_tokens=scheduler.reused_tokens,
+            preemptions=scheduler.preemptions,
+            kv_budget_bytes=self._kv_bytes,
         )
         self._meter = Meter(self._meter.cost, self._meter.limits)
         scheduler.reused_tokens = scheduler.preemptions = 0
@@ -150,16 +154,10 @@ class LocalEngine:
         waiting = list(self._scheduler.waiting)
         self._scheduler.waiting.clear()
         self._fail([*waiting, *self._scheduler.evacuate()], EngineError("the engine was closed"))
-        self._drop_memory()
 
     @property
     def _has_work(self) -> bool:
         return bool(self._scheduler.waiting or self._scheduler.running)
-
-    def _drop_memory(self) -> None:
-        self._scheduler.evacuate()
-        self._scheduler.cache.free()
-        self._asleep = True
 
     def _request(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Request:
         """Check and make a request."""
@@ -214,6 +212,7 @@ class LocalEngine:
                     self._step()
             except Exception as cause:
                 self._fail(self._scheduler.evacuate(), cause)
+                self._scheduler.cache.allocate()
             await asyncio.sleep(0)
 
     def _step(self) -> None:

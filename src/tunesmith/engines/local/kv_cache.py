@@ -99,19 +99,9 @@ class KVCache:
         self._memory = self._memory.new_zeros(self.layout.planes + 1, 0)
         self._reset()
 
-    def clear(self) -> None:
-        """Forget everything, and any non-finite number with it."""
-        self.free()
-        self.allocate()
-
     def _reset(self) -> None:
         self.prompts = self._bank(0, 0, front=True)
         self.completions = self._bank(0, 0, front=False)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Of every tensor held."""
-        return self._memory.numel() * self._memory.element_size()
 
     @property
     def used(self) -> int:

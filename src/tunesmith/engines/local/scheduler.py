@@ -106,9 +106,9 @@ class Scheduler:
         self._settle()
 
     def evacuate(self) -> list[Request]:
-        """Forget every row and cached prompt, after a failure; what ran is returned."""
+        """Forget every row and cached prompt, and free the memory; what ran is returned."""
         running, self.running, self.prompts = self.running, [], []
-        self.cache.clear()
+        self.cache.free()
         return running
 
     def _choose(self) -> tuple[list[Request], list[Prompt]]:

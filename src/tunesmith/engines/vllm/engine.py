@@ -2,7 +2,7 @@
 
 All calls into vLLM run on one thread, one after the other: arrivals, aborts and new weights are taken in between
 two of its steps, so a token's version is exactly that of the weights that drew it. A prefix cache entry carries
-the version that made it (``cache_salt``), so that none outlives its weights.
+the number of the load whose weights made it (``cache_salt``), so that none outlives its weights.
 """
 
 from __future__ import annotations
@@ -10,24 +10,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from tunesmith.engines.base import EngineStats, added, check_sampling
 from tunesmith.engines.vllm.start import VllmSettings, kv_bytes, start
-from tunesmith.errors import EngineError, UserError
+from tunesmith.errors import EngineError, UserError, boundary
+from tunesmith.plan.vllm import LEAST_TEMPERATURE
 from tunesmith.types import Completion, FinishReason, Sampling
+from tunesmith.weights.base import Named
 
 T = TypeVar("T")
-Weights = Callable[[], Iterable[tuple[str, Tensor]]]
-"""The trainer's current weights under their Hugging Face names: ``model.state_dict().items``, which has the head of a
-model with tied embeddings too (vLLM would silently keep the old one)."""
 
 
 @dataclass(slots=True)
@@ -79,7 +76,7 @@ class VllmEngine:
         EngineError: it cannot start, such as for want of memory.
     """
 
-    def __init__(self, settings: VllmSettings, weights: Weights) -> None:
+    def __init__(self, settings: VllmSettings, weights: Named) -> None:
         self._weights, self._sleeps = weights, settings.sleeps
         self._thread = ThreadPoolExecutor(1, "vllm")
         self._vllm, context = self._thread.submit(start, settings).result()
@@ -90,7 +87,7 @@ class VllmEngine:
         self._requests: dict[str, _Request] = {}
         self._numbers = count()
         self._pump: asyncio.Task[None] | None = None
-        self._version = 0
+        self._version = self._loads = 0
         self._state = "awake"
         self._away: list[str] = []
         """Device memory that a sleeping engine has given away."""
@@ -103,6 +100,11 @@ class VllmEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         check_sampling(sampling)
+        if 0 < sampling.temperature < LEAST_TEMPERATURE:
+            raise UserError(
+                f"sampling.temperature = {sampling.temperature:g}: vLLM would raise it to {LEAST_TEMPERATURE:g}; use 0 "
+                "(greedy), or at least as much"
+            )
         if not 0 < len(prompt_ids) < self._context:
             raise UserError(
                 f"a prompt of {len(prompt_ids)} tokens cannot be completed: give 1 to {self._context - 1} "
@@ -124,15 +126,18 @@ class VllmEngine:
         prompt, parameters = list(prompt_ids), _parameters(sampling)
 
         def add() -> None:
-            salted = {"prompt_token_ids": prompt, "cache_salt": str(self._version)}
-            self._vllm.add_request(name, salted, parameters)
+            salted = {"prompt_token_ids": prompt, "cache_salt": str(self._loads)}
+            with boundary(EngineError, "vLLM refuses the request", Exception):
+                self._vllm.add_request(name, salted, parameters)
 
-        self._do(add)
         try:
+            await self._call(add)
             return await request.done
+        except BaseException:
+            self._do(lambda: self._vllm.abort_request([name]))
+            raise
         finally:
-            if self._requests.pop(name, None) is not None and request.done.cancelled():
-                self._do(lambda: self._vllm.abort_request([name]))
+            del self._requests[name]
 
     async def interrupt(self) -> None:
         requests = dict(self._requests)
@@ -143,6 +148,7 @@ class VllmEngine:
 
     async def load_weights(self, version: int) -> None:
         def load() -> None:
+            self._loads += 1  # also where it fails, and what was cached may be of either
             if self._away:
                 self._fetch(["weights"])  # the KV memory may stay with the trainer for the while
             self._vllm.collective_rpc(partial(_reload, weights=self._weights))
@@ -193,6 +199,8 @@ class VllmEngine:
 
     async def _call(self, work: Callable[[], T]) -> T:
         """The result of ``work``, done in between two steps."""
+        if self._state == "closed":
+            raise EngineError("the vLLM engine is closed")
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
@@ -228,7 +236,8 @@ class VllmEngine:
                 outputs, step = await loop.run_in_executor(self._thread, self._turn)
             except Exception as error:
                 self._fail(EngineError(f"vLLM failed: {type(error).__name__}: {error}"))
-                return
+                await asyncio.sleep(0)  # they have themselves taken out of vLLM; who waits for other work goes on
+                continue
             self._stats = added(self._stats, step)
             for output in outputs:
                 self._deliver(output)
@@ -263,7 +272,7 @@ class VllmEngine:
                 request.done.set_exception(error)
 
 
-def _reload(worker: Any, *, weights: Weights) -> None:
+def _reload(worker: Any, *, weights: Named) -> None:
     """On each rank: its part of the new weights, in the place of the old ones."""
     worker.reload_weights(weights_iterator=iter(weights()))
 

@@ -7,13 +7,15 @@ from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tunesmith.algorithms.filtering import filter_groups
 from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.environments.reward_types import TrainerState
 from tunesmith.environments.rewards import check_failed
-from tunesmith.loop.collect import derive_seed, together
-from tunesmith.loop.experience import batch_metrics, staleness
+from tunesmith.loop.collect import all_or_error
 from tunesmith.loop.learner import Metrics
+from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.types import RolloutGroup, Task
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from tunesmith.loop.rl import RLParts
 
 
-async def gather(parts: RLParts, session: Session) -> tuple[list[RolloutGroup], Metrics]:
+async def collect_step_batch(parts: RLParts, session: Session) -> tuple[list[RolloutGroup], Metrics]:
     """The step's groups, rewarded.
 
     With dynamic filtering (DAPO, arXiv:2503.14476, section 3.2) groups without contrast are replaced by new
@@ -63,7 +65,7 @@ def step_metrics(
     prompts = stats.reused_prompt_tokens + stats.prefilled_tokens
     rewards = parts.rewards.metrics([r for g in tried for r in g.rollouts])
     return {
-        **batch_metrics(tried),
+        **rollout_metrics(tried),
         **rewards,
         **({"reward": rewards["reward/mean"]} if "reward/mean" in rewards else {}),
         "groups_kept": groups_kept,
@@ -71,9 +73,10 @@ def step_metrics(
         "sampled_tokens": float(stats.sampled_tokens),
         "reused_prompt_tokens": float(stats.reused_prompt_tokens),
         **({"prefix_hit_share": stats.reused_prompt_tokens / prompts} if prompts else {}),
-        **staleness(batch, parts.engine.version),
+        **staleness_metrics(batch, parts.engine.version),
         "preemptions": float(stats.preemptions),
-        "attainable_seconds": stats.attainable_seconds,
+        # Where the sampler's limits are not known, neither is the step's.
+        **({"attainable_seconds": stats.attainable_seconds} if stats.attainable_seconds or not prompts else {}),
         **({"draft_acceptance": stats.accepted_tokens / stats.drafted_tokens} if stats.drafted_tokens else {}),
     }
 
@@ -84,7 +87,7 @@ async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[Rollout
     if "greedy_rollout" not in algorithm_needs(parts.config.algorithm):
         return await collect(tasks, sampling, size, seed)
     greedy = replace(sampling, temperature=0.0)
-    groups, baselines = await together([collect(tasks, sampling, size, seed), collect(tasks, greedy, 1, seed)])
+    groups, baselines = await all_or_error([collect(tasks, sampling, size, seed), collect(tasks, greedy, 1, seed)])
     return [replace(g, greedy=b.rollouts[0]) for g, b in zip(groups, baselines, strict=True)]
 
 
@@ -94,6 +97,30 @@ def informative(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutG
     comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]
     if not algorithm.dynamic_filter:
         return comparable
-    filtered = filter_groups(comparable, algorithm.filter_low, algorithm.filter_high, parts.rewards.weights)
-    parts.tasks.rest(filtered.rejected)
-    return filtered.kept
+    kept, rejected = filter_groups(comparable, algorithm.filter_low, algorithm.filter_high, parts.rewards.weights)
+    parts.tasks.rest(rejected)
+    return kept
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
+    """What a step's rollouts look like, beside their rewards."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    if not rollouts:
+        return {"rollouts": 0.0}
+    lengths = np.array([r.num_sampled for r in rollouts])
+    return {
+        "rollouts": float(len(rollouts)),
+        "tokens": float(lengths.sum()),
+        "completion_tokens": float(lengths.mean()),
+        "completion_tokens_max": float(lengths.max()),
+        "longest_sequence": float(max(len(record.token_ids) for r in rollouts for record in r.records)),
+        "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        "groups_equal": float(np.mean([len({r.reward for r in g.usable}) < 2 for g in groups])),
+    }
+
+
+def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> Metrics:
+    """By how many versions the policy that sampled a token is older than the trainer's ``version``, over all tokens."""
+    records = [record for g in groups for r in g.rollouts for record in r.records]
+    ages = [version - v for record in records for v, ours in zip(record.versions, record.sampled, strict=True) if ours]
+    return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}

@@ -19,7 +19,7 @@ from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.loop.session import BESIDE_STEPS, Best, Session
 from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
-from tunesmith.monitor.metrics import JsonLines, Metrics, check_sinks, drop_after, open_sinks, read_metrics
+from tunesmith.monitor.metrics import JsonLines, MetricsLog, check_sinks, drop_after, open_sinks, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir
 from tunesmith.monitor.timeline import Timeline
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunResult:
     """What a finished run leaves: where, and its last numbers."""
 
     run_dir: Path
@@ -104,7 +104,7 @@ class Ready(Generic[C, T]):
     held_out: Prepared[T] | None
 
     @property
-    def evaluation(self) -> list[T] | None:
+    def eval_items(self) -> list[T] | None:
         """The held-out items that are evaluated."""
         return self.held_out.items[: self.config.eval.max_prompts] if self.held_out else None
 
@@ -160,7 +160,7 @@ def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoin
     step = read_state(checkpoint)["step"] if checkpoint else None
     drop_after(run_dir.rollouts, -1 if step is None else step)
     sinks = open_sinks(config.monitor.sinks, run_dir.path, step)
-    metrics, every = Metrics(run_dir.metrics, sinks, config.monitor.every, step), config.monitor.every
+    metrics, every = MetricsLog(run_dir.metrics, sinks, config.monitor.every, step), config.monitor.every
     progress = open_progress(config.train.steps, start=step or 0, live=config.monitor.progress, every=every)
     samples = JsonLines(run_dir.rollouts)
     stack.callback(samples.close)
@@ -176,7 +176,7 @@ def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoin
         progress=progress,
         checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
         best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
-        samples=samples,
+        rollout_log=samples,
         clock=Clock(),
         timeline=timeline,
         adjustments=Adjustments(run_dir.path),
@@ -184,9 +184,9 @@ def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoin
     )
 
 
-def outcome_of(session: Session, run_dir: RunDir) -> Outcome:
+def run_result(session: Session, run_dir: RunDir) -> RunResult:
     newest = session.checkpoints.newest()
     assert newest is not None, "a run ends with a checkpoint"
     evaluations = [line for line in read_metrics(run_dir.metrics) if any(k.startswith("eval/") for k in line)]
     session.clock.lap()
-    return Outcome(run_dir.path, newest / "model", evaluations, session.clock.totals())
+    return RunResult(run_dir.path, newest / "model", evaluations, session.clock.totals())
