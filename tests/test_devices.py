@@ -22,8 +22,9 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.sizes import parse_size
 from tunesmith.engines import process
+from tunesmith.engines.gpu_slots import GpuSlots
 from tunesmith.engines.pool import EnginePool
-from tunesmith.engines.process import Places, ProcessEngine
+from tunesmith.engines.process import ProcessEngine
 from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cluster import cluster_problems
@@ -143,7 +144,7 @@ class NoWeights:
 
 
 def test_a_process_sees_its_own_gpus_and_leaves_them_to_its_successor() -> None:
-    places = Places([("3", "4"), ("GPU-1f", "0")])
+    places = GpuSlots([("3", "4"), ("GPU-1f", "0")])
 
     async def start(_: int) -> ProcessEngine:
         def begin(environment: Mapping[str, str]) -> Any:
@@ -179,7 +180,7 @@ def test_a_process_sees_its_own_gpus_and_leaves_them_to_its_successor() -> None:
 
 
 def test_a_process_that_cannot_start_leaves_its_place() -> None:
-    places = Places([("1",)])
+    places = GpuSlots([("1",)])
 
     async def run() -> None:
         for _ in range(2):
@@ -219,7 +220,7 @@ def test_a_place_is_free_when_its_process_is_no_more(line: str, how: str, monkey
     command = [sys.executable, "-S", "-c", STUBBORN.format(line=line)]
 
     async def run() -> None:
-        places = Places([("1",)])
+        places = GpuSlots([("1",)])
         limit = 0.1 if how == "timeout" else 60.0
         task = asyncio.create_task(places.start(lambda _: ProcessEngine.start(command, {}, start_timeout=limit)))
         if "cancelled" in how:

@@ -122,6 +122,7 @@ PARTS = {
     ("backends", "memory"): "torch",
     ("backends", "optimizer"): "torch",
     ("backends", "rank_group"): "torch",
+    ("engines", "gpu_slots"): "process",
     ("engines", "routing"): "pool",
 }
 

@@ -21,7 +21,7 @@ from tunesmith.engines.local.decode_attention import parts
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.kv_cache import KVCache
 from tunesmith.engines.local.prefill_attention import Piece
-from tunesmith.engines.local.requests import Prompt
+from tunesmith.engines.local.requests import CachedPrompt
 from tunesmith.engines.local.runner import split_pieces
 from tunesmith.engines.local.scheduler import compact
 from tunesmith.errors import EngineError, UserError
@@ -350,7 +350,7 @@ def test_attainable_time_by_hand(llama: CausalLM) -> None:
 
 
 def test_long_prompts_are_chunked_and_short_ones_kept_whole() -> None:
-    pieces = [Piece(Prompt((0,) * n), row, 0, n) for row, n in enumerate((3, 3, 3, 20, 2))]
+    pieces = [Piece(CachedPrompt((0,) * n), row, 0, n) for row, n in enumerate((3, 3, 3, 20, 2))]
     batches = [[(p.row, p.start, p.stop) for p in batch] for batch in split_pieces(pieces, 8)]
     assert batches == [
         [(0, 0, 3), (1, 0, 3)],

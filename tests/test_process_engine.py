@@ -157,7 +157,7 @@ def test_ctrl_c_leaves_the_worker_to_the_trainer(bench: Bench) -> None:
 def test_requests_are_answered_while_weights_arrive_and_none_is_used_before_all_have(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_worker.served(bench.settings)
+    engine = engine_worker.make_engine_worker(bench.settings)
     arriving, go_on = threading.Event(), threading.Event()
 
     def read(_: Offer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -26,7 +26,7 @@ from tunesmith.algorithms.objective import policy_objective
 from tunesmith.backends.base import TrainBackend
 from tunesmith.build.cluster import remote_trainer
 from tunesmith.build.common import load_model, load_tokenizer
-from tunesmith.build.engine_worker import served
+from tunesmith.build.engine_worker import make_engine_worker
 from tunesmith.build.policy import policy_backend
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
@@ -56,7 +56,7 @@ ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith
 from tunesmith.cluster.engine import RayEngine  # noqa: E402
 from tunesmith.cluster.ray_cluster import Cluster  # noqa: E402
 from tunesmith.cluster.remote import Remote  # noqa: E402
-from tunesmith.cluster.reward import Replaced  # noqa: E402
+from tunesmith.cluster.reward import RestartingRemote  # noqa: E402
 
 PLACES = [Bundle((role,), 0.1, 0.0) for role in ("actor", "actor", "ref", "rollout", "rollout")]
 
@@ -74,7 +74,7 @@ class Bench(PoolBench):
 
     async def start(self) -> RayEngine:
         remote = self.cluster.spawn("rollout", EngineLostError)
-        await remote.make_heard(partial(served, self.settings))
+        await remote.make_async(partial(make_engine_worker, self.settings))
         return RayEngine(remote)
 
 
@@ -131,7 +131,7 @@ def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
         remote = bench.cluster.spawn("rollout", EngineLostError)
         with pytest.raises(ModelError, match="nowhere"):
             settings = {"engine": "local", "model": "/nowhere", "dtype": "float32", "device": "cpu"}
-            await remote.make_heard(partial(served, {**settings, "trust_remote_code": False}))
+            await remote.make_async(partial(make_engine_worker, {**settings, "trust_remote_code": False}))
         remote.close()
 
     bench.runner.run(run())
@@ -261,7 +261,7 @@ def test_a_reward_models_process_is_replaced_as_often_as_said(cluster: Cluster) 
         remote.make(partial(__import__, "operator"))
         return remote
 
-    place = Replaced(start, 1, said.append)
+    place = RestartingRemote(start, 1, said.append)
     for _ in range(2):
         assert place.call("add", 2, 3) == 5
         os.kill(place.remote.pid(), signal.SIGKILL)

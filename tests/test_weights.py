@@ -28,7 +28,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.flat_weights import checksum, flatten
 from tunesmith.models.process_group import open_store
 from tunesmith.plan.checks import check
-from tunesmith.weights.base import Named, Offer, Plane
+from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.broadcast import LOOPBACK, BroadcastPlane
 from tunesmith.weights.files import FilePlane
 from tunesmith.weights.ipc import IpcPlane
@@ -50,23 +50,23 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def file_plane(named: Named, folder: Path) -> Plane:
+def file_plane(named: NamedTensors, folder: Path) -> Plane:
     return FilePlane(named, TemporaryDirectory(dir=folder))
 
 
-def gloo_plane(named: Named, folder: Path) -> Plane:
+def gloo_plane(named: NamedTensors, folder: Path) -> Plane:
     del folder
     return BroadcastPlane(named, bucket_bytes=700, patience=10)
 
 
-def nccl_plane(named: Named, folder: Path) -> Plane:
+def nccl_plane(named: NamedTensors, folder: Path) -> Plane:
     if GPUS < 2:
         pytest.skip("NCCL needs a GPU for each process")
     del folder
     return BroadcastPlane(named, "nccl", bucket_bytes=700, patience=60)
 
 
-def ipc_plane(named: Named, folder: Path) -> Plane:
+def ipc_plane(named: NamedTensors, folder: Path) -> Plane:
     if not GPUS:
         pytest.skip("CUDA IPC needs a GPU")
     del folder
@@ -82,11 +82,11 @@ async def take_all(offers: list[Offer]) -> list[Any]:
 
 
 @pytest.fixture(params=[file_plane, gloo_plane, nccl_plane, ipc_plane], ids=["file", "gloo", "nccl", "ipc"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Named], Plane]:
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[NamedTensors], Plane]:
     return lambda named: request.param(named, tmp_path)
 
 
-def test_what_was_published_arrives_bit_by_bit(make: Callable[[Named], Plane]) -> None:
+def test_what_was_published_arrives_bit_by_bit(make: Callable[[NamedTensors], Plane]) -> None:
     async def run() -> None:
         named = tensors()
         plane = make(named.items)
@@ -112,7 +112,7 @@ def test_what_was_published_arrives_bit_by_bit(make: Callable[[Named], Plane]) -
     asyncio.run(run())
 
 
-def test_another_version_is_refused(make: Callable[[Named], Plane]) -> None:
+def test_another_version_is_refused(make: Callable[[NamedTensors], Plane]) -> None:
     async def run() -> None:
         plane = make(tensors().items)
         await plane.publish(5)
@@ -125,7 +125,7 @@ def test_another_version_is_refused(make: Callable[[Named], Plane]) -> None:
     asyncio.run(run())
 
 
-def test_damaged_weights_are_refused(make: Callable[[Named], Plane]) -> None:
+def test_damaged_weights_are_refused(make: Callable[[NamedTensors], Plane]) -> None:
     async def run() -> None:
         plane = make(tensors().items)
         await plane.publish(5)

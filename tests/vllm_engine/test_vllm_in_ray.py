@@ -9,7 +9,7 @@ import pytest
 
 from engine_contract import Subject
 from pool_bench import LAST, PoolBench, each_check
-from tunesmith.build.engine_worker import served
+from tunesmith.build.engine_worker import make_engine_worker
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import EngineLostError
 from tunesmith.plan.cluster import Bundle
@@ -28,7 +28,7 @@ class Bench(PoolBench):
 
     async def start(self) -> RayEngine:
         remote = self.cluster.spawn("rollout", EngineLostError)
-        await remote.make_heard(partial(served, self.settings))
+        await remote.make_async(partial(make_engine_worker, self.settings))
         return RayEngine(remote)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.build.common import limits_of, load_model, load_tokenizer
-from tunesmith.build.engine_worker import served
 from tunesmith.build.engines import engine_settings, make_pool
 from tunesmith.build.opening import RunResult
 from tunesmith.config.placement import Role
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
 
 
 TRAINING: tuple[Role, ...] = ("actor", "ref", "critic", "rollout")
-"""What is built anew when a run resumes by itself."""
+"""What is built anew when a run resumes by itself. Roles are named as in verl: ``actor`` trains the policy."""
 
 
 @dataclass(slots=True)
-class Hosted:
-    """In each actor of a trainer or a critic; the first has what counts once."""
+class TrainerActor:
+    """In each Ray actor of a trainer or a critic; the first has what counts once."""
 
     backend: TorchBackend[Any]
     limits: PeakRates | None
@@ -71,8 +70,8 @@ class Hosted:
 
 
 @dataclass(slots=True)
-class HostedReference:
-    """In the actor of a reference."""
+class ReferenceActor:
+    """In the Ray actor of a reference."""
 
     model: CausalLM
     predict: Callable[[CausalLM, Forest], Predictions]
@@ -94,7 +93,7 @@ class HostedReference:
         load_weights(self.model, directory)
 
 
-def host_trainer(config: RLConfig, rank: int = 0) -> Hosted:
+def host_trainer(config: RLConfig, rank: int = 0) -> TrainerActor:
     """Called in each of the trainer's actors."""
     from tunesmith.build.planes import make_plane
     from tunesmith.build.policy import policy_backend
@@ -103,22 +102,26 @@ def host_trainer(config: RLConfig, rank: int = 0) -> Hosted:
     tokenizer = load_tokenizer(config)
     model = load_model(CausalLM, config, tokenizer)
     backend = policy_backend(config, tokenizer, model, reference="ref" not in processes(config))
-    return Hosted(backend, limits_of(config), make_plane(config, model)) if rank == 0 else Hosted(backend, None)
+    return (
+        TrainerActor(backend, limits_of(config), make_plane(config, model))
+        if rank == 0
+        else TrainerActor(backend, None)
+    )
 
 
-def host_reference(config: RLConfig) -> HostedReference:
+def host_reference(config: RLConfig) -> ReferenceActor:
     """Called in the reference's actor."""
     from tunesmith.build.policy import policy_predict
     from tunesmith.models.causal_lm import CausalLM
 
-    return HostedReference(load_model(CausalLM, config, load_tokenizer(config)), policy_predict(config))
+    return ReferenceActor(load_model(CausalLM, config, load_tokenizer(config)), policy_predict(config))
 
 
-def host_critic(config: RLConfig, rank: int = 0) -> Hosted:
+def host_critic(config: RLConfig, rank: int = 0) -> TrainerActor:
     """Called in each of the critic's actors; ``config`` is the critic's own."""
     from tunesmith.build.critic import critic_backend
 
-    return Hosted(critic_backend(config, load_tokenizer(config)), limits_of(config) if rank == 0 else None)
+    return TrainerActor(critic_backend(config, load_tokenizer(config)), limits_of(config) if rank == 0 else None)
 
 
 def open_cluster(config: RLConfig) -> AbstractContextManager[Cluster | None]:
@@ -156,17 +159,17 @@ def remote_critic(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, PeakR
 
 
 def _replicas(
-    cluster: Cluster, config: RLConfig, role: Role, host: Callable[[RLConfig, int], Hosted]
+    cluster: Cluster, config: RLConfig, role: Role, host: Callable[[RLConfig, int], TrainerActor]
 ) -> Sequence[Remote]:
     """The processes of a role, ``system.trainer_ranks`` of them, which train one model together."""
     from tunesmith.cluster.remote import Remote
 
     world = config.system.trainer_ranks
     replicas = [cluster.spawn(role, TrainerLostError) for _ in range(world)]
-    Remote.gathered([(remote, remote.making(partial(host, config, rank))) for rank, remote in enumerate(replicas)])
+    Remote.results([(remote, remote.make_ref(partial(host, config, rank))) for rank, remote in enumerate(replicas)])
     if world > 1:
         place = replicas[0].call("open_store")
-        Remote.gathered([(remote, remote.send("join", rank, world, *place)) for rank, remote in enumerate(replicas)])
+        Remote.results([(remote, remote.call_ref("join", rank, world, *place)) for rank, remote in enumerate(replicas)])
     return replicas
 
 
@@ -179,7 +182,8 @@ def _limits(replicas: Sequence[Remote]) -> PeakRates:
 def remote_engines(
     cluster: Cluster, config: RLConfig, backend: RayBackend, report: Callable[[str], None], timeline: Timeline | None
 ) -> RolloutEngine:
-    """A pool of engines, each an actor, with the weights of the trainer's."""
+    """A pool of engines, each a Ray actor, with the weights of the trainer's."""
+    from tunesmith.build.engine_worker import make_engine_worker
     from tunesmith.cluster.engine import RayEngine
     from tunesmith.cluster.trainer import RayPlane
 
@@ -187,7 +191,7 @@ def remote_engines(
         del number
         remote = cluster.spawn("rollout", EngineLostError, config.system.engine_python)
         try:
-            await remote.make_heard(partial(served, engine_settings(config)))
+            await remote.make_async(partial(make_engine_worker, engine_settings(config)))
         except BaseException:
             remote.close()
             raise
@@ -201,14 +205,14 @@ def remote_reward_model(
 ) -> RewardModel:
     """A reward model that scores in an actor; it encodes texts here."""
     from tunesmith.build.rewards import load_reward_model
-    from tunesmith.cluster.reward import RayRewardModel, Replaced
+    from tunesmith.cluster.reward import RayRewardModel, RestartingRemote
 
     def start() -> Remote:
         remote = cluster.spawn("reward", RewardError)
         remote.make(partial(load_reward_model, config, entry))
         return remote
 
-    return RayRewardModel.of(Replaced(start, config.system.trainer_restarts, report))
+    return RayRewardModel.of(RestartingRemote(start, config.system.trainer_restarts, report))
 
 
 def run_with_restarts(

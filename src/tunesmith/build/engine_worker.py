@@ -1,6 +1,6 @@
 """The process behind a ``ProcessEngine``: ``python -m tunesmith.build.engine_worker``.
 
-The first line of its input says which engine to build; the rest are requests (``engines.served``).
+The first line of its input says which engine to build; the rest are requests (``engines.worker``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tunesmith.weights.base import Offer
 
 if TYPE_CHECKING:
     from tunesmith.engines.base import RolloutEngine
-    from tunesmith.engines.served import Served, TakeWeights
+    from tunesmith.engines.worker import EngineWorker, TakeWeights
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 async def _run(engine: RolloutEngine, take_weights: TakeWeights, write: Callable[[bytes], Any]) -> None:
-    from tunesmith.engines.served import serve
+    from tunesmith.engines.worker import serve
 
     folders = set[Path]()
 
@@ -55,15 +55,15 @@ async def _run(engine: RolloutEngine, take_weights: TakeWeights, write: Callable
             rmtree(folder, ignore_errors=True)
 
 
-def served(settings: Mapping[str, Any]) -> Served:
+def make_engine_worker(settings: Mapping[str, Any]) -> EngineWorker:
     """The engine of ``build.engines.engine_settings``, for whoever sends it requests."""
     from transformers.utils import logging
 
-    from tunesmith.engines.served import Served
+    from tunesmith.engines.worker import EngineWorker
 
     logging.disable_progress_bar()
     options = dict(settings)
-    return Served(*ENGINES[options.pop("engine")](**options))
+    return EngineWorker(*ENGINES[options.pop("engine")](**options))
 
 
 def _local(

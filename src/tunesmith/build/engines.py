@@ -64,13 +64,14 @@ def _processes(
     from torch.cuda import device_count
 
     from tunesmith.build.planes import make_plane
-    from tunesmith.engines.process import Places, ProcessEngine
+    from tunesmith.engines.gpu_slots import GpuSlots
+    from tunesmith.engines.process import ProcessEngine
 
     command = [str(config.system.engine_python or sys.executable), "-m", "tunesmith.build.engine_worker"]
     gpus = device_count()
     raise_all([*device_problems(config, gpus)])
     devices = own_devices(config, visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus))
-    places = Places(devices) if devices else None
+    places = GpuSlots(devices) if devices else None
     settings = engine_settings(config, "cuda" if places else None)  # where it sees its own alone
     if places is None and config.system.engine == "local":  # on the trainer's device
         settings["limits"] = asdict(limits_of(config))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import RunConfig
-from tunesmith.weights.base import Named, Offer, Plane
+from tunesmith.weights.base import NamedTensors, Offer, Plane
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,14 +36,14 @@ def make_plane(config: RunConfig, model: Decoder) -> Plane:
     return file_plane(tensors, system.engine_directory if system.weight_plane == "disk" else None)
 
 
-def file_plane(tensors: Named, directory: Path | None = None) -> Plane:
+def file_plane(tensors: NamedTensors, directory: Path | None = None) -> Plane:
     """Files in a directory; None: in this machine's memory, or on its disk where there is no room."""
     from tunesmith.weights.files import FilePlane, shared_directory
 
     return FilePlane(tensors, shared_directory(sum(t.nbytes for _, t in tensors()), directory))
 
 
-def published(model: Decoder, *, merged: bool = True, as_stored: bool = False) -> Named:
+def published(model: Decoder, *, merged: bool = True, as_stored: bool = False) -> NamedTensors:
     """What engines elsewhere need of a model: its weights, those with the adapter in them, or the adapter's alone.
 
     Quantised weights are never sent: no one trains them, and an engine quantises the same ones.
@@ -56,7 +56,7 @@ def published(model: Decoder, *, merged: bool = True, as_stored: bool = False) -
     from tunesmith.models.quantised import is_quantised
 
     if model.adapter is not None:
-        named: Named = model.adapter.merged_weights if merged else model.adapter.own_weights
+        named: NamedTensors = model.adapter.merged_weights if merged else model.adapter.own_weights
     else:
         named = dict[str, Any]().items if is_quantised(model.module) else model.module.state_dict().items
     return (lambda: stored_weights(model.module, named())) if as_stored else named

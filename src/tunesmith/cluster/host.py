@@ -1,4 +1,4 @@
-"""What runs in an actor's process: one object, and calls of its methods."""
+"""What runs in a Ray actor's process: one object, and calls of its methods."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Host:
         """The value of an attribute."""
         return await self._work(lambda: attrgetter(name)(self._object))
 
-    async def hear(self, name: str, *args: Any) -> Any:
+    async def call_async(self, name: str, *args: Any) -> Any:
         """The result of a coroutine function."""
         try:
             return await attrgetter(name)(self._object)(*args)

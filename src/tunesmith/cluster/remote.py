@@ -1,4 +1,4 @@
-"""The controller's side of an actor: every wait looks whether the other process still answers."""
+"""The controller's side of a Ray actor: every wait looks whether the other process still answers."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class Remote:
 
     def pid(self) -> int:
         """Of its process."""
-        return self.finished(self.actor.ping.remote())
+        return self.result(self.actor.ping.remote())
 
     def make(self, make: Callable[[], Any]) -> None:
         """Build the object there, on the thread of its ``call``s."""
-        self.finished(self.making(make))
+        self.result(self.make_ref(make))
 
-    def making(self, make: Callable[[], Any]) -> Any:
+    def make_ref(self, make: Callable[[], Any]) -> Any:
         """The reference to the end of ``make``."""
         return self.actor.make.remote(make, on_loop=False)
 
-    async def make_heard(self, make: Callable[[], Any]) -> None:
-        """Build the object there, on the event loop on which it will ``hear``; meanwhile it answers no ping."""
+    async def make_async(self, make: Callable[[], Any]) -> None:
+        """Build the object there, on the event loop of its ``call_async``s; meanwhile it answers no ping."""
         made = self.actor.make.remote(make, on_loop=True)
         for step, limit in ((self.actor.ping.remote(), PATIENCE), (made, STARTING)):
             try:
@@ -72,28 +72,28 @@ class Remote:
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """What a method of the object there returns."""
-        return self.finished(self.send(name, *args, **kwargs))
+        return self.result(self.call_ref(name, *args, **kwargs))
 
     def get(self, name: str) -> Any:
         """The value of an attribute of the object there."""
         self._check()
-        return self.finished(self.actor.get.remote(name))
+        return self.result(self.actor.get.remote(name))
 
-    def send(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The reference to what a method will have returned: for ``finished``, or for another actor."""
+    def call_ref(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The reference to what a method will have returned: for ``result``, or for another actor."""
         self._check()
         return self.actor.call.remote(name, *args, **kwargs)
 
     def enter(self, name: str) -> None:
-        self.finished(self.actor.enter.remote(name))
+        self.result(self.actor.enter.remote(name))
 
     def leave(self) -> None:
-        self.finished(self.actor.leave.remote())
+        self.result(self.actor.leave.remote())
 
-    async def hear(self, name: str, *args: Any) -> Any:
+    async def call_async(self, name: str, *args: Any) -> Any:
         """What a coroutine function of the object there returns; cancelling ends it there too."""
         self._check()
-        return await self._awaited(self.actor.hear.remote(name, *args))
+        return await self._awaited(self.actor.call_async.remote(name, *args))
 
     def close(self) -> None:
         """End the process, if it has not ended."""
@@ -103,12 +103,12 @@ class Remote:
         if self._lost is not None:
             raise self._kind(self._lost)
 
-    def finished(self, answer: Any) -> Any:
+    def result(self, answer: Any) -> Any:
         """What a call has returned."""
-        return self.gathered([(self, answer)])[0]
+        return self.results([(self, answer)])[0]
 
     @staticmethod
-    def gathered(calls: Sequence[tuple[Remote, Any]]) -> list[Any]:
+    def results(calls: Sequence[tuple[Remote, Any]]) -> list[Any]:
         """What calls of several processes have returned.
 
         The first failure ends the wait: the others may be waiting for the process that failed.

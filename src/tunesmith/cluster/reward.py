@@ -1,4 +1,4 @@
-"""A reward model in an actor."""
+"""A reward model in a Ray actor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tunesmith.errors import TunesmithError
 from tunesmith.models.reward_model import RewardModel
 
 
-class Replaced:
+class RestartingRemote:
     """Calls to the process of ``start``; one that dies is replaced, ``restarts`` times."""
 
     def __init__(self, start: Callable[[], Remote], restarts: int, report: Callable[[str], None]) -> None:
@@ -37,10 +37,10 @@ class Replaced:
 class RayRewardModel(RewardModel):
     """Encodes texts here and scores them where ``place`` holds the whole model."""
 
-    place: Replaced | None = None
+    place: RestartingRemote | None = None
 
     @classmethod
-    def of(cls, place: Replaced) -> RayRewardModel:
+    def of(cls, place: RestartingRemote) -> RayRewardModel:
         tokenizer, limit, template, stats = map(
             place.remote.get, ("model.tokenizer", "max_tokens", "template", "stats")
         )

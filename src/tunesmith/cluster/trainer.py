@@ -1,4 +1,4 @@
-"""A trainer in one actor or several: its backend and its weight plane, as the controller sees them."""
+"""A trainer in one Ray actor or several: its backend and its weight plane, as the controller sees them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RayBackend:
         if self.reference is None:
             self._each("backend.refresh_reference")
             return
-        self.reference.call("take", self.first.send("weights"))  # from one to the other, not through here
+        self.reference.call("take", self.first.call_ref("weights"))  # from one to the other, not through here
         self._reference_is_new = True
 
     def save(self, directory: Path) -> None:
@@ -104,7 +104,7 @@ class RayBackend:
 
     def _each(self, name: str, *args: Any) -> Any:
         """Call a method of all at once; what the first returns."""
-        return Remote.gathered([(replica, replica.send(name, *args)) for replica in self.replicas])[0]
+        return Remote.results([(replica, replica.call_ref(name, *args)) for replica in self.replicas])[0]
 
 
 def _shared_out(
@@ -116,7 +116,7 @@ def _shared_out(
         for forest, remote in zip(forests, cycle(remotes), strict=False):
             if len(given) == AHEAD * len(remotes):
                 yield _next(given)
-            given.append((forest, remote, remote.send(name, forest, *args, **kwargs)))
+            given.append((forest, remote, remote.call_ref(name, forest, *args, **kwargs)))
         while given:
             yield _next(given)
     except DeviceMemoryError:
@@ -128,7 +128,7 @@ def _shared_out(
 
 def _next(given: deque[tuple[Forest, Remote, Any]]) -> tuple[Forest, Any]:
     forest, remote, answer = given.popleft()
-    return forest, remote.finished(answer)
+    return forest, remote.result(answer)
 
 
 class RayPlane:
@@ -139,18 +139,18 @@ class RayPlane:
         self._folders: set[Path] = set()
 
     async def publish(self, version: int) -> None:
-        await self._remote.hear("plane.publish", version)
+        await self._remote.call_async("plane.publish", version)
 
     async def offer(self, takers: int) -> list[Offer]:
-        offers: list[Offer] = await self._remote.hear("plane.offer", takers)
+        offers: list[Offer] = await self._remote.call_async("plane.offer", takers)
         self._folders |= {Path(offer["path"]).parent for offer in offers if "path" in offer}
         return offers
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
-        await self._remote.hear("plane.withdraw", list(offers))
+        await self._remote.call_async("plane.withdraw", list(offers))
 
     async def close(self) -> None:
         with suppress(TunesmithError):
-            await self._remote.hear("plane.close")
+            await self._remote.call_async("plane.close")
         for folder in self._folders:  # of a trainer that was killed; they would go on to fill the memory
             rmtree(folder, ignore_errors=True)

@@ -36,7 +36,7 @@ class EngineStats:
 _PEAKS = ("peak_running", "peak_kv_bytes", "kv_budget_bytes")
 
 
-def added(total: EngineStats, more: EngineStats, *, apart: bool = False) -> EngineStats:
+def add_stats(total: EngineStats, more: EngineStats, *, apart: bool = False) -> EngineStats:
     """Both together: counters add up; peaks and budgets are the highest, or add up where the engines are ``apart``."""
 
     def value(name: str) -> Any:
@@ -134,8 +134,8 @@ class Member(Protocol):
     async def close(self) -> None: ...
 
 
-class AskedMember:
-    """A ``Member`` that sends requests to ``engines.served``; how they travel is ``ask``."""
+class RpcMember:
+    """A ``Member`` that sends requests to ``engines.worker``; how they travel is ``ask``."""
 
     def __init__(self) -> None:
         self.told = EngineStats()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from tunesmith.engines.base import EngineStats, Member, added, check_sampling
+from tunesmith.engines.base import EngineStats, Member, add_stats, check_sampling
 from tunesmith.engines.routing import Prefixes, blocks
 from tunesmith.errors import EngineError, EngineLostError, UserError
 from tunesmith.types import Completion, Sampling
@@ -64,20 +64,20 @@ class EnginePool:
         self._loading = asyncio.Lock()
         self._starting: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
-        self._version: int | None = None
+        self._published_version: int | None = None
         """Published last."""
-        self._handed_out = 0
+        self._loaded_version = 0
         self._growing = False
-        self._publishing = 0
+        self._publish_events = 0
         """Publications begun and ended: odd while there is one."""
         self._state = "awake"
-        self._lost = EngineStats()
+        self._departed_stats = EngineStats()
         self._running = self._peak = 0
         self._failure: Exception | None = None
 
     @property
     def version(self) -> int:
-        return self._handed_out
+        return self._loaded_version
 
     @property
     def size(self) -> int:
@@ -108,27 +108,27 @@ class EnginePool:
             self._running -= 1
 
     async def interrupt(self) -> None:
-        await together(seat.member.interrupt() for seat in list(self._seats))
+        await gather_with_errors(seat.member.interrupt() for seat in list(self._seats))
 
     async def load_weights(self, version: int) -> None:
         async with self._loading:
-            self._publishing += 1
+            self._publish_events += 1
             try:
                 await self._plane.publish(version)
-                self._version = version
+                self._published_version = version
             finally:
-                self._publishing += 1
+                self._publish_events += 1
             await self._each(self._hand_out, tries=HAND_OUTS)
-            self._handed_out = version
+            self._loaded_version = version
 
     async def sleep(self, level: int = 1) -> None:
         if self._running:
             raise EngineError(f"{self._running} requests are in flight: an engine sleeps when they have ended")
-        await self._each(lambda seats: together(seat.member.sleep(level) for seat in seats))
+        await self._each(lambda seats: gather_with_errors(seat.member.sleep(level) for seat in seats))
         self._state = "asleep"
 
     async def wake(self) -> None:
-        await self._each(lambda seats: together(seat.member.wake() for seat in seats))
+        await self._each(lambda seats: gather_with_errors(seat.member.wake() for seat in seats))
         self._state = "awake"
 
     async def resize(self, size: int) -> None:
@@ -144,15 +144,15 @@ class EnginePool:
             try:
                 await self._recall()
                 self._trim()
-                await self._present()
+                await self._all_ready()
             finally:
                 self._growing = False
 
     def stats(self) -> EngineStats:
         found = EngineStats()
         for seat in self._seats:
-            found = added(found, seat.member.stats(), apart=True)
-        found, self._lost = added(found, self._lost), EngineStats()
+            found = add_stats(found, seat.member.stats(), apart=True)
+        found, self._departed_stats = add_stats(found, self._departed_stats), EngineStats()
         found, self._peak = replace(found, peak_running=self._peak), self._running
         return found
 
@@ -162,16 +162,16 @@ class EnginePool:
         self._changed.set()
         for task in self._starting:
             task.cancel()
-        await together(self._starting)
-        await together(seat.member.close() for seat in self._seats)
-        await together(self._ending)
+        await gather_with_errors(self._starting)
+        await gather_with_errors(seat.member.close() for seat in self._seats)
+        await gather_with_errors(self._ending)
         self._seats = []
         await self._plane.close()
 
     async def _seat_for(self, beginning: Sequence[int]) -> _Seat:
         """The engine that has read most of the prompt, of those not much busier than the least busy one."""
         while not (seats := self._staying()):
-            await self._present()
+            await self._all_ready()
         least = min(seat.running for seat in seats)
         known = {seat: seat.prefixes.known(beginning) for seat in seats}
         more = {seat: SIBLINGS if known[seat] == len(beginning) else 1 for seat in seats}
@@ -187,7 +187,7 @@ class EnginePool:
         seat.prefixes.add(blocks([*prompt_ids, *done.token_ids]))
         return done
 
-    async def _present(self) -> list[_Seat]:
+    async def _all_ready(self) -> list[_Seat]:
         """All engines, those that are missing started."""
         while self._failure is None:
             if self._missing() <= 0 and not self._coming:
@@ -204,7 +204,7 @@ class EnginePool:
         What fails beside a lost one may have failed for its sake, and is asked again.
         """
         done: set[_Seat] = set()
-        while seats := [seat for seat in await self._present() if seat not in done]:
+        while seats := [seat for seat in await self._all_ready() if seat not in done]:
             answers = dict(zip(seats, await ask(seats), strict=True))
             failures = [answer for answer in answers.values() if isinstance(answer, Exception)]
             lost = {seat: a for seat, a in answers.items() if isinstance(a, EngineLostError)}
@@ -220,8 +220,8 @@ class EnginePool:
     async def _hand_out(self, seats: Sequence[_Seat]) -> list[Any]:
         for seat in seats:  # what was cached before is of no use with other weights
             seat.prefixes.forget()
-        assert self._version is not None, "nothing was published"
-        return await self._give([seat.member for seat in seats], self._version)
+        assert self._published_version is not None, "nothing was published"
+        return await self._give([seat.member for seat in seats], self._published_version)
 
     async def _give(self, members: Sequence[Member], version: int) -> list[Any]:
         """Offer what was published; one that fails does not keep the others waiting."""
@@ -234,7 +234,7 @@ class EnginePool:
                 await self._plane.withdraw(offers)
                 raise
 
-        return await together(take(*pair) for pair in zip(members, offers, strict=True))
+        return await gather_with_errors(take(*pair) for pair in zip(members, offers, strict=True))
 
     def _start_one(self) -> None:
         self._coming += 1
@@ -293,10 +293,10 @@ class EnginePool:
 
     async def _catch_up(self, member: Member) -> None:
         """Give it the newest weights. Others may be published meanwhile, and an offer is then gone."""
-        while self._version is not None:
-            before = self._publishing
-            [failure] = await self._give([member], self._version)
-            undisturbed = before == self._publishing and not before % 2
+        while self._published_version is not None:
+            before = self._publish_events
+            [failure] = await self._give([member], self._published_version)
+            undisturbed = before == self._publish_events and not before % 2
             if isinstance(failure, EngineLostError) or (failure and undisturbed):
                 raise failure
             if undisturbed:
@@ -308,7 +308,7 @@ class EnginePool:
         if seat not in self._seats:
             return
         self._seats.remove(seat)
-        self._lost = added(self._lost, seat.member.stats())
+        self._departed_stats = add_stats(self._departed_stats, seat.member.stats())
         _go(seat.member.close(), self._ending)
         if self._state != "closed" and not seat.leaving:
             self._spend_restart(lost)
@@ -327,7 +327,7 @@ class EnginePool:
             await asyncio.sleep(0.05)
         if seat in self._seats:
             self._seats.remove(seat)
-            self._lost = added(self._lost, seat.member.stats())
+            self._departed_stats = add_stats(self._departed_stats, seat.member.stats())
             await seat.member.close()
 
 
@@ -338,6 +338,6 @@ def _go(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyn
     return task
 
 
-async def together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+async def gather_with_errors(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     """The results, with an exception in the place of what failed."""
     return await asyncio.gather(*calls, return_exceptions=True)

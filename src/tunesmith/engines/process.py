@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tunesmith.engines.base import AskedMember, EngineStats, added
+from tunesmith.engines.base import EngineStats, RpcMember, add_stats
 from tunesmith.errors import EngineError, EngineLostError, UserError
 
 LONGEST_LINE = 1 << 28
 
 
-class ProcessEngine(AskedMember):
+class ProcessEngine(RpcMember):
     """A member of an ``EnginePool``; made by ``start``."""
 
     def __init__(self, worker: asyncio.subprocess.Process, patience: float) -> None:
@@ -122,7 +121,7 @@ class ProcessEngine(AskedMember):
         while line := await self._worker.stdout.readline():
             message = json.loads(line)
             if "stats" in message:
-                self.told = added(self.told, EngineStats(**message["stats"]))
+                self.told = add_stats(self.told, EngineStats(**message["stats"]))
             answer = self._answers.get(message["id"])
             if answer is None or answer.done():
                 continue
@@ -168,43 +167,3 @@ async def _end(worker: asyncio.subprocess.Process, seconds: float = 10.0) -> int
                 worker.kill()
             await asyncio.shield(ending)
     return ending.result()
-
-
-class Places:
-    """GPUs for processes of their own: each takes a place, and one that ended leaves its place to the next."""
-
-    def __init__(self, devices: Sequence[Sequence[str]]) -> None:
-        self._devices = devices
-        self._free = list(range(len(devices)))
-        self._taken: dict[ProcessEngine, asyncio.Task[None]] = {}
-
-    async def start(self, begin: Callable[[Mapping[str, str]], Awaitable[ProcessEngine]]) -> ProcessEngine:
-        """``begin`` with an environment that shows the GPUs of a free place only.
-
-        Raises:
-            EngineError: there is none.
-        """
-        place = await self._take()
-        try:
-            engine = await begin({**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._devices[place])})
-        except BaseException:
-            self._free.append(place)
-            raise
-        self._taken[engine] = asyncio.create_task(self._leave(engine, place))
-        return engine
-
-    async def _take(self) -> int:
-        while not self._free:
-            ending = [task for engine, task in self._taken.items() if engine.lost]
-            if not ending:
-                each = "1 GPU" if len(self._devices[0]) == 1 else f"{len(self._devices[0])} GPUs"
-                raise EngineError(
-                    f"there are GPUs for {len(self._devices)} engines of {each} each, and none is left for another"
-                )
-            await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
-        return self._free.pop(0)
-
-    async def _leave(self, engine: ProcessEngine, place: int) -> None:
-        await engine.ended()
-        del self._taken[engine]
-        self._free.append(place)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from tunesmith.engines.base import EngineStats, RolloutEngine, added
+from tunesmith.engines.base import EngineStats, RolloutEngine, add_stats
 from tunesmith.loop.collect import DEADLINE
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.types import Completion, Sampling
@@ -79,12 +79,12 @@ class Gate:
         await self.engine.wake()
 
     def stats(self) -> EngineStats:
-        found, self._kept = added(self._kept, self.engine.stats()), EngineStats()
+        found, self._kept = add_stats(self._kept, self.engine.stats()), EngineStats()
         return found
 
     def keep_stats(self) -> None:
         """What has been counted so far is told by the next ``stats``, whoever asks the engine in between."""
-        self._kept = added(self._kept, self.engine.stats())
+        self._kept = add_stats(self._kept, self.engine.stats())
 
     async def close(self) -> None:
         await self.engine.close()

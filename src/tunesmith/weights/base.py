@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-Named = Callable[[], "Iterable[tuple[str, Tensor]]"]
+NamedTensors = Callable[[], "Iterable[tuple[str, Tensor]]"]
 """Weights under their Hugging Face names, such as ``model.state_dict().items``: tied ones under each of theirs, for
 vLLM would silently keep an old head."""
 

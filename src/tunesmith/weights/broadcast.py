@@ -25,7 +25,7 @@ from torch import Tensor
 from tunesmith.errors import EngineError, boundary
 from tunesmith.models.flat_weights import BUCKET, FlatWeights, checksum, flatten
 from tunesmith.models.process_group import GroupKind, open_store, process_group
-from tunesmith.weights.base import Named, Offer
+from tunesmith.weights.base import NamedTensors, Offer
 
 REACHING = 5.0
 """Seconds to reach a round's trainer, which was there when it made the offer; not to be waited for where it died."""
@@ -53,7 +53,7 @@ class BroadcastPlane:
         patience: seconds that engines may take to come, and one bucket to arrive.
     """
 
-    tensors: Named
+    tensors: NamedTensors
     backend: GroupKind = "gloo"
     host: str = LOOPBACK
     device: str = "cuda"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tunesmith.errors import EngineError, StorageError, boundary
 from tunesmith.models.flat_weights import checksum
-from tunesmith.weights.base import Named, Offer
+from tunesmith.weights.base import NamedTensors, Offer
 
 MEMORY = Path("/dev/shm")
 DTYPES = {
@@ -59,7 +59,7 @@ class FilePlane:
     Who still reads it is told by its checksums.
     """
 
-    tensors: Named
+    tensors: NamedTensors
     directory: TemporaryDirectory[str]
     _published: int = field(default=0, init=False)
     _newest: tuple[int, Path] | None = field(default=None, init=False)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tunesmith.errors import EngineError, boundary
 from tunesmith.models.flat_weights import BUCKET, FlatWeights, checksum, flatten
-from tunesmith.weights.base import Named, Offer
+from tunesmith.weights.base import NamedTensors, Offer
 
 
 @dataclass(slots=True)
 class IpcPlane:
     """The trainer's side: one copy of the weights on its GPU, which any number of engines on that GPU may read."""
 
-    tensors: Named
+    tensors: NamedTensors
     device: str = "cuda"
     _flat: FlatWeights | None = field(default=None, init=False)
     _offer: Offer = field(default_factory=dict[str, Any], init=False)

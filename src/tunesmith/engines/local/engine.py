@@ -18,10 +18,10 @@ import torch
 from tunesmith.engines.base import EngineStats, check_sampling
 from tunesmith.engines.local.kv_cache import KVCache
 from tunesmith.engines.local.metering import Meter
-from tunesmith.engines.local.requests import Prompt, Request, Uniforms
+from tunesmith.engines.local.requests import CachedPrompt, Request, Uniforms
 from tunesmith.engines.local.runner import Runner, probe, text_config
 from tunesmith.engines.local.scheduler import Scheduler
-from tunesmith.engines.local.speculation import Drafter, DraftModel, Guesses, NgramDrafter, Speculation
+from tunesmith.engines.local.speculation import Drafter, DraftModel, NgramDrafter, Speculation, Speculator
 from tunesmith.engines.local.stopping import StopStrings
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
@@ -78,7 +78,7 @@ class LocalEngine:
                 share = kv_bytes * smaller.token_bytes // (smaller.token_bytes + layout.token_bytes)
                 follower, kv_bytes = KVCache(smaller, share, block_size), kv_bytes - share
                 drafter = DraftModel(Runner(speculation.draft, follower, max_prefill_tokens))
-            self._guesses = Guesses(drafter, speculation)
+            self._guesses = Speculator(drafter, speculation)
         cache = KVCache(layout, kv_bytes, block_size, follower)
         self._scheduler = Scheduler(cache, max_running, max_prefill_tokens)
         self._runner = Runner(model, cache, max_prefill_tokens)
@@ -185,7 +185,7 @@ class LocalEngine:
             stop_strings=StopStrings(sampling.stop, self._decode_text) if sampling.stop else None,
         )
         cache = self._scheduler.cache
-        needed = cache.blocks(prompt) + cache.blocks(request.kv_length)
+        needed = cache.padded(prompt) + cache.padded(request.kv_length)
         if needed > cache.total:
             raise UserError(
                 f"a prompt of {prompt} tokens with up to {request.max_new_tokens} new ones needs {needed} "
@@ -226,7 +226,7 @@ class LocalEngine:
             _deliver(ended)
 
     def _prefill(
-        self, prompts: Sequence[Prompt], rows: Sequence[Request], started: float
+        self, prompts: Sequence[CachedPrompt], rows: Sequence[Request], started: float
     ) -> dict[Request, FinishReason]:
         hidden, pieces = self._runner.prefill(prompts, rows, self._scheduler.running)
         drawn = self._runner.draw(hidden, rows, [len(r.token_ids) for r in rows])

@@ -108,7 +108,7 @@ class KVCache:
         """Slots inside the two banks."""
         return sum(b.rows * b.capacity for b in (self.prompts, self.completions))
 
-    def blocks(self, tokens: int) -> int:
+    def padded(self, tokens: int) -> int:
         """Slots of the blocks that ``tokens`` occupy."""
         return -(-tokens // self.block_size) * self.block_size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tunesmith.engines.base import EngineStats, added
+from tunesmith.engines.base import EngineStats, add_stats
 from tunesmith.engines.local.prefill_attention import Piece
 from tunesmith.engines.local.requests import Request
 from tunesmith.plan.hardware import PeakRates
@@ -56,7 +56,7 @@ class Meter:
             peak_kv_bytes=kv_slots * self.cost.kv_bytes,
             attainable_seconds=attainable,
         )
-        self.counted = added(self.counted, step)
+        self.counted = add_stats(self.counted, step)
 
     def prefilled(self, pieces: Sequence[Piece], admitted: Sequence[Request], kv_slots: int, seconds: float) -> None:
         """One prefill, from which the ``admitted`` drew a token."""
@@ -72,4 +72,4 @@ class Meter:
             peak_kv_bytes=kv_slots * self.cost.kv_bytes,
             attainable_seconds=attainable,
         )
-        self.counted = added(self.counted, step)
+        self.counted = add_stats(self.counted, step)

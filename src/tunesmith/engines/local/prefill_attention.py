@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.engines.local.kv_cache import KVCache
-from tunesmith.engines.local.requests import Prompt, Request
+from tunesmith.engines.local.requests import CachedPrompt, Request
 from tunesmith.models.attention import AttentionRule
 
 
@@ -22,7 +22,7 @@ from tunesmith.models.attention import AttentionRule
 class Piece:
     """Tokens ``[start, stop)`` of a prompt, or of what a request wrote after its prompt."""
 
-    owner: Prompt | Request
+    owner: CachedPrompt | Request
     row: int
     start: int
     stop: int

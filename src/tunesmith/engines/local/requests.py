@@ -38,7 +38,7 @@ class Uniforms:
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class CachedPrompt:
     """A prompt whose keys and values stand in one row of the prompt bank, shared by equal requests."""
 
     token_ids: tuple[int, ...]
@@ -69,7 +69,7 @@ class Request:
     future: asyncio.Future[Completion]
     uniforms: Uniforms
     stop_strings: StopStrings | None = None
-    prompt: Prompt | None = None
+    prompt: CachedPrompt | None = None
     """While running."""
     cached: int = 0
     """Own tokens whose keys and values stand in the completion bank."""

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.engines.local.decode_attention import DecodeAttention, Grouping
+from tunesmith.engines.local.decode_model import FEW_ROWS, DecodeModel
 from tunesmith.engines.local.kv_cache import KVCache, KVLayout
 from tunesmith.engines.local.metering import ModelCost
-from tunesmith.engines.local.precision import FEW_ROWS, DecodeModel
 from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention
-from tunesmith.engines.local.requests import Prompt, Request
+from tunesmith.engines.local.requests import CachedPrompt, Request
 from tunesmith.engines.local.sampler import SamplingPlan, sample
 from tunesmith.errors import ModelError
 from tunesmith.models.attention import AttentionRule
@@ -101,7 +101,7 @@ class Runner:
         self._plan: tuple[list[Request], SamplingPlan] | None = None
 
     def prefill(
-        self, prompts: Sequence[Prompt], admitted: Sequence[Request], running: Sequence[Request]
+        self, prompts: Sequence[CachedPrompt], admitted: Sequence[Request], running: Sequence[Request]
     ) -> tuple[Tensor, list[Piece]]:
         """Compute ``prompts``, and again what preempted requests wrote before.
 
@@ -122,14 +122,14 @@ class Runner:
                 pieces.append(Piece(request, row, 0, request.cached, prompt.row, len(prompt)))
         resumed: dict[Request, Tensor] = {}
         for owner, end in self.fill(pieces):
-            if isinstance(owner, Prompt):
+            if isinstance(owner, CachedPrompt):
                 owner.last_hidden = end
             else:
                 resumed[owner] = end
         states = [resumed.get(r, r.prompt.last_hidden if r.prompt else None) for r in admitted]
         return torch.stack([s for s in states if s is not None]), pieces
 
-    def fill(self, pieces: Sequence[Piece]) -> Iterator[tuple[Prompt | Request, Tensor]]:
+    def fill(self, pieces: Sequence[Piece]) -> Iterator[tuple[CachedPrompt | Request, Tensor]]:
         """Compute the pieces' keys and values; yields the hidden state ``[d]`` at the end of each, chunk by chunk."""
         for batch in split_pieces(pieces, self.max_prefill_tokens):
             for piece, end in zip(batch, self._forward_pieces(batch), strict=True):

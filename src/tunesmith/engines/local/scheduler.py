@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tunesmith.engines.local.kv_cache import KVCache, length_class
-from tunesmith.engines.local.requests import Prompt, Request
+from tunesmith.engines.local.requests import CachedPrompt, Request
 
 _Item = TypeVar("_Item")
 
@@ -48,12 +48,12 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.prompts: list[Prompt] = []
+        self.prompts: list[CachedPrompt] = []
         self.preemptions = 0
         self.reused_tokens = 0
         self._clock = 0
 
-    def admit(self) -> tuple[list[Prompt], list[Request]]:
+    def admit(self) -> tuple[list[CachedPrompt], list[Request]]:
         """Move waiting requests into rows, oldest first.
 
         Returns:
@@ -111,16 +111,16 @@ class Scheduler:
         self.cache.free()
         return running
 
-    def _choose(self) -> tuple[list[Request], list[Prompt]]:
+    def _choose(self) -> tuple[list[Request], list[CachedPrompt]]:
         """Requests that fit, and the prompts among theirs that must be prefilled."""
         known = {p.token_ids: p for p in self.prompts if not p.stale}
         admitted: list[Request] = []
-        fresh: list[Prompt] = []
+        fresh: list[CachedPrompt] = []
         tokens = 0
         for request in self.waiting:
             if len(self.running) + len(admitted) >= self.max_running:
                 break
-            prompt = known.get(request.prompt_ids) or Prompt(request.prompt_ids)
+            prompt = known.get(request.prompt_ids) or CachedPrompt(request.prompt_ids)
             is_new = request.prompt_ids not in known
             cost = len(request.token_ids) + (len(prompt) if is_new else 0)
             if admitted and tokens + cost > self.max_prefill_tokens:
@@ -142,7 +142,7 @@ class Scheduler:
             self.waiting.popleft()
         return admitted, fresh
 
-    def _in_use(self, fresh: Sequence[Prompt] = (), admitted: Sequence[Request] = ()) -> list[Prompt]:
+    def _in_use(self, fresh: Sequence[CachedPrompt] = (), admitted: Sequence[Request] = ()) -> list[CachedPrompt]:
         """Prompts that cannot be evicted."""
         used = {p: None for p in self.prompts if p.running}
         used.update({r.prompt: None for r in admitted if r.prompt is not None})
@@ -154,12 +154,12 @@ class Scheduler:
         rows = [(len(r.token_ids), r) for r in admitted] + [(r.cached, r) for r in self.running]
         return max(min(n + headroom, r.kv_length) for n, r in rows)
 
-    def _fits(self, prompts: Sequence[Prompt], rows: int, length: int) -> bool:
-        blocks = self.cache.blocks
+    def _fits(self, prompts: Sequence[CachedPrompt], rows: int, length: int) -> bool:
+        blocks = self.cache.padded
         needed = len(prompts) * blocks(max(map(len, prompts))) + rows * blocks(length)
         return needed <= self.cache.total
 
-    def _reserve(self, used: Sequence[Prompt], fresh: Sequence[Prompt], rows: int, length: int) -> None:
+    def _reserve(self, used: Sequence[CachedPrompt], fresh: Sequence[CachedPrompt], rows: int, length: int) -> None:
         """Shape the banks for these, evicting the prompts unused for longest."""
         keep = set(used)
         wanted = {r.prompt_ids for r in self.waiting}
@@ -173,11 +173,11 @@ class Scheduler:
             self._settle(evicted_prompts=evicted)
         self._shape(kept, rows, length)
 
-    def _shape(self, prompts: Sequence[Prompt], rows: int, length: int) -> None:
+    def _shape(self, prompts: Sequence[CachedPrompt], rows: int, length: int) -> None:
         """Give both banks at least the shape needed, with slack where the budget has it; shrink first."""
         cache = self.cache
-        need_p = (len(prompts), cache.blocks(max(map(len, prompts))))
-        need_c = (rows, cache.blocks(length))
+        need_p = (len(prompts), cache.padded(max(map(len, prompts))))
+        need_c = (rows, cache.padded(length))
         now_p = (cache.prompts.rows, cache.prompts.capacity)
         now_c = (cache.completions.rows, cache.completions.capacity)
         keep_p, keep_c = _covers(now_p, need_p), _covers(now_c, need_c)
@@ -185,7 +185,7 @@ class Scheduler:
             return
         longest = max([r.kv_length for r in self.running] + [length])
         slack_rows = min(self.max_running, rows + len(self.waiting))
-        slack_c = (slack_rows, min(cache.blocks(longest), cache.blocks(length + length // 2)))
+        slack_c = (slack_rows, min(cache.padded(longest), cache.padded(length + length // 2)))
         choices = [
             (now_p if keep_p else need_p, now_c if keep_c else slack_c),
             (now_p if keep_p else need_p, now_c if keep_c else need_c),
@@ -213,11 +213,11 @@ class Scheduler:
         running = self.running
         return sorted(rows, key=lambda i: (-length_class(running[i].cached), _prompt_row(running[i])))
 
-    def _settle(self, gone: set[Request] | None = None, evicted_prompts: set[Prompt] | None = None) -> None:
+    def _settle(self, gone: set[Request] | None = None, evicted_prompts: set[CachedPrompt] | None = None) -> None:
         """Close the gaps: prompts in use first, then cached ones; without those that ended or are stale."""
         dropped = evicted_prompts or set()
 
-        def zone(prompt: Prompt) -> int | None:
+        def zone(prompt: CachedPrompt) -> int | None:
             if prompt.running:
                 return 0
             return None if prompt.stale or prompt in dropped else 1

@@ -258,7 +258,7 @@ class Switch:
         return "; ".join(found)
 
 
-class Guesses:
+class Speculator:
     """What the engine asks: a drafter, and whether to use it."""
 
     def __init__(self, drafter: Drafter, speculation: Speculation) -> None:

@@ -17,12 +17,12 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from tunesmith.engines.base import EngineStats, added, check_sampling
+from tunesmith.engines.base import EngineStats, add_stats, check_sampling
 from tunesmith.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.errors import EngineError, UserError, boundary
 from tunesmith.plan.vllm import LEAST_TEMPERATURE
 from tunesmith.types import Completion, FinishReason, Sampling
-from tunesmith.weights.base import Named
+from tunesmith.weights.base import NamedTensors
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class VllmEngine:
         EngineError: it cannot start, such as for want of memory.
     """
 
-    def __init__(self, settings: VllmSettings, weights: Named) -> None:
+    def __init__(self, settings: VllmSettings, weights: NamedTensors) -> None:
         self._weights, self._sleeps = weights, settings.sleeps
         self._thread = ThreadPoolExecutor(1, "vllm")
         self._vllm, context = self._thread.submit(start, settings).result()
@@ -238,7 +238,7 @@ class VllmEngine:
                 self._fail(EngineError(f"vLLM failed: {type(error).__name__}: {error}"))
                 await asyncio.sleep(0)  # they have themselves taken out of vLLM; who waits for other work goes on
                 continue
-            self._stats = added(self._stats, step)
+            self._stats = add_stats(self._stats, step)
             for output in outputs:
                 self._deliver(output)
 
@@ -272,7 +272,7 @@ class VllmEngine:
                 request.done.set_exception(error)
 
 
-def _reload(worker: Any, *, weights: Named) -> None:
+def _reload(worker: Any, *, weights: NamedTensors) -> None:
     """On each rank: its part of the new weights, in the place of the old ones."""
     worker.reload_weights(weights_iterator=iter(weights()))
 

@@ -18,7 +18,7 @@ TakeWeights = Callable[[Offer], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class EngineWorker:
     """An engine to which requests come one by one, as calls."""
 
     engine: RolloutEngine

@@ -1,4 +1,4 @@
-"""Which precision decodes a bfloat16 model fastest on a CPU, per number of rows.
+"""Which copy of a model decodes fastest on a CPU: in float32, in packed bfloat16, or with the adapter merged.
 
 A bfloat16 product of few rows costs 20 to 40 us however small it is, several times a float32 one; from about
 16 rows up it is the faster. So a small model gets a float32 copy, made again for every version, that decodes
