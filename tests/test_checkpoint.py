@@ -197,7 +197,7 @@ CASES: list[tuple[str, Make, dict[str, Any]]] = [
         rl_settings,
         {
             "algorithm__kl_coef": 0.05, "algorithm__kl_in": "reward", "algorithm__kl_target": 0.01,
-            "algorithm__kl_horizon": 50, "train__batch_size": 8, "train__updates_per_batch": 2,
+            "algorithm__kl_horizon": 50, "train__batch_size": 8, "train__passes_per_batch": 2,
             "eval__every": 2, "data__eval": "EVAL", "train__warmup_steps": 4, "train__schedule": "linear",
         },
     ),

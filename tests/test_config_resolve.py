@@ -72,7 +72,7 @@ def test_steps_come_from_the_data_and_the_batch() -> None:
 
 
 def test_warmup_ratio_counts_optimizer_steps() -> None:
-    config = rl("train.steps=10", "train.batch_size=32", "train.updates_per_batch=2", "train.warmup_ratio=0.1")
+    config = rl("train.steps=10", "train.batch_size=32", "train.passes_per_batch=2", "train.warmup_ratio=0.1")
     resolved = resolve(config, facts())
     assert derived(resolved, "train.warmup_steps") == (4, "0.1 of 40 optimizer steps")
 
@@ -216,7 +216,7 @@ def test_resolving_again_changes_nothing(config: RunConfig) -> None:
         ),
         (rl("algorithm.reward_clip=[1, -1]"), "the lower bound comes first"),
         (rl("checkpoint.resume=true"), "say run_dir"),
-        (sft("train.updates_per_batch=2"), "train.updates_per_batch has no effect in supervised training"),
+        (sft("train.passes_per_batch=2"), "train.passes_per_batch has no effect in supervised training"),
         (sft("system.kv_memory=1GB"), "system.kv_memory has no effect in supervised training"),
         (sft("data.max_tokens=500", "system.max_tokens_per_microbatch=400"), "is a hard cap"),
     ],

@@ -183,7 +183,7 @@ def test_the_critic_learns_what_the_states_are_worth(tmp_path: Path, model: Path
 def test_the_actor_is_frozen_for_exactly_as_many_steps_as_was_said(tmp_path: Path, model: Path) -> None:
     checkpoint, lines = rl(
         tmp_path, model, **OWN, critic__freeze_actor_steps=2, train__steps=3, checkpoint__every=1,
-        checkpoint__keep=3, train__updates_per_batch=2,
+        checkpoint__keep=3, train__passes_per_batch=2,
     )  # fmt: skip
     at = [weights(checkpoint.with_name(f"step-{step:06d}") / "model") for step in (1, 2, 3)]
     critics = [weights(checkpoint.with_name(f"step-{step:06d}") / "critic/model") for step in (1, 2, 3)]
@@ -197,7 +197,7 @@ def test_the_actor_is_frozen_for_exactly_as_many_steps_as_was_said(tmp_path: Pat
 def test_the_critic_has_its_own_schedule_and_passes(tmp_path: Path, model: Path) -> None:
     _, lines = rl(
         tmp_path, model, **OWN, train__steps=4, train__batch_size=8, critic__lr=1e-3, critic__schedule="linear",
-        critic__warmup_steps=2, critic__updates_per_batch=2, critic__max_grad_norm=0.0,
+        critic__warmup_steps=2, critic__passes_per_batch=2, critic__max_grad_norm=0.0,
     )  # fmt: skip
     assert [line["critic/optimizer_steps"] for line in lines] == [4] * 4
     assert [line["optimizer_steps"] for line in lines] == [2] * 4
@@ -208,7 +208,7 @@ def test_the_critic_has_its_own_schedule_and_passes(tmp_path: Path, model: Path)
 
 @pytest.mark.parametrize("kind", [OWN, SHARED], ids=["own", "shared"])
 def test_a_step_does_not_depend_on_the_micro_batches(tmp_path: Path, model: Path, kind: dict[str, Any]) -> None:
-    more = {"train__steps": 1, "train__lr": 1e-3, "train__updates_per_batch": 2, **kind}
+    more = {"train__steps": 1, "train__lr": 1e-3, "train__passes_per_batch": 2, **kind}
     whole, first = rl(tmp_path, model, "whole", **more)
     cut, second = rl(tmp_path, model, "cut", **more, system__max_tokens_per_microbatch=20, system__share_prompts=False)
     assert second[0]["microbatches"] > 4 * first[0]["microbatches"]
@@ -225,8 +225,8 @@ def test_a_step_does_not_depend_on_the_micro_batches(tmp_path: Path, model: Path
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("own", {**OWN, "critic__schedule": "cosine", "critic__freeze_actor_steps": 1}, "float32"),
-    ("own", {**OWN, "train__updates_per_batch": 2, "train__batch_size": 8}, "bfloat16"),
-    ("shared", {**SHARED, "train__updates_per_batch": 2, "train__batch_size": 8}, "float32"),
+    ("own", {**OWN, "train__passes_per_batch": 2, "train__batch_size": 8}, "bfloat16"),
+    ("shared", {**SHARED, "train__passes_per_batch": 2, "train__batch_size": 8}, "float32"),
     ("shared", SHARED, "bfloat16"),
     ("averaged", {"train__ema_decay": 0.8, "eval__use_ema": True, "eval__every": 1}, "bfloat16"),
     ("averaged", {**OWN, "train__ema_decay": 0.8, "eval__use_ema": True, "eval__every": 1}, "float32"),

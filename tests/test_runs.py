@@ -44,7 +44,7 @@ ALWAYS = {
         ("grpo", {"algorithm__kl_coef": 0.1, "algorithm__kl_in": "loss"}, {"ref_kl"}),
         ("grpo", {"algorithm__kl_coef": 0.1, "algorithm__kl_target": 0.01, "algorithm__kl_horizon": 100}, {"kl_coef"}),
         ("grpo", {"algorithm__entropy_coef": 0.01}, {"entropy"}),
-        ("grpo", {"train__updates_per_batch": 2, "train__batch_size": 8}, set[str]()),
+        ("grpo", {"train__passes_per_batch": 2, "train__batch_size": 8}, set[str]()),
         ("grpo", {"algorithm__decoupled": True, "algorithm__correction": "token_truncate"}, set[str]()),
         ("grpo", {"system__gradient_checkpointing": True, "system__logprob_chunk": 16}, set[str]()),
     ],

@@ -51,15 +51,15 @@ def make_critic(
     if section.shared_trunk:
         assert section.value_coef is not None, "not resolved"
         return Critic(policy, 0, clip, section.value_coef)
-    assert section.updates_per_batch and config.train.steps, "not resolved"
+    assert section.passes_per_batch and config.train.steps, "not resolved"
     _check_tokens(config, tokenizer)
-    shared = ("lr", "schedule", "min_lr_ratio", "warmup_steps", "max_grad_norm", "updates_per_batch")
+    shared = ("lr", "schedule", "min_lr_ratio", "warmup_steps", "max_grad_norm", "passes_per_batch")
     train = {"ema_decay": None, **{key: getattr(section, key) for key in shared}}
     own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": _new_adapter(config.lora)})
     backend, limits = remote_critic(cluster, own) if cluster else (critic_backend(own, tokenizer), limits_of(own))
     steps = critic_steps(config, config.train.steps)
     learner = make_learner(own, session, backend, value_objective(clip), "token_mean", steps, limits=limits)
-    return Critic(learner, section.updates_per_batch, clip)
+    return Critic(learner, section.passes_per_batch, clip)
 
 
 def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]:

@@ -236,7 +236,7 @@ class CriticSection(Section):
     min_lr_ratio: Share = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_grad_norm: GradNorm = 1.0
-    updates_per_batch: PositiveInt | None = None
+    passes_per_batch: PositiveInt | None = None
     """Passes of the critic over one rollout batch; None: as the policy's."""
     freeze_actor_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which only the critic learns."""
@@ -273,7 +273,7 @@ class TrainSection(Section):
     epochs: Annotated[float, Field(gt=0)] | None = None
     batch_size: PositiveInt | None = None
     """Samples per optimizer step; None: the whole rollout batch (RL) or 32 (supervised)."""
-    updates_per_batch: PositiveInt = 1
+    passes_per_batch: PositiveInt = 1
     """Passes over one rollout batch."""
     lr: Annotated[float, Field(gt=0)] | None = None
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -54,7 +54,7 @@ _WORDS = {
     "train.steps": "max_steps total_training_steps",
     "train.epochs": "max_epochs num_episodes num_train_epochs total_epochs",
     "train.batch_size": "ppo_mini_batch_size train_batch_size",
-    "train.updates_per_batch": "num_iterations ppo_epochs",
+    "train.passes_per_batch": "num_iterations ppo_epochs",
     "train.lr": "actor_learning_rate learning_rate",
     "train.schedule": "lr_scheduler lr_scheduler_type",
     "train.warmup_steps": "lr_warmup_steps",

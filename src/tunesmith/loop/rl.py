@@ -124,7 +124,7 @@ def improve(parts: RLParts, samples: Sequence[Sample], batch_size: int, seed: in
     # A new one each step: an adaptive KL coefficient is part of it.
     objective = parts.objective or policy_objective(config.algorithm, kl_coef=parts.kl.coef)
     learner.objective = parts.critic.joined(objective) if parts.critic else objective
-    metrics = learner.update(samples, batch_size, config.train.updates_per_batch, seed, config.rollout.group_size)
+    metrics = learner.update(samples, batch_size, config.train.passes_per_batch, seed, config.rollout.group_size)
     # To the teacher, else to the reference, else to the policy that sampled.
     metrics["kl"] = next(metrics[name] for name in ("teacher_kl", "ref_kl", "policy_kl") if name in metrics)
     if config.algorithm.kl_target is not None:

@@ -54,12 +54,12 @@ def optimizer_steps(config: RunConfig, steps: int) -> int:
     if not isinstance(config, RLConfig):
         return steps
     samples, steps = rollout_samples(config), max(1, steps - config.critic.freeze_actor_steps)
-    return steps * config.train.updates_per_batch * ceil(samples / (config.train.batch_size or samples))
+    return steps * config.train.passes_per_batch * ceil(samples / (config.train.batch_size or samples))
 
 
 def critic_steps(config: RLConfig, steps: int) -> int:
     """Optimizer steps of a critic with its own model in ``steps`` steps of a run."""
-    samples, passes = rollout_samples(config), config.critic.updates_per_batch or config.train.updates_per_batch
+    samples, passes = rollout_samples(config), config.critic.passes_per_batch or config.train.passes_per_batch
     return steps * passes * ceil(samples / (config.train.batch_size or samples))
 
 
@@ -161,7 +161,7 @@ def _check_eval(config: RunConfig) -> Iterator[str]:
 
 FOR_SAMPLING = (
     *("eval.samples", "eval.temperature", "eval.pass_at", *SAMPLER_KEYS),
-    *("monitor.samples", "data.max_prompt_tokens", "train.updates_per_batch"),
+    *("monitor.samples", "data.max_prompt_tokens", "train.passes_per_batch"),
 )
 
 

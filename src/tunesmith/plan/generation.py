@@ -26,7 +26,7 @@ _GENERATE_IGNORES = (
 _RFT_IGNORES = (
     *("data.completion", "data.loss_on", "data.max_tokens", "eval.every", "eval.samples", "eval.temperature"),
     *("eval.pass_at", "eval.metric", "eval.target", "eval.use_ema", "checkpoint.resume", "monitor.samples"),
-    "train.updates_per_batch",
+    "train.passes_per_batch",
 )
 
 LORA_LR = 2e-4

@@ -152,7 +152,7 @@ def _derive_critic(filling: Filling[Any]) -> None:
     if config.critic.shared_trunk:
         filling.fill("critic.value_coef", 0.1, "as TRL's vf_coef")
     else:
-        filling.fill("critic.updates_per_batch", config.train.updates_per_batch, "train.updates_per_batch")
+        filling.fill("critic.passes_per_batch", config.train.passes_per_batch, "train.passes_per_batch")
 
 
 def _derive_intervals(filling: Filling[Any]) -> None:

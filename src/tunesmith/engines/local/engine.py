@@ -69,7 +69,7 @@ class LocalEngine:
         self._aborted: list[Request] = []
         self._loop: asyncio.Task[None] | None = None
         self._closed = self._asleep = False
-        follower, self._guesses = None, None
+        follower, self._speculator = None, None
         if speculation is not None:
             speculation.check(model)
             drafter: Drafter = NgramDrafter()
@@ -78,7 +78,7 @@ class LocalEngine:
                 share = kv_bytes * smaller.token_bytes // (smaller.token_bytes + layout.token_bytes)
                 follower, kv_bytes = KVCache(smaller, share, block_size), kv_bytes - share
                 drafter = DraftModel(Runner(speculation.draft, follower, max_prefill_tokens))
-            self._guesses = Speculator(drafter, speculation)
+            self._speculator = Speculator(drafter, speculation)
         cache = KVCache(layout, kv_bytes, block_size, follower)
         self._scheduler = Scheduler(cache, max_running, max_prefill_tokens)
         self._runner = Runner(model, cache, max_prefill_tokens)
@@ -146,8 +146,8 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Fail what is in flight and free the memory."""
-        if self._guesses is not None and not self._closed:
-            self._guesses.close()
+        if self._speculator is not None and not self._closed:
+            self._speculator.close()
         self._closed = True
         if self._loop is not None:
             self._loop.cancel()
@@ -230,16 +230,16 @@ class LocalEngine:
     ) -> dict[Request, FinishReason]:
         hidden, pieces = self._runner.prefill(prompts, rows, self._scheduler.running)
         drawn = self._runner.draw(hidden, rows, [len(r.token_ids) for r in rows])
-        if self._guesses is not None:
-            self._guesses.drafter.fill(pieces)
+        if self._speculator is not None:
+            self._speculator.drafter.fill(pieces)
         self._meter.prefilled(pieces, rows, self._scheduler.cache.used, time.perf_counter() - started)
         return self._append(rows, [[] for _ in rows], *drawn)[0]
 
     def _decode(self, started: float) -> dict[Request, FinishReason]:
         rows = self._scheduler.grow()
         drafts: list[list[int]] = [[] for _ in rows]
-        if self._guesses is not None:
-            drafts = self._guesses.propose(rows, self._scheduler.cache.completions.capacity)
+        if self._speculator is not None:
+            drafts = self._speculator.propose(rows, self._scheduler.cache.completions.capacity)
         tokens = [[r.token_ids[-1], *draft] for r, draft in zip(rows, drafts, strict=True)]
         hidden = self._runner.decode(rows, [r.cached for r in rows], tokens)
         requests = [r for r, new in zip(rows, tokens, strict=True) for _ in new]
@@ -247,8 +247,8 @@ class LocalEngine:
         ended, accepted = self._append(rows, drafts, *self._runner.draw(hidden, requests, places))
         seconds = time.perf_counter() - started
         self._meter.decoded(rows, sum(map(len, drafts)), accepted, self._scheduler.cache.used, seconds)
-        if self._guesses is not None:
-            self._guesses.measured(len(rows), seconds, len(rows) + accepted)
+        if self._speculator is not None:
+            self._speculator.measured(len(rows), seconds, len(rows) + accepted)
         return ended
 
     def _append(
@@ -291,8 +291,8 @@ class LocalEngine:
             self._aborted = []
 
     def _forget(self, requests: Iterable[Request]) -> None:
-        if self._guesses is not None:
-            self._guesses.drafter.finished(requests)
+        if self._speculator is not None:
+            self._speculator.drafter.finished(requests)
 
     def _fail(self, requests: Iterable[Request], cause: Exception) -> None:
         requests = list(requests)
