@@ -305,11 +305,14 @@ def test_another_model_is_refused_before_anything_is_loaded(tmp_path: Path, mode
     check_same_model(tmp_path / "sft/checkpoints/step-000001", "hub/name")
 
 
-def test_a_finished_run_resumed_changes_nothing_and_more_steps_go_on(tmp_path: Path, model: Path) -> None:
+def test_a_finished_run_resumed_changes_nothing_and_more_steps_go_on(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = sft_settings(tmp_path, model, train__steps=2)
     outcome = build.run_sft(None, settings)
     before = tensors(outcome.checkpoint)
     again = build.run_sft(None, [*settings, "checkpoint.resume=true"])
+    assert "nothing is left to do: the run has its 2 steps" in capsys.readouterr().out
     assert again.checkpoint == outcome.checkpoint and tensors(again.checkpoint).keys() == before.keys()
     more = build.run_sft(None, [*settings, "checkpoint.resume=true", "train.steps=4"])
     assert more.checkpoint.parent.name == "step-000004"

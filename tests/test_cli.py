@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,19 @@ def test_every_ending_has_its_exit_code(capsys: pytest.CaptureFixture[str]) -> N
     assert ending(interrupt, capsys) == (
         130, "interrupted\nContinue with: run_dir=x checkpoint.resume=true\n",
     )  # fmt: skip
+
+
+def test_a_scheduler_s_signal_is_an_interruption(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(typer.Exit) as ended:
+        guarded(lambda: signal.raise_signal(signal.SIGTERM))()
+    assert ended.value.exit_code == 130 and capsys.readouterr().err == "interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_best_checkpoint_is_named_where_it_is_not_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    print_outcome(RunResult(Path("run"), Path("model"), [{"eval/reward": 0.5}], {}, "eval/reward 0.9 at step 2: kept"))
+    assert "eval/reward 0.9 at step 2: kept" in capsys.readouterr().out
 
 
 def test_an_evaluation_that_is_not_finite_is_shown_as_such(capsys: pytest.CaptureFixture[str]) -> None:

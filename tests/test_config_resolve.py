@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.generation import RFTConfig
 from tunesmith.config.load import load_config
-from tunesmith.config.resolved import Resolved, config_text, print_resolved, save_resolved
+from tunesmith.config.resolved import Resolved, changes, config_text, print_resolved, save_resolved
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError, ModelError, StorageError
 from tunesmith.plan.checks import check
-from tunesmith.plan.device import state_bytes
+from tunesmith.plan.device import engine_threads, state_bytes
 from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
 from tunesmith.plan.hardware import Gpu, Hardware, parse_gpus, read_hardware
 from tunesmith.plan.resolve import resolve
@@ -292,6 +293,37 @@ def test_a_resumed_run_keeps_what_the_earlier_one_said(tmp_path: Path) -> None:
         "config-1.toml", "config-2.toml", "config.toml", "resolved.json",
     ]  # fmt: skip
     assert "steps = 20" in (tmp_path / "config-2.toml").read_text()
+
+
+def test_what_a_continued_run_changes_is_told(tmp_path: Path) -> None:
+    first = resolve(rl("train.steps=10", "train.lr=1e-5"), facts())
+    assert changes(first, tmp_path) == [], "a new run"
+    save_resolved(first, tmp_path)
+    assert changes(first, tmp_path) == []
+    said = "train.steps=10", "checkpoint.resume=true", "run_dir=runs/x", "rollout.group_size=4"
+    told = changes(resolve(rl(*said), facts()), tmp_path)
+    assert "rollout.group_size: 8 → 4" in told
+    assert any(line.startswith("train.lr: 1e-05 → ") for line in told), "what was said before, and is derived now"
+    assert not any(line.startswith("checkpoint.") for line in told)
+
+
+@pytest.mark.parametrize(
+    ("said", "trainer", "engine", "reason"),
+    [
+        ((), 8, 8, "may use"),
+        (("system.engine_process=true", "system.engines=2"), 8, 4, "may use"),
+        (
+            ("system.engine_process=true", "system.engines=3", "rollout.max_staleness=1"), 2, 2,
+            "shared by the trainer and 3 engine processes",
+        ),
+        (("system.engine_process=true", "rollout.max_staleness=1", "system.threads=6"), 6, 6, ""),
+    ],
+)  # fmt: skip
+def test_who_computes_at_once_shares_the_cores(said: tuple[str, ...], trainer: int, engine: int, reason: str) -> None:
+    machine = replace(facts().hardware, cores=8, gpus=())
+    resolved = resolve(rl(*said), replace(facts(), hardware=machine))
+    assert resolved.config.system.threads == trainer and engine_threads(resolved.config) == engine
+    assert all(d.reason.endswith(reason) for d in resolved.derived if d.key == "system.threads")
 
 
 def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -231,7 +231,9 @@ def test_an_interrupted_run_says_how_to_go_on(folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as caught, open_run_dir(folder / "out", "", False) as run:
         (run.checkpoints / "step-000001").mkdir(parents=True)
         raise KeyboardInterrupt
-    assert caught.value.__notes__ == [f"Continue with: run_dir={folder / 'out'} checkpoint.resume=true"]
+    assert caught.value.__notes__ == [
+        f"Continue with the same command and run_dir={folder / 'out'} checkpoint.resume=true"
+    ]
     with pytest.raises(KeyboardInterrupt) as caught, open_run_dir(folder / "new", "", False):
         raise KeyboardInterrupt
     assert not hasattr(caught.value, "__notes__"), "there is nothing to go on from"

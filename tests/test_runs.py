@@ -276,3 +276,20 @@ def test_skipping_too_long_lines_needs_no_limit_of_ones_own(tmp_path: Path, mode
     settings = sft_settings(tmp_path, model, data__train=str(data), data__too_long="skip", train__batch_size=2)
     outcome = build.run_sft(None, settings)
     assert "data.jsonl:2" in (outcome.run_dir / "skipped.jsonl").read_text()
+
+
+def test_a_column_that_only_the_held_out_data_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1=", "gold": "2"}\n')
+    settings = rl_settings(tmp_path, save_model(tmp_path / "model"), data__eval=str(tmp_path / "held_out.jsonl"))
+    reward = "def share(completions, answer, **columns):\n    return [0.0 for _ in completions]\n"
+    (tmp_path / "rewards.py").write_text(reward)
+    with pytest.raises(ConfigError, match=r"'answer', which data\.eval does not have"):
+        build.run_rl(None, settings)
+
+
+def test_an_evaluation_of_which_every_rollout_fails_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    held_out = str(tmp_path / "train.jsonl")
+    settings = rl_settings(tmp_path, save_model(tmp_path / "model"), data__eval=held_out)
+    (tmp_path / "rewards.py").write_text("def share(completions, **columns):\n    raise ValueError('no such tool')\n")
+    with pytest.raises(RewardError, match=r"rollouts failed[\s\S]*no such tool"):
+        build.run_rl(None, settings)

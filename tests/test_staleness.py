@@ -281,6 +281,8 @@ def share(completions, trainer_state, **columns):
     lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "optimizer_steps" in line]
     assert "idle/engine/1" in lines[-1] and "idle/engine/1" not in lines[1]
     assert lines[-1]["queue/max"] <= 4 < max(line["queue/max"] for line in lines)
+    with pytest.raises(ConfigError, match="no process works on the run"):
+        build.run_adjust(outcome.run_dir, ["rollout.queue_size=1"])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, nearest
 from tunesmith.monitor.adjustments import ADJUSTABLE, write_adjustments
+from tunesmith.monitor.run_dir import is_running
 from tunesmith.plan.checks import check
 
 
@@ -38,5 +39,7 @@ def run_adjust(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError("the run has rollout.max_staleness = 0: every step plays its own rollouts, without a queue")
     values = settings(config)
     found = {key: values[key] for key in keys}
+    if not is_running(run_dir):
+        raise ConfigError(f"no process works on the run in {run_dir}; say other values when it is resumed")
     write_adjustments(run_dir, found)
     return found

@@ -74,6 +74,7 @@ def _local(
     quantize: Any = None,
     lora: Mapping[str, Any] | None = None,
     limits: Mapping[str, float] | None = None,
+    threads: int | None = None,
     **options: Any,
 ) -> Any:
     """Args: lora: the trainer's ``[lora]``, where the adapter's own weights are what will come."""
@@ -83,6 +84,8 @@ def _local(
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.plan.hardware import PeakRates
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     placed: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device, "quantize": quantize}
     lm = CausalLM.load(model, trust_remote_code=trust_remote_code, **placed)
     if lora is not None:

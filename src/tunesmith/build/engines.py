@@ -16,6 +16,7 @@ from tunesmith.data.chat import end_of_turn_id
 from tunesmith.engines.timed import timed
 from tunesmith.monitor.timeline import Timeline, engine_lane
 from tunesmith.plan.checks import raise_all
+from tunesmith.plan.device import engine_threads
 from tunesmith.plan.devices import device_problems, own_devices, visible_names
 from tunesmith.plan.weights import engines_apart
 from tunesmith.types import Sampling
@@ -73,8 +74,10 @@ def _processes(
     devices = own_devices(config, visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus))
     places = GpuSlots(devices) if devices else None
     settings = engine_settings(config, "cuda" if places else None)  # where it sees its own alone
-    if places is None and config.system.engine == "local":  # on the trainer's device
-        settings["limits"] = asdict(limits_of(config))
+    if config.system.engine == "local":
+        settings["threads"] = engine_threads(config)
+        if places is None:  # on the trainer's device
+            settings["limits"] = asdict(limits_of(config))
 
     async def start(number: int) -> ProcessEngine:
         del number  # they differ in nothing but their place

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.preference import ScoreConfig
-from tunesmith.config.resolved import Resolved, print_resolved, save_resolved
+from tunesmith.config.resolved import Resolved, changes, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.formats import Goal
 from tunesmith.data.prepare import Prepared, Sources, peek
@@ -44,6 +44,8 @@ class RunResult:
     """One entry per evaluation, first to last."""
     seconds: dict[str, float]
     """By phase."""
+    best: str | None = None
+    """The best evaluation and its checkpoint, where that is not the last one."""
 
 
 def check_inputs(config: RunConfig, goal: Goal) -> None:
@@ -115,20 +117,22 @@ def make_ready(
     tokenizer: Any,
     load: Callable[[DataSection, Sources], Prepared[T]],
     sizes: Callable[[T], tuple[int, int]],
-    check_data: Callable[[list[T]], None] = lambda _: None,
+    check_data: Callable[[list[T], str], None] = lambda _, __: None,
 ) -> Ready[C, T]:
     """Read the data, derive what was left open, and say it.
 
     Args:
         load: reads one source of data.
         sizes: of an item: tokens of its longest sequence, and tokens that have to share a micro-batch.
-        check_data: refuses items; called with all, held out ones included.
+        check_data: refuses the items of a key of ``[data]``.
     """
     data = limited_data(config)
     train = load(data, data.train)
     held_out = load(data, data.eval) if data.eval else None
+    check_data(train.items, "data.train")
+    if held_out:
+        check_data(held_out.items, "data.eval")
     items = [*train.items, *(held_out.items if held_out else [])]
-    check_data(items)
     longest, together = (max(size) for size in zip(*map(sizes, items), strict=True))
     facts = Facts(
         hardware=read_hardware(),
@@ -148,6 +152,8 @@ def announce(resolved: Resolved[C], run_dir: RunDir, *loaded: Prepared[Any] | No
     for report in reports:
         print(report.summary())
     print_resolved(resolved)
+    if changed := changes(resolved, run_dir.path):
+        print("\n  ".join(["the run that is continued was begun with other settings:", *changed]))
     save_resolved(resolved, run_dir.path)
     for report in reports:
         report.write_skipped(run_dir.path / "skipped.jsonl")
@@ -189,4 +195,9 @@ def run_result(session: Session, run_dir: RunDir) -> RunResult:
     assert newest is not None, "a run ends with a checkpoint"
     evaluations = [line for line in read_metrics(run_dir.metrics) if any(k.startswith("eval/") for k in line)]
     session.clock.lap()
-    return RunResult(run_dir.path, newest / "model", evaluations, session.clock.totals())
+    kept = session.checkpoints.path(session.best.step) if session.best.step else None
+    better = kept is not None and kept != newest and kept.exists()
+    best = (
+        f"{session.best.metric} {session.best.value:.3g} at step {session.best.step}: {kept}/model" if better else None
+    )
+    return RunResult(run_dir.path, newest / "model", evaluations, session.clock.totals(), best)

@@ -19,6 +19,8 @@ def print_outcome(outcome: RunResult) -> None:
             before = f"{_number(first[name])} → " if first is not last and name in first else ""
             facts[name.replace("/", " ")] = before + _number(last[name])
     facts |= {"run": str(outcome.run_dir), "model": str(outcome.checkpoint)}
+    if outcome.best:
+        facts["best"] = outcome.best
     print_summary(outcome.seconds, facts)
 
 

@@ -106,6 +106,26 @@ def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
         (directory / "resolved.json").write_text(_json(resolved), encoding="utf-8")
 
 
+def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
+    """What differs from the run that was begun in a directory, as ``key: before → now``; nothing in a new one.
+
+    What only this run of it is told (``checkpoint``, ``monitor``) and what follows from the machine is left out.
+    """
+    file = directory / "resolved.json"
+    if not file.exists():
+        return []
+    with boundary(StorageError, f"cannot read {file}", (OSError, ValueError, KeyError)):
+        before = json.loads(file.read_text(encoding="utf-8"))["settings"]
+    return [
+        f"{key}: {_shown(before[key]['value'])} → {_shown(entry['value'])}"
+        for key, entry in json.loads(_json(resolved))["settings"].items()
+        if key in before
+        and before[key]["value"] != entry["value"]
+        and not key.startswith(("checkpoint.", "monitor."))
+        and not (key.startswith("system.") and before[key]["source"] == entry["source"] == "derived")
+    ]
+
+
 def config_text(resolved: Resolved[Any]) -> str:
     """A run file that says what was said, with the derived values as comments."""
     said = _by_section({k: toml_value(v) for k, v in resolved.said.items() if v is not None})

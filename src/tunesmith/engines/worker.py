@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,7 +43,8 @@ async def serve(
     running: dict[int, asyncio.Task[None]] = {}
 
     def send(message: dict[str, Any]) -> None:
-        write(json.dumps(message).encode() + b"\n")
+        with suppress(BrokenPipeError):  # who asks is gone, which the input tells too
+            write(json.dumps(message).encode() + b"\n")
 
     async def reply(message: dict[str, Any]) -> None:
         send(await answer(engine, message, take_weights))

@@ -140,8 +140,8 @@ class RewardSet:
         assert function.name in self.weights, f"the reward '{function.name}' has no weight"
         self.functions = (*self.functions, function)
 
-    def check_tasks(self, tasks: Iterable[Task]) -> None:
-        """Refuse data the functions cannot work with: call it before training.
+    def check_tasks(self, tasks: Iterable[Task], key: str = "data.train") -> None:
+        """Refuse data, of a ``key`` of the run file, that the functions cannot work with: call it before training.
 
         Raises:
             ConfigError: a function requires a column that no task has.
@@ -152,7 +152,7 @@ class RewardSet:
         for f in self.functions:
             for name in sorted(f.columns - available):
                 raise ConfigError(
-                    f"the reward '{f.reference}' needs the column '{name}', which the data does not have."
+                    f"the reward '{f.reference}' needs the column '{name}', which {key} does not have."
                     f"{nearest(name, available)}"
                 )
         for f in self.functions:

@@ -12,7 +12,7 @@ from tunesmith.algorithms.objective import policy_objective
 from tunesmith.backends.base import LossFn, TrainBackend
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import RolloutEngine
-from tunesmith.environments.rewards import RewardSet
+from tunesmith.environments.rewards import RewardSet, check_failed
 from tunesmith.loop.canary import Canary
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.critic import Critic
@@ -74,6 +74,8 @@ async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> Non
             groups, metrics = await rollouts.next()
         with session.phase("train"):
             learned = await rollouts.run_training(learn, parts, groups, session.step)
+        if not groups:
+            session.note(f"step {session.step + 1} had no group that something could be learned from")
         attainable = learned.pop("attainable_seconds", 0.0)
         if "attainable_seconds" in metrics:
             metrics["attainable_seconds"] += attainable
@@ -139,8 +141,13 @@ async def _evaluate(parts: RLParts, session: Session, rollouts: RolloutSource) -
         async with rollouts.evaluating() as collector:
             with parts.rewards.apart():
                 metrics, groups = await evaluate(collector, parts.evaluation)
-    session.finish_evaluation(metrics)
     write_rollouts(session, parts.collector.decode, groups, parts.config.monitor.samples, "eval")
+    failed = [r for g in groups for r in g.rollouts if r.error is not None]
+    if metrics["eval/failed"] == 1:
+        check_failed(failed, 0.0)
+    session.finish_evaluation(metrics)
+    if failed:
+        session.note(f"{len(failed)} of {len(groups)} rollouts of the evaluation failed; the first: {failed[0].error}")
 
 
 def save(parts: RLParts, session: Session) -> None:

@@ -140,6 +140,8 @@ class Session:
         self.step = state["step"]
         self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
         self.note(f"continuing at step {self.step} from {self.resume_from}")
+        if self.step >= self.total_steps:
+            self.note(f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)")
         return state
 
 

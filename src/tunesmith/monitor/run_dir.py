@@ -20,7 +20,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +83,8 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Path) -> Genera
         try:
             yield RunDir(path)
         except BaseException as error:
-            if has_checkpoint(path):
-                error.add_note(f"Continue with: run_dir={path} checkpoint.resume=true")
+            if has_checkpoint(path) and not isinstance(error, CheckpointError):
+                error.add_note(f"Continue with the same command and run_dir={path} checkpoint.resume=true")
             raise
 
 
@@ -115,6 +115,19 @@ def numbered_directory(parent: Path, name: str) -> Path:
                 number += 1
             else:
                 return path
+
+
+def is_running(path: Path) -> bool:
+    """Whether a process holds the lock of a run's directory."""
+    path = path.absolute()
+    if path in _locked_here:  # opening the file here, and closing it, would drop the lock
+        return True
+    with suppress(FileNotFoundError), open(path / "run.lock", "r+b") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in (errno.EACCES, errno.EAGAIN)
+    return False
 
 
 @contextmanager

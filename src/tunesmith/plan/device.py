@@ -61,8 +61,7 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
         raise ConfigError(problem)
     on_gpu, gpu = _on_gpu(filling.config), _gpu(filling.config, facts)
     here = 1 if on_gpu else filling.config.system.trainer_ranks
-    shared = f", shared by {here} trainer ranks" if here > 1 else ""
-    filling.fill("system.threads", max(1, machine.cores // here), f"the physical cores this process may use{shared}")
+    _derive_threads(filling, machine.cores, here)
     # A GPU that nvidia-smi does not show is taken for one of today's.
     name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if on_gpu else ("this CPU", machine.bf16)
     if native:
@@ -81,6 +80,27 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
             derive_kv_memory(filling, facts, share, "on a GPU of its own, half")
         else:
             derive_kv_memory(filling, facts, budget // 4, "a quarter")
+
+
+def _derive_threads(filling: Filling[Any], cores: int, ranks: int) -> None:
+    config = filling.config
+    beside = config.system.engines if _engines_beside(config) else 0
+    parts = [f"{ranks} trainer ranks"] * (ranks > 1) + [f"the trainer and {beside} engine processes"] * (beside > 0)
+    shared = f", shared by {parts[0]}" if parts else ""
+    threads = max(1, cores // (ranks + beside))
+    filling.fill("system.threads", threads, f"the physical cores this process may use{shared}")
+
+
+def _engines_beside(config: RunConfig) -> bool:
+    """Whether engine processes compute on this machine's CPU while the policy trains on it."""
+    ahead = isinstance(config, RLConfig) and config.rollout.max_staleness > 0
+    return ahead and config.system.engine_process and not _on_gpu(config)
+
+
+def engine_threads(config: RunConfig) -> int:
+    """Threads of each engine process: as many as the trainer's beside it, or their part of these while it waits."""
+    assert config.system.threads is not None, "not resolved"
+    return config.system.threads if _engines_beside(config) else max(1, config.system.threads // config.system.engines)
 
 
 def _derive_hybrid(filling: Filling[Any], on_gpu: bool) -> None:

@@ -9,6 +9,7 @@ at and to run again.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -163,7 +164,8 @@ def _show(result: DemoResult, outcome: RunResult, directory: Path) -> None:
         print(f"  {line}")
     print(f"\ncheckpoint  {outcome.checkpoint}")
     print(f"all of it   {result.seconds:.0f} s")
-    print(f"try next    tunesmith rl {directory / 'rl.toml'} run_dir=rl-dapo algorithm.name=dapo", flush=True)
+    command = sys.argv[0] if Path(sys.argv[0]).name == "tunesmith" else "tunesmith"
+    print(f"try next    {command} rl {directory / 'rl.toml'} run_dir=rl-dapo algorithm.name=dapo", flush=True)
 
 
 def _evaluated(run_dir: Path) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
