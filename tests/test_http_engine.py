@@ -469,16 +469,18 @@ def test_a_server_that_dies_in_the_middle_is_a_lost_engine(path: Path, model: Ca
         asyncio.run(run(server))
 
 
-def test_weights_that_the_server_cannot_load_leave_it_going(sglang: Sglang, model: CausalLM) -> None:
-    async def trouble(request: web.Request, body: Any) -> web.StreamResponse | None:
-        if request.path == "/update_weights_from_disk":
-            body["model_path"] = "/nowhere"
-        return None
+async def loads_nothing(request: web.Request, body: Any) -> web.StreamResponse | None:
+    """Trouble of a server that cannot read new weights."""
+    if request.path == "/update_weights_from_disk":
+        body["model_path"] = "/nowhere"
+    return None
 
+
+def test_weights_that_the_server_cannot_load_leave_it_going(sglang: Sglang, model: CausalLM) -> None:
     async def run() -> None:
         engine = sglang_engine(sglang.url, model)
         await engine.load_weights(1)
-        sglang.trouble = trouble
+        sglang.trouble = loads_nothing
         with pytest.raises(EngineError, match="Failed to update weights"):
             await engine.load_weights(2)
         assert set((await engine.generate(PROMPT, FREE)).versions) == {1}
@@ -489,16 +491,11 @@ def test_weights_that_the_server_cannot_load_leave_it_going(sglang: Sglang, mode
 
 @pytest.mark.parametrize("before", [[], [1]], ids=["at first", "later"])
 def test_weights_that_are_given_again_keep_their_version(sglang: Sglang, model: CausalLM, before: list[int]) -> None:
-    async def trouble(request: web.Request, body: Any) -> web.StreamResponse | None:
-        if request.path == "/update_weights_from_disk":
-            body["model_path"] = "/nowhere"
-        return None
-
     async def run() -> None:
         engine = sglang_engine(sglang.url, model)
         for version in before:
             await engine.load_weights(version)
-        sglang.trouble = trouble
+        sglang.trouble = loads_nothing
         with pytest.raises(EngineError, match="Failed to update weights"):
             await engine.load_weights(2)
         sglang.trouble = None

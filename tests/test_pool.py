@@ -126,6 +126,15 @@ class Bench:
             await asyncio.sleep(0)
         return tasks
 
+    async def one_leaving(self) -> tuple[list[asyncio.Task[Completion]], FakeMember]:
+        """Requests in flight on two engines with version 1, and the one that may go when it has answered: not yet."""
+        await self.pool.load_weights(1)
+        running = await self.ask(6)
+        goes = self.made[1]
+        goes.may_answer.clear()
+        await self.pool.resize(1)
+        return running, goes
+
 
 async def alone(count: int, sampling: Sampling = LONG) -> list[list[int]]:
     """What one engine would answer."""
@@ -264,11 +273,7 @@ def test_engines_come_and_go_while_requests_are_in_flight() -> None:
 def test_an_engine_that_has_not_left_yet_is_called_back() -> None:
     async def run() -> None:
         bench = Bench()
-        await bench.pool.load_weights(1)
-        running = await bench.ask(6)
-        goes = bench.made[1]
-        goes.may_answer.clear()
-        await bench.pool.resize(1)
+        running, goes = await bench.one_leaving()
         await bench.pool.load_weights(2)
         assert goes.engine.version == 1
         await bench.pool.resize(2)
@@ -292,11 +297,7 @@ def test_an_engine_that_has_not_left_yet_is_called_back() -> None:
 def test_an_engine_that_cannot_be_called_back_leaves(lost: bool) -> None:
     async def run() -> None:
         bench = Bench()
-        await bench.pool.load_weights(1)
-        running = await bench.ask(6)
-        goes = bench.made[1]
-        goes.may_answer.clear()
-        await bench.pool.resize(1)
+        running, goes = await bench.one_leaving()
         goes.take_fails = [EngineError("the connection broke")]
         if lost:
             await goes.kill()

@@ -102,11 +102,9 @@ def host_trainer(config: RLConfig, rank: int = 0) -> TrainerActor:
     tokenizer = load_tokenizer(config)
     model = load_model(CausalLM, config, tokenizer)
     backend = policy_backend(config, tokenizer, model, reference="ref" not in processes(config))
-    return (
-        TrainerActor(backend, limits_of(config), make_plane(config, model))
-        if rank == 0
-        else TrainerActor(backend, None)
-    )
+    if rank > 0:
+        return TrainerActor(backend, None)
+    return TrainerActor(backend, limits_of(config), make_plane(config, model))
 
 
 def host_reference(config: RLConfig) -> ReferenceActor:

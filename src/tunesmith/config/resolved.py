@@ -118,7 +118,7 @@ def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
         before = json.loads(file.read_text(encoding="utf-8"))["settings"]
     return [
         f"{key}: {_shown(before[key]['value'])} → {_shown(entry['value'])}"
-        for key, entry in json.loads(_json(resolved))["settings"].items()
+        for key, entry in json.loads(json.dumps(_entries(resolved))).items()
         if key in before
         and before[key]["value"] != entry["value"]
         and not key.startswith(("checkpoint.", "monitor."))
@@ -154,10 +154,16 @@ def _shown(value: Any) -> str:
 
 
 def _json(resolved: Resolved[Any]) -> str:
+    saved = {"settings": _entries(resolved), "notes": list(resolved.notes)}
+    return json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
+
+
+def _entries(resolved: Resolved[Any]) -> dict[str, dict[str, Any]]:
+    """Each setting's value, where it comes from and, if it was derived, why."""
     reasons = {d.key: d.reason for d in resolved.derived}
     entries: dict[str, dict[str, Any]] = {}
     for key, value in settings(resolved.config).items():
         source = "derived" if key in reasons else "said" if key in resolved.said else "default"
         entry = {"value": value, "source": source}
         entries[key] = {**entry, "reason": reasons[key]} if key in reasons else entry
-    return json.dumps({"settings": entries, "notes": list(resolved.notes)}, indent=2, ensure_ascii=False) + "\n"
+    return entries

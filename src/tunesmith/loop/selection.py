@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import ceil, sqrt
 from typing import Any, cast
 
+from tunesmith.loop.evaluate import ROUNDING
 from tunesmith.loop.generation import FLAT, LOGPROBS, Json, records_of
 from tunesmith.types import Message, Prompt
 
@@ -100,7 +101,7 @@ def level(reward: float, borders: Sequence[float]) -> int:
 
 def correct_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
     """Completions that reach the threshold and came to their end."""
-    return [r for r in usable(line) if r["reward"] >= threshold - 1e-9 and r.get("finish_reason") == "stop"]
+    return [r for r in usable(line) if r["reward"] >= threshold - ROUNDING and r.get("finish_reason") == "stop"]
 
 
 def select(records: Sequence[Json], rule: str) -> list[Json]:
@@ -207,7 +208,7 @@ def accuracy(lines: Iterator[Json], threshold: float) -> Json:
     ``accuracy_of_answered`` looks at those alone. A failed completion counts as neither answered nor right.
     """
     records = [record for line in lines for record in records_of(line)]
-    correct = [r for r in records if r.get("reward") is not None and r["reward"] >= threshold - 1e-9]
+    correct = [r for r in records if r.get("reward") is not None and r["reward"] >= threshold - ROUNDING]
     judged = answered_of(records)
     answered, right = (sum(known > 0 for known in found) for found in (judged, answered_of(correct)))
     return {

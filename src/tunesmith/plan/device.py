@@ -17,7 +17,7 @@ from tunesmith.config.preference import DPOConfig, KTOConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.errors import ConfigError
-from tunesmith.plan.devices import engines_together, own_devices, ranks_per_engine, visible_names
+from tunesmith.plan.devices import engines_together, has_own_devices, ranks_per_engine
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.hardware import Gpu
@@ -74,7 +74,7 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     budget = max(0, free_memory(config, facts) // here - taken)
     _derive_microbatch(filling, facts, budget, "cuda" if on_gpu else "cpu")
     if isinstance(config, RLConfig) and not config.system.served:
-        if not config.system.hybrid and own_devices(config, visible_names(None, len(machine.gpus))) is not None:
+        if not config.system.hybrid and has_own_devices(config, len(machine.gpus)):
             # The engines' GPUs are taken for ones like the trainer's.
             share = (free_memory(config, facts) - weight_bytes(config, facts) // ranks_per_engine(config)) // 2
             derive_kv_memory(filling, facts, share, "on a GPU of its own, half")
@@ -85,8 +85,9 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
 def _derive_threads(filling: Filling[Any], cores: int, ranks: int) -> None:
     config = filling.config
     beside = config.system.engines if _engines_beside(config) else 0
-    parts = [f"{ranks} trainer ranks"] * (ranks > 1) + [f"the trainer and {beside} engine processes"] * (beside > 0)
-    shared = f", shared by {parts[0]}" if parts else ""
+    shared = f", shared by {ranks} trainer ranks" if ranks > 1 else ""
+    if beside:
+        shared = f", shared by the trainer and {beside} engine processes"
     threads = max(1, cores // (ranks + beside))
     filling.fill("system.threads", threads, f"the physical cores this process may use{shared}")
 
@@ -115,7 +116,7 @@ def _copies_beside(config: RunConfig, facts: Facts) -> int:
     gpus = len(facts.hardware.gpus)
     if not isinstance(config, RLConfig) or config.system.served or config.system.cluster != "none":
         return 0
-    if not weights_apart(config) or config.system.hybrid or own_devices(config, visible_names(None, gpus)) is not None:
+    if not weights_apart(config) or config.system.hybrid or has_own_devices(config, gpus):
         return 0
     return engines_together(config, gpus) * weight_bytes(config, facts)
 

@@ -39,9 +39,14 @@ def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ..
     return [tuple(free[start : start + ranks]) for start in range(0, len(free) - ranks + 1, ranks)]
 
 
+def has_own_devices(config: RunConfig, gpus: int) -> bool:
+    """Whether engines have some of this machine's ``gpus`` to themselves."""
+    return own_devices(config, visible_names(None, gpus)) is not None
+
+
 def engines_together(config: RunConfig, gpus: int) -> int:
     """Engines that share the memory of one device, of this machine's ``gpus`` or its CPU."""
-    alone = config.system.cluster != "none" or own_devices(config, visible_names(None, gpus)) is not None
+    alone = config.system.cluster != "none" or has_own_devices(config, gpus)
     return 1 if alone else config.system.engines
 
 
