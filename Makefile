@@ -8,7 +8,7 @@ PEERS_INSTALLED := $(PEERS)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 
-.PHONY: install demo test test-slow test-peers test-vllm lint bench clean
+.PHONY: install demo test test-slow test-peers test-vllm test-tries lint bench clean
 
 install: $(INSTALLED)
 
@@ -27,6 +27,10 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m slow --durations 25
+
+# Thousands of random bad inputs and faults: run files, data, rewards, checkpoints, kills, HTTP (tests/tries/README.md).
+test-tries: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --timeout 1800 tests/tries
 
 $(PEERS_INSTALLED): pyproject.toml constraints.txt tests/peers/requirements.txt tests/peers/peers.txt
 	$(PYTHON) -m venv $(PEERS)
