@@ -38,7 +38,7 @@ from tunesmith.weights.base import Offer, Plane
 from tunesmith.weights.broadcast import BroadcastPlane
 from tunesmith.weights.files import MEMORY
 
-COMMAND = [sys.executable, "-m", "tunesmith.build.engine_worker"]
+COMMAND = [sys.executable, "-m", "tunesmith.build.engine_worker", str(os.getpid())]
 
 
 class Bench(PoolBench):

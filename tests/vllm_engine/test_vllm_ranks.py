@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 class Bench(PoolBench):
     async def start(self) -> ProcessEngine:
-        return await ProcessEngine.start([sys.executable, "-m", "tunesmith.build.engine_worker"], self.settings)
+        return await ProcessEngine.start(
+            [sys.executable, "-m", "tunesmith.build.engine_worker", str(os.getpid())], self.settings
+        )
 
 
 @pytest.fixture(scope="module", params=["tensor", "pipeline"])

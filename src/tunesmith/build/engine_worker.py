@@ -1,4 +1,4 @@
-"""The process behind a ``ProcessEngine``: ``python -m tunesmith.build.engine_worker``.
+"""The process behind a ``ProcessEngine``: ``python -m tunesmith.build.engine_worker PARENT``.
 
 The first line of its input says which engine to build; the rest are requests (``engines.worker``).
 """
@@ -11,12 +11,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.build.planes import read_offer
 from tunesmith.errors import TunesmithError, UserError
+from tunesmith.monitor.children import end_with_parent
 from tunesmith.weights.base import Offer
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business, which closes the input
     # Whatever libraries print goes to standard error: standard output carries answers only.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -41,18 +41,8 @@ def main() -> None:
 async def _run(engine: RolloutEngine, take_weights: TakeWeights, write: Callable[[bytes], Any]) -> None:
     from tunesmith.engines.worker import serve
 
-    folders = set[Path]()
-
-    async def take(offer: Offer) -> None:
-        if "path" in offer:
-            folders.add(Path(offer["path"]).parent)
-        await take_weights(offer)
-
     # Read on a thread, which works for pipes and files alike.
-    if not await serve(engine, lambda: asyncio.to_thread(sys.stdin.buffer.readline), write, take):
-        # The trainer was killed, and its weights would go on to fill the memory.
-        for folder in folders:
-            rmtree(folder, ignore_errors=True)
+    await serve(engine, lambda: asyncio.to_thread(sys.stdin.buffer.readline), write, take_weights)
 
 
 def make_engine_worker(settings: Mapping[str, Any]) -> EngineWorker:

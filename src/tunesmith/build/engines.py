@@ -69,6 +69,7 @@ def _processes(
     from tunesmith.engines.process import ProcessEngine
 
     command = [str(config.system.engine_python or sys.executable), "-m", "tunesmith.build.engine_worker"]
+    command.append(str(os.getpid()))
     gpus = device_count()
     raise_all([*device_problems(config, gpus)])
     devices = own_devices(config, visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus))

@@ -38,8 +38,8 @@ async def serve(
     read: Callable[[], Awaitable[bytes]],
     write: Callable[[bytes], None],
     take_weights: TakeWeights,
-) -> bool:
-    """Answer until told to close; False where the input ended before that, as when who asks was killed."""
+) -> None:
+    """Answer until told to close, or until the input ends."""
     running: dict[int, asyncio.Task[None]] = {}
 
     def send(message: dict[str, Any]) -> None:
@@ -62,7 +62,6 @@ async def serve(
         task = running[number] = asyncio.create_task(reply(message))
         task.add_done_callback(lambda _, number=number: running.pop(number, None))
     await engine.close()
-    return bool(line)
 
 
 async def answer(engine: RolloutEngine, message: dict[str, Any], take_weights: TakeWeights) -> dict[str, Any]:

@@ -8,6 +8,7 @@ the parent's), starts on first use and is replaced after a kill.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -85,7 +86,8 @@ class _Worker:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._pipe, theirs = Pipe()
         end = theirs.fileno()
-        command = [sys.executable, "-P", _CHILD, program.file, program.function, str(program.deadline), str(end)]
+        numbers = [str(number) for number in (program.deadline, end, os.getpid())]
+        command = [sys.executable, "-P", _CHILD, program.file, program.function, *numbers]
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said, pass_fds=[end]
         )

@@ -1,4 +1,4 @@
-"""The program of a worker process: ``python killable_child.py FILE FUNCTION DEADLINE PIPE``.
+"""The program of a worker process: ``python killable_child.py FILE FUNCTION DEADLINE PIPE PARENT``.
 
 Reads JSON lists of arguments from the pipe and answers each with a JSON object: ``{"value": ...}`` or
 ``{"raised": traceback}``; one comes first of all, when it is ready. Imports nothing of Tunesmith, so that it
@@ -14,24 +14,27 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 MEMORY_BYTES = 4 << 30
+CHILDREN = Path(__file__).parent.parent / "monitor" / "children.py"
 
 
-def main(file: str, function: str, deadline: float, pipe: int) -> None:
+def main(file: str, function: str, deadline: float, pipe: int, parent: int) -> None:
+    _load(str(CHILDREN), "end_with_parent")(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit_memory()
     call = _load(file, function)
-    parent = Connection(pipe)
+    asking = Connection(pipe)
     answer = json.dumps({"value": None})
     while True:
-        parent.send_bytes(answer.encode())
+        asking.send_bytes(answer.encode())
         try:
-            arguments: list[Any] = json.loads(parent.recv_bytes())
+            arguments: list[Any] = json.loads(asking.recv_bytes())
         except EOFError:
             return
-        # The parent kills at the deadline; this ends the process should the parent be gone.
+        # The asking process kills at the deadline; this ends the process should that one be gone.
         signal.setitimer(signal.ITIMER_REAL, 2 * deadline + 5)
         try:
             answer = json.dumps({"value": call(*arguments)})
@@ -57,4 +60,4 @@ def _limit_memory() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tunesmith.errors import EngineError, StorageError, boundary
 from tunesmith.models.flat_weights import checksum
+from tunesmith.monitor.children import owned_name, remove_at_end, remove_stale
 from tunesmith.weights.base import NamedTensors, Offer
 
 MEMORY = Path("/dev/shm")
@@ -35,10 +36,11 @@ DTYPES = {
 """Number formats as safetensors calls them."""
 ROOM = 2.5
 """Free space to find there, in weights, before memory is preferred to disk: two files are kept."""
+PREFIX = "tunesmith-weights-"
 
 
 def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDirectory[str]:
-    """For files of ``num_bytes`` each, and gone with the process.
+    """For files of ``num_bytes`` each, and gone with the process. What killed ones left there is removed.
 
     Args:
         parent: where it is made; None: in memory where there is room, else on disk.
@@ -46,9 +48,19 @@ def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDir
     if parent is not None:
         with boundary(StorageError, f"system.engine_directory: cannot write to {parent}", OSError):
             parent.mkdir(parents=True, exist_ok=True)
-            return TemporaryDirectory(prefix="tunesmith-weights-", dir=parent)
-    roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM * num_bytes
-    return TemporaryDirectory(prefix="tunesmith-weights-", dir=MEMORY if roomy else None)
+            remove_stale(parent, PREFIX)
+            return _own_directory(parent)
+    places = [place for place in (MEMORY, Path(gettempdir())) if place.is_dir()]
+    for place in places:
+        remove_stale(place, PREFIX)
+    roomy = MEMORY in places and shutil.disk_usage(MEMORY).free > ROOM * num_bytes
+    return _own_directory(MEMORY if roomy else None)
+
+
+def _own_directory(parent: Path | None) -> TemporaryDirectory[str]:
+    made = TemporaryDirectory(prefix=owned_name(PREFIX), dir=parent)
+    remove_at_end(Path(made.name))
+    return made
 
 
 @dataclass(slots=True)
