@@ -18,6 +18,7 @@ FLOORS = {
     "": 6,
     "types": 0,
     "errors": 0,
+    "redact": 0,
     "config": 0,
     "monitor": 0,
     "algorithms": 1,

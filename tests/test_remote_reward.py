@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 import tiny
-from http_servers import answering, unused_url
+from http_servers import answering, running, unused_url
 from tiny_runs import rl_settings
 from tunesmith import build
 from tunesmith.config.load import load_config
@@ -302,3 +302,58 @@ def test_a_run_whose_server_is_down_stops_or_goes_on_as_configured(tmp_path: Pat
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["rollouts/failed"] for line in lines] == [1.0, 1.0]
     assert [line["optimizer_steps"] for line in lines] == [0.0, 0.0]
+
+
+def test_no_password_of_an_address_is_in_a_message() -> None:
+    address = unused_url().replace("http://", "http://me:S3CRET@") + "?key=S3CRET"
+    (one,) = score([address], ["x"], retries=1)
+    assert one.status is Status.REWARD_FAILED and "S3CRET" not in str(one.error) and "127.0.0.1" in str(one.error)
+    with answering(lambda *_: {"rewards": ["x"], "errors": None}) as server:
+        (one,) = score([server.url + "?key=S3CRET"], ["x"])
+    assert "S3CRET" not in str(one.error) and "key=***" in str(one.error)
+    with pytest.raises(ValueError) as refused:
+        RemoteReward(urls=("ftp://me:S3CRET@host/",))
+    assert "S3CRET" not in str(refused.value.__cause__ or refused.value.errors()[0]["msg"])  # type: ignore[attr-defined]
+
+
+def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_BYTES", 1000)
+
+    def endless(*_: Any) -> Any:
+        return web.Response(body=b'{"rewards": [1.0], "x": "' + b"y" * 10_000_000)
+
+    with answering(endless) as server:
+        (one,) = score([server.url], ["x"])
+        assert len(server.bodies) == 1
+    assert one.status is Status.REWARD_FAILED and "bytes" in str(one.error)
+
+
+def test_deeply_nested_json_either_way_is_a_failure() -> None:
+    deep: Any = []
+    for _ in range(20_000):
+        deep = [deep]
+    with answering(lambda *_: web.Response(text="[" * 100_000)) as server:
+        (one,) = score([server.url], ["x"])
+        assert one.status is Status.REWARD_FAILED and "no JSON" in str(one.error)
+        (one,) = score([server.url], ["x"], [rollout(column=deep)])
+        assert one.status is Status.REWARD_FAILED and "cannot be sent" in str(one.error)
+
+
+def test_the_token_of_an_environment_variable_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({"rewards": [1.0]})
+
+    app = web.Application()
+    app.add_routes([web.post("/reward", handle)])
+    section = RewardSection(remote=(RemoteReward(urls=("http://host/",), token_env="REWARD_TOKEN_HERE"),))
+    monkeypatch.delenv("REWARD_TOKEN_HERE", raising=False)
+    with pytest.raises(ConfigError, match="REWARD_TOKEN_HERE"):
+        check_rewards(section, Path())
+    monkeypatch.setenv("REWARD_TOKEN_HERE", "abc\n")
+    check_rewards(section, Path())
+    with running(app) as url:
+        score([f"{url}/reward"], ["x"], token_env="REWARD_TOKEN_HERE")
+    assert seen == ["Bearer abc"]

@@ -104,6 +104,8 @@ class RemoteReward(Section):
     protocol: Literal["tunesmith", "openrlhf"] = "tunesmith"
     batch_size: PositiveInt = 64
     """Completions in one request, at most."""
+    token_env: Text | None = None
+    """The environment variable with the token that is sent as ``Authorization: Bearer``."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that one attempt may take."""
     retries: Annotated[int, Field(ge=0)] = 3

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from tunesmith.config.sizes import checked_size
+from tunesmith.redact import redact
 
 
 def checked_url(text: str) -> str:
@@ -22,7 +23,7 @@ def checked_url(text: str) -> str:
     except ValueError:  # a port that is no number
         valid = False
     if not valid:
-        raise ValueError(f"{text!r} is no URL; write it in full, such as 'http://127.0.0.1:8100/reward'")
+        raise ValueError(f"{redact(text)!r} is no URL; write it in full, such as 'http://127.0.0.1:8100/reward'")
     return text
 
 

@@ -3,12 +3,14 @@
 Each request is a JSON POST with a part of a batch. It goes to the server with the fewest outstanding requests;
 one that failed lately rests for a while. A failed connection, an overrun and an answer of 5xx are tried again,
 on another server where there is one, with pauses that grow. What remains is a failure of those rollouts.
+Addresses are redacted in all messages: they may hold passwords.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -28,12 +30,15 @@ from tunesmith.environments.reward_types import (
     scores_from,
 )
 from tunesmith.errors import TunesmithError, shortened
+from tunesmith.redact import redact
 from tunesmith.types import Rollout, Status
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
 """Seconds before the first further attempt, doubled for each one after it."""
 AGAIN = frozenset({408, 425, 429})
 """Answers below 500 after which it is worth trying again."""
+ANSWER_BYTES, ANSWER_BYTES_EACH = 1 << 20, 1 << 14
+"""An answer has at most the first, and the second for each completion: a number and the reason of a failure."""
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
@@ -54,7 +59,7 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
         label: the column that is sent as OpenRLHF's ``labels``.
         decode: makes OpenRLHF's ``query`` and ``prompts`` of a rollout's tokens.
     """
-    client = RewardClient(entry)
+    client, headers = RewardClient(entry), request_headers(entry)
 
     async def score(rollouts: Sequence[Rollout], texts: Sequence[str], notes: Notes) -> list[Score]:
         del notes
@@ -65,11 +70,20 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
             bodies = [tunesmith_body(rollouts[part], texts[part]) for part in parts]
         sizes = [len(rollouts[part]) for part in parts]
         # A session of its own for each call: nothing is left open between steps or after the run.
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=entry.timeout)) as session:
+        timeout = aiohttp.ClientTimeout(total=entry.timeout)
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
             found = await asyncio.gather(*(client.ask(session, b, n) for b, n in zip(bodies, sizes, strict=True)))
         return [score for part in found for score in part]
 
     return RewardFunction(entry.name, entry.name, score, builtin=True)
+
+
+def request_headers(entry: RemoteReward) -> dict[str, str]:
+    """With the token, where there is one."""
+    headers = {"Content-Type": "application/json"}
+    if entry.token_env is not None:
+        headers["Authorization"] = f"Bearer {os.environ[entry.token_env].strip()}"
+    return headers
 
 
 def tunesmith_body(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:
@@ -108,7 +122,11 @@ class RewardClient:
 
     async def ask(self, session: aiohttp.ClientSession, body: dict[str, Any], size: int) -> list[Score]:
         """One score per completion of the request; the same failure for each where no server gave a usable answer."""
-        data = json.dumps(body, default=str).encode()
+        try:
+            data = json.dumps(body, default=str).encode()
+        except (ValueError, RecursionError) as error:
+            return [ItemFailure(Status.REWARD_FAILED, f"cannot be sent as JSON: {error}")] * size
+        most, begun = ANSWER_BYTES + size * ANSWER_BYTES_EACH, time.monotonic()
         tried: list[str] = []
         reason, status = "", Status.REWARD_FAILED
         while len(tried) <= self.entry.retries:
@@ -117,7 +135,7 @@ class RewardClient:
             url = self._choose(tried)
             tried.append(url)
             try:
-                return scores_of(await self._post(session, url, data), size, url)
+                return scores_of(await self._post(session, url, data, most), size, url)
             except BadAnswer as error:
                 reason, status = str(error), Status.REWARD_FAILED
                 break
@@ -127,8 +145,10 @@ class RewardClient:
                 reason, status = str(error), Status.REWARD_FAILED
             except (aiohttp.ClientError, OSError) as error:
                 reason, status = f"could not be had from {url}: {error or type(error).__name__}", Status.REWARD_FAILED
-        attempts = "" if len(tried) == 1 else f" ({len(tried)} attempts: {', '.join(dict.fromkeys(tried))})"
-        return [ItemFailure(status, f"{reason}{attempts}")] * size
+        if len(tried) > 1:
+            seconds = time.monotonic() - begun
+            reason += f" ({len(tried)} attempts in {seconds:.3g} s: {', '.join(dict.fromkeys(tried))})"
+        return [ItemFailure(status, redact(reason))] * size
 
     def _choose(self, tried: Sequence[str]) -> str:
         """Where this request has been least, then what does not rest, then the fewest outstanding, then sent."""
@@ -140,15 +160,18 @@ class RewardClient:
 
         return min(self._servers, key=load)
 
-    async def _post(self, session: aiohttp.ClientSession, url: str, data: bytes) -> Any:
-        """The answer's JSON. Raises BadAnswer, Unavailable, TimeoutError, aiohttp.ClientError, OSError."""
+    async def _post(self, session: aiohttp.ClientSession, url: str, data: bytes, most: int) -> Any:
+        """The JSON of an answer of at most ``most`` bytes.
+
+        Raises:
+            BadAnswer, Unavailable, TimeoutError, aiohttp.ClientError, OSError.
+        """
         server = self._servers[url]
         server.outstanding += 1
         server.sent += 1
         try:
-            headers = {"Content-Type": "application/json"}
-            async with session.post(url, data=data, headers=headers, allow_redirects=False) as response:
-                text = (await response.read()).decode(errors="replace")
+            async with session.post(url, data=data, allow_redirects=False) as response:
+                text = (await _read(response, most, url)).decode(errors="replace")
                 if response.status >= 500 or response.status in AGAIN:
                     raise Unavailable(f"{url} answered {response.status}: {_short(text)}")
         except (Unavailable, TimeoutError, aiohttp.ClientError, OSError):
@@ -163,8 +186,19 @@ class RewardClient:
             raise BadAnswer(f"{url} answered {response.status}: {_short(text)}")
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadAnswer(f"{url} answered what is no JSON: {_short(text)}") from None
+
+
+async def _read(response: aiohttp.ClientResponse, most: int, url: str) -> bytes:
+    """The body. Raises BadAnswer where it has more than ``most`` bytes, without reading the rest."""
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > most:
+            response.close()
+            raise BadAnswer(f"{url} answered more than {most} bytes, the most there may be for such a request")
+    return bytes(body)
 
 
 def pause(failures: int) -> float:
@@ -191,9 +225,9 @@ def scores_of(answer: Any, size: int, url: str) -> list[Score]:
         raise BadAnswer(f'{url} answered "errors" that are no list of {size}')
     for i, (score, error) in enumerate(zip(scores, errors, strict=True)):
         if error:
-            scores[i] = ItemFailure(Status.REWARD_FAILED, f"{url}: {error}")
+            scores[i] = ItemFailure(Status.REWARD_FAILED, redact(f"{url}: {error}"))
         elif isinstance(score, ItemFailure):
-            scores[i] = replace(score, reason=f"{url} {score.reason}")
+            scores[i] = replace(score, reason=redact(f"{url} {score.reason}"))
     return scores
 
 

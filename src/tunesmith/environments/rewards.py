@@ -14,6 +14,7 @@ unusable item of a good list fails its rollout only. A failed rollout has no rew
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,11 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     for entry in section.remote:
         if not entry.urls:
             raise ConfigError(f"reward.remote: '{entry.name}' has no urls; give one or more, on which it is served.")
+        if entry.token_env is not None and not os.environ.get(entry.token_env, "").strip():
+            raise ConfigError(
+                f"reward.remote '{entry.name}': the environment variable {entry.token_env} (token_env) is not set; "
+                "export it with the token that the server asks for."
+            )
 
 
 def load_rewards(section: RewardSection, base_dir: Path) -> RewardSet:

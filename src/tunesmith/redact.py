@@ -1,0 +1,44 @@
+"""Hiding secrets in what is printed, logged or written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+
+_USER = re.compile(r"(?<=://)[^/\s?#'\"<>]*@")
+_QUERY = re.compile(r"(?<=[?&;])([\w.~%\[\]-]+)=[^&;#\s'\"<>]+")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
+_TOKEN = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|xox[abp]-|AKIA|glpat-)[\w-]{12,}")
+_SECRET_NAME = re.compile(
+    r"(?i)(^|[_.-])(token|api[_-]?key|apikey|secret|password|passwd|credentials?|authorization|private[_-]?key)$"
+)
+
+
+def redact(text: str) -> str:
+    """The text without the secrets that can be recognised.
+
+    In URLs these are user and password, and every value of the query; elsewhere the credentials of an HTTP
+    ``Authorization`` header and access tokens with a known prefix (``hf_``, ``sk-``, ``ghp_``, …).
+
+    Example:
+        >>> redact("http://me:pw@host:80/r?key=abc is down")
+        'http://***@host:80/r?key=*** is down'
+    """
+    text = _URL.sub(lambda url: _QUERY.sub(rf"\1={HIDDEN}", _USER.sub(f"{HIDDEN}@", url[0])), text)
+    text = _BEARER.sub(rf"\1 {HIDDEN}", text)
+    return _TOKEN.sub(rf"\1{HIDDEN}", text)
+
+
+def redact_values(value: Any, name: str = "") -> Any:
+    """``redact`` for settings: texts inside mappings and lists too, and whole where a key is named like a secret."""
+    if isinstance(value, str):
+        return HIDDEN if value and _SECRET_NAME.search(name) else redact(value)
+    if isinstance(value, Mapping):
+        return {key: redact_values(item, str(key)) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, list | tuple):
+        return [redact_values(item, name) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    return value
