@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -16,3 +16,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def only_known_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that writes a metric which is not in the catalogue fails its test."""
+    from tunesmith.monitor.catalogue import find
+    from tunesmith.monitor.metrics import MetricsLog
+
+    write = MetricsLog.write
+
+    def checked(self: MetricsLog, step: int, metrics: Mapping[str, float], *, always: bool = False) -> None:
+        unknown = [name for name in metrics if find(name) is None or find(name.removeprefix("critic/")) is None]
+        assert not unknown, f"monitor/catalogue.py lacks {unknown}"
+        write(self, step, metrics, always=always)
+
+    monkeypatch.setattr(MetricsLog, "write", checked)

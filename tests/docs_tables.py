@@ -1,4 +1,4 @@
-"""The tables of docs/algorithms.md, made from the registries: ``python tests/docs_tables.py`` writes them anew.
+"""Tables of the documents that are made from registries: ``python tests/docs_tables.py`` writes them anew.
 
 Each stands between ``<!-- table: name -->`` and ``<!-- end -->``.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from tunesmith.algorithms.corrections import CORRECTIONS
 from tunesmith.algorithms.losses import POLICY_LOSSES
 from tunesmith.algorithms.presets import NEEDS, PRESETS
 from tunesmith.algorithms.registry import Entry
+from tunesmith.monitor.catalogue import CATALOGUE
 
-ALGORITHMS = Path(__file__).parent.parent / "docs" / "algorithms.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = (DOCS / "algorithms.md", DOCS / "observability.md")
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -87,7 +90,18 @@ def corrections() -> str:
     return _table(("name", "weight of a token", "for", "source", "keys and defaults"), rows)
 
 
-TABLES: Mapping[str, Callable[[], str]] = {made.__name__: made for made in (presets, losses, estimators, corrections)}
+def metrics(kind: str) -> str:
+    rows = [
+        (f"`{m.name}`", m.unit, m.form, m.meaning, ", ".join(f"`{alias}`" for alias in m.aliases))
+        for m in CATALOGUE[kind]
+    ]
+    return _table(("metric", "unit", "form", "meaning", "in sinks also"), rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    **{made.__name__: made for made in (presets, losses, estimators, corrections)},
+    **{f"metrics_{kind}": partial(metrics, kind) for kind in CATALOGUE},
+}
 
 
 def with_tables(text: str) -> str:
@@ -138,4 +152,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    ALGORITHMS.write_text(with_tables(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tiny
-from docs_tables import ALGORITHMS, with_tables
+from docs_tables import PAGES, with_tables
 from documents import DOCUMENTS, ROOT, Block, KeyRow, anchors, blocks, blocks_of, commands, key_tables, links
 from tiny_preferences import lines_of
 from tiny_rewards import save_reward_model
@@ -224,8 +224,9 @@ def check_row(heading: str, row: KeyRow, section: type[Section]) -> None:
         assert row.default and row.default != "required", f"{heading} {row.key}"
 
 
-def test_tables_of_algorithms_are_the_registries() -> None:
-    text = ALGORITHMS.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_tables_are_the_registries(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     assert text == with_tables(text), "run: python tests/docs_tables.py"
 
 

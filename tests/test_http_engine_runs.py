@@ -48,7 +48,7 @@ def test_rl_trains_with_servers(tmp_path: Path, model: Path, servers: list[Sglan
         assert [line["step"] for line in lines if "reward" in line] == [1, 2]
         assert not any("limit_share" in line or "attainable_seconds" in line for line in lines)
         # Sampler and trainer agree on how likely each token was: the weights arrived before each step.
-        assert all(abs(line["kl"]) < 1e-6 for line in lines if "reward" in line)
+        assert all(abs(line["policy_kl"]) < 1e-6 for line in lines if "reward" in line)
     for server in servers:
         assert server.weight_version.endswith("-version-1")
         assert server.asked_for("generate")

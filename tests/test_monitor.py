@@ -57,9 +57,9 @@ def test_resuming_drops_later_and_torn_lines(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"step": 5, "rew')
     with MetricsLog(path, resume_step=2) as metrics:
-        metrics.write(3, {"again": 1.0})
+        metrics.write(3, {"reward": 1.0})
     assert steps(path) == [1, 2, 2, 3]
-    assert read_metrics(path)[-1]["again"] == 1.0
+    assert read_metrics(path)[-1]["reward"] == 1.0
     with MetricsLog(path) as metrics:
         assert steps(path) == [], "a new run starts a new file"
 
@@ -334,7 +334,7 @@ def test_time_left_is_the_median_step_times_what_is_left() -> None:
 
 
 METRICS = {
-    "reward": 0.4123, "kl": 0.0012, "completion_tokens": 83.1, "tokens_per_second": 2312.0,
+    "reward": 0.4123, "ref_kl": 0.0012, "completion_tokens": 83.1, "tokens_per_second": 2312.0,
     "limit_share": 0.23, "loss": 0.0123, "grad_norm": 0.52,
 }  # fmt: skip
 
@@ -355,7 +355,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         "a note",
     ]
     assert lines[1] == (
-        "step 3/9  reward 0.412  KL 0.0012  length 83.1  tok/s 2,312  of limit 23%  loss 0.0123  "
+        "step 3/9  reward 0.412  KL(reference) 0.0012  length 83.1  tok/s 2,312  of limit 23%  loss 0.0123  "
         "grad norm 0.52  2.0s  ETA 12.0s"
     )
 

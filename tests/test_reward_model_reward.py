@@ -242,7 +242,7 @@ def test_a_run_with_a_reward_model_and_a_function(
     lines = [read_metrics(run.run_dir / "metrics.jsonl") for run in runs]
     for line in lines[0]:
         parts = line["reward/share/mean"] + 0.5 * line["reward/reward_model/mean"]
-        assert line["reward/mean"] == pytest.approx(parts)
+        assert line["reward"] == pytest.approx(parts)
     assert untimed(runs[0].run_dir / "metrics.jsonl") == untimed(runs[1].run_dir / "metrics.jsonl")
     a, b = (tensors(run.checkpoint) for run in runs)
     assert a.keys() == b.keys() and all(t.equal(b[name]) for name, t in a.items())

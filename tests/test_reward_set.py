@@ -585,15 +585,15 @@ def test_metrics_by_hand() -> None:
         {
             "rollouts/failed": 0.25,
             "rollouts/timed_out": 0.25,
-            "reward/mean": 1 / 3,
+            "reward": 1 / 3,
             "reward/std": (2 / 9) ** 0.5,
             "reward/f/mean": 1 / 3,
             "reward/f/std": (2 / 9) ** 0.5,
             "reward/f/applied": 1.0,
             "reward/g/applied": 0.0,
-            "reward/answered": 2 / 3,
-            "reward/correct": 1 / 3,
-            "reward/correct_of_answered": 0.5,
+            "answered": 2 / 3,
+            "correct": 1 / 3,
+            "correct_of_answered": 0.5,
         }
     )
     assert reward_metrics([]) == {}

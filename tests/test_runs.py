@@ -27,8 +27,9 @@ def rl(folder: Path, model: Path, run: str = "run", **changed: Any) -> tuple[bui
 
 ALWAYS = {
     "step", "time", "rollouts", "tokens", "completion_tokens", "completion_tokens_max", "truncated", "reward",
-    "reward/mean", "reward/std", "reward/share/mean", "reward/share/applied", "rollouts/failed", "groups_kept",
-    "kl", "loss", "policy_loss", "grad_norm", "lr", "optimizer_steps", "microbatches", "trained_tokens",
+    "reward/std", "reward/share/mean", "epoch", "completion_tokens_min", "reward/share/applied",
+    "rollouts/failed", "groups_kept", "total_tokens",
+    "policy_kl", "loss", "policy_loss", "grad_norm", "lr", "optimizer_steps", "microbatches", "trained_tokens",
     "tokens_per_second", "limit_share", "seconds", "seconds/rollout", "seconds/train", "seconds/sync",
     "seconds/other",
 }  # fmt: skip
@@ -63,7 +64,7 @@ def test_presets_run_and_tell_what_they_should(
         assert line["seconds"] == pytest.approx(parts)
     assert lines[0]["optimizer_steps"] == (4 if "train__batch_size" in changed else 1)
     if "ref_kl" in more:
-        assert lines[0]["ref_kl"] == pytest.approx(0, abs=1e-5) and lines[1]["kl"] > 0
+        assert lines[0]["ref_kl"] == pytest.approx(0, abs=1e-5) and lines[1]["ref_kl"] > 0
 
 
 def test_dapo_replaces_groups_without_contrast_and_shapes_long_answers(tmp_path: Path, model: Path) -> None:

@@ -284,17 +284,17 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     usable = [r for r in counted if r.status is Status.OK]
     totals = [r.reward for r in usable if r.reward is not None]
     if totals:
-        metrics |= {"reward/mean": fmean(totals), "reward/std": pstdev(totals)}
+        metrics |= {"reward": fmean(totals), "reward/std": pstdev(totals)}
     for name in dict.fromkeys(name for r in usable for name in r.rewards):
         values = [v for r in usable if (v := r.rewards.get(name)) is not None]
         metrics[f"reward/{name}/applied"] = len(values) / len(usable)
         if values:
             metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": pstdev(values)}
     for name in dict.fromkeys(name for r in usable for name in r.metrics):
-        key = f"reward/{name}" if name in ("answered", "correct") else f"logged/{name}"
+        key = name if name in ("answered", "correct") else f"logged/{name}"
         metrics[key] = fmean(r.metrics[name] for r in usable if name in r.metrics)
-    if metrics.get("reward/answered"):
-        metrics["reward/correct_of_answered"] = metrics.get("reward/correct", 0.0) / metrics["reward/answered"]
+    if metrics.get("answered"):
+        metrics["correct_of_answered"] = metrics.get("correct", 0.0) / metrics["answered"]
     return metrics
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tunesmith.algorithms.kl import AdaptiveKLController
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.backends.base import LossFn, TrainBackend
+from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.environments.rewards import RewardSet, check_failed
@@ -127,10 +128,10 @@ def improve(parts: RLParts, samples: Sequence[Sample], batch_size: int, seed: in
     objective = parts.objective or policy_objective(config.algorithm, kl_coef=parts.kl.coef)
     learner.objective = parts.critic.joined(objective) if parts.critic else objective
     metrics = learner.update(samples, batch_size, config.train.passes_per_batch, seed, config.rollout.group_size)
-    # To the teacher, else to the reference, else to the policy that sampled.
-    metrics["kl"] = next(metrics[name] for name in ("teacher_kl", "ref_kl", "policy_kl") if name in metrics)
+    if isinstance(config, DistillConfig) and "ref_kl" in metrics:  # there the reference is the teacher
+        metrics["teacher_kl"] = metrics.pop("ref_kl")
     if config.algorithm.kl_target is not None:
-        metrics["kl_coef"] = parts.kl.update(metrics["kl"], len(samples))
+        metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], len(samples))
     return metrics
 
 

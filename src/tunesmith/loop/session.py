@@ -72,6 +72,8 @@ class Session:
     adjustments: Adjustments | None = None
     resume_from: Path | None = None
     step: int = 0
+    total_tokens: float = 0.0
+    """The metric ``tokens`` of all steps."""
 
     @property
     def running(self) -> bool:
@@ -99,6 +101,8 @@ class Session:
         busy = sum(value for name, value in seconds.items() if name not in BESIDE_STEPS)
         record = {**metrics, **times, **self.timeline.finish_step(self.step), "seconds": wall}
         if "tokens" in metrics:
+            self.total_tokens += metrics["tokens"]
+            record["total_tokens"] = self.total_tokens
             record["tokens_per_second"] = metrics["tokens"] / busy
         if "attainable_seconds" in metrics:
             record["limit_share"] = metrics["attainable_seconds"] / busy
@@ -127,7 +131,8 @@ class Session:
 
     def save(self, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
         """Write a checkpoint of this step: what ``write`` puts into the directory, and the loop's state."""
-        own = {"step": self.step, "best": {self.best.metric: [self.best.value, self.best.step]}}
+        best = {self.best.metric: [self.best.value, self.best.step]}
+        own = {"step": self.step, "best": best, "total_tokens": self.total_tokens}
         with self.phase("checkpoint"):
             return self.checkpoints.save(self.step, {**own, **state}, write, self.best.step)
 
@@ -137,7 +142,7 @@ class Session:
             return None
         state = read_state(self.resume_from)
         load(self.resume_from)
-        self.step = state["step"]
+        self.step, self.total_tokens = state["step"], state["total_tokens"]
         self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
         self.note(f"continuing at step {self.step} from {self.resume_from}")
         if self.step >= self.total_steps:

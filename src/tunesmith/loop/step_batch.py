@@ -63,11 +63,10 @@ def step_metrics(
     """Of the groups that were played for a step, of those it trains on, and of the sampler since the last step."""
     stats = parts.engine.stats()
     prompts = stats.reused_prompt_tokens + stats.prefilled_tokens
-    rewards = parts.rewards.metrics([r for g in tried for r in g.rollouts])
     return {
         **rollout_metrics(tried),
-        **rewards,
-        **({"reward": rewards["reward/mean"]} if "reward/mean" in rewards else {}),
+        **parts.rewards.metrics([r for g in tried for r in g.rollouts]),
+        "epoch": float(parts.tasks.epoch),
         "groups_kept": groups_kept,
         **({"tasks_resting": float(parts.tasks.resting)} if parts.config.algorithm.rest_epochs else {}),
         "sampled_tokens": float(stats.sampled_tokens),
@@ -112,6 +111,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
         "rollouts": float(len(rollouts)),
         "tokens": float(lengths.sum()),
         "completion_tokens": float(lengths.mean()),
+        "completion_tokens_min": float(lengths.min()),
         "completion_tokens_max": float(lengths.max()),
         "longest_sequence": float(max(len(record.token_ids) for r in rollouts for record in r.records)),
         "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),

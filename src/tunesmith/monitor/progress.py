@@ -55,8 +55,9 @@ def duration(seconds: float) -> str:
 
 
 COLUMNS = (
-    Column(("reward", "reward/mean"), "reward", number),
-    Column(("kl",), "KL", number),
+    Column(("reward",), "reward", number),
+    Column(("teacher_kl",), "KL(teacher)", number),
+    Column(("ref_kl",), "KL(reference)", number),
     Column(("completion_tokens",), "length", count),
     Column(("tokens_per_second",), "tok/s", count),
     Column(("limit_share",), "of limit", share),
