@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from tiny import save_model
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW, learning_rate
@@ -173,13 +173,39 @@ def rates(total: int, **options: Any) -> list[float]:
 
 def test_schedules_by_hand() -> None:
     assert rates(3) == [1.0, 1.0, 1.0]
-    assert rates(5, schedule="linear") == [1.0, 0.75, 0.5, 0.25, 0.0]
-    assert rates(5, schedule="linear", min_ratio=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
-    assert rates(5, schedule="cosine") == pytest.approx([1.0, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0.0])
-    assert rates(7, schedule="linear", warmup=2) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+    assert rates(4, schedule="linear") == [1.0, 0.75, 0.5, 0.25]
+    assert rates(4, schedule="linear", min_ratio=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4])
+    assert rates(4, schedule="cosine") == pytest.approx([1.0, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])
+    assert rates(6, schedule="linear", warmup=2) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
     assert rates(4, warmup=4) == [0.25, 0.5, 0.75, 1.0]
     assert rates(2, warmup=1, schedule="cosine") == [1.0, 1.0]
     assert learning_rate(99, peak=1.0, total=5, warmup=0, schedule="cosine", min_ratio=0.1) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (2, 0), (7, 0), (7, 1), (7, 3), (7, 6), (100, 10)])
+@pytest.mark.parametrize(
+    ("schedule", "theirs", "options"),
+    [
+        ("constant", "constant_with_warmup", {}),
+        ("linear", "linear", {}),
+        ("cosine", "cosine", {}),
+        ("cosine", "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    ],
+)
+def test_schedules_are_those_of_transformers_whose_warm_up_is_a_step_behind(
+    schedule: str, theirs: str, options: dict[str, float], total: int, warmup: int
+) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler: Any = get_scheduler(theirs, optimizer, warmup, total, options)
+    expected: list[float] = []
+    for _ in range(total + 1):
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    least = options.get("min_lr_rate", 0.0)
+    ours = rates(total, schedule=schedule, warmup=warmup, min_ratio=least)
+    assert ours == pytest.approx([expected[s + (s < warmup)] for s in range(total)])
+    assert all(rate > least for rate in ours[warmup:]), "no step is without effect"
 
 
 @pytest.fixture(scope="module")

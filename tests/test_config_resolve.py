@@ -263,8 +263,7 @@ def test_contradictions_with_the_facts(config: RunConfig, changes: dict[str, Any
 
 
 def test_notes() -> None:
-    notes = resolve(rl("rollout.top_p=0.9", "model.dtype=bfloat16"), facts(hardware=OLD_CPU, train_size=3)).notes
-    assert any("top_p" in note for note in notes)
+    notes = resolve(rl("model.dtype=bfloat16"), facts(hardware=OLD_CPU, train_size=3)).notes
     assert any("float32 would be faster" in note for note in notes)
     assert any("the data has 3" in note for note in notes)
     assert resolve(rl(), facts()).notes == ()
@@ -332,11 +331,12 @@ def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    print_resolved(resolve(rl("rollout.top_p=0.9"), facts()))
+    print_resolved(resolve(rl("rollout.top_p=0.9", "rollout.prompts_per_step=8"), facts(train_size=5)))
     shown = capsys.readouterr().out
     assert "rollout.top_p" in shown and "as you said" in shown
-    assert "one pass over 1000 prompts, 8 to a step" in shown
-    assert "note: top_p" in shown
+    assert "one pass over 5 prompts, 8 to a step" in shown
+    assert "algorithm.decoupled" in shown and "rollout.top_p alters the distribution" in shown
+    assert "note: a step takes 8 prompts" in shown
 
 
 def test_model_facts_without_torch(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_the_critic_has_its_own_schedule_and_passes(tmp_path: Path, model: Path)
     assert [line["critic/optimizer_steps"] for line in lines] == [4] * 4
     assert [line["optimizer_steps"] for line in lines] == [2] * 4
     assert [line["lr"] for line in lines] == [1e-2] * 4
-    rates = [5e-4, 1e-3, *(1e-3 * (1 - k / 13) for k in range(14))]
+    rates = [5e-4, 1e-3, *(1e-3 * (1 - k / 14) for k in range(14))]
     assert [line["critic/lr"] for line in lines] == pytest.approx([np.mean(rates[i : i + 4]) for i in range(0, 16, 4)])
 
 

@@ -44,6 +44,16 @@ class Task:
     environment: str = "single_turn"
 
 
+UNALTERED: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""The sampling settings that alter the distribution, each with the value that leaves it alone. (The temperature is
+not one of them: training divides by it, too.)"""
+
+
+def altering(settings: object) -> dict[str, float]:
+    """Those of ``settings`` (a ``Sampling`` or a section of a run file) that alter the distribution."""
+    return {name: value for name, off in UNALTERED.items() if (value := getattr(settings, name)) != off}
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How an engine draws tokens. ``temperature=0`` is greedy.
@@ -65,8 +75,8 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Whether the distribution is cut, so that training scores another one than was sampled."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+        """Whether the distribution is altered, so that training scores another one than was sampled."""
+        return self.temperature > 0 and bool(altering(self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ the bounds that belong to the new one, not the preset's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from tunesmith.algorithms.advantages import ESTIMATORS
@@ -130,12 +130,13 @@ _STALE = ("token_truncate", "with rollout.max_staleness an older policy may have
 
 
 def resolve_algorithm(
-    section: AlgorithmSection, *, max_new_tokens: int, max_staleness: int = 0
+    section: AlgorithmSection, *, max_new_tokens: int, max_staleness: int = 0, altered_by: Collection[str] = ()
 ) -> tuple[AlgorithmSection, Reasons]:
     """Fill in every key that was left out; return the section and ``(key, value, reason)`` for each.
 
     With ``max_staleness`` what an older policy sampled is corrected for (truncated importance sampling) unless another
-    thing is said.
+    thing is said. ``altered_by`` names sampling settings that alter the distribution (``types.altering``): what the
+    sampler reports is then no old log-probability of the distribution that is trained.
 
     Raises:
         ConfigError: an unknown name, a combination that cannot learn, or a key that nothing would read.
@@ -157,7 +158,7 @@ def resolve_algorithm(
     for key, (value, why) in common.items():
         filling.fill(key, value, why)
     _fill_kl(filling)
-    _fill_correction(filling)
+    _fill_correction(filling, altered_by)
     if filling["overlong_buffer"]:
         filling.fill("overlong_factor", 1.0, "the ramp goes down by a full reward")
     _refuse_unread(filling)
@@ -223,21 +224,40 @@ def _fill_kl(filling: _Filling) -> None:
         filling.fill("kl_horizon", 10_000, "as in Ziegler et al., arXiv:1909.08593")
 
 
-def _fill_correction(filling: _Filling) -> None:
+def _fill_correction(filling: _Filling, altered_by: Collection[str]) -> None:
     name = filling["correction"]
-    if name == "none":
+    if altered_by:
+        _fill_for_altered(filling, altered_by)
+    elif name == "none":
         filling.fill("decoupled", False, "the sampler's log-probabilities are the old ones")
-        return
-    if filling.fill("decoupled", True, f"the correction {name} compares them with the sampler's") is False:
+    elif filling.fill("decoupled", True, f"the correction {name} compares them with the sampler's") is False:
         raise ConfigError(
             f"algorithm.correction: '{name}' weighs the trainer's log-probabilities against the sampler's, "
             'which are the same with decoupled=false. Leave decoupled out, or set correction="none".'
         )
+    if name == "none":
+        return
     for key, default in CORRECTIONS[str(name)].settings.items():
         filling.fill(key, default, f"default of the correction {name}")
     low, high = filling["correction_low"], filling["correction_high"]
     if isinstance(low, float) and isinstance(high, float) and low >= high:
         raise ConfigError(f"algorithm.correction_low={low:g} must be below correction_high={high:g}.")
+
+
+def _fill_for_altered(filling: _Filling, by: Collection[str]) -> None:
+    """The loss's ratio has to start at 1, and the sampler's log-probabilities are those of another distribution."""
+    cause = " and ".join(f"rollout.{name}" for name in by) + (" alters" if len(by) == 1 else " alter")
+    reason = f"{cause} the distribution that is sampled, and the old log-probabilities are those of the whole one"
+    if filling.fill("decoupled", True, reason) is False:
+        raise ConfigError(
+            f"algorithm.decoupled = false takes the sampler's log-probabilities for the old ones, and {cause} the "
+            "distribution that they belong to: the ratio of the loss would not start at 1. Leave one of them out."
+        )
+    if filling["correction"] == "geometric":
+        raise ConfigError(
+            'algorithm.correction = "geometric" keeps the answers that trainer and sampler find nearly equally likely, '
+            f"and {cause} the sampler's probabilities: hardly any answer would be kept. Leave one of them out."
+        )
 
 
 _OVERLONG, _HORIZON = frozenset({"overlong_factor"}), frozenset({"kl_horizon"})

@@ -137,13 +137,14 @@ def learning_rate(
 ) -> float:
     """Learning rate of optimizer step ``step`` (the first is 0) out of ``total``.
 
-    It climbs linearly over ``warmup`` steps (the first one is ``peak / warmup``, the last reaches
-    ``peak``), then stays or falls to ``min_ratio * peak`` at the last step.
+    It climbs linearly over ``warmup`` steps (the first one is ``peak / warmup``, the last reaches ``peak``), then
+    stays, or falls towards ``min_ratio * peak``, which the step after the last one would have. As transformers'
+    ``get_scheduler``, but for the warm-up, which begins with 0 there.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule == "constant":
         return peak
-    progress = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
     falling = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return peak * (min_ratio + (1 - min_ratio) * falling)

@@ -200,7 +200,8 @@ class AlgorithmSection(Section):
     value_clip: Annotated[float, Field(ge=0)] | None = None
     """How far a value may move from the one before the update; 0 is off."""
     decoupled: bool | None = None
-    """Let the trainer recompute the log-probabilities before the update; None: if there is a correction."""
+    """Let the trainer recompute the log-probabilities before the update; None: if there is a correction, or if
+    ``rollout.top_p`` and the like alter what is sampled."""
     correction: Correction | None = None
     """Weight of each token for the difference between trainer and sampler (needs ``decoupled``)."""
     correction_low: Annotated[float, Field(ge=0)] | None = None

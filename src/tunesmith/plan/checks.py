@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from math import ceil
 
-from tunesmith.algorithms.presets import algorithm_needs, resolve_algorithm
+from tunesmith.algorithms.presets import Reasons, algorithm_needs, resolve_algorithm
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig, ScoreConfig
 from tunesmith.config.resolved import said_of, settings, unread
@@ -16,6 +16,7 @@ from tunesmith.plan.distillation import distill_problems, teacher_problems
 from tunesmith.plan.engine import SAMPLER_KEYS, engine_problems
 from tunesmith.plan.generation import generation_problems
 from tunesmith.plan.weights import ahead_problems, hybrid_problems
+from tunesmith.types import altering
 
 
 def check(config: RunConfig) -> None:
@@ -42,6 +43,17 @@ def raise_all(problems: list[str]) -> None:
         raise ConfigError(problems[0])
     if problems:
         raise ConfigError("\n  ".join([f"{len(problems)} settings do not fit together:", *problems]))
+
+
+def resolved_algorithm(config: RLConfig) -> tuple[AlgorithmSection, Reasons]:
+    """``[algorithm]`` as ``[rollout]`` lets it resolve; see ``resolve_algorithm``."""
+    rollout = config.rollout
+    return resolve_algorithm(
+        config.algorithm,
+        max_new_tokens=rollout.max_new_tokens,
+        max_staleness=rollout.max_staleness,
+        altered_by=altering(rollout),
+    )
 
 
 def rollout_samples(config: RLConfig) -> int:
@@ -239,9 +251,9 @@ def _check_rl(config: RLConfig) -> Iterator[str]:
 
 
 def _check_algorithm(config: RLConfig) -> Iterator[str]:
-    limit, section = config.rollout.max_new_tokens, config.algorithm
+    limit = config.rollout.max_new_tokens
     try:
-        section, _ = resolve_algorithm(section, max_new_tokens=limit, max_staleness=config.rollout.max_staleness)
+        section, _ = resolved_algorithm(config)
     except ConfigError as error:
         yield str(error)
         return

@@ -12,6 +12,7 @@ from tunesmith.config.system import SystemSection
 from tunesmith.plan.cluster import cluster_problems
 from tunesmith.plan.vllm import VLLM_KEYS, vllm_problems
 from tunesmith.plan.weights import engines_apart, weight_problems
+from tunesmith.types import altering
 
 TRAINER_KEYS = (
     *("device", "threads", "max_tokens_per_microbatch", "share_prompts", "gradient_checkpointing", "logprob_chunk"),
@@ -84,12 +85,11 @@ def _check_sglang(config: RunConfig) -> Iterator[str]:
     system = config.system
     rl = isinstance(config, RLConfig)
     sampling = config.rollout if rl else config.sampling if isinstance(config, SamplingConfig) else None
-    for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if sampling else ():
-        if (value := getattr(sampling, key)) != off:
-            yield (
-                f'{"rollout" if rl else "sampling"}.{key} = {value:g} does not go with system.engine = "sglang", which '
-                "gives log-probabilities of the whole distribution, not of the cut one; leave it out"
-            )
+    for key, value in (altering(sampling) if sampling else {}).items():
+        yield (
+            f'{"rollout" if rl else "sampling"}.{key} = {value:g} does not go with system.engine = "sglang", which '
+            "gives log-probabilities of the whole distribution, not of the cut one; leave it out"
+        )
     far = [url for url in system.engine_urls if urlsplit(url).hostname not in _LOOPBACK]
     if far and system.engine_directory is None:
         yield (

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from math import ceil
 from typing import Any, TypeVar
 
-from tunesmith.algorithms.presets import algorithm_needs, resolve_algorithm
+from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.config.generation import GenerateConfig, SamplingConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size
-from tunesmith.plan.checks import check, optimizer_steps, raise_all, rollout_samples, step_problems
+from tunesmith.plan.checks import check, optimizer_steps, raise_all, resolved_algorithm, rollout_samples, step_problems
 from tunesmith.plan.device import derive_system, state_bytes
 from tunesmith.plan.devices import device_problems
 from tunesmith.plan.distillation import derive_distill
@@ -76,10 +76,7 @@ def _derive_algorithm(filling: Filling[Any]) -> None:
     config = filling.config
     if not isinstance(config, RLConfig):
         return
-    rollout = config.rollout
-    section, reasons = resolve_algorithm(
-        config.algorithm, max_new_tokens=rollout.max_new_tokens, max_staleness=rollout.max_staleness
-    )
+    section, reasons = resolved_algorithm(config)
     filling.config = config.model_copy(update={"algorithm": section})
     filling.derived += [Derived(key, value, reason) for key, value, reason in reasons]
 
@@ -249,11 +246,6 @@ def _notes(config: RunConfig, facts: Facts) -> Iterator[str]:
     """What is allowed but worth knowing."""
     if isinstance(config, RLConfig):
         rollout = config.rollout
-        if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
-            yield (
-                "top_p, top_k or min_p cut the distribution that is sampled from; "
-                "training scores the whole one, so the two differ"
-            )
         if facts.train_size is not None and rollout.prompts_per_step > facts.train_size:
             yield (
                 f"a step takes {rollout.prompts_per_step} prompts, and the data has {facts.train_size}: "

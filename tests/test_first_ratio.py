@@ -1,0 +1,158 @@
+"""The loss's ratio starts at 1, whatever the sampler does to the distribution and however old its weights are."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from test_learner import backend_of, learner_of
+from tiny import save_model
+from tunesmith.algorithms.losses import POLICY_LOSSES
+from tunesmith.algorithms.objective import policy_objective
+from tunesmith.algorithms.presets import PRESETS
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RLConfig
+from tunesmith.engines.local.engine import LocalEngine
+from tunesmith.errors import ConfigError
+from tunesmith.loop.critic import Critic
+from tunesmith.loop.experience import make_experience
+from tunesmith.loop.learner import Learner
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.checks import check, resolved_algorithm
+from tunesmith.types import UNALTERED, Rollout, RolloutGroup, Sample, Sampling, Task
+
+ALTERED = {"top_p": 0.7, "top_k": 20, "min_p": 0.2}
+TEMPERATURE = 1.3
+
+
+def config(*overrides: str) -> RLConfig:
+    base = ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]', f"rollout.temperature={TEMPERATURE}"]
+    return load_config(RLConfig, None, [*base, *overrides])
+
+
+def unmoved(step: int) -> float:  # noqa: ARG001
+    return 0.0
+
+
+class Values:
+    """A critic's learner that values every state alike."""
+
+    def score(self, samples: list[Sample], column: str, **_: Any) -> list[Sample]:
+        return [
+            Sample(s.token_ids, s.loss_mask, {**s.columns, column: [0.3] * len(s.token_ids)}, s.group) for s in samples
+        ]
+
+
+@dataclass
+class Bench:
+    """A policy that samples and trains; ``groups`` by what altered its distribution and how old its weights were."""
+
+    learner: Learner
+    groups: dict[tuple[str, bool], list[RolloutGroup]]
+
+    def first_step(self, name: str, altered: str, stale: bool, *more: str) -> dict[str, float]:
+        """The metrics of the first optimizer step of a preset or loss."""
+        overrides = [f"rollout.max_staleness={int(stale)}", *more, f"algorithm.name={name}"]
+        if altered:
+            overrides.append(f"rollout.{altered}={ALTERED[altered]}")
+        section, _ = resolved_algorithm(config(*overrides))
+        critic: Any = Critic(Values(), 1, None)  # type: ignore[arg-type]
+        groups = self.groups[altered, stale]
+        samples = make_experience(
+            groups, section, self.learner, kl_coef=section.kl_coef or 0.0, max_new_tokens=8, seed=0, critic=critic
+        )
+        assert samples and section.aggregation
+        self.learner.objective, self.learner.aggregation = policy_objective(section), section.aggregation
+        return self.learner.step(samples)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """The learning rate is 0, so that every step is a first one."""
+    path = save_model(tmp_path_factory.mktemp("ratio") / "model", initializer_range=0.3)
+    backend = backend_of(
+        path,
+        predict=partial(CausalLM.predict, temperature=TEMPERATURE),
+        reference=CausalLM.load(path, dtype=torch.float32),
+    )
+    engine = LocalEngine(backend.model, kv_bytes=1 << 22, max_running=64, max_prefill_tokens=64)
+    rng = np.random.default_rng(0)
+
+    async def play(altered: str) -> list[RolloutGroup]:
+        groups: list[RolloutGroup] = []
+        for number in range(4):
+            task = Task(str(number), "p", (5 + number, 6, 7))
+            rollouts = [Rollout(task) for _ in range(4)]
+            setting = {altered: ALTERED[altered]} if altered else {}
+            for place, rollout in enumerate(rollouts):
+                sampling = Sampling(8, TEMPERATURE, ignore_eos=True, seed=10 * number + place, **setting)  # type: ignore[arg-type]
+                rollout.observe(task.prompt_ids)
+                rollout.act(await engine.generate(list(task.prompt_ids), sampling))
+                rollout.reward = float(rng.normal())
+                rollout.rewards = {"r": rollout.reward}
+            groups.append(RolloutGroup(task, rollouts, greedy=Rollout(task, reward=0.1)))
+        return groups
+
+    async def all_of() -> dict[tuple[str, bool], list[RolloutGroup]]:
+        stale = {(altered, True): await play(altered) for altered in ("", *ALTERED)}
+        with torch.no_grad():
+            for parameter in backend.model.module.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        await engine.load_weights(1)
+        fresh = {(altered, False): await play(altered) for altered in ("", *ALTERED)}
+        await engine.close()
+        return stale | fresh
+
+    return Bench(learner_of(backend, learning_rate=unmoved), asyncio.run(all_of()))
+
+
+def test_every_setting_that_alters_the_distribution_is_tried() -> None:
+    assert ALTERED.keys() == UNALTERED.keys()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("altered", ["", *ALTERED])
+def test_the_first_ratio_of_every_preset_and_loss_is_1_and_nothing_is_clipped(
+    bench: Bench, altered: str, stale: bool
+) -> None:
+    cases = [(name, list[str]()) for name in PRESETS] + [("grpo", [f"algorithm.loss={loss}"]) for loss in POLICY_LOSSES]
+    for name, more in cases:
+        metrics = bench.first_step(name, altered, stale, *more)
+        assert metrics["ratio"] == pytest.approx(1, abs=1e-5), (name, more)
+        # GEPO's ratio is against the mean probability of its group, which is not the sequence's own.
+        clipped = {metrics.get(side, 0.0) for side in ("clip_low", "clip_high")}
+        assert clipped == {0.0} or "gepo" in (name, *"".join(more).split("=")), (name, more)
+        assert np.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0, (name, more)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_the_sampler_reports_of_an_altered_distribution_is_another_number(bench: Bench) -> None:
+    """Without this the test above would pass for nothing: the ratio to the sampler's numbers is far from 1."""
+    for name in ALTERED:
+        [first, *_] = bench.groups[name, False]
+        sample = Sample(first.rollouts[0].token_ids, first.rollouts[0].sampled)
+        (scored,) = bench.learner.score([sample], "trainer")
+        mask = np.array(sample.loss_mask)
+        ours = np.array(scored.columns["trainer"])[mask]
+        theirs = np.array(first.rollouts[0].records[0].logprobs)[mask]
+        assert np.exp(ours - theirs).mean() < 0.9, name
+
+
+def test_the_plan_says_why_and_refuses_what_cannot_be_right() -> None:
+    for name, value in ALTERED.items():
+        section, reasons = resolved_algorithm(config(f"rollout.{name}={value}"))
+        [why] = [reason for key, _, reason in reasons if key == "algorithm.decoupled"]
+        assert section.decoupled and section.correction == "none" and f"rollout.{name}" in why
+        with pytest.raises(ConfigError, match=rf"algorithm\.decoupled(.|\n)*rollout\.{name}"):
+            check(config(f"rollout.{name}={value}", "algorithm.decoupled=false"))
+        with pytest.raises(ConfigError, match=rf"geometric(.|\n)*rollout\.{name}"):
+            check(config(f"rollout.{name}={value}", "algorithm.correction=geometric"))
+    assert resolved_algorithm(config())[0].decoupled is False
+    assert resolved_algorithm(config("algorithm.decoupled=true", "rollout.top_p=0.9"))[0].decoupled
