@@ -52,7 +52,7 @@ def forest_of(samples: Sequence[Sample], indices: Sequence[int]) -> Forest:
     empty = torch.zeros(len(rows), dtype=torch.int64)
     columns = {n: torch.tensor([samples[i].columns[n][t] for i, t in rows], dtype=torch.float64) for n in names}
     sample = torch.tensor([place[i] for i, _ in rows], dtype=torch.int64)
-    return Forest(empty, empty, (), empty, empty, sample, tuple(indices), columns)
+    return Forest(empty, empty, (), empty, empty, sample, tuple(indices), (), columns)
 
 
 def gather(logprobs: Sequence[Tensor], indices: Sequence[int]) -> Tensor:

@@ -350,6 +350,13 @@ def test_model_facts_without_torch(tmp_path: Path) -> None:
     ).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     assert read_model_facts(tmp_path) == ModelFacts(3 * 4 + 5 + 1, 2, 32, 64, 4, 2, 8, 300, 512)
+    for rope in (
+        {"original_max_position_embeddings": 64, "rope_scaling": {"type": "su", "short_factor": [1.0]}},
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 64}}},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(sizes | rope))
+        assert (found := read_model_facts(tmp_path)) is not None and found.switch == 64
     (tmp_path / "config.json").write_text('{"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 9}')
     (tmp_path / "model.safetensors").unlink()
     gpt2 = read_model_facts(tmp_path)

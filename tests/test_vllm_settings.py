@@ -165,3 +165,20 @@ def test_versions(found: str, fits: bool) -> None:
     assert (problem is None) == fits
     if problem:
         assert found in problem and "pip install 'vllm==0.32.*'" in problem
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_sequences_past_the_switch_of_longrope_need_the_embedded_engine(engine: str) -> None:
+    """Other engines choose the frequencies for a whole batch, or once for all that comes."""
+    facts = replace(FACTS, model=replace(MODEL, switch=60))
+    longer = replace(facts, longest=41)
+    if engine == "vllm":
+        assert resolved(facts=facts).config.system.vllm.max_model_len == 60
+        assert "max_model_len = 61" in refused("system.vllm.max_model_len=61", facts=facts)
+        assert refused(facts=longer).count("longrope") == 1
+    else:
+        sglang = (*BASE[:4], 'system.engine="sglang"', 'system.engine_urls=["http://127.0.0.1:1"]')
+        resolve(load_config(RLConfig, None, list(sglang)), facts)
+        with pytest.raises(ConfigError, match="longrope"):
+            resolve(load_config(RLConfig, None, list(sglang)), longer)
+    resolve(load_config(RLConfig, None, list(BASE[:4])), longer)

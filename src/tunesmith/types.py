@@ -263,6 +263,8 @@ class Sample:
     columns: dict[str, list[float]] = field(default_factory=dict[str, "list[float]"])
     group: int = -1
     """Index of the sample's group in the batch; -1 where there are no groups."""
+    stand_ins: int = 0
+    """Tokens at its end that are no part of the sequence, such as one that stands in for a target."""
 
     @property
     def num_loss_tokens(self) -> int:

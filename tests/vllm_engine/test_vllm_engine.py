@@ -21,6 +21,7 @@ from tunesmith.engines.base import EngineStats
 from tunesmith.engines.vllm.engine import VllmEngine
 from tunesmith.engines.vllm.start import VllmSettings
 from tunesmith.errors import EngineError, ModelError, UserError
+from tunesmith.types import Completion
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
@@ -231,3 +232,23 @@ def test_the_trainers_random_numbers_go_on(directory: Path) -> None:
         await made.engine.close()
 
     asyncio.run(run())
+
+
+def test_a_model_that_rotates_long_sequences_otherwise_is_served_up_to_where_it_does(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "rope_theta": 100.0, "factor": 2.0}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32, **factors}
+    settings = {"head_dim": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "rope_parameters": rope}
+    path = save_model(
+        tmp_path / "phi3", "phi3", original_max_position_embeddings=32, max_position_embeddings=64, **settings
+    )
+    with pytest.raises(UserError, match="max_model_len"):
+        subject(path)
+    engine = subject(path, max_model_len=32).engine
+    done = asyncio.run(_complete_and_close(engine))
+    assert done.logprobs == pytest.approx(scorer(path)(PROMPT, done.token_ids), abs=1e-3)
+
+
+async def _complete_and_close(engine: VllmEngine) -> Completion:
+    done = await engine.generate(PROMPT, replace(FREE, max_new_tokens=12))
+    await engine.close()
+    return done

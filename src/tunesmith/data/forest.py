@@ -53,6 +53,7 @@ class Forest:
     targets: Tensor  # [N] int64
     sample: Tensor  # [N] int64
     sample_ids: tuple[int, ...]  # S
+    lengths: tuple[int, ...]  # S, tokens of each sample
     columns: dict[str, Tensor]  # each [N] float
 
     @property
@@ -121,6 +122,7 @@ def build_forest(samples: Sequence[Sample], indices: Sequence[int] | None = None
         _flat(targets, np.int64),
         _flat(numbers, np.int64),
         chosen,
+        tuple(len(sample.token_ids) - sample.stand_ins for sample in picked),
         {
             name: _flat([_at(s.columns[name], at, width) for s, at in zip(picked, predicted, strict=True)], width)
             for name in names

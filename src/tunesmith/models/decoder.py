@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -16,6 +17,7 @@ from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.loading import load_config, load_module, load_tokenizer
 from tunesmith.models.quantised import Quantize
+from tunesmith.models.rope import LengthRule, apart_by_length, rotate_by_length, rotated_by
 
 if TYPE_CHECKING:
     from tunesmith.models.adapters import Adapter
@@ -39,6 +41,11 @@ class Decoder:
     """The same decoder in fewer operations, where its family allows; None runs the Hugging Face modules."""
     adapter: Adapter | None = field(default=None, repr=False)
     """What is trained in place of the module's own weights; see ``adapters.attach``."""
+    lengths: LengthRule | None = field(default=None, init=False, repr=False)
+    """Which lengths are rotated alike, where the rotary frequencies depend on the length."""
+
+    def __post_init__(self) -> None:
+        self.lengths = rotate_by_length(self.module.base_model)
 
     @classmethod
     def load(
@@ -91,17 +98,30 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.module.dtype
 
-    def hidden(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+    def hidden(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attention: AttentionContext,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         """Last hidden states after the final norm.
 
         Args:
             token_ids: ``[T]``.
             position_ids: ``[T]``, each token's place in its own sequence.
             attention: what each token may see.
+            lengths: ``T``, of each token's sequence as far as ``self.lengths`` tells them apart; None: one sequence.
 
         Returns:
             ``[T, d]``.
         """
+        if self.lengths is not None:
+            with rotated_by(lengths):
+                return self._hidden(token_ids, position_ids, attention)
+        return self._hidden(token_ids, position_ids, attention)
+
+    def _hidden(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
         if self.lean is not None and self.lean.usable:
             return self.lean(token_ids, position_ids, attention)
         out = self.module.base_model(
@@ -114,7 +134,10 @@ class Decoder:
 
     def states(self, forest: Forest) -> Tensor:
         """The hidden states ``[N, d]`` from which a forest's targets are predicted."""
-        hidden = self.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))
+        lengths: list[int] | None = None
+        if self.lengths is not None:
+            forest, lengths = apart_by_length(forest, self.lengths)
+        hidden = self.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest), lengths)
         return hidden.index_select(0, forest.source)
 
     def save(self, directory: str | Path) -> None:

@@ -22,7 +22,7 @@ def whole_sequence(token_ids: Sequence[int]) -> Sample:
 
     A forest predicts from the row before a target, so a token that nothing reads stands in for the target.
     """
-    return Sample([*token_ids, token_ids[-1]], [False] * len(token_ids) + [True])
+    return Sample([*token_ids, token_ids[-1]], [False] * len(token_ids) + [True], stand_ins=1)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,8 @@ from tunesmith.config.resolved import unread
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.system import SystemSection
 from tunesmith.plan.cluster import cluster_problems
+from tunesmith.plan.device import longest_sample
+from tunesmith.plan.facts import Facts
 from tunesmith.plan.vllm import VLLM_KEYS, vllm_problems
 from tunesmith.plan.weights import engines_apart, weight_problems
 from tunesmith.types import altering
@@ -79,6 +81,20 @@ def _check_servers(config: RunConfig) -> Iterator[str]:
     if len(set(system.engine_urls)) < len(system.engine_urls):
         yield "system.engine_urls names a server twice; name each one once"
     yield from _check_tgi(config) if system.engine == "tgi" else _check_sglang(config)
+
+
+def rope_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
+    """Sequences that only the embedded engine computes as the trainer does (``longrope``)."""
+    switch, longest = facts.model.switch if facts.model else None, longest_sample(config, facts)
+    if switch is None or longest is None or config.system.engine == "local" or longest <= switch:
+        return
+    if isinstance(config, RLConfig) or (isinstance(config, SamplingConfig) and config.samples):
+        section = "rollout" if isinstance(config, RLConfig) else "sampling"
+        yield (
+            f'system.engine = "{config.system.engine}" does not choose the rotary frequencies of a sequence by its own '
+            f"length, and the model has others for more than {switch} tokens (longrope): one prompt and completion may "
+            f'take {longest}. Say system.engine = "local", or lower {section}.max_new_tokens and data.max_prompt_tokens'
+        )
 
 
 def _check_sglang(config: RunConfig) -> Iterator[str]:

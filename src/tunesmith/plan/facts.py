@@ -32,6 +32,8 @@ class ModelFacts:
     head_dim: int
     vocab_size: int
     context: int | None
+    switch: int | None = None
+    """Longer sequences have other rotary frequencies (``longrope``)."""
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
         """Keys and values of one token in all layers."""
@@ -92,7 +94,17 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
         head_dim=_first(config, "head_dim") or hidden // heads,
         vocab_size=vocabulary,
         context=_first(config, "max_position_embeddings", "n_positions"),
+        switch=_switch(config),
     )
+
+
+def _switch(config: Mapping[str, Any]) -> int | None:
+    """Of the rotary embedding, under its name in transformers 5 or the older one, for all layers or by their kinds."""
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    found = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")]
+    name = "original_max_position_embeddings"
+    return min((n for kind in found if (n := _first(config, name) or _first(kind, name))), default=None)
 
 
 def known_model_facts(path: str) -> ModelFacts | None:

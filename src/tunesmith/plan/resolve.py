@@ -16,6 +16,7 @@ from tunesmith.plan.checks import check, optimizer_steps, raise_all, resolved_al
 from tunesmith.plan.device import derive_system, state_bytes
 from tunesmith.plan.devices import device_problems
 from tunesmith.plan.distillation import derive_distill
+from tunesmith.plan.engine import rope_problems
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.generation import derive_sampler_memory, derive_sampling
@@ -62,7 +63,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     # Before the limits, which are often far above what the data needs.
     derive_system(filling, facts)
     derive_weights(filling)
-    derive_vllm(filling)
+    derive_vllm(filling, facts)
     if sampling:
         derive_sampler_memory(filling, facts)
     if not samples_only:
@@ -205,6 +206,7 @@ def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
     yield from step_problems(config)
     yield from weight_problems(config)
     yield from vllm_misfits(config, facts)
+    yield from rope_problems(config, facts)
     yield from device_problems(config, len(facts.hardware.gpus))
     context = facts.model.context if facts.model else None
     rl = isinstance(config, RLConfig)

@@ -135,10 +135,15 @@ def _check_quantization(config: RunConfig) -> Iterator[str]:
         )
 
 
-def derive_vllm(filling: Filling[Any]) -> None:
-    """Prefix caching and compilation, where vLLM samples."""
+def derive_vllm(filling: Filling[Any], facts: Facts) -> None:
+    """Prefix caching, compilation and the longest sequence, where vLLM samples."""
     config = filling.config
-    if config.system.engine != "vllm" or not isinstance(config, RLConfig):
+    if config.system.engine != "vllm":
+        return
+    if facts.model is not None and facts.model.switch is not None:
+        reason = "longrope: with a higher limit vLLM gives all sequences the frequencies of long ones"
+        filling.fill("system.vllm.max_model_len", facts.model.switch, reason)
+    if not isinstance(config, RLConfig):
         return
     size = config.rollout.group_size
     if size > 1:
@@ -222,9 +227,15 @@ def _check_room(config: RunConfig, facts: Facts, ranks: int) -> Iterator[str]:
     context = facts.model.context if facts.model else None
     if limit is not None and context is not None and limit > context:
         yield f"system.vllm.max_model_len = {limit} is longer than the model's context of {context}"
+    switch = facts.model.switch if facts.model else None
+    if limit is not None and switch is not None and limit > switch:
+        yield (
+            f"system.vllm.max_model_len = {limit}: above {switch}, vLLM gives all sequences the rotary frequencies of "
+            f'long ones (longrope); use at most {switch}, or system.engine = "local"'
+        )
     if longest is None:
         return
-    if limit is not None and longest > limit:
+    if limit is not None and longest > limit and limit != switch:  # of the latter plan.engine speaks
         yield (
             f"system.vllm.max_model_len = {limit}, and one prompt and completion may take {longest} tokens; raise it "
             f"to at least {longest}"

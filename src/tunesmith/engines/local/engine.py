@@ -78,9 +78,9 @@ class LocalEngine:
                 share = kv_bytes * smaller.token_bytes // (smaller.token_bytes + layout.token_bytes)
                 follower, kv_bytes = KVCache(smaller, share, block_size), kv_bytes - share
                 drafter = DraftModel(Runner(speculation.draft, follower, max_prefill_tokens))
-            self._speculator = Speculator(drafter, speculation)
+            self._speculator = Speculator(drafter, speculation, model.lengths)
         cache = KVCache(layout, kv_bytes, block_size, follower)
-        self._scheduler = Scheduler(cache, max_running, max_prefill_tokens)
+        self._scheduler = Scheduler(cache, max_running, max_prefill_tokens, model.lengths)
         self._runner = Runner(model, cache, max_prefill_tokens)
 
     @property
@@ -218,6 +218,7 @@ class LocalEngine:
     def _step(self) -> None:
         """Prefill what can be admitted, else decode a token, or several, of every running request."""
         started = time.perf_counter()
+        self._scheduler.outgrown()
         prompts, rows = self._scheduler.admit()
         ended = self._prefill(prompts, rows, started) if rows else self._decode(started)
         if ended:

@@ -34,6 +34,13 @@ class Piece:
         return self.stop - self.start
 
     @property
+    def length(self) -> int:
+        """Of the sequence that its keys are rotated for."""
+        prompt = self.owner.prompt if isinstance(self.owner, Request) else self.owner
+        assert prompt is not None
+        return prompt.length
+
+    @property
     def token_ids(self) -> Sequence[int]:
         return self.owner.token_ids[self.start : self.stop]
 

@@ -42,6 +42,8 @@ class CachedPrompt:
     """A prompt whose keys and values stand in one row of the prompt bank, shared by equal requests."""
 
     token_ids: tuple[int, ...]
+    length: int = 1
+    """Of the sequences that its keys are rotated for; see ``LengthRule.alike``."""
     stale: bool = False
     """Computed with weights that are no longer current: serves nobody new."""
     row: int = -1
@@ -80,6 +82,11 @@ class Request:
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+
+    @property
+    def length(self) -> int:
+        """Of prompt and completion so far."""
+        return len(self.prompt_ids) + len(self.token_ids)
 
     @property
     def kv_length(self) -> int:

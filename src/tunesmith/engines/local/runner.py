@@ -152,7 +152,10 @@ class Runner:
         starts = [len(r.prompt_ids) + n for r, n in zip(running, lengths, strict=True)]
         places = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
         positions = torch.tensor(places, device=self.model.device)
-        return self._decoder.for_rows(len(places)).hidden(flat, positions, attention)
+        alike: list[int] | None = None
+        if self.model.lengths is not None:
+            alike = [r.prompt.length for r, n in zip(running, counts, strict=True) if r.prompt for _ in range(n)]
+        return self._decoder.for_rows(len(places)).hidden(flat, positions, attention, alike)
 
     def draw(self, hidden: Tensor, requests: Sequence[Request], places: Sequence[int]) -> tuple[list[int], list[float]]:
         """Sample a token from each hidden state, and its log-probability.
@@ -206,7 +209,8 @@ class Runner:
         device = self.model.device
         tokens = torch.tensor([t for p in pieces for t in p.token_ids], device=device)
         positions = torch.tensor([i for p in pieces for i in p.positions], device=device)
-        hidden = self.model.hidden(tokens, positions, PrefillAttention(self.cache, pieces))
+        lengths = None if self.model.lengths is None else [p.length for p in pieces for _ in range(len(p))]
+        hidden = self.model.hidden(tokens, positions, PrefillAttention(self.cache, pieces), lengths)
         ends = torch.tensor([len(p) for p in pieces], device=device).cumsum(0) - 1
         return hidden.index_select(0, ends)
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from tunesmith.engines.local.kv_cache import KVCache, length_class
 from tunesmith.engines.local.requests import CachedPrompt, Request
+from tunesmith.models.rope import LengthRule
 
 _Item = TypeVar("_Item")
 
@@ -42,8 +43,11 @@ def compact(items: Sequence[_Item], zone: Callable[[_Item], int | None]) -> list
 class Scheduler:
     """Rows and budget; it moves memory but computes nothing."""
 
-    def __init__(self, cache: KVCache, max_running: int, max_prefill_tokens: int) -> None:
+    def __init__(
+        self, cache: KVCache, max_running: int, max_prefill_tokens: int, lengths: LengthRule | None = None
+    ) -> None:
         self.cache = cache
+        self.lengths = lengths
         self.max_running = max_running
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Request] = deque()
@@ -76,6 +80,17 @@ class Scheduler:
             self.running.append(request)
         self._settle()
         return fresh, admitted
+
+    def outgrown(self) -> None:
+        """Have requests computed anew whose cached keys are rotated for shorter sequences than they are now."""
+        if self.lengths is None:
+            return
+        gone = [r for r in self.running if r.prompt is not None and r.prompt.length != self._alike(r)]
+        for request in sorted(gone, key=lambda r: -r.id):
+            self._leave(request)
+            self.waiting.appendleft(request)
+        if gone:
+            self._settle(set(gone))
 
     def grow(self) -> list[Request]:
         """Make room for one more token per running request, preempting the youngest where there is none.
@@ -113,15 +128,15 @@ class Scheduler:
 
     def _choose(self) -> tuple[list[Request], list[CachedPrompt]]:
         """Requests that fit, and the prompts among theirs that must be prefilled."""
-        known = {p.token_ids: p for p in self.prompts if not p.stale}
+        known = {(p.token_ids, p.length): p for p in self.prompts if not p.stale}
         admitted: list[Request] = []
         fresh: list[CachedPrompt] = []
         tokens = 0
         for request in self.waiting:
             if len(self.running) + len(admitted) >= self.max_running:
                 break
-            prompt = known.get(request.prompt_ids) or CachedPrompt(request.prompt_ids)
-            is_new = request.prompt_ids not in known
+            key = request.prompt_ids, self._alike(request)
+            prompt, is_new = known.get(key) or CachedPrompt(*key), key not in known
             cost = len(request.token_ids) + (len(prompt) if is_new else 0)
             if admitted and tokens + cost > self.max_prefill_tokens:
                 break
@@ -134,7 +149,7 @@ class Scheduler:
             admitted.append(request)
             tokens += cost
             if is_new:
-                known[request.prompt_ids] = prompt
+                known[key] = prompt
                 fresh.append(prompt)
             else:
                 self.reused_tokens += len(prompt)
@@ -240,6 +255,9 @@ class Scheduler:
         self._leave(request)
         self.waiting.appendleft(request)
         self._settle({request})
+
+    def _alike(self, request: Request) -> int:
+        return 1 if self.lengths is None else self.lengths.alike(request.length)
 
     def _leave(self, request: Request) -> None:
         assert request.prompt is not None

@@ -24,6 +24,7 @@ from tunesmith.engines.local.requests import Request
 from tunesmith.engines.local.runner import Runner
 from tunesmith.errors import UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.rope import LengthRule
 
 TRIAL = 12
 """Decode steps of either kind before they are compared."""
@@ -64,6 +65,12 @@ class Speculation:
             raise UserError(
                 "the draft model (system.draft_model) has another vocabulary than the model: use a smaller "
                 'model of the same family, or system.speculative = "ngram"'
+            )
+        if self.draft.lengths not in (None, model.lengths):
+            raise UserError(
+                "the draft model (system.draft_model) has rotary frequencies that depend on the length of a sequence "
+                "(longrope, dynamic), and change at other lengths than the model's: use another one, or "
+                'system.speculative = "ngram"'
             )
         reads, needed = (lm.module.config.get_text_config().max_position_embeddings for lm in (self.draft, model))
         if reads < needed:
@@ -261,8 +268,8 @@ class Switch:
 class Speculator:
     """What the engine asks: a drafter, and whether to use it."""
 
-    def __init__(self, drafter: Drafter, speculation: Speculation) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: Drafter, speculation: Speculation, lengths: LengthRule | None = None) -> None:
+        self.drafter, self._lengths = drafter, lengths
         self._tokens, self._report = speculation.tokens, speculation.report
         self._switch = Switch()
         self._tried = False
@@ -272,8 +279,15 @@ class Speculator:
         self._tried = self._switch.on(len(running))
         if not self._tried:
             return [[] for _ in running]
-        most = [min(self._tokens, min(r.kv_length, capacity) - r.cached - 1) for r in running]
+        most = [min(self._tokens, min(r.kv_length, capacity) - r.cached - 1, self._rotated_alike(r)) for r in running]
         return self.drafter.propose(running, most)
+
+    def _rotated_alike(self, request: Request) -> int:
+        """Tokens that the request may grow by before its keys have to be computed anew."""
+        rule, now = self._lengths, request.length
+        if rule is None:
+            return self._tokens
+        return next((n for n in range(self._tokens) if rule.alike(now + n + 1) != rule.alike(now)), self._tokens)
 
     def measured(self, rows: int, seconds: float, tokens: int) -> None:
         """How long the step took that these were proposed for, and what was written."""

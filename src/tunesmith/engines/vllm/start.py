@@ -89,11 +89,28 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
                 f'vLLM {vllm.__version__} cannot serve {settings.model}: {said}; say system.engine = "local"'
             ) from error
         context: int = config.model_config.max_model_len  # before it is shortened to what the KV memory holds
+        _check_rope(config.model_config.hf_text_config, context)
         with boundary(EngineError, "vLLM could not start", Exception):
             engine = LLMEngine.from_vllm_config(config)
             if settings.pipeline_parallel_size > 1 and current_platform.is_cpu():
                 engine.collective_rpc(_run_once)
         return engine, context
+
+
+def _check_rope(config: Any, context: int) -> None:
+    """Refuse ``longrope`` where vLLM takes the frequencies of long sequences for all: the trainer goes by each length.
+
+    Raises:
+        UserError: it is so.
+    """
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    switches = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    if switches and context > min(switches):
+        raise UserError(
+            f"system.vllm.max_model_len: with {context} tokens vLLM would give all sequences the rotary frequencies of "
+            f'those of more than {min(switches)} (longrope); say at most {min(switches)}, or system.engine = "local"'
+        )
 
 
 def _run_once(worker: Any) -> None:
