@@ -57,16 +57,23 @@ async def is_refused(ask, http, plain, key, base_url):
     await ask(messages=START)
     wrong = [
         await ask(url=plain, key="wrong", messages=START),
-        await ask(messages=START, n=3),
+        await ask(messages=START, n=0),
         await ask(messages="hello"),
         await ask(messages=START, stop=5),
         await ask(messages=[{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]),
     ]
     async with http.post(base_url + "/chat/completions", data=b"{") as answer:
         wrong.append((answer.status, await answer.json()))
+    for deep in (b"[" * 200_000, json.dumps({"messages": [{"role": "user", "content": chr(0xD800)}]}).encode()):
+        async with http.post(base_url + "/chat/completions", data=deep) as answer:
+            wrong.append((answer.status, await answer.json()))
     async with http.get(base_url + "/models") as answer:
         assert (await answer.json())["data"][0]["id"] == "policy"
-    assert [status for status, _ in wrong] == [401, *[400] * 5], wrong
+    async with http.get(base_url + "/models/policy") as answer:
+        assert (await answer.json())["id"] == "policy"
+    async with http.post(base_url + "/embeddings", json={}) as answer:
+        assert answer.status == 404 and "/v1/responses" in (await answer.json())["error"]["message"]
+    assert [status for status, _ in wrong] == [401, *[400] * 7], wrong
     assert all(body["error"]["message"] for _, body in wrong)
     return 1.0
 

@@ -6,7 +6,7 @@
 
 It asks by name for ``client`` (OpenAI's interface, in process), or for ``base_url`` and ``api_key`` (the same
 over HTTP, for an agent with a client of its own, which may then be a plain function), and for columns of the
-data. It returns the reward, or None where reward functions judge.
+data. It returns the reward, a ``Step`` with a reward and metrics, or None where reward functions judge.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.environments.base import Generate
 from tunesmith.environments.completions import Client, Session
 from tunesmith.environments.conversation import Conversation, Setting
 from tunesmith.environments.games import columns_of
-from tunesmith.environments.multi_turn import as_reward, told_by
+from tunesmith.environments.multi_turn import Step, as_reward, as_step, told_by
 from tunesmith.environments.user_calls import EpisodeCode, is_async, taken
 from tunesmith.errors import ConfigError, EpisodeError
 from tunesmith.types import Rollout
@@ -75,6 +75,10 @@ class Agent:
         try:
             with EpisodeCode(math.inf) as code:  # the rollout's own deadline is the agent's
                 value = await code.run(self.name, self.function, **taken(self.function, given))
+            if isinstance(value, Step):
+                step = as_step(replace(value, done=True), self.name)
+                rollout.metrics.update(step.metrics)
+                value = step.reward
             rollout.reward = as_reward(value, self.name)
         except EpisodeError:
             if conversation.failure is None:

@@ -20,7 +20,10 @@ from tunesmith.environments.base import Generate
 from tunesmith.environments.rendering import Renderer, Tools
 from tunesmith.environments.tools import BadCall, Parse, ToolCall
 from tunesmith.errors import EpisodeError, shortened
-from tunesmith.types import FinishReason, Message, Record, Rollout, Task
+from tunesmith.types import Completion, FinishReason, Message, Record, Rollout, Task
+
+TEXT = "text"
+"""The key of a place that no conversation of messages goes on from."""
 
 
 class OutOfRoom(EpisodeError):
@@ -50,13 +53,16 @@ class Reply:
     """One turn of the policy."""
 
     message: Message
-    """As a chat message, with ``tool_calls`` where it made some."""
+    """As a chat message, with ``tool_calls`` where it made some; cut before the request's stop string."""
     text: str
-    """What it wrote, without special tokens."""
+    """The same turn as plain text, without special tokens."""
     calls: list[ToolCall | BadCall]
-    finish_reason: FinishReason
     prompt_tokens: int
-    completion_tokens: int
+    completion: Completion
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.completion.finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,47 +106,52 @@ class Conversation:
         *,
         max_new_tokens: int | None = None,
         stop: tuple[str, ...] = (),
+        find_calls: bool = True,
     ) -> Reply:
         """The policy's next turn after ``messages``.
+
+        Args:
+            max_new_tokens: a limit for this turn, beside the run's own.
+            stop: strings that end this turn. The record keeps them; the reply is cut before them.
+            find_calls: whether tool calls in the turn are parsed or left as text.
 
         Raises:
             OutOfRoom: ``max_turns`` or ``max_tokens`` are reached.
             EpisodeError: the messages cannot go through the chat template.
             EngineError: generation failed.
         """
-        setting, renderer = self.setting, self.setting.renderer
-        if self.turns >= setting.max_turns:
-            raise OutOfRoom(f"{self.turns} turns are all there may be (environment.max_turns)")
+        self._check_turns()
         record, said = self._record_of(messages, tools)
         prompt_tokens = len(record.token_ids)
-        room = setting.max_tokens - prompt_tokens
-        if room < 1:
-            raise OutOfRoom(
-                f"the conversation has {prompt_tokens} tokens, which leaves no room for a turn: "
-                f"{setting.max_tokens} are all there may be (environment.max_tokens)"
-            )
-        self.turns += 1
-        self._writing.add(id(record))
-        try:
-            completion = await self.generate(
-                record.token_ids, max_new_tokens=min(room, max_new_tokens or room), stop=stop
-            )
-        except Exception as error:
-            self.failure = self.failure or error
-            raise
-        finally:
-            self._writing.discard(id(record))
-        record.act(completion)
-        raw, text = renderer.text(completion.token_ids), renderer.plain(completion.token_ids)
-        content, calls = setting.parse(raw, text) if setting.parse and tools else (text, [])
+        completion = await self._sample(record, max_new_tokens, stop)
+        renderer, parse = self.setting.renderer, self.setting.parse
+        written, ids = renderer.text(completion.token_ids), completion.token_ids
+        raw, text = before_stop(written, stop), before_stop(renderer.plain(ids), stop)
+        content, calls = parse(raw, text) if parse and tools and find_calls else (text, [])
         if any(isinstance(call, BadCall) for call in calls):
             content = text  # Nothing that was said is lost.
         message = _assistant(content, calls, self.turns)
         shown = (*messages, message)
-        said = (*said, {"role": "assistant", "content": raw})
+        said = (*said, {"role": "assistant", "content": written})
         self._places.append(_Place(record, len(record.token_ids), _key(shown, tools), said))
         self.rollout.messages = [dict(m) for m in self._after_prompt(shown)]
-        return Reply(message, text, calls, completion.finish_reason, prompt_tokens, len(completion.token_ids))
+        return Reply(message, text, calls, prompt_tokens, completion)
+
+    async def continue_text(
+        self, prompt: str | Sequence[int], *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Reply:
+        """What the policy writes after ``prompt``, which is raw text or token ids and skips the chat template.
+
+        Raises:
+            OutOfRoom, EngineError: as in ``reply``.
+        """
+        self._check_turns()
+        record = self._record_of_text(prompt)
+        prompt_tokens = len(record.token_ids)
+        completion = await self._sample(record, max_new_tokens, stop)
+        self._places.append(_Place(record, len(record.token_ids), (TEXT,), ()))
+        text = before_stop(self.setting.renderer.plain(completion.token_ids), stop)
+        return Reply({"role": "assistant", "content": text}, text, [], prompt_tokens, completion)
 
     def pay(self, reward: float) -> None:
         """Give the last turn a reward."""
@@ -154,6 +165,60 @@ class Conversation:
         last = self._places[-1].record
         records = [r for r in self.rollout.records if r.turns and r is not last]
         self.rollout.records = [*records, last]
+
+    def _check_turns(self) -> None:
+        if self.turns >= self.setting.max_turns:
+            raise OutOfRoom(f"the episode has reached its {self.turns} turns (environment.max_turns)")
+
+    async def _sample(self, record: Record, max_new_tokens: int | None, stop: tuple[str, ...]) -> Completion:
+        """Append the policy's next turn to a record."""
+        limit = self.setting.max_tokens
+        room = limit - len(record.token_ids)
+        if room < 1:
+            raise OutOfRoom(
+                f"the conversation has {len(record.token_ids)} tokens and leaves no room for a turn: "
+                f"the limit is {limit} (environment.max_tokens)"
+            )
+        self.turns += 1
+        self._writing.add(id(record))
+        try:
+            completion = await self.generate(
+                record.token_ids, max_new_tokens=min(room, max_new_tokens or room), stop=stop
+            )
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+        finally:
+            self._writing.discard(id(record))
+        record.act(completion)
+        return completion
+
+    def _record_of_text(self, prompt: str | Sequence[int]) -> Record:
+        """The record that says ``prompt``: continued where its tokens already say the beginning, else a new one."""
+        renderer = self.setting.renderer
+        ends = renderer.end_ids
+        best: tuple[_Place, int] | None = None
+        for place in self._places:
+            ids = place.record.token_ids
+            # A client that was given a turn without its end token sends it back without one.
+            lengths = [place.length, place.length - 1] if ids[place.length - 1] in ends else [place.length]
+            for length in lengths:
+                there = ids[:length] if not isinstance(prompt, str) else renderer.decoded(ids[:length])
+                starts = prompt[: len(there)] == there if isinstance(prompt, str) else list(prompt[:length]) == there
+                if starts and (best is None or (length, self._goes_on(place)) > (best[1], self._goes_on(best[0]))):
+                    best = place, length
+        if best is None:
+            return self._begin(renderer.raw(prompt) if isinstance(prompt, str) else list(prompt))
+        place, length = best
+        ids = place.record.token_ids[:length]
+        if isinstance(prompt, str):
+            rest = renderer.after(ids, prompt[len(renderer.decoded(ids)) :])
+        else:
+            rest = list(prompt[length:])
+        if length != place.length or not self._goes_on(place):
+            return self._begin([*ids, *rest])
+        place.record.observe(rest)
+        return place.record
 
     def _record_of(self, messages: Sequence[Message], tools: Tools) -> tuple[Record, tuple[Message, ...]]:
         """The record that says ``messages`` at its end, gone on with or begun; and its messages for the template."""
@@ -190,6 +255,11 @@ class Conversation:
         if _key(shown[: len(self.prompt)], None) == _key(self.prompt, None):
             return shown[len(self.prompt) :]
         return tuple(dropwhile(lambda message: message["role"] != "assistant", shown))
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """``text`` up to the first of the strings ``stop`` in it."""
+    return text[: min((place for end in stop if (place := text.find(end)) >= 0), default=len(text))]
 
 
 def text_of_content(content: Any) -> str:

@@ -10,21 +10,28 @@ import asyncio
 import json
 import secrets
 import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from tunesmith.environments.completions import BadRequest, Session
+from tunesmith.environments.completions import Session
 from tunesmith.environments.conversation import OutOfRoom
+from tunesmith.environments.responses import stream_of
 from tunesmith.errors import EpisodeError, TunesmithError
 
 HOST = "127.0.0.1"
 START_SECONDS = 30.0
 LARGEST_BODY = 64 * 2**20
+BODY_SECONDS = 60.0
+"""How long a client may take to send a request."""
+SERVED = "GET /v1/models, POST /v1/chat/completions, /v1/completions, /v1/responses"
 
 
 class Endpoint:
-    """``GET /v1/models`` and ``POST /v1/chat/completions``, streamed as one chunk where asked for."""
+    """Serves ``SERVED``; a streamed answer comes as one chunk."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -55,7 +62,11 @@ class Endpoint:
         app = web.Application(client_max_size=LARGEST_BODY)
         for prefix in ("", "/{key}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
+            app.router.add_get(f"{prefix}/v1/models/{{model}}", self._model)
+            app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._serve, _chat))
+            app.router.add_post(f"{prefix}/v1/completions", partial(self._serve, _text))
+            app.router.add_post(f"{prefix}/v1/responses", partial(self._serve, _response))
+        app.router.add_route("*", "/{path:.*}", _not_served)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)
@@ -69,56 +80,100 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        if session is None:
-            return _unknown()
-        model = {"id": session.model, "object": "model", "created": 0, "owned_by": "tunesmith"}
-        return web.json_response({"object": "list", "data": [model]})
+        return _unknown() if session is None else web.json_response({"object": "list", "data": [_model(session)]})
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _model(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        return _unknown() if session is None else web.json_response(_model(session))
+
+    async def _serve(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         if session is None:
             return _unknown()
         try:
-            body = await request.json()
-        except ValueError as error:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await request.json()
+        except TimeoutError:
+            return _error(408, f"the request did not arrive within {BODY_SECONDS:g} s")
+        except (ValueError, RecursionError) as error:
             return _error(400, f"the request is not JSON: {error}")
         if not isinstance(body, dict):
             return _error(400, "the request is not a JSON object")
-        asked = asyncio.run_coroutine_threadsafe(session.complete(body), session.loop)
         try:
+            asked = asyncio.run_coroutine_threadsafe(kind.answer(session)(body), session.loop)
             response = await asyncio.wrap_future(asked)
         except OutOfRoom as error:
             return _error(400, str(error), "context_length_exceeded")
-        except (BadRequest, EpisodeError) as error:
+        except EpisodeError as error:
             return _error(400, str(error))
         except TunesmithError as error:
             return _error(500, str(error))
+        except Exception as error:
+            return _error(500, f"{type(error).__name__}: {error}")
         if not body.get("stream"):
             return web.json_response(response)
-        options = body.get("stream_options")
-        return await _streamed(
-            request, response, usage=isinstance(options, dict) and bool(options.get("include_usage"))
-        )
+        return await _streamed(request, kind.events(response, body))
 
 
-async def _streamed(request: web.Request, response: dict[str, Any], *, usage: bool) -> web.StreamResponse:
-    """Server-sent events: the whole turn in one chunk, the reason it ended in another, with ``usage`` the counts."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One of OpenAI's interfaces: who answers, and the answer as server-sent events (an event's name, its data)."""
+
+    answer: Callable[[Session], Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]]
+    events: Callable[[dict[str, Any], dict[str, Any]], Iterator[tuple[str | None, str]]]
+
+
+def _chat_events(response: dict[str, Any], body: dict[str, Any]) -> Iterator[tuple[str | None, str]]:
+    """Each choice in one chunk and the reason it ended in another; then the counts, where they are asked for."""
+    head = {**{k: v for k, v in response.items() if k != "usage"}, "object": "chat.completion.chunk"}
+    for choice in response["choices"]:
+        calls = [{"index": index, **call} for index, call in enumerate(choice["message"]["tool_calls"] or ())]
+        delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+        whole = {"index": choice["index"], "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+        ended = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+        yield from ((None, json.dumps({**head, "choices": [one]})) for one in (whole, ended))
+    yield from _last_events(head, response, body)
+
+
+def _text_events(response: dict[str, Any], body: dict[str, Any]) -> Iterator[tuple[str | None, str]]:
+    head = {k: v for k, v in response.items() if k != "usage"}
+    yield from ((None, json.dumps({**head, "choices": [choice]})) for choice in response["choices"])
+    yield from _last_events(head, response, body)
+
+
+def _last_events(
+    head: dict[str, Any], response: dict[str, Any], body: dict[str, Any]
+) -> Iterator[tuple[str | None, str]]:
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        yield None, json.dumps({**head, "choices": [], "usage": response["usage"]})
+    yield None, "[DONE]"
+
+
+def _response_events(response: dict[str, Any], _: dict[str, Any]) -> Iterator[tuple[str | None, str]]:
+    yield from ((event["type"], json.dumps(event)) for event in stream_of(response))
+
+
+_chat = Kind(lambda session: session.complete, _chat_events)
+_text = Kind(lambda session: session.complete_text, _text_events)
+_response = Kind(lambda session: session.respond, _response_events)
+
+
+async def _streamed(request: web.Request, events: Iterator[tuple[str | None, str]]) -> web.StreamResponse:
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await stream.prepare(request)
-    choice = response["choices"][0]
-    calls = [{"index": index, **call} for index, call in enumerate(choice["message"]["tool_calls"] or ())]
-    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-    head = {**{k: v for k, v in response.items() if k != "usage"}, "object": "chat.completion.chunk"}
-    chunks = [
-        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-        *([{**head, "choices": [], "usage": response["usage"]}] if usage else []),
-    ]
-    for chunk in chunks:
-        await stream.write(f"data: {json.dumps(chunk)}\n\n".encode())
-    await stream.write(b"data: [DONE]\n\n")
+    for name, data in events:
+        await stream.write(f"{f'event: {name}' + chr(10) if name else ''}data: {data}\n\n".encode())
     await stream.write_eof()
     return stream
+
+
+def _model(session: Session) -> dict[str, Any]:
+    return {"id": session.model, "object": "model", "created": 0, "owned_by": "tunesmith"}
+
+
+async def _not_served(request: web.Request) -> web.Response:
+    return _error(404, f"{request.method} {request.path} is not served; valid: {SERVED}")
 
 
 def _unknown() -> web.Response:

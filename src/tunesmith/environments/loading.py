@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.data.chat import ChatTemplate
 from tunesmith.data.formats import Example
-from tunesmith.environments import user_code
+from tunesmith.environments import user_code, verifiers
 from tunesmith.environments.agents import GIVEN, Agent, is_agent
 from tunesmith.environments.base import Environment, SingleTurn
 from tunesmith.environments.conversation import Setting
@@ -22,7 +22,7 @@ from tunesmith.environments.multi_turn import MultiTurn
 from tunesmith.environments.rendering import ChatRenderer, PlainRenderer, Tools
 from tunesmith.environments.tools import Tool, make_tool, parser_for
 from tunesmith.environments.user_calls import check_keywords
-from tunesmith.errors import ConfigError, DataError, nearest
+from tunesmith.errors import ConfigError, DataError, boundary, nearest
 from tunesmith.types import Message, Task
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
         repeated = min(tool.name for tool in made if sum(tool.name == other.name for other in made) > 1)
         raise ConfigError(f"environment.tools has two tools called '{repeated}'; the policy could not tell them apart.")
     loaded = [
-        _loaded(name, reference, user_code.load_object(reference, base_dir), tools)
+        _loaded(name, reference, _load(reference, base_dir), tools)
         for name, reference in references_of(section).items()
     ]
     if not loaded and tools:
@@ -68,6 +68,15 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
             "and OpenRLHF's form has none."
         )
     return EnvironmentSet(section, loaded)
+
+
+def _load(reference: str, base_dir: Path) -> Any:
+    """What a reference names; of a loader of the ``verifiers`` package, the environment that it makes, as an agent."""
+    code = user_code.load_object(reference, base_dir)
+    if reference.rpartition(":")[2] == verifiers.LOADER and callable(code):
+        with boundary(ConfigError, f"'{reference}' failed", Exception), user_code.keeping_signals():
+            code = code()
+    return verifiers.as_agent(code, reference) if verifiers.is_environment(code) else code
 
 
 def _loaded(name: str, reference: str, code: Any, tools: Mapping[str, Tool]) -> Loaded:

@@ -30,6 +30,12 @@ class Renderer:
         self.tokenizer = tokenizer
         self._ends = tuple(end for end in ends if end)
 
+    @property
+    def end_ids(self) -> set[int]:
+        """Tokens that end the policy's turn."""
+        encoded = encode(self.tokenizer, list(self._ends))
+        return {ids[0] for ids in encoded if len(ids) == 1}
+
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Tokens of a conversation up to where the policy writes."""
         raise NotImplementedError
@@ -47,6 +53,18 @@ class Renderer:
         """What the policy wrote, as later renderings have it: without the token that ends its turn."""
         text = decode(self.tokenizer, token_ids)
         return text.removesuffix(next((end for end in self._ends if text.endswith(end)), ""))
+
+    def decoded(self, token_ids: Sequence[int]) -> str:
+        """All that the tokens say, special tokens included."""
+        return decode(self.tokenizer, token_ids)
+
+    def raw(self, text: str) -> list[int]:
+        """Tokens of a text that skips the chat template."""
+        return with_leading(leading_ids(self.tokenizer), encode(self.tokenizer, [text])[0])
+
+    def after(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Tokens of ``text`` as it stands behind ``token_ids``."""
+        return encode_after(self.tokenizer, decode(self.tokenizer, token_ids[-TAIL:]), text) if text else []
 
     def plain(self, token_ids: Sequence[int]) -> str:
         """What the policy wrote, without special tokens."""
@@ -85,18 +103,16 @@ class PlainRenderer(Renderer):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, (_eos(tokenizer),))
-        self._leading = leading_ids(tokenizer)
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         assert not tools, "tools need a chat template"
-        return with_leading(self._leading, encode(self.tokenizer, [_joined(messages)])[0])
+        return self.raw(_joined(messages))
 
     def following(
         self, token_ids: Sequence[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
         del said, tools
-        text = _joined(new)
-        return encode_after(self.tokenizer, decode(self.tokenizer, token_ids[-TAIL:]), text) if text else []
+        return self.after(token_ids, _joined(new))
 
 
 def _joined(messages: Sequence[Message]) -> str:

@@ -10,7 +10,9 @@ import hashlib
 import importlib
 import importlib.util
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -103,7 +105,7 @@ def load_object(reference: str, base_dir: Path) -> Any:
         ConfigError: as ``locate``; the import failed (with the end of its traceback), or there is no such name.
     """
     location = locate(reference, base_dir)
-    with _importable(location.search):
+    with _importable(location.search), keeping_signals():
         try:
             module = _import(location)
         except (Exception, SystemExit) as error:
@@ -178,6 +180,21 @@ def _top_level_names(file: Path) -> tuple[set[str], set[str], bool]:
     functions = names & {child.get_name() for child in table.get_children() if child.get_type() == "function"}
     dynamic = {symbol.get_name() for symbol in symbols if symbol.is_referenced()} & {"globals", "exec", "setattr"}
     return functions, names, bool(dynamic) or "__getattr__" in names or _IMPORTS_ALL.search(source) is not None
+
+
+@contextmanager
+def keeping_signals() -> Generator[None]:
+    """Undo what the user's code does to the handlers of signals, by which a run is ended in good order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 @contextmanager
