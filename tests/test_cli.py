@@ -85,7 +85,7 @@ def test_version(folder: Path) -> None:
         (["rl", "run.toml", 'reward.functions=["none.py:f"]'], "none.py does not exist"),
         (["rl", "run.toml", "data.train=empty.jsonl"], "empty.jsonl is empty"),
         (["rl", "gone.toml"], "run file gone.toml does not exist"),
-        (["sft", "run.toml"], "[reward] has no meaning for supervised training"),
+        (["sft", "run.toml"], "[reward] has no meaning in a run file of tunesmith sft"),
         (["config", "run.toml", "train.lr=fast"], 'train.lr is "fast"; it must be a number above 0'),
     ],
 )

@@ -99,12 +99,18 @@ def boundary(
         raise error(f"{message}: {cause}") from cause
 
 
+def closest(word: str, choices: Iterable[str], least: float) -> str | None:
+    """The choice most like a word, of those at least so alike (0 to 1); capital and small letters are the same."""
+    lower = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=least)
+    return lower[found[0]] if found else None
+
+
 def nearest(word: str, valid: Iterable[str]) -> str:
     """A clause that offers the nearest valid spelling, or lists what is valid: `` Did you mean 'x'?``."""
     choices = sorted(valid)
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    if close:
-        return f" Did you mean '{close[0]}'?"
+    if close := closest(word, choices, 0.6):
+        return f" Did you mean '{close}'?"
     return f" Valid: {', '.join(choices)}." if choices else ""
 
 

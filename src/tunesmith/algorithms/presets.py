@@ -13,6 +13,7 @@ from tunesmith.algorithms.advantages import ESTIMATORS
 from tunesmith.algorithms.corrections import CORRECTIONS
 from tunesmith.algorithms.kl import KL_IN_LOSS, KL_IN_REWARD
 from tunesmith.algorithms.losses import POLICY_LOSSES
+from tunesmith.config.foreign import value_of
 from tunesmith.config.schema import AlgorithmSection
 from tunesmith.errors import ConfigError, nearest
 
@@ -194,7 +195,9 @@ class _Filling:
 def _known(key: str, name: object, names: Iterable[str]) -> str:
     choices = list(names)
     if name not in choices:
-        raise ConfigError(f"algorithm.{key}: there is no '{name}'.{nearest(str(name), choices)}")
+        ours = value_of(f"algorithm.{key}", name)
+        hint = f" Write {ours}." if ours else nearest(str(name), choices)
+        raise ConfigError(f"algorithm.{key}: there is no '{name}'.{hint}")
     return str(name)
 
 

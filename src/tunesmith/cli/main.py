@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tunesmith.cli.adjust import adjust
+from tunesmith.cli.command import Command, Group
 from tunesmith.cli.demo import demo
 from tunesmith.cli.generate import generate
 from tunesmith.cli.guard import guarded
@@ -23,17 +24,18 @@ from tunesmith.cli.supervised import dpo, kto, prm, rm, sft
 app = typer.Typer(
     name="tunesmith",
     help="Trains language models after pretraining.",
+    cls=Group,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS: list[Callable[..., None]] = [rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, adjust, launch, demo]
+COMMANDS: list[Callable[..., None]] = [
+    rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, adjust, launch, demo, show_config, serve_reward,
+]  # fmt: skip
+_NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:
-    app.command(command.__name__)(guarded(command))
-app.command("config")(guarded(show_config))
-app.command("serve-reward")(guarded(serve_reward))
+    app.command(_NAMES.get(command.__name__, command.__name__), cls=Command)(guarded(command))
 
 
 def _print_version(wanted: bool) -> None:

@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from tunesmith.config.describe import choices_at, describe_at, show
 from tunesmith.config.distillation import distill_kind
 from tunesmith.config.files import locate_files
+from tunesmith.config.foreign import value_of
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.problems import KeyPath, Problem, Source, dotted, key_lines, raise_problems
@@ -160,8 +161,9 @@ def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetail
     for error in errors:
         path = _path_in(data, error["loc"])
         if error["type"] == "extra_forbidden":
-            text = explain_unknown(kind, path)
-        elif error["type"] == "missing" and isinstance(error["loc"][-1], str):
+            problems += explain_unknown(kind, path, _at(data, path))
+            continue
+        if error["type"] == "missing" and isinstance(error["loc"][-1], str):
             path = (*path, error["loc"][-1])
             text = f"{dotted(path)} is missing: {describe_at(kind, path)}"
         elif error["type"] == "value_error":
@@ -178,6 +180,8 @@ def _wrong_value(kind: type[RunConfig], path: KeyPath, value: Any) -> str:
         choices = choices_at(kind, path)
         hint = nearest(value, choices) if choices else _unquoted(value)
         hint = "" if hint.startswith(" Valid") else hint
+    if ours := value_of(dotted(path), value):
+        hint = f" Write {ours}."
     return f"{dotted(path)} is {show(value)}; it must be {describe_at(kind, path)}.{hint}"
 
 

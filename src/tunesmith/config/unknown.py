@@ -2,43 +2,122 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
-from tunesmith.config.describe import field_at, is_section, sections_of
-from tunesmith.config.problems import KeyPath, dotted
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.synonyms import RENAMED, WITHOUT_EQUIVALENT
-from tunesmith.errors import nearest
+from tunesmith.config.describe import field_at, sections_of
+from tunesmith.config.foreign import Meaning, meanings_of, spelled
+from tunesmith.config.kinds import KINDS, all_keys, command_of, commands_with
+from tunesmith.config.problems import KeyPath, Problem, dotted
+from tunesmith.config.schema import RunConfig
+from tunesmith.errors import closest
 
-
-def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of a configuration: ``run_dir``, ``model.path``, ..."""
-    keys: list[str] = []
-    for name, field in model.model_fields.items():
-        section = next(sections_of(field.annotation), None) if not prefix or is_section(field.annotation) else None
-        keys += all_keys(section, f"{prefix}{name}.") if section else [prefix + name]
-    return keys
+SAME_SECTION, OTHER_SECTION = 0.7, 0.85
+"""How alike two words are at least that may be meant for each other; a wrong hint is worse than none."""
 
 
-def explain_unknown(kind: type[RunConfig], path: KeyPath) -> str:
-    """What is wrong with a key that ``kind`` does not have, and what there is instead."""
-    above = field_at(kind, path[:-1])
-    sections = [kind] if above is None else list(sections_of(above.annotation))
-    valid, everywhere = [name for section in sections for name in section.model_fields], all_keys(kind)
-    name, word = dotted(path), str(path[-1])
-    elsewhere = [key for key in everywhere if key.rpartition(".")[2] == word]
-    if path == ("rollout",) and "sampling" in kind.model_fields:
+def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list[Problem]:
+    """What is wrong with a key that ``kind`` does not have, and what there is instead; for each key of a table."""
+    if len(path) == 1 and (text := _section_of_others(kind, str(path[0]))):
+        return [Problem(path, text)]
+    leaves = list(_leaves(path, cast(Mapping[str, Any], value))) if isinstance(value, Mapping) and value else []
+    answers = {leaf: answer(kind, dotted(leaf)) for leaf in leaves}
+    if any(answers.values()):
+        return [Problem(leaf, text or f"unknown key {dotted(leaf)}.") for leaf, text in answers.items()]
+    name = dotted(path)
+    return [Problem(path, answer(kind, name) or f"unknown key {name}.{_nearly(kind, path)}")]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What there is here for a name: ``keys`` with the ``meanings`` that lead to them, or the reason ``why`` none is.
+
+    ``sure`` is false where the name is only the last word of the keys, ``elsewhere`` are keys of other commands.
+    """
+
+    keys: tuple[str, ...] = ()
+    meanings: tuple[Meaning, ...] = ()
+    sure: bool = True
+    elsewhere: tuple[str, ...] = ()
+    why: str = ""
+
+
+def find(kind: type[RunConfig] | None, name: str) -> Found:
+    """What there is for a key, or a flag of another framework, in run files of ``kind`` (None: of any command)."""
+    keys = all_keys(kind) if kind else list(dict.fromkeys(key for of in KINDS.values() for key in all_keys(of)))
+    name, last = spelled(name), spelled(name).rpartition(".")[2]
+    if name in keys:
+        return Found((name,))
+    spelling, known = meanings_of(name)
+    here = tuple(m for m in known if any(key in keys for key in m.keys))
+    ours = tuple(dict.fromkeys(key for m in here for key in m.keys if key in keys))
+    same = [key for key in keys if key.rpartition(".")[2] == last]
+    if same and "." not in spelling and not any(key in same for key in ours):
+        return Found(tuple(dict.fromkeys([*same, *ours])), sure=len(same) == 1 and not ours)
+    if here:
+        return Found(ours, here)
+    reasons = "; or ".join(m.why for m in known if m.why)
+    return Found(why=reasons, elsewhere=tuple(dict.fromkeys(key for m in known for key in m.keys)))
+
+
+def answer(kind: type[RunConfig], name: str) -> str | None:
+    """``find``, in words; None where nothing is known of the name."""
+    found, name = find(kind, name), name.lstrip("+~")
+    last = name.rpartition(".")[2]
+    if found.keys and (not found.meanings or all(key.rpartition(".")[2] == last for key in found.keys)):
+        return f"unknown key {name}; did you mean {' or '.join(found.keys)}?"
+    if found.keys:
+        rules = "; or ".join(dict.fromkeys(rule for m in found.meanings if (rule := rule_of(m))))
+        return f"{name} is called {' and '.join(found.keys)} here{': ' if rules else ''}{rules}."
+    if found.why:
+        return f"there is no {name}: {found.why}."
+    if found.elsewhere:
+        places = [f"{key} ({_commands(commands_with(key))})" for key in found.elsewhere]
+        return f"{name} is called {' and '.join(places)}, and has no meaning in this run file."
+    return None
+
+
+def rule_of(meaning: Meaning) -> str:
+    """How the value is converted, or what else is worth knowing of it."""
+    if meaning.inverted:
+        return "true there is false here"
+    return f'"{meaning.value}" where it is on' if meaning.value else meaning.how or meaning.note
+
+
+def _section_of_others(kind: type[RunConfig], word: str) -> str | None:
+    """Of a section that other commands' run files have."""
+    if word == "rollout" and "sampling" in kind.model_fields:
         return "[rollout] is called [sampling] here, and its group_size n."
-    if len(path) == 1 and word in RLConfig.model_fields and word not in kind.model_fields:
-        where = "beside [sampling]" if "sampling" in kind.model_fields else "for supervised training"
-        return f"[{word}] has no meaning {where}; train with a reward with: tunesmith rl"
-    if reason := WITHOUT_EQUIVALENT.get(word):
-        return f"there is no {name}: {reason}."
-    if renamed := [key for key in RENAMED.get(word, ()) if key in everywhere]:
-        return f"{name} is called {' and '.join(renamed)} here."
-    if elsewhere:
-        return f"unknown key {name}; did you mean {' or '.join(elsewhere)}?"
-    close = nearest(word, valid)
-    if close.startswith(" Valid") and (other := nearest(name, everywhere)).startswith(" Did"):
-        close = other
-    return f"unknown key {name}.{close}"
+    if word in kind.model_fields or not (commands := commands_with(word)):
+        return None
+    mine = command_of(kind)
+    return (
+        f"[{word}] has no meaning in a run file of tunesmith {mine}: it belongs to {_commands(commands)}. "
+        f"Remove it, or use {'that command' if len(commands) == 1 else 'one of those commands'}."
+    )
+
+
+def _commands(names: list[str]) -> str:
+    return "tunesmith " + (", ".join(names[:-1]) + f" or {names[-1]}" if len(names) > 1 else names[0])
+
+
+def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
+    """A clause that offers a key spelled nearly so, in the same section if there is one; else lists what is valid."""
+    above, word = field_at(kind, path[:-1]), str(path[-1])
+    sections = [kind] if above is None else list(sections_of(above.annotation))
+    valid = [name for section in sections for name in section.model_fields]
+    if close := closest(word, valid, SAME_SECTION):
+        return f" Did you mean '{close}'?"
+    words = {key: key.rpartition(".")[2] for key in all_keys(kind)}
+    if close := closest(word, words.values(), OTHER_SECTION):
+        return f" Did you mean {' or '.join(repr(key) for key, last in words.items() if last == close)}?"
+    return f" Valid: {', '.join(sorted(valid))}."
+
+
+def _leaves(path: KeyPath, table: Mapping[str, Any]) -> Iterator[KeyPath]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves((*path, key), cast(Mapping[str, Any], value))
+        else:
+            yield (*path, key)

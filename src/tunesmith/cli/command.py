@@ -1,0 +1,129 @@
+"""How commands read their arguments: other frameworks' options are answered with ours, and mistyped commands too."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from tunesmith.errors import closest
+
+_MEANT: Mapping[str, str] = {
+    "rl RUN.toml": "train ray train_ppo_ray fit",
+    "sft RUN.toml": "train finetune fine-tune train_sft",
+    "dpo RUN.toml": "train preference train_dpo",
+    "rm RUN.toml": "train reward reward-model train_rm",
+    "rl RUN.toml algorithm.name=ppo": "ppo",
+    "rl RUN.toml algorithm.name=grpo": "grpo",
+    "rl RUN.toml algorithm.name=dapo": "dapo",
+    "rl RUN.toml algorithm.name=gspo": "gspo",
+    "rl RUN.toml algorithm.name=rloo": "rloo",
+    "generate RUN.toml": "infer inference sample score batch_inference",
+    "config RUN.toml": "check validate show plan",
+    "serve-reward": "serve serve_rm",
+    "merge": "merge_adapter lora_combiner export",
+    "--help": "help",
+}
+"""Command → other words for it."""
+
+
+class Command(TyperCommand):
+    """A command whose unknown options are answered, whose description is not cut, and whose run file comes first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {option for p in self.get_params(ctx) for option in (*p.opts, *p.secondary_opts)}
+        settings = any(p.name == "overrides" for p in self.params)
+        if settings and (unknown := _unknown(args, known)):
+            ctx.fail(_about_options(str(self.name), unknown))
+        rest = super().parse_args(ctx, args)
+        run = ctx.params.get("run")
+        if run is not None and "=" in str(run) and not run.exists():
+            ctx.fail(f"the run file is missing before {run}: tunesmith {self.name} RUN.toml {shlex.quote(str(run))}")
+        return rest
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        del limit
+        return (self.help or "").partition("\n")[0]
+
+
+class Group(TyperGroup):
+    """The commands, with suggestions for one that does not exist."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            self._refuse(ctx, args[0])
+        return super().resolve_command(ctx, args)
+
+    def _refuse(self, ctx: Any, word: str) -> None:
+        meant = [name for name, words in _MEANT.items() if word.lower() in words.split()]
+        near = {other: name for name, words in _MEANT.items() for other in words.split()}
+        close = closest(word, [*self.commands, *near], 0.75)
+        if not meant and close:
+            meant = [name for name, words in _MEANT.items() if close in words.split()] or [close]
+        hint = f" Did you mean {_either([f'tunesmith {name}' for name in meant])}?" if meant else ""
+        ctx.fail(f"No such command '{word}'.{hint} All commands: tunesmith --help")
+
+
+def _unknown(args: Sequence[str], known: set[str]) -> list[tuple[str, list[str]]]:
+    """Long options that a command does not have, each with the values that follow it."""
+    found: list[tuple[str, list[str]]] = []
+    for position, text in enumerate(args):
+        option, equals, value = text.partition("=")
+        if text == "--":
+            break
+        if not option.startswith("--") or option in known:
+            continue
+        values = [value] if equals else []
+        for following in [] if equals else args[position + 1 :]:
+            if following.startswith("--") or following.endswith(".toml") or "=" in following:
+                break
+            values.append(following)
+        found.append((option, values))
+    return found
+
+
+def _about_options(command: str, options: Sequence[tuple[str, list[str]]]) -> str:
+    from tunesmith.config.kinds import KINDS
+
+    lines = [
+        f"  {' '.join((option, *values))}: {_instead(KINDS.get(command), option, values)}" for option, values in options
+    ]
+    return "No such option. Settings are written section.key=value, after the run file:\n" + "\n".join(lines)
+
+
+def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
+    """What to write for an option with its values."""
+    from tunesmith.config.unknown import find, rule_of
+
+    found = find(kind, option)
+    if found.keys and not found.sure:
+        return f"did you mean {_either([f'{key}=...' for key in found.keys])}?"
+    if found.keys:
+        rules = "; or ".join(dict.fromkeys(rule_of(m) for m in found.meanings if rule_of(m) and not m.value))
+        if any(m.how for m in found.meanings):
+            return f"it is {' and '.join(found.keys)} here: {rules}"
+        written = [shlex.quote(f"{key}={_value(found.meanings, values)}") for key in found.keys]
+        return f"write {' '.join(written)}{f' ({rules})' if rules else ''}"
+    if found.why:
+        return f"there is no such setting: {found.why}"
+    if found.elsewhere:
+        from tunesmith.config.kinds import commands_with
+
+        return "it is " + _either([f"{key} of tunesmith {'/'.join(commands_with(key))}" for key in found.elsewhere])
+    return "unknown; tunesmith keys lists the settings"
+
+
+def _value(meanings: Sequence[Any], values: Sequence[str]) -> str:
+    """As it stands in an override; an option without a value is a flag that is on."""
+    if fixed := [m.value for m in meanings if m.value]:
+        return fixed[0]
+    said = values[0] if len(values) == 1 else f"[{', '.join(values)}]" if values else "true"
+    if any(m.inverted for m in meanings) and said.lower() in ("true", "false"):
+        return "false" if said.lower() == "true" else "true"
+    return said
+
+
+def _either(words: Sequence[str]) -> str:
+    return " or ".join(words)
