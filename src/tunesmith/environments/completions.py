@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tunesmith.environments.conversation import Conversation, Reply
-from tunesmith.environments.responses import as_chat_request, as_response, input_messages, messages_of
+from tunesmith.environments.responses import as_chat_request, as_response, check_kinds, input_messages, messages_of
 from tunesmith.errors import EpisodeError
 from tunesmith.types import Message
 
@@ -114,6 +114,7 @@ class Session:
         Raises:
             BadRequest: as in ``complete``, or ``previous_response_id`` is unknown.
         """
+        check_kinds(request)
         previous = request.get("previous_response_id")
         if previous is not None and previous not in self._responses:
             raise BadRequest(f"'previous_response_id' = {previous!r} names no response of this episode")

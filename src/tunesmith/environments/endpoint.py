@@ -60,6 +60,7 @@ class Endpoint:
 
     async def _start(self) -> int:
         app = web.Application(client_max_size=LARGEST_BODY)
+        app.on_response_prepare.append(_close_connection)
         for prefix in ("", "/{key}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model}}", self._model)
@@ -166,6 +167,12 @@ async def _streamed(request: web.Request, events: Iterator[tuple[str | None, str
         await stream.write(f"{f'event: {name}' + chr(10) if name else ''}data: {data}\n\n".encode())
     await stream.write_eof()
     return stream
+
+
+async def _close_connection(_: web.Request, response: web.StreamResponse) -> None:
+    """A client that a package shares between episodes must not reuse a connection of an event loop that has ended."""
+    response.force_close()
+    response.headers["Connection"] = "close"
 
 
 def _model(session: Session) -> dict[str, Any]:

@@ -15,9 +15,20 @@ from tunesmith.types import Message
 PASSED_ON = (
     "temperature", "top_p", "tool_choice", "parallel_tool_calls", "stop", "seed", "chat_template_kwargs"
 )  # fmt: skip
+KINDS: Mapping[str, type] = {
+    "text": dict, "reasoning": dict, "tools": list, "include": list, "previous_response_id": str, "instructions": str
+}  # fmt: skip
+KIND_NAMES: Mapping[type, str] = {dict: "an object", list: "a list", str: "text"}
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 LOGPROBS = "message.output_text.logprobs"
 """The entry of ``include`` that asks for log-probabilities."""
+
+
+def check_kinds(request: Mapping[str, Any]) -> None:
+    """Refuse (EpisodeError) parameters of another JSON type than the interface has."""
+    for name, kind in KINDS.items():
+        if request.get(name) is not None and not isinstance(request[name], kind):
+            raise EpisodeError(f"'{name}' is {shortened(repr(request[name]))}; it must be {KIND_NAMES[kind]}")
 
 
 def input_messages(request: Mapping[str, Any]) -> list[Message]:
