@@ -151,7 +151,7 @@ def test_a_scheduler_s_signal_is_an_interruption(capsys: pytest.CaptureFixture[s
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(typer.Exit) as ended:
         guarded(lambda: signal.raise_signal(signal.SIGTERM))()
-    assert ended.value.exit_code == 130 and capsys.readouterr().err == "interrupted\n"
+    assert ended.value.exit_code == 143 and "interrupted by SIGTERM\n" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before
 
 

@@ -167,7 +167,7 @@ def test_intervals_longer_than_the_run_are_shortened_and_it_says_so() -> None:
     assert derived(resolved, "checkpoint.every") == (20, "shortened from 500: the run has 20 steps")
     assert derived(resolved, "eval.every")[0] == 20
     assert resolved.config.monitor.every == 7
-    assert derived(resolve(rl("train.steps=20"), facts()), "checkpoint.every") == (20, "only at the end")
+    assert derived(resolve(rl("train.steps=20"), facts()), "checkpoint.every") == (20, "at the end")
 
 
 def test_limits_come_from_the_models_context() -> None:

@@ -60,6 +60,10 @@ class TrainBackend(Protocol):
         """Clip, take one optimizer step, clear gradients; return ``grad_norm``."""
         ...
 
+    def give_up(self) -> None:
+        """Take back what was done since the last optimizer step: gradients, random draws, an average in place."""
+        ...
+
     def ema_weights(self) -> AbstractContextManager[None]:
         """The model computes with the moving average of its weights while inside."""
         ...

@@ -65,7 +65,10 @@ class TorchBackend(OneDevice, Generic[M]):
         self.group: RankGroup | None = None
         self._reference_is_new = False
         self._optimizer_steps = 0
+        self._held: dict[str, Tensor] = {}
+        """The model's own weights, while the average is in their place."""
         torch.manual_seed(seed)
+        self._settled = self._random_state()
         if gradient_checkpointing:
             model.module.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -78,6 +81,7 @@ class TorchBackend(OneDevice, Generic[M]):
         group.check_equal(self.model.module.parameters())
         self.group = group
         torch.manual_seed(torch.initial_seed() + group.rank)
+        self._settled = self._random_state()
 
     @property
     def optimizer_steps(self) -> int:
@@ -117,7 +121,13 @@ class TorchBackend(OneDevice, Generic[M]):
             metrics = self.optimizer.step(lr)
             self._update_ema()
         self._optimizer_steps += 1
+        self._settled = self._random_state()
         return metrics
+
+    def give_up(self) -> None:
+        self.zero_grad()
+        self._put(self._held)
+        self._set_random_state(self._settled)
 
     @torch.no_grad()
     def _update_ema(self) -> None:
@@ -129,17 +139,18 @@ class TorchBackend(OneDevice, Generic[M]):
     def ema_weights(self) -> Generator[None]:
         assert self.ema, "this run keeps no average"
         parameters = {name: p.detach() for name, p in self.optimizer.parameters.items()}
-        held = {name: p.to("cpu", copy=True) for name, p in parameters.items()}
+        self._held = {name: p.to("cpu", copy=True) for name, p in parameters.items()}
         try:
             self._put(self.ema)
             yield
         finally:
-            self._put(held)
+            self._put(self._held)
+            self._held = {}
 
     def _put(self, weights: dict[str, Tensor]) -> None:
         """In place: a sampler in this process reads the same memory."""
-        for name, parameter in self.optimizer.parameters.items():
-            parameter.detach().copy_(weights[name])
+        for name, weight in weights.items():
+            self.optimizer.parameters[name].detach().copy_(weight)
 
     @torch.no_grad()
     def refresh_reference(self) -> None:
@@ -201,6 +212,7 @@ class TorchBackend(OneDevice, Generic[M]):
         for name, average in self.ema.items():
             average.copy_(averages[name])
         self._optimizer_steps = int(_metadata(directory / OPTIMIZER_FILE)["version"])
+        self._settled = self._random_state()
 
     def _random_state(self) -> dict[str, Tensor]:
         states = {"random:cpu": torch.get_rng_state()}
@@ -219,6 +231,9 @@ class TorchBackend(OneDevice, Generic[M]):
             file = directory / RANDOM_FILE.format(rank=self.group.rank)
             with boundary(CheckpointError, f"cannot read {file}", Exception):
                 states = load_file(file) if file.is_file() else {}
+        self._set_random_state(states)
+
+    def _set_random_state(self, states: dict[str, Tensor]) -> None:
         if "random:cpu" in states:
             torch.set_rng_state(states["random:cpu"])
         if "random:cuda" in states and self.model.device.type == "cuda":

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     end_with_parent(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business, which closes the input
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer gets them too, and closes the input
+        signal.signal(number, signal.SIG_IGN)
     # Whatever libraries print goes to standard error: standard output carries answers only.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

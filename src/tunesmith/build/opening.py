@@ -19,9 +19,10 @@ from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.loop.session import BESIDE_STEPS, Best, Session
 from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
+from tunesmith.monitor.interrupts import handled
 from tunesmith.monitor.metrics import JsonLines, MetricsLog, check_sinks, drop_after, open_sinks, read_metrics
 from tunesmith.monitor.progress import open_progress
-from tunesmith.monitor.run_dir import RunDir
+from tunesmith.monitor.run_dir import RunDir, how_to_continue
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.watchdog import Watchdog
 from tunesmith.plan.facts import Facts, count_parameters, known_model_facts
@@ -63,6 +64,8 @@ def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
         return None
     newest = Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest()
     checkpoint = resume if isinstance(resume, Path) else newest
+    if checkpoint is None and resume == "auto":
+        return None
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint to resume in {run_dir.checkpoints}: the run ended before its first one. "
@@ -163,6 +166,7 @@ def announce(resolved: Resolved[C], run_dir: RunDir, *loaded: Prepared[Any] | No
 
 def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoint: Path | None, metric: str) -> Session:
     assert config.train.steps is not None, "the configuration is not resolved"
+    stack.enter_context(handled())
     step = read_state(checkpoint)["step"] if checkpoint else None
     drop_after(run_dir.rollouts, -1 if step is None else step)
     sinks = open_sinks(config.monitor.sinks, run_dir.path, step)
@@ -178,6 +182,7 @@ def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoin
         total_steps=config.train.steps,
         evaluate_every=config.eval.every,
         checkpoint_every=config.checkpoint.every,
+        checkpoint_seconds=config.checkpoint.minutes and 60 * config.checkpoint.minutes,
         metrics=stack.enter_context(metrics),
         progress=progress,
         checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
@@ -188,6 +193,11 @@ def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoin
         adjustments=Adjustments(run_dir.path),
         resume_from=checkpoint,
     )
+
+
+def keep_and_tell(kept: str, run_dir: RunDir) -> str:
+    """What a signal left, and how to go on."""
+    return f"{kept}\n{how_to_continue(run_dir.path)}"
 
 
 def run_result(session: Session, run_dir: RunDir) -> RunResult:

@@ -18,6 +18,7 @@ from tunesmith.build.opening import (
     RunResult,
     check_inputs,
     checkpoint_to_resume,
+    keep_and_tell,
     make_ready,
     open_session,
     run_result,
@@ -28,6 +29,7 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.environments.loading import EnvironmentSet, check_environment, load_environments
 from tunesmith.environments.rewards import RewardSet
 from tunesmith.monitor.adjustments import forget_adjustments
+from tunesmith.monitor.interrupts import keeping
 from tunesmith.monitor.run_dir import open_run_dir
 from tunesmith.plan.checks import check, optimizer_steps
 from tunesmith.types import Sampling, Task
@@ -77,7 +79,8 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
                     except BaseException:
                         asyncio.run(engine.close())
                         raise
-                asyncio.run(_run(parts, session))
+                with asyncio.Runner() as runner, keeping(lambda: keep_and_tell(rl.keep(parts, session), run_dir)):
+                    runner.run(_run(parts, session))
                 return run_result(session, run_dir)
 
         return run_with_restarts(attempt, config, run_dir, checkpoint, cluster)

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.build.common import load_tokenizer
-from tunesmith.build.opening import RunResult, check_inputs, checkpoint_to_resume, make_ready, open_session, run_result
+from tunesmith.build.opening import (
+    RunResult,
+    check_inputs,
+    checkpoint_to_resume,
+    keep_and_tell,
+    make_ready,
+    open_session,
+    run_result,
+)
 from tunesmith.build.rl import run_rl
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.load import find_kind, load_config
@@ -24,6 +32,7 @@ from tunesmith.data.preference import Comparison, Solution, load_judged, load_pa
 from tunesmith.data.prepare import Prepared, Sources, load_samples
 from tunesmith.data.tokens import Tokenizer, encode
 from tunesmith.errors import ConfigError
+from tunesmith.monitor.interrupts import keeping
 from tunesmith.monitor.run_dir import open_run_dir
 from tunesmith.plan.checks import check
 from tunesmith.types import Sample
@@ -85,7 +94,8 @@ def _run(kind: type[RunConfig], path: Path | None, overrides: Sequence[str]) -> 
         with session.phase("setup"):
             parts = make_parts(run, session)
             supervised.restore(parts, session)
-        supervised.run(parts, session)
+        with keeping(lambda: keep_and_tell(supervised.keep(parts, session), run_dir)):
+            supervised.run(parts, session)
         return run_result(session, run_dir)
 
 

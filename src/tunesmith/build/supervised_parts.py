@@ -54,6 +54,7 @@ def _parts(
     train: Prepared[T] | None = None,
     summarise: Callable[[Metrics], Metrics] = dict,
     save_beside: Callable[[Path], None] | None = None,
+    describe: Callable[[Path], None] | None = None,
 ) -> SupervisedParts[T]:
     """The loop's parts. ``train`` is the run's data with what was added to it since it was read."""
     config: RunConfig = run.config
@@ -66,6 +67,7 @@ def _parts(
         evaluation=config.eval,
         summarise=summarise,
         save_beside=save_beside,
+        describe=describe,
     )
 
 
@@ -99,14 +101,14 @@ def _rm(run: Ready[RMConfig, Comparison], session: Session) -> SupervisedParts[C
     learner = _learner(config, session, backend, reward_objective(margins=config.rm.loss == "sigmoid"))
     learner.keep_groups = True
     prepare, summarise = preference.pair_samples, preference.with_reward_std
-    evaluate = save_beside = None
+    evaluate = describe = None
     if held_out is not None:
         measure = partial(preference.evaluate, learner, prepare, held_out, summarise)
         evaluate = preference.Latest(measure, backend)
         # Of the weights that are saved as the model, and not of their average.
         stats = measure if config.eval.use_ema else evaluate
-        save_beside = partial(preference.write_reward_stats, stats, STATS_FILE)
-    return _parts(run, learner, prepare, evaluate, summarise=summarise, save_beside=save_beside)
+        describe = partial(preference.write_reward_stats, stats, STATS_FILE)
+    return _parts(run, learner, prepare, evaluate, summarise=summarise, describe=describe)
 
 
 def _set_padding_apart(model: ScoreModel, items: Sequence[Comparison]) -> None:

@@ -66,6 +66,9 @@ class RayBackend:
         self._optimizer_steps += 1
         return metrics
 
+    def give_up(self) -> None:
+        self._each("backend.give_up")
+
     @contextmanager
     def ema_weights(self) -> Generator[None]:
         for replica in self.replicas:

@@ -80,6 +80,10 @@ def _existing(text: str, bases: list[Path]) -> str:
     raise _missing(text, bases)
 
 
+def _checkpoint(text: str, bases: list[Path]) -> str:
+    return text if text == "auto" else _existing(text, bases)
+
+
 def _model(text: str, bases: list[Path]) -> str:
     """A directory, or the name of a model on the hub."""
     found = _search(text, bases)
@@ -180,7 +184,7 @@ _FILES: dict[str, Callable[[str, list[Path]], str]] = {
     "system.draft_model": _model,
     "system.engine_python": _existing,
     "rft.few_shot": _existing,
-    "checkpoint.resume": _existing,
+    "checkpoint.resume": _checkpoint,
     **{f"data.{name}{inner}": _data for name in ("train", "eval") for inner in ("", ".path", ".[]", ".[].path")},
     "reward.functions.[]": _reward,
     "reward.models.[].path": _model,

@@ -97,7 +97,7 @@ def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
     """
     config, text = directory / "config.toml", config_text(resolved)
     with boundary(StorageError, f"cannot write {config}", OSError):
-        if config.exists() and config.read_text(encoding="utf-8") != text:
+        if config.exists() and config.read_bytes() != text.encode():
             number = 1
             while (old := directory / f"config-{number}.toml").exists():
                 number += 1

@@ -328,11 +328,14 @@ class MonitorSection(Section):
 
 
 class CheckpointSection(Section):
-    every: PositiveInt | None = None
-    """Steps between checkpoints; None: only at the end."""
+    every: PositiveInt | Literal["epoch"] | None = None
+    """Steps between checkpoints, or one after each pass over the data; None: at the end, and every ``minutes``."""
+    minutes: Annotated[float, Field(gt=0)] | None = None
+    """Between checkpoints, besides those of ``every``; None: 15 where ``every`` is left out."""
     keep: PositiveInt = 2
-    resume: bool | Path = False
-    """True: from the newest checkpoint of ``run_dir``; a path: from that one."""
+    resume: bool | Literal["auto"] | Path = False
+    """True: from the newest checkpoint of ``run_dir``; "auto": that too, or a new run where there is none; a path:
+    from that one."""
 
 
 class RunConfig(Section):

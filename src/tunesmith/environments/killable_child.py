@@ -23,7 +23,8 @@ CHILDREN = Path(__file__).parent.parent / "monitor" / "children.py"
 
 def main(file: str, function: str, deadline: float, pipe: int, parent: int) -> None:
     _load(str(CHILDREN), "end_with_parent")(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the asking process gets them too
+        signal.signal(number, signal.SIG_IGN)
     _limit_memory()
     call = _load(file, function)
     asking = Connection(pipe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,11 +62,19 @@ class Curriculum:
         return task
 
     def state_dict(self) -> dict[str, Any]:
-        # By place in the data, as the loader's: the name of a task may hold that of its file.
-        place = {task.id: at for at, task in enumerate(self.loader.items)}
-        unsettled = [place[task.id] for task in (*self._unsettled, *self._again)]
-        rest_until = [(place[name], until) for name, until in self._rest_until.items()]
-        return {**self.loader.state_dict(), "rest_until": rest_until, "unsettled": unsettled}
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """What ``state_dict`` gives now, put together when it is called."""
+        drawn, left, resting = self.loader.state_dict(), [*self._unsettled, *self._again], dict(self._rest_until)
+
+        def state() -> dict[str, Any]:
+            # By place in the data, as the loader's: the name of a task may hold that of its file.
+            place = {task.id: at for at, task in enumerate(self.loader.items)}
+            rest_until = [(place[name], until) for name, until in resting.items()]
+            return {**drawn, "rest_until": rest_until, "unsettled": [place[task.id] for task in left]}
+
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.loader.load_state_dict(state)

@@ -14,6 +14,7 @@ from tunesmith.backends.base import LossFn, TrainBackend
 from tunesmith.data.forest import Forest, build_forest, forest_cost
 from tunesmith.data.packing import CostModel, group_tokens, pack
 from tunesmith.errors import DeviceMemoryError
+from tunesmith.monitor import interrupts
 from tunesmith.types import Sample
 
 Metrics = dict[str, float]
@@ -76,6 +77,7 @@ class Learner:
         """One optimizer step; its gradient does not depend on how the samples are packed."""
         metrics = self._accumulate(weigh(samples, self.aggregation, self.max_new_tokens))
         lr = self.learning_rate(self.backend.optimizer_steps)
+        interrupts.commit()
         return {**metrics, **self.backend.step(lr), "lr": lr}
 
     def score(
@@ -169,6 +171,7 @@ class Learner:
         options = {"share": self.share_prompts, "keep_groups": self.keep_groups}
         cap, ranks = self._cap(samples), self.backend.ranks
         for indices in pack(samples, cap, cost=self.cost, multiple_of=ranks, **options):
+            interrupts.check()
             yield build_forest(samples, indices, share=self.share_prompts)
 
 

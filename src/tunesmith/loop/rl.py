@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tunesmith.algorithms.kl import AdaptiveKLController
 from tunesmith.algorithms.objective import policy_objective
@@ -24,6 +25,7 @@ from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.loop.rollouts import RolloutSource, open_rollout_source
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session, write_rollouts
+from tunesmith.monitor import interrupts
 from tunesmith.types import RolloutGroup, Sample, Sampling
 
 
@@ -54,19 +56,31 @@ class RLParts:
     def backend(self) -> TrainBackend:
         return self.learner.backend
 
+    @property
+    def backends(self) -> list[TrainBackend]:
+        """The policy's, and a critic's of its own."""
+        critic = self.critic and self.critic.learner.backend
+        return [self.backend] if critic is None or critic is self.backend else [self.backend, critic]
+
 
 async def run(parts: RLParts, session: Session) -> None:
     """Train until the configured step; evaluate and save on the way."""
     rollouts = open_rollout_source(parts, session)
     try:
         await _run(parts, session, rollouts)
+    except interrupts.Interrupted:
+        interrupts.keep_now()
+        raise
     finally:
         await rollouts.close()
 
 
 async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
-    if session.step == 0 and parts.config.eval.at_start:
+    session.begin(_state(parts), parts.tasks.epoch)
+    if session.owes_evaluation(parts.config.eval.at_start):
         await _evaluate(parts, session, rollouts)
+        if session.step and session.evaluated and session.checkpoint_due():
+            save(parts, session)
     while session.running:
         with session.phase("sync"):
             await rollouts.sync()
@@ -84,6 +98,7 @@ async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> Non
         if (every := parts.config.algorithm.reference_every) and session.step % every == 0:
             parts.backend.refresh_reference()
         write_rollouts(session, parts.collector.decode, groups, parts.config.monitor.samples)
+        session.settle(_state(parts), parts.tasks.epoch)
         if session.evaluation_due():
             await _evaluate(parts, session, rollouts)
         if session.checkpoint_due():
@@ -142,27 +157,44 @@ async def _evaluate(parts: RLParts, session: Session, rollouts: RolloutSource) -
         async with rollouts.evaluating() as collector:
             with parts.rewards.apart():
                 metrics, groups = await evaluate(collector, parts.evaluation)
-    write_rollouts(session, parts.collector.decode, groups, parts.config.monitor.samples, "eval")
     failed = [r for g in groups for r in g.rollouts if r.error is not None]
     if metrics["eval/failed"] == 1:
         check_failed(failed, 0.0)
-    session.finish_evaluation(metrics)
+    with interrupts.held():
+        write_rollouts(session, parts.collector.decode, groups, parts.config.monitor.samples, "eval")
+        session.finish_evaluation(metrics)
     if failed:
         session.note(f"{len(failed)} of {len(groups)} rollouts of the evaluation failed; the first: {failed[0].error}")
 
 
 def save(parts: RLParts, session: Session) -> None:
-    def write(directory: Path) -> None:
-        for part in filter(None, (parts.backend, parts.critic)):
-            part.save(directory)
+    session.save(lambda directory: _write(parts, directory))
 
-    state = {
-        "tasks": parts.tasks.state_dict(),
+
+def keep(parts: RLParts, session: Session) -> str:
+    """After a signal: save the last whole step; returns what was kept."""
+
+    def give_up() -> None:
+        for backend in parts.backends:
+            backend.give_up()
+
+    return session.keep(lambda directory: _write(parts, directory), give_up)
+
+
+def _write(parts: RLParts, directory: Path) -> None:
+    for part in filter(None, (parts.backend, parts.critic)):
+        part.save(directory)
+
+
+def _state(parts: RLParts) -> Callable[[], dict[str, Any]]:
+    """What the loop needs to continue from here, put together when it is called."""
+    tasks = parts.tasks.snapshot()
+    rest = {
         "max_tokens": parts.learner.max_tokens,
         "kl": parts.kl.state_dict(),
         "critic": parts.critic.state_dict() if parts.critic else None,
     }
-    session.save(state, write)
+    return lambda: {"tasks": tasks(), **rest}
 
 
 def restore(parts: RLParts, session: Session) -> None:
@@ -172,9 +204,11 @@ def restore(parts: RLParts, session: Session) -> None:
         for part in filter(None, (parts.backend, parts.critic)):
             part.load(directory)
 
-    if (state := session.restore(load)) is not None:
+    def take(state: dict[str, Any]) -> None:
         parts.tasks.load_state_dict(state["tasks"])
         parts.learner.resume(state["max_tokens"])
         parts.kl.load_state_dict(state["kl"])
         if parts.critic:
             parts.critic.load_state_dict(state["critic"])
+
+    session.restore(load, take)

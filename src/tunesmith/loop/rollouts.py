@@ -11,7 +11,6 @@ from itertools import count
 from math import ceil
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
-from tunesmith.backends.base import TrainBackend
 from tunesmith.engines.base import Resizable, RolloutEngine
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.gate import Gate
@@ -20,6 +19,7 @@ from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.loop.staleness import Bound
 from tunesmith.loop.step_batch import check_failures, collect_step_batch, informative, play, step_metrics, tell_rewards
+from tunesmith.monitor import interrupts
 from tunesmith.plan.weights import weights_apart
 from tunesmith.types import RolloutGroup, Task
 
@@ -175,7 +175,8 @@ class AsyncRollouts:
             await hand_device_to_trainer(self.parts)
             return work(*args, **kwargs)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._trainer, lambda: work(*args, **kwargs))
+        with interrupts.elsewhere():
+            return await loop.run_in_executor(self._trainer, lambda: work(*args, **kwargs))
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
@@ -267,24 +268,18 @@ async def hand_device_to_trainer(parts: RLParts) -> None:
     """The trainer's turn on a shared device. Weights are loaded before the next rollout, so none need be kept."""
     if parts.config.system.hybrid:
         await parts.engine.sleep(2)
-        for backend in _trained(parts):
+        for backend in parts.backends:
             backend.reload()
 
 
 async def load_engine(parts: RLParts, engine: RolloutEngine, version: int) -> None:
     """The engine's turn, with new weights: they are taken first, as the memory for them is all that they need."""
     if parts.config.system.hybrid:
-        for backend in _trained(parts):
+        for backend in parts.backends:
             backend.offload()
     await engine.load_weights(version)
     if parts.config.system.hybrid:
         await engine.wake()
-
-
-def _trained(parts: RLParts) -> list[TrainBackend]:
-    """The policy's backend, and a critic's of its own."""
-    critic = parts.critic and parts.critic.learner.backend
-    return [parts.backend] if critic is None or critic is parts.backend else [parts.backend, critic]
 
 
 def adjusted(session: Session) -> dict[str, Any]:

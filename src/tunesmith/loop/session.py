@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tunesmith.errors import ConfigError, nearest
+from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
 from tunesmith.loop.checkpoint import Checkpoints, read_state
+from tunesmith.monitor import interrupts
 from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, MetricsLog
@@ -22,6 +23,10 @@ BESIDE_STEPS = ("setup", "eval", "checkpoint")
 """Phases that a step's rates leave out."""
 TRAINER_WAITS = {"rollout": "the rollouts", "sync": "the engines to take the weights"}
 """Phases in which the trainer waits, and for what."""
+
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
+"""What damaged files raise in the libraries that read them."""
 
 
 def due(step: int, every: int | None, total: int) -> bool:
@@ -61,7 +66,7 @@ class Session:
 
     total_steps: int
     evaluate_every: int | None
-    checkpoint_every: int | None
+    checkpoint_every: int | Literal["epoch"] | None
     metrics: MetricsLog
     progress: Progress
     checkpoints: Checkpoints
@@ -71,9 +76,22 @@ class Session:
     timeline: Timeline = field(default_factory=Timeline)
     adjustments: Adjustments | None = None
     resume_from: Path | None = None
+    checkpoint_seconds: float | None = None
+    """Time between checkpoints, besides their cadence in steps."""
     step: int = 0
     total_tokens: float = 0.0
     """The metric ``tokens`` of all steps."""
+    epoch: int = 0
+    """Whole passes over the data."""
+    evaluated: bool = False
+    """Whether this step's evaluation was made."""
+    _whole: Callable[[], dict[str, Any]] = field(default=dict, init=False)
+    """The loop's state after the last whole step."""
+    _saved: tuple[int, int, float] = field(default=(0, 0, 0.0), init=False)
+    """Step, epoch and time of the last checkpoint, or of the start."""
+
+    def __post_init__(self) -> None:
+        self._saved = 0, 0, self.clock.now()
 
     @property
     def running(self) -> bool:
@@ -92,8 +110,23 @@ class Session:
     def note(self, text: str) -> None:
         self.progress.note(text)
 
+    def begin(self, state: Callable[[], dict[str, Any]], epoch: int) -> None:
+        """The loop is about to take steps from here on; arguments as of ``settle``."""
+        self._whole, self.epoch = state, epoch
+        self._saved = self.step, epoch, self.clock.now()
+
+    def settle(self, state: Callable[[], dict[str, Any]], epoch: int) -> None:
+        """The step and all that belongs to it is done: from now on a signal finds it whole.
+
+        Args:
+            state: gives the loop's state as it is now, also when it is called later.
+        """
+        self._whole, self.epoch, self.evaluated = state, epoch, False
+        interrupts.settle()
+
     def finish_step(self, metrics: Mapping[str, float]) -> None:
-        """Count a step and record its metrics and where its time went."""
+        """Count a step and record its metrics and where its time went. ``settle`` ends what belongs to it."""
+        interrupts.commit()
         self.step += 1
         seconds = self.clock.lap()
         times = {f"seconds/{name}": value for name, value in seconds.items()}
@@ -111,6 +144,7 @@ class Session:
 
     def finish_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Record an evaluation; the best one's checkpoint is kept."""
+        self.evaluated = True
         self.metrics.write(self.step, metrics, always=True)
         if self.best.metric in metrics:
             self.best.update(metrics[self.best.metric], self.step)
@@ -124,30 +158,73 @@ class Session:
     def evaluation_due(self) -> bool:
         return due(self.step, self.evaluate_every, self.total_steps)
 
+    def owes_evaluation(self, at_start: bool) -> bool:
+        """Whether the step that a run begins with is to be evaluated: a signal may have come before that."""
+        return not self.evaluated and (self.evaluation_due() if self.step else at_start)
+
     def checkpoint_due(self) -> bool:
-        """By the cadence, or because the evaluation just made is the best one."""
+        """By the cadence in steps, epochs or time, or because the evaluation just made is the best one."""
         is_best = self.best.step == self.step and self.step > 0
-        return is_best or due(self.step, self.checkpoint_every, self.total_steps)
+        _, epoch, time = self._saved
+        if self.checkpoint_seconds is not None and self.clock.now() - time >= self.checkpoint_seconds:
+            return True
+        every = self.checkpoint_every
+        if every == "epoch":
+            return is_best or self.step >= self.total_steps or self.epoch > epoch
+        return is_best or due(self.step, every, self.total_steps)
 
-    def save(self, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint of this step: what ``write`` puts into the directory, and the loop's state."""
+    def save(self, write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint of the last whole step: what ``write`` puts into the directory, and the loop's state."""
         best = {self.best.metric: [self.best.value, self.best.step]}
-        own = {"step": self.step, "best": best, "total_tokens": self.total_tokens}
-        with self.phase("checkpoint"):
-            return self.checkpoints.save(self.step, {**own, **state}, write, self.best.step)
+        own = {"step": self.step, "best": best, "evaluated": self.evaluated, "total_tokens": self.total_tokens}
+        with self.phase("checkpoint"), interrupts.held():
+            path = self.checkpoints.save(self.step, {**own, **self._whole()}, write, self.best.step)
+            self._saved = self.step, self.epoch, self.clock.now()
+        return path
 
-    def restore(self, load: Callable[[Path], None]) -> dict[str, Any] | None:
-        """Load the checkpoint to resume from and return the loop's state; None when starting afresh."""
+    def keep(self, write: Callable[[Path], None], give_up: Callable[[], None]) -> str:
+        """After a signal: save the last whole step, and say what was kept.
+
+        Args:
+            give_up: takes back what the step that was cut has changed.
+        """
+        newest = self.checkpoints.newest()
+        kept = f"the newest checkpoint is {newest}" if newest else "no checkpoint was written yet"
+        if interrupts.torn():
+            said = f"the step after step {self.step} was half done and is lost; {kept}"
+        elif self._saved[0] == self.step:
+            said = f"no step was finished since; {kept}"
+        else:
+            try:
+                give_up()
+                said = f"stopped after step {self.step} of {self.total_steps}: {self.save(write)} is written"
+            except TunesmithError as error:
+                said = f"step {self.step} could not be saved: {error}; {kept}"
+        self.note(said)
+        return said
+
+    def restore(self, load: Callable[[Path], None], take: Callable[[dict[str, Any]], None]) -> None:
+        """Continue from the checkpoint to resume from, if there is one.
+
+        Args:
+            load: reads what the backend wrote.
+            take: takes the loop's state.
+
+        Raises:
+            CheckpointError: it is damaged, or of another run.
+        """
         if self.resume_from is None:
-            return None
-        state = read_state(self.resume_from)
-        load(self.resume_from)
-        self.step, self.total_tokens = state["step"], state["total_tokens"]
-        self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
+            return
+        with boundary(CheckpointError, f"cannot continue from {self.resume_from}", (ArithmeticError, *_UNREADABLE)):
+            state = read_state(self.resume_from)
+            load(self.resume_from)
+            self.step, self.total_tokens = state["step"], state["total_tokens"]
+            self.evaluated = state.get("evaluated", True)
+            self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
+            take(state)
         self.note(f"continuing at step {self.step} from {self.resume_from}")
         if self.step >= self.total_steps:
             self.note(f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)")
-        return state
 
 
 def write_rollouts(

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tunesmith.config.schema import EvalSection
 from tunesmith.data.loader import Loader
 from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.loop.session import Session
+from tunesmith.monitor import interrupts
 from tunesmith.types import Sample
 
 T = TypeVar("T")
@@ -31,13 +32,18 @@ class SupervisedParts(Generic[T]):
     summarise: Callable[[Metrics], Metrics] = dict
     """A step's metrics from the objective's, which are sums over micro-batches."""
     save_beside: Callable[[Path], None] | None = None
-    """Writes what else belongs into a checkpoint, after the backend has written the model."""
+    """Writes what else a run needs to continue, after the backend has written the model."""
+    describe: Callable[[Path], None] | None = None
+    """Writes what is measured of the model; left out when a signal ends the run, as it may take long."""
 
 
 def run(parts: SupervisedParts[T], session: Session) -> None:
     """Train until the configured step; evaluate and save on the way."""
-    if session.step == 0 and parts.evaluation.at_start:
+    session.begin(_state(parts), parts.items.epoch)
+    if session.owes_evaluation(parts.evaluation.at_start):
         _evaluate(parts, session)
+        if session.step and session.evaluated and session.checkpoint_due():
+            save(parts, session)
     while session.running:
         items = parts.items.next_batch()
         with session.phase("train"):
@@ -45,6 +51,7 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
             metrics = parts.summarise(parts.learner.step(batch))
         tokens = float(sum(len(s.token_ids) for s in batch))
         session.finish_step(metrics | {"tokens": tokens, "epoch": float(parts.items.epoch)})
+        session.settle(_state(parts), parts.items.epoch)
         if session.evaluation_due():
             _evaluate(parts, session)
         if session.checkpoint_due():
@@ -58,7 +65,8 @@ def _evaluate(parts: SupervisedParts[T], session: Session) -> None:
         return
     with session.phase("eval"), parts.learner.backend.ema_weights() if parts.evaluation.use_ema else nullcontext():
         metrics = parts.evaluate()
-    session.finish_evaluation(metrics)
+    with interrupts.held():
+        session.finish_evaluation(metrics)
 
 
 def held_out(learner: Learner, samples: Sequence[Sample], names: Sequence[str] = ("loss",)) -> Metrics:
@@ -69,15 +77,35 @@ def held_out(learner: Learner, samples: Sequence[Sample], names: Sequence[str] =
 
 def save(parts: SupervisedParts[T], session: Session) -> None:
     def write(directory: Path) -> None:
-        parts.learner.backend.save(directory)
-        if parts.save_beside is not None:
-            parts.save_beside(directory)
+        _write(parts, directory)
+        if parts.describe is not None:
+            parts.describe(directory)
 
-    session.save({"samples": parts.items.state_dict(), "max_tokens": parts.learner.max_tokens}, write)
+    session.save(write)
 
 
-def restore(parts: SupervisedParts[T], session: Session) -> None:
+def keep(parts: SupervisedParts[Any], session: Session) -> str:
+    """After a signal: save the last whole step; returns what was kept."""
+    return session.keep(lambda directory: _write(parts, directory), parts.learner.backend.give_up)
+
+
+def _write(parts: SupervisedParts[Any], directory: Path) -> None:
+    parts.learner.backend.save(directory)
+    if parts.save_beside is not None:
+        parts.save_beside(directory)
+
+
+def _state(parts: SupervisedParts[Any]) -> Callable[[], dict[str, Any]]:
+    """What the loop needs to continue from here."""
+    state = {"samples": parts.items.state_dict(), "max_tokens": parts.learner.max_tokens}
+    return lambda: state
+
+
+def restore(parts: SupervisedParts[Any], session: Session) -> None:
     """Continue from the session's checkpoint, if there is one."""
-    if (state := session.restore(parts.learner.backend.load)) is not None:
+
+    def take(state: dict[str, Any]) -> None:
         parts.items.load_state_dict(state["samples"])
         parts.learner.resume(state["max_tokens"])
+
+    session.restore(parts.learner.backend.load, take)

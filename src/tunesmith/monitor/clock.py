@@ -41,6 +41,10 @@ class Clock:
             ended = self._open.pop()
             assert ended == name, f"phase {name} ended inside phase {ended}"
 
+    def now(self) -> float:
+        """Seconds since some moment."""
+        return self._now()
+
     @property
     def current(self) -> str:
         """The innermost open phase."""

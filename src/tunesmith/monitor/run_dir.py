@@ -18,13 +18,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shlex
 import socket
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tunesmith.errors import CheckpointError, ConfigError, StorageError, boundary
+from tunesmith.monitor.interrupts import Interrupted
 
 _locked_here: set[Path] = set()
 """Directories this process holds; record locks do not keep a process out of its own files."""
@@ -54,27 +58,31 @@ class RunDir:
 
 
 @contextmanager
-def open_run_dir(run_dir: Path | None, name: str, resume: bool | Path) -> Generator[RunDir]:
+def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"] | Path) -> Generator[RunDir]:
     """Create or enter a run's directory, and lock it against other processes as long as it is used.
 
     Args:
         run_dir: where; None makes ``runs/<name>-<number>`` below the working directory.
         name: of the run, for directories that are named here.
-        resume: ``checkpoint.resume``: True continues ``run_dir``; a checkpoint's path continues the run it
-            lies in when that is ``run_dir``, and otherwise starts a new run from it.
+        resume: ``checkpoint.resume``: True continues ``run_dir``, "auto" if it is there; a checkpoint's path
+            continues the run it lies in when that is ``run_dir``, and otherwise starts a new run from it.
 
     Raises:
         ConfigError: the directory holds another run, or another process is writing to it.
         CheckpointError: there is no run to resume.
         StorageError: it cannot be created or written.
     """
+    if resume == "auto" and run_dir is None:
+        raise ConfigError('checkpoint.resume = "auto" needs a run_dir, which is the same each time')
     if resume is True and not (run_dir and run_dir.is_dir()):
         raise CheckpointError(f"there is no run to resume in {run_dir}: it is no directory")
     with boundary(StorageError, f"cannot create the run directory {run_dir or 'runs'}", OSError):
         path = numbered_directory(Path("runs").absolute(), name) if run_dir is None else run_dir.absolute()
         path.mkdir(parents=True, exist_ok=True)
     with _locked(path):
-        continued = resume is True or (isinstance(resume, Path) and resume.absolute().is_relative_to(path))
+        continued = (
+            resume is True or resume == "auto" or (isinstance(resume, Path) and resume.absolute().is_relative_to(path))
+        )
         if not continued and holds_run(path):
             raise ConfigError(
                 f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, "
@@ -83,9 +91,20 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Path) -> Genera
         try:
             yield RunDir(path)
         except BaseException as error:
-            if has_checkpoint(path) and not isinstance(error, CheckpointError):
-                error.add_note(f"Continue with the same command and run_dir={path} checkpoint.resume=true")
+            begun = has_checkpoint(path) or (isinstance(error, Interrupted) and holds_run(path))
+            if begun and not isinstance(error, CheckpointError):
+                error.add_note(how_to_continue(path))
             raise
+
+
+def how_to_continue(path: Path) -> str:
+    """The command that continues the run in a directory; "auto" begins anew where it has no checkpoint."""
+    resume = f"checkpoint.resume={'true' if has_checkpoint(path) else 'auto'}"
+    name, *said = sys.argv
+    if Path(name).name not in ("tunesmith", "__main__.py"):
+        return f"Continue with the same command and run_dir={shlex.quote(str(path))} {resume}"
+    kept = [word for word in said if not word.startswith(("run_dir=", "checkpoint.resume="))]
+    return f"Continue with: {shlex.join(['tunesmith', *kept, f'run_dir={path}', resume])}"
 
 
 def has_checkpoint(path: Path) -> bool:

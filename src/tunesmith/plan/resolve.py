@@ -34,6 +34,7 @@ SFT_BATCH = 32
 LEAST_ANSWER = 128
 """Tokens that an environment's answer to a turn is taken to have, where turns are no longer than that."""
 CRITIC_LR_RATIO = 10
+CHECKPOINT_MINUTES = 15.0
 
 
 def resolve(config: C, facts: Facts) -> Resolved[C]:
@@ -157,11 +158,13 @@ def _derive_intervals(filling: Filling[Any]) -> None:
     steps = filling.get("train.steps")
     if steps is None:
         return
+    if filling.get("checkpoint.every") is None:
+        filling.fill("checkpoint.minutes", CHECKPOINT_MINUTES, "checkpoint.every was left out")
     for key in ("checkpoint.every", "monitor.every", *(["eval.every"] if filling.config.data.eval is not None else [])):
         every = filling.get(key)
         if every is None:
-            filling.set(key, steps, "only at the end")
-        elif every > steps:
+            filling.set(key, steps, "at the end" if key == "checkpoint.every" else "only at the end")
+        elif every != "epoch" and every > steps:
             filling.set(key, steps, f"shortened from {every}: the run has {steps} steps")
 
 

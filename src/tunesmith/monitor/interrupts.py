@@ -1,0 +1,244 @@
+"""Signals that ask a command to end, and what must not be cut in two by them.
+
+SIGINT, SIGTERM and SIGHUP raise ``Interrupted`` in the main thread, wherever it is, but not inside ``held`` and not
+between ``commit`` and ``settle``: there the signal waits. A second SIGINT or SIGTERM ends the process at once. What a
+shell has set to be ignored (SIGINT in a background job, SIGHUP under nohup) stays ignored.
+
+A thread that the system's handler wakes looks after a main thread that is busy in native code, such as a long backward
+pass: when it has not obeyed within ``GRACE`` seconds, that thread keeps what can be kept and ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+GRACE = 10.0
+"""Seconds in which a step that has changed weights may still be ended, and a busy main thread may obey."""
+TEARDOWN = 10.0
+"""Seconds in which what was begun may be closed, once everything is kept."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the command to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+@dataclass(slots=True)
+class _State:
+    asked: int | None = None
+    """The signal that came first."""
+    since: float = 0.0
+    held: int = 0
+    elsewhere: int = 0
+    committed: bool = False
+    keep: Callable[[], str | None] | None = None
+    keeping: threading.Lock = field(default_factory=threading.Lock)
+    kept: bool = False
+    closing_since: float | None = None
+    may_exit: bool = False
+
+
+_state = _State()
+
+
+def asked() -> bool:
+    """Whether a signal has asked the command to end."""
+    return _state.asked is not None
+
+
+def check() -> None:
+    """Called between pieces of work, in any thread.
+
+    Raises:
+        Interrupted: the command was asked to end, and nothing stands in the way or ``GRACE`` seconds are over.
+    """
+    if _state.asked is not None and (not _state.committed or time.monotonic() - _state.since > GRACE):
+        raise Interrupted(_state.asked)
+
+
+@contextmanager
+def held() -> Generator[None]:
+    """A signal that comes inside is obeyed at the end."""
+    _state.held += 1
+    try:
+        yield
+    finally:
+        _state.held -= 1
+    _obey()
+
+
+@contextmanager
+def elsewhere() -> Generator[None]:
+    """As ``held``, while another thread does the work and calls ``check``."""
+    _state.elsewhere += 1
+    try:
+        yield
+    finally:
+        _state.elsewhere -= 1
+    _obey()
+
+
+def commit() -> None:
+    """From here on a step is ended, not given up: it is about to change weights."""
+    if not _state.committed:
+        check()
+        _state.committed = True
+
+
+def settle() -> None:
+    """The step is whole."""
+    _state.committed = False
+    _obey()
+
+
+def torn() -> bool:
+    """Whether a step was cut between ``commit`` and ``settle``, so that its state is neither old nor new."""
+    return _state.committed
+
+
+def _obey() -> None:
+    if _state.asked is not None and not (_state.held or _state.elsewhere or _state.committed):
+        raise Interrupted(_state.asked)
+
+
+@contextmanager
+def keeping(keep: Callable[[], str | None]) -> Generator[None]:
+    """Have ``keep`` called, once, when a signal ends what is inside.
+
+    Args:
+        keep: keeps what would be lost, and says how to go on; called after the work was cut.
+    """
+    before, _state.keep, _state.kept, _state.committed = _state.keep, keep, False, False
+    try:
+        yield
+    except Interrupted:
+        keep_now()
+        raise
+    finally:
+        _state.keep, _state.committed = before, False
+
+
+def keep_now() -> str | None:
+    """Call what ``keeping`` was given, before anything is closed; what it returned, if this is the first call."""
+    with _state.keeping:
+        if _state.keep is None or _state.kept:
+            return None
+        _state.kept = True
+        _state.held += 1
+        try:
+            return _state.keep()
+        finally:
+            _state.held -= 1
+            _state.closing_since = time.monotonic()
+
+
+@contextmanager
+def handled(*, may_exit: bool = False) -> Generator[None]:
+    """Take the signals as above while inside; nothing where they are taken already, or outside the main thread.
+
+    Args:
+        may_exit: this process is the command's own: it may be ended from inside.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == _on_signal:
+        yield
+        return
+    global _state
+    _state = _State(may_exit=may_exit)
+    before = {n: signal.getsignal(n) for n in SIGNALS}
+    taken = [n for n, handler in before.items() if handler is not signal.SIG_IGN]
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    waker = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_look_after, args=(reading, _state), name="signals", daemon=True).start()
+    try:
+        for number in taken:
+            signal.signal(number, _on_signal)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
+        signal.set_wakeup_fd(waker)
+        os.close(writing)  # which ends the thread
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """Python's handler, on the main thread between two of its instructions."""
+    del frame
+    if _asks(_state, number):
+        _obey()
+
+
+def _asks(state: _State, number: int) -> bool:
+    """Note a signal, from whichever thread sees it first; whether it is to be obeyed by an exception."""
+    if number == signal.SIGHUP:
+        _leave_terminal()
+    if state.asked is None:
+        state.asked, state.since = number, time.monotonic()
+        return True
+    return not state.kept and state.closing_since is None and state.asked == number
+
+
+def _look_after(reading: int, state: _State) -> None:
+    """The thread that the system's handler wakes with the number of each signal."""
+    counted = 0
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        for number in iter(lambda: pipe.read(1), b""):
+            if number[0] not in SIGNALS or signal.getsignal(number[0]) != _on_signal:
+                continue
+            counted += number[0] != signal.SIGHUP or counted == 0  # a terminal that closes sends several
+            first = state.asked is None or counted == 1
+            _asks(state, number[0])
+            if counted > 1 and state.may_exit:
+                _exit(state, "ended at once")
+            if first:
+                _say(f"{signal.Signals(number[0]).name}: stopping; once more ends this at once")
+                threading.Thread(target=_wait_for_main, args=(state,), name="signals", daemon=True).start()
+
+
+def _wait_for_main(state: _State) -> None:
+    while state.closing_since is None:
+        time.sleep(0.1)
+        if state is not _state:
+            return
+        patience = GRACE * (2 if state.committed else 1)
+        if state.may_exit and not (state.held or state.kept) and time.monotonic() - state.since > patience:
+            said = None if state.committed else keep_now()  # the main thread is busy, and changes no weights
+            _exit(state, said or "interrupted: the step in progress did not end")
+    while time.monotonic() - state.closing_since < TEARDOWN:
+        time.sleep(0.1)
+    if state.may_exit and state is _state:
+        _exit(state, "interrupted")
+
+
+def _exit(state: _State, text: str) -> None:
+    _say(text)
+    os._exit(128 + (state.asked or signal.SIGTERM))
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def _leave_terminal() -> None:
+    """Writing to a terminal that has gone away fails: what is still said goes nowhere."""
+    nowhere: Any = None
+    for number in (1, 2):
+        with suppress(OSError):
+            if os.ttyname(number):
+                nowhere = nowhere or os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, number)

@@ -1,0 +1,256 @@
+"""Signals: what they cut, what they wait for, and that a run which they end goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny import save_model
+from tiny_runs import rl_settings, same_tensors, sft_settings, sums, untimed, write_lines
+from tunesmith import build
+from tunesmith.backends.torch import TorchBackend
+from tunesmith.errors import ConfigError
+from tunesmith.loop.checkpoint import Checkpoints, read_state
+from tunesmith.loop.collect import Collector
+from tunesmith.loop.session import Session
+from tunesmith.monitor import interrupts
+from tunesmith.monitor.interrupts import Interrupted
+
+
+def script(body: str) -> list[str]:
+    head = "import os, signal, sys, threading, time\nfrom tunesmith.monitor import interrupts\n"
+    return [sys.executable, "-c", head + body]
+
+
+def ended(body: str, *signals: int, ignored: bool = False, pause: float = 0.0) -> tuple[int, str]:
+    """Exit code and standard error of a program that gets signals once it has said that it is ready."""
+    shell = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh"] if ignored else []
+    with subprocess.Popen(
+        [*shell, *script(body)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(pause)
+        _, said = process.communicate(timeout=60)
+        return process.returncode, said
+
+
+GUARDED = """
+from tunesmith.cli.guard import guarded
+def command():
+    print("ready", flush=True)
+    WORK
+try:
+    guarded(command)()
+except BaseException as ended:
+    sys.exit(ended.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["int", "term", "hup"]
+)
+def test_each_signal_ends_a_command_with_its_code(number: int, code: int) -> None:
+    found, said = ended(GUARDED.replace("WORK", "time.sleep(60)"), number)
+    assert found == code and signal.Signals(number).name in said and "Traceback" not in said
+
+
+def test_sigterm_ends_a_job_whose_shell_ignores_sigint() -> None:
+    assert ended(GUARDED.replace("WORK", "time.sleep(60)"), signal.SIGTERM, ignored=True)[0] == 143
+
+
+def test_a_second_signal_ends_what_the_first_has_to_wait_for() -> None:
+    waiting = GUARDED.replace("WORK", "\n    with interrupts.held(): time.sleep(60)")
+    found, said = ended(waiting, signal.SIGTERM, signal.SIGINT, pause=0.2)
+    assert found == 143 and "Traceback" not in said
+
+
+def test_a_closing_terminal_sends_several_that_count_as_one() -> None:
+    waiting = GUARDED.replace("WORK", "\n    with interrupts.held(): time.sleep(1.0); print('whole', file=sys.stderr)")
+    found, said = ended(waiting, signal.SIGHUP, signal.SIGHUP, pause=0.1)
+    assert found == 129 and "whole" in said
+
+
+def test_what_a_busy_main_thread_cannot_keep_is_kept_beside_it() -> None:
+    """Native code that returns to no Python for a minute."""
+    busy = "\n    interrupts.GRACE = 0.2"
+    busy += "\n    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()"
+    busy += "\n    with interrupts.keeping(lambda: 'kept'): hashlib.pbkdf2_hmac('sha1', b'', b'', 2**31 - 1)"
+    found, said = ended("import hashlib" + GUARDED.replace("WORK", busy))
+    assert found == 143 and "kept" in said
+
+
+def test_closing_has_an_end() -> None:
+    slow = (
+        "\n    interrupts.TEARDOWN = 0.2\n    try:\n        with interrupts.keeping(lambda: 'kept'): time.sleep(60)"
+        "\n    finally: time.sleep(60)"
+    )
+    assert ended(GUARDED.replace("WORK", slow), signal.SIGTERM)[0] == 143
+
+
+def raise_signal(number: int = signal.SIGTERM) -> None:
+    """From any thread, to the main one, which sees it before it goes on."""
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+    if threading.current_thread() is not threading.main_thread():
+        while not interrupts.asked():
+            time.sleep(0.001)
+
+
+def test_sections_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with interrupts.handled():
+        with pytest.raises(Interrupted) as raised:
+            raise_signal()
+        assert raised.value.exit_code == 143 and interrupts.asked()
+        with pytest.raises(Interrupted):
+            interrupts.check()
+    with interrupts.handled():
+        assert not interrupts.asked()
+        done: list[str] = []
+        with pytest.raises(Interrupted), interrupts.held():
+            raise_signal()
+            done.append("held")
+        assert done == ["held"]
+    with interrupts.handled():
+        interrupts.commit()
+        raise_signal()
+        interrupts.check()
+        with interrupts.held():
+            pass
+        monkeypatch.setattr(interrupts, "GRACE", 0.0)
+        with pytest.raises(Interrupted):
+            interrupts.check()
+        with pytest.raises(Interrupted):
+            interrupts.settle()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the runs that are cut, beside those that are not."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, after: bool = False) -> None:
+    """A signal comes at the beginning, or the end, of a method's ``number``-th call."""
+    original: Callable[..., Any] = getattr(owner, name)
+    calls: list[int] = []
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number and not after:
+            raise_signal()
+        found = original(self, *args, **options)
+        if len(calls) == number and after:
+            raise_signal()
+        return found
+
+    monkeypatch.setattr(owner, name, method)
+
+
+def settings(folder: Path, model: Path, run: str, kind: str) -> list[str]:
+    make = sft_settings if kind == "sft" else rl_settings
+    make(folder, model)
+    lines = sums(5, 40)
+    if kind == "sft":
+        lines = [{"prompt": s["prompt"], "completion": s["answer"]} for s in lines]
+    held_out = str(write_lines(folder / "held_out.jsonl", lines))
+    more: dict[str, Any] = {"data__eval": held_out, "eval__every": 2, "train__steps": 4, "train__schedule": "cosine"}
+    if kind != "sft":
+        more |= {"train__passes_per_batch": 2, "train__batch_size": 8, "algorithm__kl_coef": 0.05}
+    if kind == "lora":
+        more |= {"lora__rank": 4, "train__ema_decay": 0.5, "eval__use_ema": True, "algorithm__kl_coef": 0.0}
+    if kind == "ahead":
+        more |= {"rollout__max_staleness": 1, "system__engine_process": True}
+    return make(folder, model, run, **more)
+
+
+# In RL a step is 4 optimizer steps of a micro-batch each (2 passes, 2 batches), an evaluation is a call to collect.
+PLACES: list[tuple[str, str, Any, str, int, bool, int | None]] = [
+    ("rollouts", "rl", Collector, "collect", 3, False, 1),
+    ("backward", "rl", TorchBackend, "forward_backward", 5, True, 1),
+    ("between optimizer steps", "rl", TorchBackend, "step", 6, True, 2),
+    ("metrics", "rl", Session, "finish_step", 2, False, 2),
+    ("evaluation", "rl", Collector, "collect", 4, True, 2),
+    ("end of evaluation", "rl", Session, "finish_evaluation", 2, True, 2),
+    ("first step", "rl", TorchBackend, "forward_backward", 1, False, None),
+    ("checkpoint", "rl", Session, "save", 1, True, 2),
+    ("average in place", "lora", Collector, "collect", 4, False, 2),
+    ("prepare", "sft", TorchBackend, "forward_backward", 3, False, 2),
+    ("evaluate", "sft", Session, "finish_evaluation", 2, False, 2),
+    ("playing ahead", "ahead", TorchBackend, "forward_backward", 5, False, 1),
+    ("step on its thread", "ahead", TorchBackend, "step", 6, True, 2),
+]
+
+
+FAST = ("rollouts", "between optimizer steps", "end of evaluation", "evaluate")
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, id=p[0], marks=() if p[0] in FAST else pytest.mark.slow) for p in PLACES]
+)
+def test_a_run_that_a_signal_ends_keeps_its_last_whole_step(
+    folder: Path, model: Path, place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what, kind, owner, name, number, after, kept = place
+    run, cut = build.run_sft if kind == "sft" else build.run_rl, folder / f"cut {what}"
+    said = settings(folder, model, cut.name, kind)
+    with monkeypatch.context() as patched, pytest.raises(Interrupted) as raised:
+        at_call(patched, owner, name, number, after)
+        run(None, said)
+    assert any("checkpoint.resume=" in note for note in raised.value.__notes__)
+    assert Checkpoints(cut / "checkpoints", 2).steps() == ([] if kept is None else [kept])
+    again = run(None, [*said, 'checkpoint.resume="auto"'])
+    if kind == "ahead":  # which rollouts train which step depends on the clock there
+        assert read_state(again.checkpoint.parent)["step"] == 4
+        return
+    straight = folder / f"straight {kind}"
+    if not straight.exists():
+        run(None, settings(folder, model, straight.name, kind))
+    same_tensors(straight / "checkpoints/step-000004", again.checkpoint.parent)
+    assert read_state(straight / "checkpoints/step-000004") == read_state(again.checkpoint.parent)
+    assert untimed(straight / "metrics.jsonl") == untimed(cut / "metrics.jsonl")
+    assert (straight / "rollouts.jsonl").read_bytes() == (cut / "rollouts.jsonl").read_bytes()
+
+
+def test_a_step_that_does_not_end_in_time_is_lost_and_the_checkpoint_before_stays(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [*settings(tmp_path, model, "cut", "rl"), "checkpoint.every=1"]
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(interrupts, "GRACE", -1.0)
+        at_call(patched, TorchBackend, "step", 6, after=True)
+        build.run_rl(None, said)
+    assert Checkpoints(tmp_path / "cut/checkpoints", 2).steps() == [1]
+    assert "half done" in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_due_by_time_and_by_passes_over_the_data(tmp_path: Path, model: Path) -> None:
+    outcome = build.run_sft(
+        None, sft_settings(tmp_path, model, train__steps=7, checkpoint__every="epoch", checkpoint__keep=9)
+    )
+    assert Checkpoints(outcome.run_dir / "checkpoints", 9).steps() == [3, 6, 7]  # 24 lines, 8 to a step
+    timed = sft_settings(tmp_path, model, "timed", checkpoint__minutes=1e-9, checkpoint__keep=9)
+    outcome = build.run_sft(None, timed)
+    assert Checkpoints(outcome.run_dir / "checkpoints", 9).steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_auto_needs_a_directory_and_begins_where_there_is_nothing_to_continue(tmp_path: Path, model: Path) -> None:
+    said = [*sft_settings(tmp_path, model, train__steps=1), "checkpoint.resume=auto"]
+    assert build.run_sft(None, said).checkpoint.parent.name == "step-000001"
+    assert build.run_sft(None, [*said, "train.steps=2"]).checkpoint.parent.name == "step-000002"
+    with pytest.raises(ConfigError, match="run_dir"):
+        build.run_sft(None, [word for word in said if not word.startswith("run_dir")])
