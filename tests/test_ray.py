@@ -47,14 +47,14 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check
 from tunesmith.plan.cluster import Bundle, bundles, missing, processes
 from tunesmith.plan.facts import Facts, known_model_facts
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.hardware import Gpu, read_hardware
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Sample
 
 ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 
 from tunesmith.cluster.engine import RayEngine  # noqa: E402
-from tunesmith.cluster.ray_cluster import Cluster  # noqa: E402
+from tunesmith.cluster.ray_cluster import Cluster, check_machines  # noqa: E402
 from tunesmith.cluster.remote import Remote  # noqa: E402
 from tunesmith.cluster.reward import RestartingRemote  # noqa: E402
 
@@ -324,6 +324,7 @@ def test_no_cluster_at_the_address(address: str) -> None:
     ("changed", "words"),
     [
         ({"system__engine_process": True}, "engines are actors"),
+        ({"system__device": "cuda:1"}, 'say "cuda", and hide GPUs from Ray'),
         ({"system__cluster": None, "system__ray_address": "x:1"}, "no effect with system.cluster"),
         ({"system__placement__colocate": [["actor"]]}, "shares with nobody"),
         ({"system__placement__colocate": [["actor", "ref"], ["ref", "rollout"]]}, "'ref' twice"),
@@ -364,6 +365,79 @@ def test_roles_that_share_a_place(tmp_path: Path) -> None:
     assert bundles(config) == [Bundle(("actor", "rollout"), 4.0, 1.0)] * 2 + [Bundle(("ref",), 1.0, 0.0)]
     with pytest.raises(ConfigError, match="names 'critic'"):
         bundles(resolved(tmp_path, system__placement__critic__gpus=1))
+
+
+GPUS = {"system__device": "cuda", "system__engine": "vllm", "system__engine_python": sys.executable}
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "ranks", "expected"),
+    [
+        (1, 1, 2, [Bundle(("actor", "rollout"), 2.0, 2.0)]),
+        (8, 4, 2, [Bundle(("actor", "actor", "rollout"), 3.0, 2.0)] * 4),
+        (4, 4, 1, [Bundle(("actor", "rollout"), 2.0, 1.0)] * 4),
+    ],
+)
+def test_an_engine_of_several_ranks_shares_a_place_with_enough_gpus(
+    trainers: int, engines: int, ranks: int, expected: list[Bundle], tmp_path: Path
+) -> None:
+    said = {
+        "system__trainer_ranks": trainers, "system__engines": engines,
+        "system__vllm__tensor_parallel_size": ranks, "system__placement__colocate": [["actor", "rollout"]],
+    }  # fmt: skip
+    path = save_model(tmp_path / "model", head_dim=32)
+    config = load_config(RLConfig, None, rl_settings(tmp_path, path, **{"system__cluster": "ray", **GPUS, **said}))
+    gpu = Gpu("GPU", 80 * 10**9, 80 * 10**9, (9, 0))
+    facts = Facts(replace(read_hardware(), gpus=(gpu,) * 8), known_model_facts(str(path)), 12, None, 8)
+    config = resolve(config, facts).config
+    assert bundles(config) == expected
+    assert expected[0].dealt == (ranks > 1) and (not expected[0].dealt or expected[0].share[1] == 0)
+    with pytest.raises(ConfigError, match="different numbers of processes"):
+        check(config.model_copy(update={"system": config.system.model_copy(update={"trainer_ranks": 3 * engines})}))
+
+
+def test_the_derived_plane_reaches_every_rank(tmp_path: Path) -> None:
+    said = {**GPUS, "system__device": "cpu", "system__vllm__tensor_parallel_size": 2}
+    path = save_model(tmp_path / "model", head_dim=32)
+    config = load_config(RLConfig, None, rl_settings(tmp_path, path, **{"system__cluster": "ray", **said}))
+    facts = Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)
+    assert resolve(config, facts).config.system.weight_plane == "memory"
+    with pytest.raises(ClusterError, match="on the trainer's machine"):
+        check_machines([Bundle(("actor",), 1, 1), Bundle(("rollout",), 1, 2)], {0: "a", 1: "b"})
+    check_machines([Bundle(("actor",), 1, 1), Bundle(("rollout",), 1, 2)], {0: "a", 1: "a"})
+
+
+DEALT = """
+import os, ray
+from tunesmith.cluster.ray_cluster import Cluster
+from tunesmith.config.system import SystemSection
+from tunesmith.errors import TrainerLostError
+from tunesmith.plan.cluster import Bundle
+
+class Seen:
+    def gpus(self):
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+ray.init(num_cpus=6, num_gpus=4, include_dashboard=False, logging_level="error", _node_ip_address="127.0.0.1")
+place = Bundle(("actor", "actor", "rollout"), 3.0, 2.0)
+with Cluster.open(SystemSection(weight_plane="memory"), [place, place]) as cluster:
+    for role in ("actor",) * 4 + ("rollout",) * 2:
+        remote = cluster.spawn(role, TrainerLostError)
+        remote.make(Seen)
+        print(role, remote.call("gpus"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_processes_of_one_place_see_their_part_of_its_gpus() -> None:
+    """Ray is told of four GPUs, and counts them as if they were there."""
+    done = subprocess.run([sys.executable, "-c", DEALT], capture_output=True, text=True, timeout=120, check=True)
+    seen = [line.split() for line in done.stdout.splitlines() if line.startswith(("actor", "rollout"))]
+    trainers = [gpus for role, gpus in seen if role == "actor"]
+    engines = [gpus for role, gpus in seen if role == "rollout"]
+    assert len(set(trainers)) == 4
+    assert [set(gpus.split(",")) for gpus in engines] == [set(trainers[:2]), set(trainers[2:])]
 
 
 def test_ranks_on_one_machine_share_its_cores(tmp_path: Path) -> None:

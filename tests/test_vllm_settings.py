@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tunesmith.config.generation import GenerateConfig
+from tunesmith.build.engines import engine_settings
+from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import config_text, settings
 from tunesmith.config.schema import RLConfig, SFTConfig
+from tunesmith.engines.vllm.start import VllmSettings, engine_arguments
 from tunesmith.errors import ConfigError
 from tunesmith.plan.checks import check
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.hardware import Gpu, Hardware
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.vllm import version_problem, vllm_misfits
+from tunesmith.plan.vllm import FIXED_ARGUMENTS, OWN_ARGUMENTS, extra_problem, version_problem, vllm_misfits
 
 MODEL = ModelFacts(
     parameters=10**6, layers=4, hidden_size=64, intermediate_size=128, heads=6, kv_heads=2, head_dim=32,
@@ -55,6 +58,56 @@ def test_caching_and_compilation_are_derived_with_reasons() -> None:
     assert resolved(facts=ON_GPUS).config.system.vllm.eager is False
     said = resolved("system.vllm.eager=false", "system.vllm.prefix_caching=false").config.system.vllm
     assert (said.prefix_caching, said.eager) == (False, False)
+
+
+@pytest.mark.parametrize(("kind", "samples"), [(GenerateConfig, 1), (GenerateConfig, 4), (RFTConfig, 15)])
+def test_runs_that_only_sample_have_them_too(kind: Any, samples: int) -> None:
+    base = [*(word for word in BASE if not word.startswith("rollout")), "sampling.max_new_tokens=20"]
+    asked = [f"sampling.n={samples}"] if kind is GenerateConfig else ["rft.threshold=1"]
+    config = resolve(load_config(kind, None, [*base, *asked]), FACTS).config
+    assert (config.system.vllm.prefix_caching, config.system.vllm.eager) == (samples > 1, True)
+    given = engine_settings(config)
+    assert given["eager"] and given["prefix_caching"] == (samples > 1)
+
+
+def test_what_scores_given_answers_starts_no_engine() -> None:
+    base = [word for word in BASE if not word.startswith("rollout")]
+    found = resolve(load_config(GenerateConfig, None, [*base, 'output.kind="score"']), FACTS).config
+    assert found.system.vllm.eager is None
+
+
+def test_arguments_of_its_own_reach_vllm_and_ranks_stay_on_their_machine() -> None:
+    said = 'system.vllm.extra={max_logprobs = 5, attention_config = {backend = "FLASH_ATTN"}}'
+    found = resolved(said, "system.vllm.cuda_graph_sizes=[1, 8]", "system.vllm.tensor_parallel_size=2",
+                     "system.hybrid=true", facts=ON_GPUS)  # fmt: skip
+    assert load_config(RLConfig, None, [*BASE, said]).system.vllm.extra == found.config.system.vllm.extra
+    assert tomllib.loads(config_text(found))["system"]["vllm"]["extra"]["max_logprobs"] == 5
+    given = engine_arguments(VllmSettings(**{k: v for k, v in engine_settings(found.config).items() if k != "engine"}))
+    assert (given["max_logprobs"], given["attention_config"]) == (5, {"backend": "FLASH_ATTN"})
+    assert given["cudagraph_capture_sizes"] == [1, 8]
+    assert given["distributed_executor_backend"] == "mp"
+    one = engine_arguments(VllmSettings("m", "float32"))
+    assert not {"distributed_executor_backend", "cudagraph_capture_sizes"} & one.keys()
+
+
+def test_every_argument_that_a_key_sets_is_refused_in_the_table() -> None:
+    """Whatever is given to vLLM under these settings has a key or a reason."""
+    everything = VllmSettings(
+        "m", "bfloat16", max_model_len=9, memory_share=0.5, chunked_prefill=True, max_batched_tokens=9,
+        quantization="fp8_per_block", speculative="ngram", tensor_parallel_size=2, cuda_graph_sizes=[1],
+    )  # fmt: skip
+    given = {**engine_arguments(everything), **engine_arguments(VllmSettings("m", "float32", kv_bytes=9))}
+    assert given.keys() <= OWN_ARGUMENTS.keys() | FIXED_ARGUMENTS.keys()
+    known = {"system", "model"}
+    assert {key.partition(".")[0] for key in OWN_ARGUMENTS.values()} == known
+    keys = settings(load_config(RLConfig, None, [*BASE])).keys()
+    assert set(OWN_ARGUMENTS.values()) <= keys
+
+
+def test_names_that_vllm_does_not_have() -> None:
+    assert extra_problem(["max_logprobs"], ["max_logprobs"], "0.32.0") is None
+    assert "Did you mean 'max_logprobs'" in (extra_problem(["max_logprob"], ["max_logprobs", "x"], "0.32.0") or "")
+    assert "no such engine argument" in (extra_problem(["zzz"], ["max_logprobs"], "0.32.0") or "")
 
 
 def test_the_table_is_spelt_out_and_reads_back() -> None:
@@ -95,6 +148,15 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
         (['system.vllm.quantization="fp8_per_chanel"'], "Did you mean 'fp8_per_channel'"),
         (['system.vllm.quantization="fp8_per_channel"'], 'algorithm.correction = "token_truncate"'),
         (["system.vllm.data_parallel_size=2"], "is called system.engines"),
+        (["system.vllm.extra={max_num_seqs = 8}"], "system.vllm.extra.max_num_seqs is called system.max_running"),
+        (["system.vllm.extra={gpu_memory_utilization = 0.9}"], "is called system.vllm.memory_share"),
+        (["system.vllm.extra={cudagraph_capture_sizes = [1]}"], "is called system.vllm.cuda_graph_sizes"),
+        (['system.vllm.extra={logprobs_mode = "raw_logprobs"}'], "log-probabilities have to be those"),
+        (["system.vllm.extra=3"], "a table of vLLM's own engine arguments"),
+        (["system.vllm.cuda_graph_sizes=[1, 2]"], "for GPUs"),
+        (["system.vllm.cuda_graph_sizes=[1, 2]", "system.vllm.eager=true"], "leave one out"),
+        (["system.vllm.cuda_graph_sizes=[]"], "is empty"),
+        (["system.vllm.cuda_graph_sizes=[0]"], "cuda_graph_sizes"),
         (["system.vllm.eagre=true"], "Did you mean 'eager'"),
         (["system.vllm.eager=1"], "system.vllm.eager is 1; it must be true or false"),
         (["system.vllm.tensor_parallel_size=2", 'system.weight_plane="gloo"'], 'say "memory", or "disk"'),

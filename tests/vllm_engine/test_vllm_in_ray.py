@@ -32,10 +32,10 @@ class Bench(PoolBench):
         return RayEngine(remote)
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     made = Bench(tmp_path_factory.mktemp("ray"), head_dim=32)
-    made.use_vllm()
+    made.use_vllm(tensor_parallel_size=request.param)
     with Cluster.open(SystemSection(), [Bundle(("rollout",), 1.0, 0.0)]) as made.cluster, made.opened():
         yield made
 

@@ -30,10 +30,15 @@ if TYPE_CHECKING:
 
 
 def make_engine(
-    config: RunConfig, model: CausalLM, report: Callable[[str], None], timeline: Timeline | None = None
+    config: RunConfig, model: CausalLM | None, report: Callable[[str], None], timeline: Timeline | None = None
 ) -> RolloutEngine:
-    """The engine of ``[system]``. ``report`` is told what a reader of the run should know."""
+    """The engine of ``[system]``. ``report`` is told what a reader of the run should know.
+
+    Args:
+        model: the trainer's; None for an engine that reads the model's files and is never given other weights.
+    """
     if config.system.served:
+        assert model is not None, "servers are compared with it"
         from tunesmith.build.http_engines import make_http_engine
 
         return make_http_engine(config, model, report, timeline)
@@ -43,7 +48,7 @@ def make_engine(
     return timed(engine, timeline, engine_lane(0)) if timeline else engine
 
 
-def _engine_inside(config: RunConfig, model: CausalLM, report: Callable[[str], None]) -> RolloutEngine:
+def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[str], None]) -> RolloutEngine:
     """An engine in this process."""
     system = config.system
     if system.engine == "vllm":
@@ -51,20 +56,22 @@ def _engine_inside(config: RunConfig, model: CausalLM, report: Callable[[str], N
         from tunesmith.engines.vllm.engine import VllmEngine
         from tunesmith.engines.vllm.start import VllmSettings
 
-        return VllmEngine(VllmSettings(**_vllm_settings(config)), published(model, as_stored=True))
+        weights = published(model, as_stored=True) if model else dict[str, Any]().items
+        return VllmEngine(VllmSettings(**_vllm_settings(config)), weights)
     from tunesmith.engines.local.engine import LocalEngine
 
+    assert model is not None, "it samples with the trainer's"
     speculation = _speculation(config, report)
     return LocalEngine(model, **_local_settings(config), limits=limits_of(config), speculation=speculation)
 
 
 def _processes(
-    config: RunConfig, model: CausalLM, report: Callable[[str], None], timeline: Timeline | None
+    config: RunConfig, model: CausalLM | None, report: Callable[[str], None], timeline: Timeline | None
 ) -> RolloutEngine:
     """Engines in processes of their own, each with GPUs of its own where there are several."""
     from torch.cuda import device_count
 
-    from tunesmith.build.planes import make_plane
+    from tunesmith.build.planes import NoPlane, make_plane
     from tunesmith.engines.gpu_slots import GpuSlots
     from tunesmith.engines.process import ProcessEngine
 
@@ -86,7 +93,7 @@ def _processes(
             return await ProcessEngine.start(command, settings)
         return await places.start(lambda there: ProcessEngine.start(command, settings, environment=there))
 
-    return make_pool(config, start, make_plane(config, model), report, timeline)
+    return make_pool(config, start, make_plane(config, model) if model else NoPlane(), report, timeline)
 
 
 def make_pool(

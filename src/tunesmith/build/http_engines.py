@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tunesmith.build.planes import published
+from tunesmith.build.planes import NoPlane, published
 from tunesmith.config.schema import RunConfig
 from tunesmith.engines.base import Member, RolloutEngine
 from tunesmith.engines.http.engine import Served
@@ -20,7 +20,7 @@ from tunesmith.engines.pool import EnginePool
 from tunesmith.engines.timed import timed
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.timeline import Timeline, engine_lane
-from tunesmith.weights.base import Offer, Plane
+from tunesmith.weights.base import Plane
 from tunesmith.weights.files import FilePlane, shared_directory
 
 
@@ -30,7 +30,7 @@ def make_http_engine(
     """The servers of ``system.engine_urls`` as one engine."""
     system, served = config.system, make_served(model, config.model.path)
     kind = SglangEngine if system.engine == "sglang" else TgiEngine
-    plane = weight_files(model, system.engine_directory) if kind is SglangEngine else _NoWeights()
+    plane = weight_files(model, system.engine_directory) if kind is SglangEngine else NoPlane()
     used = Counter[str]()
 
     async def start(number: int) -> Member:
@@ -43,19 +43,6 @@ def make_http_engine(
 
     size, restarts = len(system.engine_urls), system.engine_restarts
     return EnginePool(start, plane, size=size, restarts=restarts, report=report)
-
-
-class _NoWeights:
-    """The plane of servers that keep the weights they were started with."""
-
-    async def publish(self, version: int) -> None: ...
-
-    async def offer(self, takers: int) -> list[Offer]:
-        return [{}] * takers
-
-    async def withdraw(self, offers: Sequence[Offer]) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def make_served(model: CausalLM, path: str = "") -> Served:

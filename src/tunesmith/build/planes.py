@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tunesmith.models.decoder import Decoder
+
+
+class NoPlane:
+    """Of engines that keep the weights they were started with."""
+
+    async def publish(self, version: int) -> None: ...
+
+    async def offer(self, takers: int) -> list[Offer]:
+        return [{}] * takers
+
+    async def withdraw(self, offers: Sequence[Offer]) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 def make_plane(config: RunConfig, model: Decoder) -> Plane:

@@ -30,7 +30,7 @@ from tunesmith.monitor.run_dir import RunDir, open_run_dir
 from tunesmith.plan.facts import Facts, known_model_facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.weights import weights_apart
+from tunesmith.plan.weights import loads_model, weights_apart
 from tunesmith.types import RolloutGroup, Task
 
 C = TypeVar("C", bound=RunConfig)
@@ -105,7 +105,8 @@ def answer_tasks(
     section, rewards = config.sampling, run.rewards
     assert section.n is not None and section.temperature is not None, "not resolved"
     n, temperature = (1, 0.0) if greedy else (section.n, section.temperature)
-    engine = make_engine(config, load_model(CausalLM, config, run.tokenizer), partial(print, flush=True))
+    model = load_model(CausalLM, config, run.tokenizer) if loads_model(config) else None
+    engine = make_engine(config, model, partial(print, flush=True))
     if rewards is not None:
         add_rewards(rewards, config, run.tokenizer, partial(print, flush=True))
     sampling = make_sampling(section, run.tokenizer, temperature, stop)

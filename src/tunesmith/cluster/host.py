@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from operator import attrgetter
@@ -28,7 +28,9 @@ class Host:
     process that computes for long still answers.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, gpus: Sequence[str] | None = None) -> None:
+        if gpus is not None:  # before anything here uses CUDA
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if os.path.isdir(folder):  # relative paths of the run file mean the same here
             os.chdir(folder)
         self._thread = ThreadPoolExecutor(1)

@@ -31,6 +31,8 @@ class Cluster:
     def __init__(self, group: Any, bundles: Sequence[Bundle], *, connected: bool, patience: float = PATIENCE) -> None:
         self._group, self._bundles, self._connected, self._patience = group, bundles, connected, patience
         self._numbers = count(1)
+        self._dealt: dict[int, list[str]] = {}
+        """The GPUs of bundles whose processes see different numbers of them."""
         self._running: dict[Remote, tuple[Role, int | None]] = {}
         """Role and bundle of each process; no bundle of those beside them."""
 
@@ -44,7 +46,10 @@ class Cluster:
         """
         connected = _connect(system, sum(len(bundle.roles) for bundle in bundles))
         try:
-            return cls(_reserve(bundles), bundles, connected=connected, patience=patience)
+            group = _reserve(bundles)
+            if system.weight_plane == "memory":
+                check_machines(bundles, _machines(group))
+            return cls(group, bundles, connected=connected, patience=patience)
         except BaseException:
             _disconnect(connected)
             raise
@@ -86,11 +91,27 @@ class Cluster:
         # More requests than an engine runs may wait at it, and pings have to get through.
         named = type(NAMES[role].title().replace(" ", ""), (Host,), {})  # what `ps` shows
         made: Any = ray.remote(named)
-        actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd())
+        gpus = None if bundle is None else self._gpus(bundle, role)
+        actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd(), gpus)
         name = f"the {NAMES[role]}'s actor ({next(self._numbers)})"
         remote = Remote(actor, name, lost, patience=self._patience, ended=lambda: self._running.pop(remote, None))
         self._running[remote] = role, bundle
         return remote
+
+    def _gpus(self, bundle: int, role: Role) -> list[str] | None:
+        """What the next process of a role sees of the bundle's GPUs; None: what Ray gives it."""
+        import ray
+
+        place = self._bundles[bundle]
+        if not place.dealt:
+            return None
+        if bundle not in self._dealt:
+            ask: Any = ray.remote(_own_gpus)
+            options = {**self._inside(bundle), "num_gpus": int(place.gpus)}
+            self._dealt[bundle] = ray.get(ask.options(**options).remote(), timeout=self._patience)
+        found = self._dealt[bundle]
+        number = list(self._running.values()).count((role, bundle))
+        return found if role == "rollout" else [found[number % len(found)]]
 
     def _has_room(self, bundle: int, role: Role) -> bool:
         return list(self._running.values()).count((role, bundle)) < self._bundles[bundle].roles.count(role)
@@ -106,7 +127,8 @@ class Cluster:
         """What a pool that has grown since the start asks for."""
         import ray
 
-        cpus, gpus = next(bundle for bundle in self._bundles if role in bundle.roles).share
+        place = next(bundle for bundle in self._bundles if role in bundle.roles)
+        cpus, gpus = place.share[0], place.gpus if place.dealt else place.share[1]
         free, wanted = ray.available_resources(), {"CPU": cpus, "GPU": gpus}
         if any(free.get(unit, 0.0) < n for unit, n in wanted.items()):
             raise EngineError(
@@ -114,6 +136,38 @@ class Cluster:
                 "free"
             )
         return {"num_cpus": cpus, "num_gpus": gpus}
+
+
+def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> None:
+    """Refuse engines that cannot read the memory in which the trainer leaves its weights.
+
+    Args:
+        machines: of each bundle, by its place.
+
+    Raises:
+        ClusterError: they are on another machine.
+    """
+    found: dict[Role, list[str]] = {
+        role: [machines[i] for i, bundle in enumerate(bundles) if role in bundle.roles] for role in ("actor", "rollout")
+    }
+    if found["actor"] and set(found["rollout"]) - {found["actor"][0]}:
+        raise ClusterError(
+            'system.weight_plane = "memory" is for engines on the trainer\'s machine, and the cluster has places for '
+            'them on others: say system.weight_plane = "disk" with a system.engine_directory that all machines see, '
+            'or "gloo" for engines of one rank'
+        )
+
+
+def _machines(group: Any) -> Mapping[int, str]:
+    import ray
+
+    return ray.util.placement_group_table(group)["bundles_to_node_id"]
+
+
+def _own_gpus() -> list[str]:
+    import ray
+
+    return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 def _connect(system: SystemSection, processes: int) -> bool:

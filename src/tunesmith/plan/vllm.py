@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -25,6 +26,41 @@ SUPPORTED = (0, 32)
 """The minor version that the adapter is tested with. What it calls inside vLLM changes from one to the next."""
 ONLINE = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 """Formats that vLLM rounds whole weights to as they arrive, and so again at each sync."""
+OWN_ARGUMENTS: dict[str, str] = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_num_seqs": "system.max_running",
+    "kv_cache_memory_bytes": "system.kv_memory",
+    "gpu_memory_utilization": "system.vllm.memory_share",
+    "enable_sleep_mode": "system.hybrid",
+    "data_parallel_size": "system.engines",
+    "speculative_config": "system.speculative",
+    "spec_method": "system.speculative",
+    "spec_model": "system.draft_model",
+    "spec_tokens": "system.speculative_tokens",
+    "max_model_len": "system.vllm.max_model_len",
+    "max_num_batched_tokens": "system.vllm.max_batched_tokens",
+    "enable_chunked_prefill": "system.vllm.chunked_prefill",
+    "enable_prefix_caching": "system.vllm.prefix_caching",
+    "enforce_eager": "system.vllm.eager",
+    "tensor_parallel_size": "system.vllm.tensor_parallel_size",
+    "pipeline_parallel_size": "system.vllm.pipeline_parallel_size",
+    "quantization": "system.vllm.quantization",
+    "cudagraph_capture_sizes": "system.vllm.cuda_graph_sizes",
+}
+"""vLLM's engine arguments that have a key here."""
+FIXED_ARGUMENTS: dict[str, str] = {
+    "logprobs_mode": "log-probabilities have to be those of the distribution that was drawn from",
+    "generation_config": "only [rollout] and [sampling] say how tokens are drawn",
+    "override_generation_config": "only [rollout] and [sampling] say how tokens are drawn",
+    "async_scheduling": "weights are replaced in between two steps",
+    "distributed_executor_backend": "an engine's ranks are processes of one machine",
+    "load_format": "sampling starts from the model's own weights",
+    "disable_log_stats": "the run's metrics are made of them",
+}
+"""Those that have one value here, and why."""
 _LEAST_HEAD = 32
 LARGEST_BLOCK = 32
 """Tokens by which KV memory is given out, at most."""
@@ -39,6 +75,16 @@ def version_problem(found: str) -> str | None:
         return None
     minor = ".".join(map(str, SUPPORTED))
     return f"vLLM {found} is installed, and Tunesmith works with {minor}: pip install 'vllm=={minor}.*'"
+
+
+def extra_problem(extra: Iterable[str], known: Sequence[str], found: str) -> str | None:
+    """Why engine arguments cannot be passed on to vLLM of a version; ``known`` are its ``EngineArgs``."""
+    for name in extra:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"Did you mean '{near[0]}'?" if near else "vLLM's page on engine arguments lists them"
+            return f"system.vllm.extra.{name}: vLLM {found} has no such engine argument. {hint}"
+    return None
 
 
 def vllm_problems(config: RunConfig) -> Iterator[str]:
@@ -57,9 +103,22 @@ def vllm_problems(config: RunConfig) -> Iterator[str]:
         )
     if vllm.memory_share is not None and "system.kv_memory" in said:
         yield "system.vllm.memory_share and system.kv_memory both say how much memory vLLM takes; leave one out"
+    yield from _check_arguments(vllm)
     yield from _check_sampling(config)
     yield from _check_ranks(config)
     yield from _check_quantization(config)
+
+
+def _check_arguments(vllm: VllmSection) -> Iterator[str]:
+    for name in vllm.extra or {}:
+        if key := OWN_ARGUMENTS.get(name):
+            yield f"system.vllm.extra.{name} is called {key} here"
+        elif why := FIXED_ARGUMENTS.get(name):
+            yield f"system.vllm.extra.{name} cannot be changed: {why}; leave it out"
+    if vllm.cuda_graph_sizes is not None and vllm.eager:
+        yield "system.vllm.cuda_graph_sizes has no effect with system.vllm.eager = true; leave one out"
+    elif vllm.cuda_graph_sizes == ():
+        yield "system.vllm.cuda_graph_sizes is empty; say system.vllm.eager = true for no CUDA graphs, or leave it out"
 
 
 def _check_sampling(config: RunConfig) -> Iterator[str]:
@@ -143,12 +202,13 @@ def derive_vllm(filling: Filling[Any], facts: Facts) -> None:
     if facts.model is not None and facts.model.switch is not None:
         reason = "longrope: with a higher limit vLLM gives all sequences the frequencies of long ones"
         filling.fill("system.vllm.max_model_len", facts.model.switch, reason)
-    if not isinstance(config, RLConfig):
+    rl, sampling = isinstance(config, RLConfig), isinstance(config, SamplingConfig)
+    if not (rl or (sampling and config.samples)):
         return
-    size = config.rollout.group_size
+    size = config.rollout.group_size if rl else config.sampling.n or 1
     if size > 1:
         caching, reason = True, f"the {size} completions of a prompt share its prefill"
-    elif config.environment.used:
+    elif rl and config.environment.used:
         caching, reason = True, "each turn goes on from the last one"
     else:
         caching, reason = False, "each prompt is completed once"
@@ -204,6 +264,8 @@ def _check_device(config: RunConfig, on_cpu: bool) -> Iterator[str]:
             f"system.device = '{device}': in the trainer's process vLLM takes the first GPU that it sees; say "
             f"system.device = 'cuda' and start with CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')}"
         )
+    if on_cpu and vllm.cuda_graph_sizes is not None:
+        yield "system.vllm.cuda_graph_sizes is for GPUs; leave it out on a CPU"
     if on_cpu and vllm.memory_share is not None:
         yield "system.vllm.memory_share is of a GPU's memory; on a CPU say system.kv_memory, such as '4GB'"
     if vllm.quantization is not None and config.model.dtype == "float32":

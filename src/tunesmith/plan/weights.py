@@ -7,6 +7,7 @@ from typing import Any
 
 from tunesmith.config.resolved import unread
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.plan.devices import ranks_per_engine
 from tunesmith.plan.filling import Filling
 
 APART = "with the engine in the trainer's process; say system.engine_process = true, or leave it out"
@@ -22,12 +23,19 @@ def weights_apart(config: RunConfig) -> bool:
     return config.system.engine != "local" or engines_apart(config)
 
 
+def loads_model(config: RunConfig) -> bool:
+    """Whether a run that only samples has the model in its own process: engines of their own read its files."""
+    return not weights_apart(config) or config.lora.on or config.system.served
+
+
 def derive_weights(filling: Filling[Any]) -> None:
     """``system.weight_plane`` and ``system.adapter_sync``, where engines elsewhere need them."""
     config = filling.config
     if not engines_apart(config):
         return
     if config.system.cluster == "ray":
+        if ranks_per_engine(config) > 1:
+            filling.fill("system.weight_plane", "memory", "every rank of an engine reads the file, on one machine")
         filling.fill("system.weight_plane", "gloo", "engines may be on other machines")
     filling.fill("system.weight_plane", "memory", "engines and trainer are on one machine")
     if config.lora.on and config.system.engine == "local":

@@ -278,8 +278,7 @@ def _reload(worker: Any, *, weights: NamedTensors) -> None:
 
 
 def _parameters(sampling: Sampling) -> Any:
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,

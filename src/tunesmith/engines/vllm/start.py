@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
 from tunesmith.errors import EngineError, ModelError, UserError, boundary
-from tunesmith.plan.vllm import version_problem
+from tunesmith.plan.vllm import extra_problem, version_problem
 
 _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer has the same cores
@@ -43,7 +43,10 @@ class VllmSettings:
     eager: bool = True
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    cuda_graph_sizes: Sequence[int] | None = None
     quantization: str | None = None
+    extra: Mapping[str, Any] | None = None
+    """Further arguments of vLLM's ``EngineArgs``, by its names."""
     speculative: str = "off"
     """``ngram`` or ``draft``."""
     speculative_tokens: int = 4
@@ -51,6 +54,10 @@ class VllmSettings:
     trust_remote_code: bool = False
     sleeps: bool = False
     """Whether its memory can be given away between rollouts, which needs a GPU."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def start(settings: VllmSettings) -> tuple[Any, int]:
@@ -69,24 +76,32 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
         'system.engine="local"',
         ImportError,
     ):
-        import vllm  # pyright: ignore[reportMissingImports]
+        from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
         if settings.eager and current_platform.is_cpu():
             # One comparison in the sampler would be compiled all the same: seconds at the start, and a C++ compiler.
             current_platform.simple_compile_backend = "eager"
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
-    if problem := version_problem(vllm.__version__):
+        from vllm.version import __version__ as found  # pyright: ignore[reportMissingImports]
+    if problem := version_problem(found):
         raise UserError(problem)
-    arguments = vllm.EngineArgs(**_arguments(settings, on_cpu=current_platform.is_cpu()))
+    names = [field.name for field in fields(EngineArgs)]
+    if problem := extra_problem(settings.extra or {}, names, found):
+        raise UserError(problem)
+    named = f"vLLM {found} refuses system.vllm.extra"
+    with boundary(UserError, named, (TypeError, ValueError)) if settings.extra else nullcontext():
+        arguments = EngineArgs(**engine_arguments(settings, on_cpu=current_platform.is_cpu()))
     with _random_states():
         # Whether vLLM knows the architecture is found out here, before any weights are loaded.
         try:
             config = arguments.create_engine_config()
         except ValueError as error:
             said = _said(error).rstrip(".")
+            if settings.extra and any(name in said for name in settings.extra):
+                raise UserError(f"{named}: {said}") from error
             raise ModelError(
-                f'vLLM {vllm.__version__} cannot serve {settings.model}: {said}; say system.engine = "local"'
+                f'vLLM {found} cannot serve {settings.model}: {said}; say system.engine = "local"'
             ) from error
         context: int = config.model_config.max_model_len  # before it is shortened to what the KV memory holds
         _check_rope(config.model_config.hf_text_config, context)
@@ -125,7 +140,8 @@ def _said(error: ValueError) -> str:
     return text.removeprefix("Value error, ").partition(" Supported architectures")[0]
 
 
-def _arguments(settings: VllmSettings, *, on_cpu: bool) -> Mapping[str, Any]:
+def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping[str, Any]:
+    """vLLM's own, by its names."""
     optional = {
         "kv_cache_memory_bytes": settings.kv_bytes,
         # With its KV memory given, all that vLLM makes of the share is to ask that so much be free: the trainer has it.
@@ -134,7 +150,10 @@ def _arguments(settings: VllmSettings, *, on_cpu: bool) -> Mapping[str, Any]:
         "max_num_batched_tokens": settings.max_batched_tokens,
         "quantization": settings.quantization,
         "speculative_config": _speculation(settings),
+        "cudagraph_capture_sizes": settings.cuda_graph_sizes and list(settings.cuda_graph_sizes),
         "block_size": _CPU_BLOCK if on_cpu else None,
+        # In a Ray actor vLLM would ask Ray for places of their own for its ranks.
+        "distributed_executor_backend": "mp" if settings.ranks > 1 else None,
     }
     return {
         "model": settings.model,
@@ -151,6 +170,7 @@ def _arguments(settings: VllmSettings, *, on_cpu: bool) -> Mapping[str, Any]:
         "generation_config": "vllm",
         "async_scheduling": False,
         **{name: value for name, value in optional.items() if value is not None},
+        **(settings.extra or {}),
     }
 
 

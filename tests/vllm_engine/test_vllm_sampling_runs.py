@@ -1,0 +1,82 @@
+"""``generate`` and ``rft`` with the real vLLM, in the command's process and in one of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny import save_model
+from tiny_runs import sums, write_lines
+from tunesmith.build.generate import run_generate
+from tunesmith.build.rft import run_rft
+from tunesmith.errors import ConfigError
+from tunesmith.loop.generation import read_lines
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+PLACES = {
+    "inside": [],
+    "process": ["system.engine_process=true"],
+    "interpreter": ["system.engine_process=true", f"system.engine_python={json.dumps(sys.executable)}"],
+}
+REWARD = "def odd(completions, **columns):\n    return [float(len(text) % 2 == 1) for text in completions]\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    return save_model(folder, "llama", max_position_embeddings=64, vocab_size=261, head_dim=32)
+
+
+def said(folder: Path, model: Path, *overrides: str) -> list[str]:
+    data = write_lines(folder / "in.jsonl", sums(8))
+    return [
+        f"model.path={model}", "model.dtype=float32", f"data.train={data}", "data.chat=false",
+        "sampling.max_new_tokens=8", "system.threads=1", *overrides,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_generate_writes_what_the_local_engine_writes(tmp_path: Path, model: Path, place: str) -> None:
+    """Greedy; arguments of vLLM's own are passed on."""
+    engines: dict[str, list[str]] = {
+        "local": [],
+        "vllm": ["system.engine=vllm", "system.vllm.extra={max_logprobs = 5}", *PLACES[place]],
+    }
+    found: list[Any] = []
+    for name, engine in engines.items():
+        out = run_generate(None, said(tmp_path, model, f"run_dir={tmp_path / name}", "output.logprobs=true", *engine))
+        found.append([(line["token_ids"], line["finish_reason"], line["logprobs"]) for line in read_lines(out.output)])
+    local, vllm = found
+    assert len(local) == 8 and [line[:2] for line in vllm] == [line[:2] for line in local]
+    for ours, theirs in zip(local, vllm, strict=True):
+        assert theirs[2] == pytest.approx(ours[2], abs=1e-3)
+
+
+@pytest.mark.parametrize("place", ["inside", "interpreter"])
+def test_rft_samples_trains_and_evaluates(tmp_path: Path, model: Path, place: str) -> None:
+    (tmp_path / "rewards.py").write_text(REWARD)
+    out = run_rft(
+        "run",
+        None,
+        said(
+            tmp_path, model, f"run_dir={tmp_path / 'run'}", f"data.eval={tmp_path / 'in.jsonl'}", "train.lr=1e-3",
+            f'reward.functions=["{tmp_path / "rewards.py"}:odd"]', "sampling.n=4", "train.epochs=1", "rft.threshold=1",
+            "system.engine=vllm", *PLACES[place],
+        ),
+    )  # fmt: skip
+    assert set(out.evaluations) == {"base", "round-1"} and out.yields["round-1"]["kept"] > 0
+    assert out.model is not None and out.model.exists()
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_before_the_run(tmp_path: Path, model: Path) -> None:
+    wrong = said(
+        tmp_path, model, f"run_dir={tmp_path / 'run'}", "system.engine=vllm", "system.vllm.extra={max_logprob=5}"
+    )
+    with pytest.raises(ConfigError, match=r"system\.vllm\.extra\.max_logprob: .*Did you mean 'max_logprobs'"):
+        run_generate(None, wrong)
+    assert not (tmp_path / "run").exists()
