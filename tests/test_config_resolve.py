@@ -178,7 +178,7 @@ def test_limits_come_from_the_models_context() -> None:
     assert resolve(rl("data.eval=org/e", "eval.samples=8"), facts()).config.eval.pass_at == (1, 2, 4, 8)
 
 
-@pytest.mark.parametrize("config", [rl("data.eval=d", "eval.samples=4", "train.warmup_ratio=0.1"), sft()])
+@pytest.mark.parametrize("config", [rl("data.eval=org/d", "eval.samples=4", "train.warmup_ratio=0.1"), sft()])
 def test_resolving_again_changes_nothing(config: RunConfig) -> None:
     once = resolve(config, facts())
     again = resolve(once.config, facts())
@@ -199,8 +199,8 @@ def test_resolving_again_changes_nothing(config: RunConfig) -> None:
         (rl("train.steps=1", "train.epochs=1"), "leave one out"),
         (sft("train.min_lr_ratio=0.1"), "train.min_lr_ratio = 0.1 has no effect on the constant schedule"),
         (rl("eval.every=5"), "eval.every without an eval set: say data.eval"),
-        (rl("data.eval=d", "eval.temperature=0.5"), "eval.temperature has no effect with eval.samples = 1"),
-        (rl("data.eval=d", "eval.samples=4", "eval.pass_at=[1,8]"), "needs at least 8 samples per prompt"),
+        (rl("data.eval=org/d", "eval.temperature=0.5"), "eval.temperature has no effect with eval.samples = 1"),
+        (rl("data.eval=org/d", "eval.samples=4", "eval.pass_at=[1,8]"), "needs at least 8 samples per prompt"),
         (rl("reward.weights=[1, 2]"), "reward.weights has 2 numbers for 1 reward.functions"),
         (rl("reward.functions=[]"), "reward.functions is empty"),
         (rl("rollout.temperature=0"), "rollout.temperature = 0 is greedy"),

@@ -304,7 +304,7 @@ def test_what_would_be_ignored_or_cannot_work_is_refused(
 
 
 def test_an_unread_reward_kind_without_a_reward_is_refused(tmp_path: Path, model: Path) -> None:
-    settings = [f"model.path={model}", "data.train=x", "output.kind=pairs", "sampling.n=2", f"run_dir={tmp_path}"]
+    settings = [f"model.path={model}", "data.train=org/x", "output.kind=pairs", "sampling.n=2", f"run_dir={tmp_path}"]
     with pytest.raises(ConfigError, match="needs a reward"):
         run_generate(None, settings)
 

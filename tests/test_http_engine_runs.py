@@ -101,7 +101,10 @@ FAR = 'system.engine_urls=["http://node7:30000"]'
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
-        (["system.engine=sglang"], "Start a server with: python -m sglang.launch_server --model-path m --port 30000"),
+        (
+            ["system.engine=sglang"],
+            "Start a server with: python -m sglang.launch_server --model-path org/m --port 30000",
+        ),
         ([HERE], 'system.engine_urls has no effect with system.engine = "local"'),
         (["system.engine=sglang", "system.engine_urls=['127.0.0.1:30000']"], "is no URL"),
         (["system.engine=sglang", 'system.engine_urls=["http://a:1", "http://a:1"]'], "names a server twice"),
@@ -117,7 +120,7 @@ FAR = 'system.engine_urls=["http://node7:30000"]'
 )
 def test_what_cannot_be_is_refused_before_a_server_is_asked(said: list[str], problem: str, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "t.jsonl", sums(1))
-    usual = ["model.path=m", f"data.train={data}", "reward.functions=['math']"]
+    usual = ["model.path=org/m", f"data.train={data}", "reward.functions=['math']"]
     with pytest.raises(ConfigError) as raised:
         check(load_config(RLConfig, None, [*usual, *said]))
     assert problem in str(raised.value)
@@ -143,7 +146,8 @@ def test_how_often_servers_may_be_lost_can_be_said(tmp_path: Path, model: Path) 
 def test_what_tgi_cannot_sample_is_refused_before_it_is_asked(said: list[str], problem: str, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "t.jsonl", sums(1))
     (tmp_path / "adapter_config.json").write_text("{}")
-    usual = ["model.path=m", f"data.train={data}", "system.engine=tgi", HERE]
+    (tmp_path / "adapter_model.safetensors").touch()
+    usual = ["model.path=org/m", f"data.train={data}", "system.engine=tgi", HERE]
     with pytest.raises(ConfigError) as raised:
         check(load_config(GenerateConfig, None, [*usual, *(text.format(tmp_path) for text in said)]))
     assert problem in str(raised.value)

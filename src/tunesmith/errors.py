@@ -21,10 +21,17 @@ class UserError(TunesmithError, ValueError):
     """Something the user wrote is wrong; refused before it costs anything."""
 
     exit_code = 2
+    places_known = False
+    """Whether the message says where the settings that it names stand (``config.places``)."""
 
 
 class ConfigError(UserError):
-    """A setting is unknown, of the wrong type or at odds with another."""
+    """A setting is unknown, of the wrong type or at odds with another; or several are, with a text each."""
+
+    def __str__(self) -> str:
+        if len(self.args) < 2:
+            return super().__str__()
+        return "\n  ".join([f"{len(self.args)} settings do not fit together:", *map(str, self.args)])
 
 
 class DataError(UserError):

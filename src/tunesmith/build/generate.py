@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tunesmith.build.checking import checked
 from tunesmith.build.opening import announce
 from tunesmith.build.rewards import add_rewards
 from tunesmith.build.sampler import Opened, answer_tasks, identity, opened, resolve_sampling, run_async
 from tunesmith.config.generation import GenerateConfig
-from tunesmith.config.load import load_config
 from tunesmith.data.chat import end_of_turn_id
 from tunesmith.data.formats import Example
 from tunesmith.data.prompts import choose_template
@@ -34,7 +34,6 @@ from tunesmith.loop.generation import (
 )
 from tunesmith.loop.selection import MADE, Choice, level_borders, usable
 from tunesmith.monitor.run_dir import RunDir
-from tunesmith.plan.checks import check
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,7 @@ class Generated:
 
 def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
     """``tunesmith generate``: answer, or score, every line of a data file; called again, it continues."""
-    config = load_config(GenerateConfig, path, overrides)
-    check(config)
-    with opened(config, path, "generate") as run:
+    with checked(GenerateConfig, path, overrides) as config, opened(config, path, "generate") as run:
         resolved = resolve_sampling(config, run.tasks)
         scoring = config.output.kind == "score"
         out = run.run_dir.path / ("scores.jsonl" if scoring else "completions.jsonl")

@@ -8,26 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from tunesmith.build.checking import checkpoint_to_continue
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.preference import ScoreConfig
 from tunesmith.config.resolved import Resolved, changes, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
-from tunesmith.data.formats import Goal
-from tunesmith.data.prepare import Prepared, Sources, peek
-from tunesmith.errors import CheckpointError
+from tunesmith.data.prepare import Prepared, Sources
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.loop.session import BESIDE_STEPS, Best, Session
 from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.interrupts import handled
-from tunesmith.monitor.metrics import JsonLines, MetricsLog, check_sinks, drop_after, open_sinks, read_metrics
+from tunesmith.monitor.metrics import JsonLines, MetricsLog, drop_after, open_sinks, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir, how_to_continue
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.watchdog import Watchdog
 from tunesmith.plan.facts import Facts, count_parameters, known_model_facts
 from tunesmith.plan.hardware import read_hardware
-from tunesmith.plan.interpreter import check_interpreter
 from tunesmith.plan.resolve import resolve
 
 C = TypeVar("C", bound=RunConfig)
@@ -49,30 +47,11 @@ class RunResult:
     """The best evaluation and its checkpoint, where that is not the last one."""
 
 
-def check_inputs(config: RunConfig, goal: Goal) -> None:
-    """Refuse what a look at the settings and the first lines of the data can tell."""
-    check_sinks(config.monitor.sinks)
-    check_interpreter(config)
-    for source in (config.data.train, config.data.eval):
-        if source is not None:
-            peek(config.data, source, goal)
-
-
 def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
-    resume = config.checkpoint.resume
-    if resume is False:
-        return None
-    newest = Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest()
-    checkpoint = resume if isinstance(resume, Path) else newest
-    if checkpoint is None and resume == "auto":
-        return None
-    if checkpoint is None:
-        raise CheckpointError(
-            f"there is no checkpoint to resume in {run_dir.checkpoints}: the run ended before its first one. "
-            "Start it anew without checkpoint.resume, in another run_dir or after deleting this one"
-        )
-    read_state(checkpoint)
-    check_same_model(checkpoint, config.model.path)
+    checkpoint = checkpoint_to_continue(config, run_dir)
+    if checkpoint is not None:
+        read_state(checkpoint)
+        check_same_model(checkpoint, config.model.path)
     return checkpoint
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tunesmith.build.checking import checked
 from tunesmith.build.opening import announce
 from tunesmith.build.sampler import Opened, answer_tasks, identity, opened, release_memory, resolve_sampling
 from tunesmith.build.supervised import run_sft
 from tunesmith.config.files import ADAPTER_CONFIG
 from tunesmith.config.generation import RFTConfig
-from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.config.schema import DataSection, LoraSection
 from tunesmith.data.prepare import load_samples
@@ -32,7 +32,6 @@ from tunesmith.loop.rft import (
     write_json,
 )
 from tunesmith.monitor.run_dir import has_checkpoint
-from tunesmith.plan.checks import check
 from tunesmith.plan.engine import SAMPLER_KEYS
 from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup
 from tunesmith.types import Task
@@ -55,22 +54,25 @@ class RFTOutcome:
 
 def run_rft(step: Step, path: Path | None, overrides: Sequence[str] = ()) -> RFTOutcome:
     """One step, or with ``run`` all of them; what is done already is not done again."""
-    config = load_config(RFTConfig, path, overrides)
-    check(config)
-    if step == "evaluate" and config.data.eval is None:
-        raise ConfigError("data.eval is missing: name the questions to evaluate on")
+    with checked(RFTConfig, path, overrides) as config:
+        if step == "evaluate" and config.data.eval is None:
+            raise ConfigError("data.eval is missing: name the questions to evaluate on")
+        with opened(config, path, "rft") as run:
+            return _opened_run(config, run).do(step)
+
+
+def _opened_run(config: RFTConfig, run: Opened) -> _Run:
     shots = read_shots(config.rft.few_shot) if config.rft.few_shot else ()
-    with opened(config, path, "rft") as run:
-        encoder = PromptEncoder.of(
-            run.data, run.tokenizer, [t.prompt for t in run.train.items], config.rft.few_shot_separator or SEPARATOR
-        )
-        if encoder.template is not None and config.rft.few_shot_separator is not None:
-            raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
-        asked = [with_shots(task, encoder, shots, run.data.max_prompt_tokens) for task in run.train.items]
-        resolved = resolve_sampling(config, [*asked, *(run.held_out.items if run.held_out else [])], count=False)
-        announce(resolved, run.run_dir, run.train, run.held_out)
-        rounds = [Round(run.run_dir.path / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
-        return _Run(run, resolved, asked, encoder, rounds).do(step)
+    encoder = PromptEncoder.of(
+        run.data, run.tokenizer, [t.prompt for t in run.train.items], config.rft.few_shot_separator or SEPARATOR
+    )
+    if encoder.template is not None and config.rft.few_shot_separator is not None:
+        raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
+    asked = [with_shots(task, encoder, shots, run.data.max_prompt_tokens) for task in run.train.items]
+    resolved = resolve_sampling(config, [*asked, *(run.held_out.items if run.held_out else [])], count=False)
+    announce(resolved, run.run_dir, run.train, run.held_out)
+    rounds = [Round(run.run_dir.path / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
+    return _Run(run, resolved, asked, encoder, rounds)
 
 
 def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | None) -> Task:

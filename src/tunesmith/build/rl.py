@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunesmith.build.checking import checked
 from tunesmith.build.cluster import open_cluster, remote_engines, remote_trainer, run_with_restarts
 from tunesmith.build.common import data_seed, load_model, load_tokenizer, make_learner
 from tunesmith.build.engines import make_engine, make_sampling
-from tunesmith.build.environments import check_run_rewards, load_run_rewards, load_run_tasks, make_environments
+from tunesmith.build.environments import load_run_rewards, load_run_tasks, make_environments
 from tunesmith.build.opening import (
     Ready,
     RunResult,
-    check_inputs,
     checkpoint_to_resume,
     keep_and_tell,
     make_ready,
@@ -24,14 +24,13 @@ from tunesmith.build.opening import (
     run_result,
 )
 from tunesmith.build.rewards import add_rewards
-from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.environments.loading import EnvironmentSet, check_environment, load_environments
+from tunesmith.environments.loading import EnvironmentSet, load_environments
 from tunesmith.environments.rewards import RewardSet
 from tunesmith.monitor.adjustments import forget_adjustments
 from tunesmith.monitor.interrupts import keeping
 from tunesmith.monitor.run_dir import open_run_dir
-from tunesmith.plan.checks import check, optimizer_steps
+from tunesmith.plan.checks import optimizer_steps
 from tunesmith.types import Sampling, Task
 
 if TYPE_CHECKING:
@@ -45,14 +44,9 @@ if TYPE_CHECKING:
 
 def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig] = RLConfig) -> RunResult:
     """``tunesmith rl``: reinforcement learning as a run file says."""
-    config = load_config(kind, path, overrides)
-    check(config)
-    base_dir = path.parent if path else Path.cwd()
-    check_run_rewards(config, base_dir)
-    check_environment(config.environment, base_dir)
-    check_inputs(config, "rl")
+    base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), "run")
     with ExitStack() as stack:
-        name = path.stem if path else "run"
+        config = stack.enter_context(checked(kind, path, overrides))
         run_dir = stack.enter_context(open_run_dir(config.run_dir, name, config.checkpoint.resume))
         forget_adjustments(run_dir.path)
         checkpoint = checkpoint_to_resume(config, run_dir)

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tunesmith.build.checking import task_data
 from tunesmith.build.common import load_model, load_tokenizer
 from tunesmith.build.engines import make_engine, make_sampling
-from tunesmith.build.opening import check_inputs
 from tunesmith.build.rewards import add_rewards
 from tunesmith.config.generation import GenerateConfig, SamplingConfig
 from tunesmith.config.resolved import Resolved
@@ -22,7 +22,7 @@ from tunesmith.config.schema import DataSection, RewardSection, RunConfig
 from tunesmith.data.loader import fingerprint_of
 from tunesmith.data.prepare import Prepared, load_tasks
 from tunesmith.environments.base import SingleTurn
-from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
+from tunesmith.environments.rewards import RewardSet, load_rewards
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.generation import LineWriter, Unscored, answer, repair, window_of
 from tunesmith.loop.seeds import derive_seed
@@ -56,16 +56,13 @@ class Opened:
 
 @contextmanager
 def opened(config: SamplingConfig, path: Path | None, name: str) -> Generator[Opened]:
-    """Refuse what can be refused, enter the run's directory, and load its rewards and its data.
+    """Enter the run's directory, and load its rewards and its data.
 
     Args:
         path: the run file, whose name the run has; ``name`` where there is none.
     """
     base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), name)
-    if config.reward is not None:
-        check_rewards(config.reward, base_dir)
     data = _task_data(config)
-    check_inputs(config.model_copy(update={"data": data}), "rl")
     with ExitStack() as stack:
         run_dir = stack.enter_context(open_run_dir(config.run_dir or Path("runs").absolute() / name, name, False))
         rewards = load_rewards(config.reward, base_dir) if config.reward else None
@@ -159,13 +156,12 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 def _task_data(config: SamplingConfig) -> DataSection:
     """The data section as tasks are loaded with it, limited to prompts that leave room for a completion."""
-    facts, data = known_model_facts(config.model.path), config.data
-    changed: dict[str, Any] = {"completion": None, "loss_on": None, "max_tokens": None}
+    facts, data = known_model_facts(config.model.path), task_data(config)
     if data.max_prompt_tokens is None and facts is not None and facts.context is not None:
         limit = facts.context - config.new_tokens
         # Where nothing is left for a prompt, that is refused when the configuration is resolved.
-        changed |= {"max_prompt_tokens": limit} if limit > 0 else {}
-    return data.model_copy(update=changed)
+        return data.model_copy(update={"max_prompt_tokens": limit}) if limit > 0 else data
+    return data
 
 
 def resolve_sampling(config: C, tasks: Sequence[Task], *, count: bool = True) -> Resolved[C]:

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tunesmith.build.checking import checked
 from tunesmith.build.common import load_tokenizer
 from tunesmith.build.opening import (
     RunResult,
-    check_inputs,
     checkpoint_to_resume,
     keep_and_tell,
     make_ready,
@@ -24,7 +24,7 @@ from tunesmith.build.opening import (
 )
 from tunesmith.build.rl import run_rl
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
-from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.load import find_kind
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import DataSection, RunConfig, SFTConfig
 from tunesmith.data.packing import num_forest_tokens
@@ -34,7 +34,6 @@ from tunesmith.data.tokens import Tokenizer, encode
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.interrupts import keeping
 from tunesmith.monitor.run_dir import open_run_dir
-from tunesmith.plan.checks import check
 from tunesmith.types import Sample
 
 
@@ -76,11 +75,9 @@ def run_distill(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
 
 def _run(kind: type[RunConfig], path: Path | None, overrides: Sequence[str]) -> RunResult:
     """Check, load data, derive, say, build, train."""
-    config = load_config(kind, path, overrides)
-    check(config)
-    check_inputs(config, config.goal)
     reading = READINGS[kind]
     with ExitStack() as stack:
+        config = stack.enter_context(checked(kind, path, overrides))
         name = path.stem if path else "run"
         run_dir = stack.enter_context(open_run_dir(config.run_dir, name, config.checkpoint.resume))
         checkpoint = checkpoint_to_resume(config, run_dir)

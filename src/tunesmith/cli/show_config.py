@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tunesmith.cli.arguments import Overrides, RunFile
 
 
 def show_config(run: RunFile, overrides: Overrides = None) -> None:
-    """Check a run file and print every setting that was said or derived, without loading anything.
+    """Check a run file as its command does, and print every setting that was said or derived, without loading anything.
 
-    What depends on the data, such as the number of steps, is derived when the run starts.
+    Of the data, it reads each local source's first line. What depends on all of it, such as the number of steps, is
+    derived when the run starts.
     """
+    from tunesmith.build.checking import check_run
     from tunesmith.config.load import find_kind, load_config
+    from tunesmith.config.places import placed
     from tunesmith.config.resolved import print_resolved
-    from tunesmith.plan.facts import Facts, known_model_facts
-    from tunesmith.plan.hardware import read_hardware
-    from tunesmith.plan.resolve import resolve
 
-    config = load_config(find_kind(run, overrides or ()), run, overrides or ())
-    facts = Facts(read_hardware(), known_model_facts(config.model.path))
-    print_resolved(resolve(config, facts))
+    with placed(run, overrides or ()):
+        config = load_config(find_kind(run, overrides or ()), run, overrides or ())
+        print_resolved(check_run(config, Path(run).parent, hub=False))

@@ -67,7 +67,7 @@ def describe_at(model: type[BaseModel], path: KeyPath) -> str:
         return "something else"
     annotation = field.annotation
     if path and isinstance(path[-1], int):
-        items = [a for a in _alternatives(annotation) if get_origin(a) is tuple]
+        items = [a for a in alternatives(annotation) if get_origin(a) is tuple]
         annotation = get_args(items[0])[0] if items else annotation
     if field.description and not (path and isinstance(path[-1], int)):
         return field.description
@@ -77,13 +77,13 @@ def describe_at(model: type[BaseModel], path: KeyPath) -> str:
 def choices_at(model: type[BaseModel], path: KeyPath) -> list[str]:
     """The valid spellings where a value is one of a few."""
     field = field_at(model, path)
-    alternatives = _alternatives(field.annotation) if field else iter(())
-    return [str(c) for a in alternatives if get_origin(a) is Literal for c in get_args(a)]
+    found = alternatives(field.annotation) if field else iter(())
+    return [str(c) for a in found if get_origin(a) is Literal for c in get_args(a)]
 
 
 def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
     """The sections inside an annotation: of a union, of a tuple's items."""
-    for alternative in _alternatives(annotation):
+    for alternative in alternatives(annotation):
         if is_section(alternative):
             yield alternative
         elif get_origin(alternative) is tuple:
@@ -99,12 +99,13 @@ def show(value: Any) -> str:
     return shortened(json.dumps(value, ensure_ascii=False, default=str), 60)
 
 
-def _alternatives(annotation: Any) -> Iterator[Any]:
+def alternatives(annotation: Any) -> Iterator[Any]:
+    """The types of a union, without the notes on them; of anything else, itself."""
     if get_origin(annotation) is Annotated:
-        yield from _alternatives(get_args(annotation)[0])
+        yield from alternatives(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType):
         for part in get_args(annotation):
-            yield from _alternatives(part)
+            yield from alternatives(part)
     else:
         yield annotation
 

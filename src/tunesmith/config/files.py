@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from tunesmith.config.problems import KeyPath, Problem, dotted
 from tunesmith.errors import nearest, shortened
@@ -33,10 +35,12 @@ def locate_files(data: Tree, beside: Path | None, is_override: Callable[[KeyPath
         for holder, path in list(_texts_at(data, keys.split("."))):
             bases = list(dict.fromkeys(reversed(here) if is_override(path) else here))
             try:
+                if not holder[path[-1]]:
+                    raise _NotFound("it is empty; name what is meant, or leave it out")
                 holder[path[-1]] = find(holder[path[-1]], bases)
             except _NotFound as problem:
                 problems.append(Problem(path, f"{dotted(path)}: {problem}"))
-            except (OSError, RuntimeError) as error:  # too long a name, not allowed, no such user
+            except (OSError, RuntimeError, ValueError) as error:  # too long a name, not allowed, no such user, NUL
                 problems.append(Problem(path, f"{dotted(path)} is no path that can be read: {shortened(str(error))}"))
     return problems
 
@@ -66,12 +70,14 @@ def _search(text: str, bases: list[Path]) -> Path | None:
     return next((p for base in bases if (p := base / Path(text).expanduser()).exists()), None)
 
 
-def _missing(text: str, bases: list[Path]) -> _NotFound:
+def _missing(text: str, bases: list[Path], hub: str = "") -> _NotFound:
+    """Args: hub: a name on the hub, to show what such names look like where one may be meant."""
     folders = list(dict.fromkeys(str((base / Path(text).expanduser()).parent) for base in bases))
     siblings = {p.name for folder in folders if Path(folder).is_dir() for p in Path(folder).iterdir()}
     close = nearest(Path(text).name, siblings)
     hint = close if close.startswith(" Did") else ""
-    return _NotFound(f"{text} does not exist (looked in {' and '.join(folders)}).{hint}")
+    other = f", and on the hub names have an owner, such as {hub}" if hub and "/" not in text else ""
+    return _NotFound(f"{text} does not exist (looked in {' and '.join(folders)}){other}.{hint}")
 
 
 def _existing(text: str, bases: list[Path]) -> str:
@@ -98,8 +104,8 @@ def _model(text: str, bases: list[Path]) -> str:
         raise _NotFound(f"{found} holds no model: there is no config.json in it")
     if found:
         return str(found)
-    if _looks_local(text) or text.count("/") > 1 or not text:
-        raise _missing(text, bases)
+    if not is_hub_name(text, "models"):
+        raise _missing(text, bases, "Qwen/Qwen3-0.6B")
     return text
 
 
@@ -107,6 +113,11 @@ def _adapter(text: str, bases: list[Path]) -> str:
     found = _existing(text, bases)
     if not (Path(found) / ADAPTER_CONFIG).is_file():
         raise _NotFound(f"{found} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it")
+    if not any(Path(found).glob("*.safetensors")):
+        raise _NotFound(
+            f"{found} holds no adapter weights as safetensors; pickled ones can run code when loaded. Save them "
+            "with peft's save_pretrained"
+        )
     return found
 
 
@@ -116,13 +127,28 @@ def _data(text: str, bases: list[Path]) -> str:
         if found.is_file() and found.stat().st_size == 0:
             raise _NotFound(f"{found} is empty")
         return str(found)
-    if "://" not in text and (_looks_local(text) or text.endswith(DATA_SUFFIXES) or not text):
-        raise _missing(text, bases)
+    if not is_hub_name(text, "datasets"):
+        raise _missing(text, bases, "openai/gsm8k")
     return text
 
 
-def _looks_local(text: str) -> bool:
-    return text.startswith(("/", "./", "../", "~"))
+def is_hub_name(text: str, kind: Literal["models", "datasets"]) -> bool:
+    """Whether a text can be a name on the Hugging Face hub: ``owner/name``, or a bare name that is known here.
+
+    Bare names are from the hub's first years. Any directory that was mistyped looks like one, so that only those count
+    that are in the hub's cache, and GPT-2.
+    """
+    if not _HUB_NAME.fullmatch(text) or ".." in text or "--" in text or text.lower().endswith(DATA_SUFFIXES):
+        return False
+    if "/" in text or (kind == "models" and text in _BARE_MODELS):
+        return True
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return (Path(cache).expanduser() / f"{kind}--{text}").is_dir()
+
+
+_HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
+_BARE_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")
 
 
 def _reward(text: str, bases: list[Path]) -> str:

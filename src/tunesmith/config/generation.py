@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tunesmith.config.schema import PositiveInt, RewardSection, RunConfig
 from tunesmith.config.section import Section
-from tunesmith.config.values import Text
+from tunesmith.config.values import Count, Seed, Text
 
 
 class SamplingSection(Section):
@@ -19,13 +19,13 @@ class SamplingSection(Section):
     temperature: Annotated[float, Field(ge=0)] | None = None
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Count = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     stop: tuple[Text, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Count, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds that one completion may take before it counts as failed."""
-    seed: int = 0
+    seed: Seed = 0
 
 
 class OutputSection(Section):

@@ -24,8 +24,9 @@ from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.problems import KeyPath, Problem, Source, dotted, key_lines, raise_problems
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.config.shape import DEEPEST, shape_problems
 from tunesmith.config.unknown import explain_unknown
-from tunesmith.errors import ConfigError, boundary, nearest
+from tunesmith.errors import ConfigError, boundary, nearest, shortened
 
 C = TypeVar("C", bound=RunConfig)
 Tree = dict[str, Any]
@@ -48,8 +49,10 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
     Raises:
         ConfigError: naming file, line and key of each problem, and what is valid.
     """
-    data, source = _read(path, overrides)
-    problems = list(source.problems)
+    data, source = read_source(path, overrides)
+    problems = [*source.problems, *shape_problems(kind, data)]
+    if any(len(problem.path) >= DEEPEST for problem in problems):
+        raise_problems(problems, source)
     if kind is RLConfig and not {"reward", "environment"} & data.keys():
         text = (
             '[reward] is missing: say functions = ["rewards.py:name"] or a built-in reward there, '
@@ -70,7 +73,7 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
 
 def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
     """By the sections that only one command has; else ``RLConfig`` for a run with a reward, ``SFTConfig`` without."""
-    data, _ = _read(path, overrides)
+    data, _ = read_source(path, overrides)
     for names, kind in (
         ({"rm"}, RMConfig),
         ({"dpo"}, DPOConfig),
@@ -101,19 +104,23 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
         return parts, said == "True"
     try:
         parsed = tomllib.loads(f"value = {said}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return parts, said
+    except RecursionError:
+        raise ConfigError(f"override '{shortened(text)}' has too many lists and tables in each other") from None
     is_text = isinstance(parsed["value"], datetime.date | datetime.time) or parsed.keys() != {"value"}
     return parts, said if is_text else parsed["value"]
 
 
-def _read(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Source]:
+def read_source(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Source]:
     """The merged tree, and where each of its keys was said."""
     text = _read_text(path) if path else ""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # a TOMLDecodeError, or a number of thousands of digits
         raise _syntax_error(path, error) from None
+    except RecursionError:
+        raise ConfigError(f"{path} has too many lists and tables in each other") from None
     problems: list[Problem] = []
     said: dict[KeyPath, str] = {}
     for override in overrides:
@@ -126,16 +133,18 @@ def _read(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Source]:
 
 
 def _read_text(path: Path) -> str:
-    if path.is_dir():
-        raise ConfigError(f"{path} is a directory; name a TOML run file")
-    if not path.exists():
-        siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        raise ConfigError(f"run file {path} does not exist.{nearest(str(path), siblings) if siblings else ''}")
-    with boundary(ConfigError, f"cannot read {path}", (OSError, UnicodeDecodeError)):
+    with boundary(ConfigError, f"cannot read {shortened(str(path), 400)}", (OSError, ValueError)):
+        if path.is_dir():
+            raise ConfigError(f"{path} is a directory; name a TOML run file")
+        if not path.exists() and "=" in str(path):
+            raise ConfigError(f"'{path}' stands where the run file belongs: RUN.toml comes first, then '{path}'")
+        if not path.exists():
+            siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+            raise ConfigError(f"run file {path} does not exist.{nearest(str(path), siblings) if siblings else ''}")
         return path.read_text(encoding="utf-8")
 
 
-def _syntax_error(path: Path | None, error: tomllib.TOMLDecodeError) -> ConfigError:
+def _syntax_error(path: Path | None, error: ValueError) -> ConfigError:
     message = str(error)
     spot = re.search(r" \(at (.*)\)$", message)
     reason = message[: spot.start()] if spot else message

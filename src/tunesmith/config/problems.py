@@ -53,14 +53,20 @@ class Source:
 
 def raise_problems(problems: Sequence[Problem], source: Source) -> NoReturn:
     """One ``ConfigError`` for all, in the order of the file, overrides last."""
+    error = ConfigError(_listed(problems, source))
+    error.places_known = True
+    raise error
+
+
+def _listed(problems: Sequence[Problem], source: Source) -> str:
     placed = sorted((*source.place(p.path), p.text) for p in problems)
     name = str(source.file) if source.file else "the configuration"
     if len(placed) == 1:
         order, where, text = placed[0]
         from_file = f"{name}, {where}" if where else name
-        raise ConfigError(f"{where if order == 10**9 else from_file}: {text}")
+        return f"{where if order == 10**9 else from_file}: {text}"
     lines = [f"  {where}: {text}" if where else f"  {text}" for _, where, text in placed]
-    raise ConfigError("\n".join([f"{name} has {len(placed)} problems:", *lines]))
+    return "\n".join([f"{name} has {len(placed)} problems:", *lines])
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
@@ -82,7 +88,9 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
-    """Line of a key, or else of the nearest parent that has one."""
+    """Line of a key, or else of the first one inside it, or of the nearest parent that has one."""
+    if inside := [line for key, line in lines.items() if key[: len(path)] == path]:
+        return min(inside)
     while path:
         if path in lines:
             return lines[path]

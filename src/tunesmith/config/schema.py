@@ -14,7 +14,7 @@ from pydantic import Field
 
 from tunesmith.config.section import Section
 from tunesmith.config.system import SystemSection
-from tunesmith.config.values import Beta, GradNorm, PositiveInt, Share, Text, Url
+from tunesmith.config.values import Beta, Count, GradNorm, PositiveInt, Rate, Seed, Share, Text, Url, at_most
 
 
 class ModelSection(Section):
@@ -34,7 +34,7 @@ class LoraSection(Section):
 
     rank: PositiveInt | None = None
     alpha: Annotated[float, Field(gt=0)] | None = None
-    targets: Literal["all-linear"] | tuple[str, ...] | None = None
+    targets: Literal["all-linear"] | tuple[Text, ...] | None = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of the adapter's input, in supervised training only."""
     path: Path | None = None
@@ -54,8 +54,8 @@ class Source(Section):
     """A .jsonl, .json, .parquet or .csv file, a directory, or a Hugging Face dataset name."""
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of the draws, against the other sources' weights; None for all: by their sizes."""
-    split: str = "train"
-    subset: str | None = None
+    split: Text = "train"
+    subset: Text | None = None
 
 
 Sources = Annotated[tuple[str | Source, ...], Field(min_length=1)]
@@ -64,9 +64,9 @@ Sources = Annotated[tuple[str | Source, ...], Field(min_length=1)]
 class DataSection(Section):
     train: str | Source | Sources
     eval: str | Source | Sources | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     """Name of the prompt column; None finds it (``prompt``, ``question``, ``instruction``, ``messages``)."""
-    completion: str | None = None
+    completion: Text | None = None
     """Name of the completion column (supervised training); None finds it."""
     system_prompt: str | None = None
     chat: bool | None = None
@@ -79,7 +79,7 @@ class DataSection(Section):
     too_long: Literal["error", "skip", "truncate_left", "truncate_right"] = "error"
     skip_bad: bool = False
     shuffle: bool = True
-    seed: int | None = None
+    seed: Seed | None = None
 
 
 class ModelReward(Section):
@@ -87,7 +87,7 @@ class ModelReward(Section):
 
     path: str
     """A directory or a hub name: ``AutoModelForSequenceClassification`` with one label."""
-    name: str = "reward_model"
+    name: Text = "reward_model"
     """What it is called in the metrics."""
     weight: float = 1.0
     normalize: bool = False
@@ -99,7 +99,7 @@ class RemoteReward(Section):
 
     urls: tuple[Url, ...]
     """Servers that give the same reward; each request goes to the one with the fewest outstanding."""
-    name: str = "remote"
+    name: Text = "remote"
     weight: float = 1.0
     protocol: Literal["tunesmith", "openrlhf"] = "tunesmith"
     batch_size: PositiveInt = 64
@@ -108,12 +108,12 @@ class RemoteReward(Section):
     """The environment variable with the token that is sent as ``Authorization: Bearer``."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that one attempt may take."""
-    retries: Annotated[int, Field(ge=0)] = 3
+    retries: Count = 3
     """Further attempts after a failed connection, an overrun or an answer of 5xx, with growing pauses."""
 
 
 class RewardSection(Section):
-    functions: tuple[str, ...] = ()
+    functions: tuple[Text, ...] = ()
     """``file.py:function``, or a built-in: exact_match, numeric_match, regex_format, math."""
     weights: tuple[float, ...] | None = None
     """Of ``functions``; models and remote rewards have their own."""
@@ -123,7 +123,7 @@ class RewardSection(Section):
     """Seconds that one call of a reward may take."""
     max_failed_share: Share = 0.1
     """The run stops when more than this share of a step's rollouts failed."""
-    answer: str = "answer"
+    answer: Text = "answer"
     """The column the built-in rewards compare with."""
     pattern: str | None = None
     """Regular expression of regex_format; with a group, also what exact_match and numeric_match extract."""
@@ -137,9 +137,9 @@ class RewardSection(Section):
 class EnvironmentSection(Section):
     path: Annotated[str | dict[str, str] | None, Field(description="'file.py:name', or a table of such by name")] = None
     """The class or agent that plays every task; or several by name, of which ``column`` chooses."""
-    column: str = "environment"
+    column: Text = "environment"
     """The column that says which environment plays a task, where there are several."""
-    tools: tuple[str, ...] = ()
+    tools: tuple[Text, ...] = ()
     """``file.py:function`` of typed functions with docstrings that the policy may call."""
     max_turns: PositiveInt = 8
     """Calls of the policy in one episode."""
@@ -164,7 +164,7 @@ Correction = Literal[
 
 
 class AlgorithmSection(Section):
-    name: str = "grpo"
+    name: Text = "grpo"
     """A preset: fills in every key below that is left out."""
     advantage: str | None = None
     loss: str | None = None
@@ -206,7 +206,7 @@ class AlgorithmSection(Section):
     """Weight of each token for the difference between trainer and sampler (needs ``decoupled``)."""
     correction_low: Annotated[float, Field(ge=0)] | None = None
     correction_high: Annotated[float, Field(gt=0)] | None = None
-    overlong_buffer: Annotated[int, Field(ge=0)] | None = None
+    overlong_buffer: Count | None = None
     """Tokens before the limit over which the reward ramps down (DAPO); 0 is off."""
     overlong_factor: float | None = None
     mask_truncated: bool | None = None
@@ -233,15 +233,15 @@ class CriticSection(Section):
     """A value head on the policy itself instead of a model of its own; one backward pass trains both."""
     value_coef: Annotated[float, Field(gt=0)] | None = None
     """Weight of the value loss beside the policy's, with ``shared_trunk``."""
-    lr: Annotated[float, Field(gt=0)] | None = None
+    lr: Rate | None = None
     """Of the critic, or of the head with ``shared_trunk``."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Share = 0.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Count = 0
     max_grad_norm: GradNorm = 1.0
     passes_per_batch: PositiveInt | None = None
     """Passes of the critic over one rollout batch; None: as the policy's."""
-    freeze_actor_steps: Annotated[int, Field(ge=0)] = 0
+    freeze_actor_steps: Count = 0
     """Steps in which only the critic learns."""
 
 
@@ -251,11 +251,11 @@ class RolloutSection(Section):
     max_new_tokens: PositiveInt = 512
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Count = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """With ``algorithm.dynamic_filter``, prompts tried at once for each that is still wanted."""
-    max_staleness: Annotated[int, Field(ge=0)] = 0
+    max_staleness: Count = 0
     """By how many steps the policy that sampled a token may be older than the one trained on it; 0 is synchronous."""
     partial: bool = False
     """With ``max_staleness``, put new weights under completions being written instead of waiting for their end."""
@@ -264,10 +264,10 @@ class RolloutSection(Section):
     queue_size: PositiveInt | None = None
     """With ``max_staleness``, none is begun while so many prompts' finished rollouts wait to be trained on."""
     stop: tuple[Text, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Count, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds that one rollout may take before it counts as failed."""
-    seed: int | None = None
+    seed: Seed | None = None
 
 
 class TrainSection(Section):
@@ -278,20 +278,20 @@ class TrainSection(Section):
     """Samples per optimizer step; None: the whole rollout batch (RL) or 32 (supervised)."""
     passes_per_batch: PositiveInt = 1
     """Passes over one rollout batch."""
-    lr: Annotated[float, Field(gt=0)] | None = None
+    lr: Rate | None = None
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Share = 0.0
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_steps: Count | None = None
     """Optimizer steps; give this or ``warmup_ratio``."""
     warmup_ratio: Share | None = None
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0), at_most(100)] = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(gt=0), at_most(1)] = 1e-8
     max_grad_norm: GradNorm = 1.0
     """Gradients of a larger norm are scaled down to it; 0 in a run file (None here) is no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an average of the weights that moves by ``1 − ema_decay`` of the difference per optimizer step."""
-    seed: int = 0
+    seed: Seed = 0
 
 
 class EvalSection(Section):
@@ -304,7 +304,7 @@ class EvalSection(Section):
     """When ``samples`` is more than 1."""
     pass_at: tuple[PositiveInt, ...] | None = None
     max_prompts: PositiveInt | None = None
-    metric: str | None = None
+    metric: Text | None = None
     """What the best checkpoint is judged by; None: ``eval/reward`` (RL) or ``eval/loss`` (supervised)."""
     target: float | None = None
     """End the run when an evaluation's ``metric`` is this good."""
@@ -319,7 +319,7 @@ class MonitorSection(Section):
     """Live display; None: when standard output is a terminal."""
     every: PositiveInt = 1
     """Steps between plain progress lines and between points in the sinks; metrics.jsonl has every step."""
-    samples: Annotated[int, Field(ge=0)] = 2
+    samples: Count = 2
     """Rollouts per step that are kept in rollouts.jsonl."""
     trace_steps: tuple[PositiveInt, ...] = ()
     """Steps of which a timeline is written to trace/."""

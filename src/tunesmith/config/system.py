@@ -9,12 +9,12 @@ from pydantic import Field
 
 from tunesmith.config.placement import PlacementSection
 from tunesmith.config.section import Section
-from tunesmith.config.values import PositiveInt, Size, Url
+from tunesmith.config.values import Count, PositiveInt, Size, Text, Url
 from tunesmith.config.vllm import VllmSection
 
 
 class SystemSection(Section):
-    device: str | None = None
+    device: Text | None = None
     threads: PositiveInt | None = None
     max_tokens_per_microbatch: PositiveInt | None = None
     share_prompts: bool = True
@@ -33,7 +33,7 @@ class SystemSection(Section):
     """Interpreter that ``engine_process`` runs in, where the engine is installed in another environment."""
     engines: PositiveInt = 1
     """Engines of ``engine_process``, each with ``kv_memory`` and a copy of the weights."""
-    engine_restarts: Annotated[int, Field(ge=0)] = 3
+    engine_restarts: Count = 3
     """How often each engine of ``engine_process`` may be replaced when it dies."""
     weight_plane: Literal["memory", "disk", "gloo", "nccl", "ipc"] | None = None
     """How new weights reach engines elsewhere: a file in memory or in ``engine_directory``, a broadcast, CUDA IPC."""
@@ -46,13 +46,13 @@ class SystemSection(Section):
     """After each sync, let every engine with weights of its own write a few tokens, and compare with the trainer."""
     cluster: Literal["none", "ray"] = "none"
     """``ray``: trainer, engines, reference, critic and reward models are actors on a Ray cluster."""
-    ray_address: str | None = None
+    ray_address: Text | None = None
     """``host:port`` of a running cluster; None: that of RAY_ADDRESS, else one is started on this machine."""
     ray_runtime_env: Annotated[dict[str, Any] | None, Field(description="a table, as Ray has it")] = None
     """Ray's runtime environment of the actors, such as ``{env_vars = {NCCL_DEBUG = "INFO"}}``."""
     trainer_ranks: PositiveInt = 1
     """With a cluster, processes that share out each step's micro-batches; a critic of its own has as many."""
-    trainer_restarts: Annotated[int, Field(ge=0)] = 3
+    trainer_restarts: Count = 3
     """With a cluster, how often the run resumes by itself when its trainer, reference or critic dies."""
     placement: PlacementSection | None = None
     """What each process is given on a cluster; None: 1 CPU and, where ``device`` is a GPU, 1 of them."""
@@ -66,7 +66,7 @@ class SystemSection(Section):
     """Guess tokens ahead while sampling, where measured to be faster; what is written stays the same."""
     speculative_tokens: PositiveInt = 4
     """Guessed at most, per completion and step."""
-    draft_model: str | None = None
+    draft_model: Text | None = None
     """A directory or a hub name: a smaller model with the same vocabulary, for ``speculative = "draft"``."""
     vllm: VllmSection = VllmSection()
 

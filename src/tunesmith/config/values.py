@@ -27,8 +27,32 @@ def checked_url(text: str) -> str:
     return text
 
 
-Text = Annotated[str, Field(min_length=1, description="text in quotes, not empty")]
-PositiveInt = Annotated[int, Field(gt=0)]
+LARGEST_COUNT = 2**31 - 1
+
+
+def at_most(largest: float) -> AfterValidator:
+    """A bound that a message names only where it is passed, as nobody comes near it."""
+
+    def check(number: float) -> float:
+        if number > largest:
+            raise ValueError(f"{number} is too large; it can be {largest} at most")
+        return number
+
+    return AfterValidator(check)
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ValueError("it is empty; name what is meant, or leave it out")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_not_empty)]
+PositiveInt = Annotated[int, Field(gt=0), at_most(LARGEST_COUNT)]
+Count = Annotated[int, Field(ge=0), at_most(LARGEST_COUNT)]
+Seed = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0), at_most(10)]
+"""A learning rate."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[str, AfterValidator(checked_size), Field(description="a size such as '512MB' or '4GB'")]

@@ -14,6 +14,7 @@ from tunesmith.data.formats import Example, Goal
 from tunesmith.data.prompts import PromptEncoder, learned_texts, note_turn_end
 from tunesmith.data.reading import Prepared, Reading, Sources, as_sources, check_section, examples_of, weights_of
 from tunesmith.data.report import Report
+from tunesmith.data.sources import on_hub
 from tunesmith.data.tokens import Tokenizer, encode_with_offsets
 from tunesmith.types import Prompt, Sample, Task
 
@@ -21,8 +22,11 @@ TaskSet = Prepared[Task]
 SampleSet = Prepared[Sample]
 
 
-def peek(section: DataSection, source: Sources, goal: Goal) -> list[str]:
+def peek(section: DataSection, source: Sources, goal: Goal, *, hub: bool = True) -> list[str]:
     """One sentence per source: its format. Reads no further than the first usable line; needs no tokenizer.
+
+    Args:
+        hub: also look at data sets of the hub, which are fetched for that.
 
     Raises:
         DataError: a source is missing, empty or has no usable line.
@@ -32,6 +36,8 @@ def peek(section: DataSection, source: Sources, goal: Goal) -> list[str]:
     weights_of(as_sources(source))
     sentences: list[str] = []
     for one in as_sources(source):
+        if not hub and on_hub(one):
+            continue
         report = Report(skip_bad=section.skip_bad)
         if next(examples_of(section, one, goal, report), None) is None:
             raise report.nothing_left(one.path)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tunesmith.config.files import is_hub_name
 from tunesmith.config.schema import Source
 from tunesmith.errors import ConfigError, DataError, boundary, nearest
 
@@ -77,7 +78,7 @@ def read(source: Source) -> Rows:
         if reader is None:
             raise DataError(f"{path}: unknown kind of file '{path.suffix}'. Valid: {', '.join(READERS)}.")
         yield from reader(path)
-    elif _looks_like_a_path(source.path):
+    elif not is_hub_name(source.path, "datasets"):
         raise DataError(f"data file not found: {path}.{_neighbours(path)}")
     else:
         yield from _read_hub(source)
@@ -123,9 +124,9 @@ def _refuse_subset(source: Source) -> None:
         raise ConfigError(f"{source.path}: 'subset' is for data sets of the hub; leave it out for files.")
 
 
-def _looks_like_a_path(name: str) -> bool:
-    named = Path(name).suffix.lower() in READERS or name.startswith((".", "/", "~"))
-    return named or name.endswith("/") or name.count("/") > 1
+def on_hub(source: Source) -> bool:
+    """Whether a source is looked for on the hub."""
+    return is_hub_name(source.path, "datasets") and not Path(source.path).exists()
 
 
 def _neighbours(path: Path) -> str:

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from tunesmith.config.files import ADAPTER_CONFIG
+from tunesmith.config.files import ADAPTER_CONFIG, is_hub_name
 from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.families import check_family
@@ -126,9 +126,9 @@ def check_directory(path: str | Path) -> None:
     """
     directory = Path(path).expanduser()
     if not directory.exists():
-        if isinstance(path, str) and path.count("/") <= 1 and not path.startswith((".", "/", "~")):
+        if isinstance(path, str) and is_hub_name(path, "models"):
             return
-        raise ModelError(f"there is no model directory '{path}'")
+        raise ModelError(f"there is no model directory '{path}', and on the hub names have an owner: Qwen/Qwen3-0.6B")
     if not directory.is_dir():
         raise ModelError(f"'{path}' is a file; give the directory of a model in Hugging Face format")
     if not (directory / "config.json").exists():

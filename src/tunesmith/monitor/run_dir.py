@@ -72,22 +72,13 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
         CheckpointError: there is no run to resume.
         StorageError: it cannot be created or written.
     """
-    if resume == "auto" and run_dir is None:
-        raise ConfigError('checkpoint.resume = "auto" needs a run_dir, which is the same each time')
-    if resume is True and not (run_dir and run_dir.is_dir()):
-        raise CheckpointError(f"there is no run to resume in {run_dir}: it is no directory")
+    if run_dir is not None:
+        check_run_dir(run_dir, resume)
     with boundary(StorageError, f"cannot create the run directory {run_dir or 'runs'}", OSError):
-        path = numbered_directory(Path("runs").absolute(), name) if run_dir is None else run_dir.absolute()
+        path = numbered_directory(Path("runs").absolute(), name) if run_dir is None else run_dir.resolve()
         path.mkdir(parents=True, exist_ok=True)
     with _locked(path):
-        continued = (
-            resume is True or resume == "auto" or (isinstance(resume, Path) and resume.absolute().is_relative_to(path))
-        )
-        if not continued and holds_run(path):
-            raise ConfigError(
-                f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, "
-                "or delete it"
-            )
+        _refuse_another_run(path, resume)
         try:
             yield RunDir(path)
         except BaseException as error:
@@ -105,6 +96,34 @@ def how_to_continue(path: Path) -> str:
         return f"Continue with the same command and run_dir={shlex.quote(str(path))} {resume}"
     kept = [word for word in said if not word.startswith(("run_dir=", "checkpoint.resume="))]
     return f"Continue with: {shlex.join(['tunesmith', *kept, f'run_dir={path}', resume])}"
+
+
+def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
+    """Refuse a directory that ``open_run_dir`` could not enter, without touching it.
+
+    Raises:
+        ConfigError: it cannot be made or written, holds another run, or another process is writing to it.
+        CheckpointError: there is no run to resume.
+    """
+    if resume is True and not run_dir.is_dir():
+        raise CheckpointError(f"checkpoint.resume = true: there is no run to resume in {run_dir}: it is no directory")
+    with boundary(ConfigError, f"run_dir = '{run_dir}' cannot be used", (OSError, ValueError)):
+        above = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
+        if not above.is_dir():
+            raise ConfigError(f"run_dir = '{run_dir}' cannot be a directory: {above} is a file")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise ConfigError(f"run_dir = '{run_dir}' cannot be written: {above} is not yours to write to")
+        if is_running(run_dir.resolve()):
+            raise ConfigError(f"run_dir = '{run_dir}' is in use by another process: wait for it to end, or stop it")
+        _refuse_another_run(run_dir.resolve(), resume)
+
+
+def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> None:
+    continued = resume in (True, "auto") or (isinstance(resume, Path) and resume.resolve().is_relative_to(path))
+    if not continued and holds_run(path):
+        raise ConfigError(
+            f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, or delete it"
+        )
 
 
 def has_checkpoint(path: Path) -> bool:

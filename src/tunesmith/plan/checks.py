@@ -15,6 +15,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.plan.distillation import distill_problems, teacher_problems
 from tunesmith.plan.engine import SAMPLER_KEYS, engine_problems
 from tunesmith.plan.generation import generation_problems
+from tunesmith.plan.limits import step_size_problems
 from tunesmith.plan.weights import ahead_problems, hybrid_problems
 from tunesmith.types import altering
 
@@ -29,20 +30,20 @@ def check(config: RunConfig) -> None:
     problems += [*engine_problems(config), *hybrid_problems(config)]
     problems += distill_problems(config)
     if isinstance(config, RLConfig):
+        if too_many := [*step_size_problems(config)]:
+            raise_all(too_many)
         problems += [*_check_rl(config), *ahead_problems(config), *_check_algorithm(config)]
     if isinstance(config, SFTConfig | ScoreConfig | DPOConfig | KTOConfig):
         problems += [*_check_sft(config), *_check_preference(config)]
-    if config.checkpoint.resume is True and config.run_dir is None:
-        problems.append("checkpoint.resume = true needs the run to continue: say run_dir")
+    if config.checkpoint.resume in (True, "auto") and config.run_dir is None:
+        problems.append("checkpoint.resume needs the run to continue, in the same directory each time: say run_dir")
     raise_all(problems)
 
 
 def raise_all(problems: list[str]) -> None:
     """One error for all problems; nothing if there are none."""
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
     if problems:
-        raise ConfigError("\n  ".join([f"{len(problems)} settings do not fit together:", *problems]))
+        raise ConfigError(*problems)
 
 
 def resolved_algorithm(config: RLConfig) -> tuple[AlgorithmSection, Reasons]:

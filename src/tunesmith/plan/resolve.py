@@ -20,6 +20,7 @@ from tunesmith.plan.engine import rope_problems
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.generation import derive_sampler_memory, derive_sampling
+from tunesmith.plan.limits import limit_problems
 from tunesmith.plan.vllm import derive_vllm, vllm_misfits
 from tunesmith.plan.weights import derive_weights, weight_problems
 
@@ -207,6 +208,7 @@ def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
 def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
     """Contradictions with what is known about machine, model and data."""
     yield from step_problems(config)
+    yield from limit_problems(config, facts)
     yield from weight_problems(config)
     yield from vllm_misfits(config, facts)
     yield from rope_problems(config, facts)

@@ -1,0 +1,188 @@
+"""``tunesmith config`` refuses what the run refuses, and every refusal names the key and where it stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny_runs import REWARDS, sums, write_lines
+from tunesmith.cli.show_config import show_config
+from tunesmith.config.shape import DEEPEST
+from tunesmith.errors import ConfigError, TunesmithError, UserError
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+RUN = """\
+run_dir = "runs/one"
+
+[model]
+path = "model"
+
+[data]
+train = "train.jsonl"
+
+[reward]
+functions = ["rewards.py:share"]
+
+[rollout]
+prompts_per_step = 4
+group_size = 4
+max_new_tokens = 8
+
+[train]
+steps = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "run.toml").write_text(RUN)
+    write_lines(tmp_path / "train.jsonl", sums(12))
+    return tmp_path
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(TunesmithError) as caught:
+        show_config(Path("run.toml"), list(overrides))
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_what_the_run_would_do_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_config(Path("run.toml"), [])
+    assert "rollout.group_size" in capsys.readouterr().out
+    assert not (folder / "runs").exists()
+
+
+CASES: list[tuple[list[str], list[str]]] = [
+    (["reward.functions=exact_mach"], ["reward.functions", "exact_match"]),
+    (["reward.functions=regex_format"], ["reward.pattern is missing"]),
+    (["reward.functions=regex_format", "reward.pattern=(a"], ["reward.pattern", "override 'reward.pattern=(a'"]),
+    (['reward.functions=["math","math"]'], ["reward.functions", "more than once"]),
+    (["data.max_tokens=5"], ["data.max_tokens", "tunesmith rl"]),
+    (["data.prompt=question"], ["train.jsonl:1", "question", "data.prompt"]),
+    (["data.train=empty"], ["empty", "no data file"]),
+    (["data.eval="], ["data.eval: it is empty"]),
+    (["data.train="], ["data.train: it is empty"]),
+    (["run_dir="], ["run_dir: it is empty"]),
+    (["run_dir=train.jsonl"], ["run_dir", "train.jsonl is a file"]),
+    (["model.path=empty"], ["model.path", "no config.json"]),
+    (["model.path=modle"], ["model.path", "Did you mean 'model'?", "owner"]),
+    (["checkpoint.resume=true"], ["override 'checkpoint.resume=true'", "no run to resume"]),
+    (["system.device=gpu"], ["system.device = 'gpu'"]),
+    (["system.device=mps"], ["system.device = 'mps'"]),
+    (["system.device=cuda:99"], ["system.device = 'cuda:99'"]),
+    (["algorithm.name=GPRO"], ["algorithm.name", "Did you mean"]),
+    (["algorithm.name=GRPOO"], ["algorithm.name", "Did you mean 'grpo'?"]),
+    (["eval.metric="], ["eval.metric", "empty"]),
+    (["train.seed=1180591620717411303424"], ["train.seed", "too large"]),
+    (["train.seed=-1"], ["train.seed", "at least 0"]),
+    ([f"train.steps={'9' * 400}"], ["train.steps", "too large"]),
+    ([f"train.steps={'9' * 5000}"], ["train.steps"]),
+    (["train.lr=1e308"], ["train.lr", "too large"]),
+    (["train.lr=nan"], ["train.lr"]),
+    (["train.eps=1e-320"], ["train.eps", "too small"]),
+    (["rollout.group_size=1000000000000"], ["rollout.group_size", "too large"]),
+    (["rollout.group_size=1000000000"], ["rollout.group_size", "line 13"]),
+    (["system.threads=1000000000"], ["system.threads"]),
+    (["system.kv_memory=1000000GB"], ["system.kv_memory"]),
+    (["rollout.stop_token_ids=-1"], ["rollout.stop_token_ids[0]"]),
+    (["rollout.stop_token_ids=[2, 300]"], ["rollout.stop_token_ids: 300"]),
+    (["data.max_prompt_tokens=64"], ["data.max_prompt_tokens", "64", "56"]),
+    (["reward.functions=[rewards.py:share]"], ["'reward.functions=[\"rewards.py:share\"]'"]),
+    (["train.batch_size=3"], ["override 'train.batch_size=3'", "line 13", "line 14"]),
+    (["train.warmup_steps=9"], ["override 'train.warmup_steps=9'"]),
+    (["data.system_prompt=a\0b"], ["data.system_prompt", "NUL"]),
+    (["run_dir=a\0b"], ["run_dir", "NUL"]),
+    (["run_dir=a\udce9b"], ["run_dir", "UTF-8"]),
+    (["data.train=" + "[" * 2000 + "]" * 2000], ["data.train"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "told"), CASES, ids=[" ".join(said)[:60] for said, _ in CASES])
+def test_config_refuses_what_cannot_run(folder: Path, overrides: list[str], told: list[str]) -> None:
+    message = refusal(*overrides)
+    assert all(word in message for word in told), message
+    assert not (folder / "runs").exists()
+
+
+def test_arrays_in_arrays_are_refused_and_not_followed(folder: Path) -> None:
+    for depth in (DEEPEST, 500, 5000):
+        (folder / "run.toml").write_text(f"x = {'[' * depth}{']' * depth}\n{RUN}")
+        assert "run.toml" in refusal()
+
+
+def test_the_line_of_every_setting_in_a_conflict_is_told(folder: Path) -> None:
+    (folder / "run.toml").write_text(f"{RUN}batch_size = 3\nepochs = 2\n")
+    lines = refusal().splitlines()
+    assert lines[0].endswith("run.toml has 2 problems:") or "2 settings" in lines[0]
+    both, size = lines[1:]
+    assert "line 18 and line 20" in both and "train.steps and train.epochs" in both
+    assert "line 19 and line 13 and line 14" in size and "train.batch_size = 3" in size
+
+
+def test_a_value_that_is_refused_without_its_key_gets_the_key(folder: Path) -> None:
+    from tunesmith.config.places import placed
+
+    with (
+        pytest.raises(ConfigError, match=r"run.toml, line 4 \(model.path\): cannot read .*model'"),
+        placed(Path("run.toml"), []),
+    ):
+        raise ConfigError(f"cannot read '{folder / 'model'}'")
+
+
+@pytest.mark.usefixtures("folder")
+def test_one_value_where_a_list_is_meant_is_a_list_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    show_config(
+        Path("run.toml"),
+        [
+            "reward.functions=rewards.py:share",
+            "rollout.stop=x",
+            "monitor.trace_steps=2",
+            "lora.targets=q_proj",
+            "lora.rank=2",
+        ],
+    )
+    told = capsys.readouterr().out
+    for value in ('["x"]', "[2]", '["q_proj"]', "rewards.py:share"):
+        assert value in told
+
+
+@pytest.mark.usefixtures("folder")
+def test_overrides_without_a_run_file_are_told_apart_from_it() -> None:
+    with pytest.raises(UserError, match="run_dir=x' stands where the run file belongs"):
+        show_config(Path("run_dir=x"), [])
+
+
+def test_the_commands_check_what_config_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command goes through ``checked``, before it makes its directory."""
+    from tunesmith.build import checking, generate, rft, rl, supervised
+
+    def stop(*_: Any, **__: Any) -> Any:
+        raise ConfigError("checked")
+
+    monkeypatch.setattr(checking, "check_run", stop)
+    texts: dict[Callable[..., Any], str] = {
+        rl.run_rl: RUN,
+        supervised.run_sft: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
+        generate.run_generate: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
+        lambda path: rft.run_rft(
+            "run", path
+        ): '[model]\npath="model"\n[data]\ntrain="train.jsonl"\n[reward]\nfunctions=["math"]\n',
+    }
+    for run, text in texts.items():
+        (folder / "run.toml").write_text(text)
+        with pytest.raises(ConfigError, match="checked"):
+            run(folder / "run.toml")
+    assert not (folder / "runs").exists()
