@@ -12,18 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from documents import ROOT, blocks_of
 from tunesmith.algorithms.advantages import AdvantageParams, compute_advantages, outcomes
 from tunesmith.algorithms.filtering import filter_groups
 from tunesmith.config.schema import RewardSection
 from tunesmith.environments import user_calls
-from tunesmith.environments.reward_types import RewardFunction, TrainerState, required_columns
-from tunesmith.environments.rewards import RewardSet, check_failed, check_rewards, reward_metrics
+from tunesmith.environments.reward_types import RewardFunction, required_columns
+from tunesmith.environments.rewards import RewardSet, check_failed, check_rewards, reward_metrics, user_reward
+from tunesmith.environments.trainer_state import TrainerState
 from tunesmith.errors import ConfigError, DataError, RewardError
 from tunesmith.types import Completion, Message, Rollout, RolloutGroup, Status, Task
 
@@ -597,3 +600,90 @@ def test_metrics_by_hand() -> None:
         }
     )
     assert reward_metrics([]) == {}
+
+
+def test_whatever_a_reward_logs_is_kept_as_plain_data() -> None:
+    logged = [{3, 1}, Fraction(1, 2), np.arange(2), object(), "a\udc80"]
+
+    def f(completions: list[str], log_extra: Any, log_metric: Any) -> list[float]:
+        log_extra("seen", logged)
+        for value in (1e308, 1e308, float("inf"), float("-inf")):
+            log_metric("odd", value)
+        return [0.0] * len(completions)
+
+    rollouts = [rollout() for _ in logged]
+    rewards = reward_set(f)
+    score(rewards, rollouts)
+    assert [r.status for r in rollouts] == [Status.OK] * 5
+    seen = [r.metrics.get("seen", r.notes.get("seen")) for r in rollouts]
+    assert seen[:3] == [[1, 3], 0.5, [0, 1]] and str(seen[3]).startswith("<object") and seen[4] == "a\\udc80"
+    assert "logged/odd" in rewards.metrics(rollouts)
+
+
+@pytest.mark.parametrize("value", [1e16, -1e300, 1.7e308])
+def test_huge_rewards_are_refused(value: float) -> None:
+    def f(completions: list[str]) -> list[float]:
+        return [value, 1e15]
+
+    two = [rollout(), rollout()]
+    score(reward_set(f), two)
+    assert [r.status for r in two] == [Status.REWARD_FAILED, Status.OK] and "1e+15" in str(two[0].error)
+    heavy = [rollout(), rollout()]
+    score(reward_set(f, weights=[1e300]), heavy)
+    assert [r.status for r in heavy] == [Status.REWARD_FAILED] * 2
+
+
+def test_trainer_state_has_what_transformers_has(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 0.5}\n')
+    state = TrainerState(global_step=1, best_metric=0.25, metrics_file=file)
+    assert state.log_history == [{"step": 1, "loss": 0.5}] and state.is_world_process_zero
+    file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
+    assert [record["step"] for record in state.log_history] == [1, 2]
+    assert TrainerState().log_history == [] and state.best_metric == 0.25
+    with pytest.raises(AttributeError, match="global_step"):
+        _ = state.global_stepp
+    with pytest.raises(AttributeError, match="log_history"):
+        _ = state.total_flos
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"), [("completion", "completions"), ("prompt", "prompts"), ("queries", "prompts")]
+)
+def test_arguments_of_other_frameworks_are_named(argument: str, instead: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"def f({argument}): return [0.0]", scope)
+    with pytest.raises(ConfigError, match=rf"\b{instead}\b"):
+        reward_set(scope["f"]).check_tasks([Task("t", "q", (1,), {"answer": "4"})])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_function_of_verl_runs_as_it_is(asynchronous: bool, nested: bool) -> None:
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+        assert data_source == "gsm8k" and extra_info == {"split": "train"}
+        right = solution_str == ground_truth
+        return {"score": float(right), "acc": right, "pred": solution_str} if right else 0.0
+
+    async def later(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+        return compute_score(data_source, solution_str, ground_truth, extra_info)
+
+    made = user_reward("score", "verl.py:score", later if asynchronous else compute_score)
+    gold: Any = {"reward_model": {"style": "rule", "ground_truth": "4"}} if nested else {"ground_truth": "4"}
+    two = [rollout(data_source="gsm8k", extra_info={"split": "train"}, **gold) for _ in range(2)]
+    rewards = with_functions([made], [1.0])
+    rewards.check_tasks([r.task for r in two])
+    with pytest.raises(ConfigError, match="ground_truth"):
+        rewards.check_tasks([Task("t", "q", (1,), {"data_source": "x"})])
+    score(rewards, two, ["4", "5"])
+    assert [r.reward for r in two] == [1.0, 0.0], two[0].error
+    assert two[0].metrics == {"acc": 1.0} and two[0].notes == {"pred": "4"}
+
+
+def test_the_reward_of_the_readme_reads_the_last_number() -> None:
+    scope: dict[str, Any] = {}
+    (code,) = [b.text for b in blocks_of(ROOT / "README.md") if "def right_number" in b.text]
+    exec(code, scope)
+    cases = [("The answer is 25", "5", 0.0), ("391.", "391", 1.0), ("so 1,391", "1391", 1.0), ("none", "5", 0.0)]
+    texts, golds, expected = zip(*cases, strict=True)
+    assert scope["right_number"](completions=list(texts), answer=list(golds)) == list(expected)

@@ -10,6 +10,7 @@ from typing import ParamSpec
 
 import typer
 
+from tunesmith.cli.standard_output import lasting_output
 from tunesmith.errors import TunesmithError
 from tunesmith.monitor.interrupts import Interrupted, handled
 
@@ -25,7 +26,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            with handled(may_exit=True):
+            with lasting_output(), handled(may_exit=True):
                 command(*args, **kwargs)
         except TunesmithError as error:
             _tell(f"error: {error}", error)

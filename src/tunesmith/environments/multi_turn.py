@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.environments.base import Generate
 from tunesmith.environments.conversation import Conversation, OutOfRoom, Reply, Setting
 from tunesmith.environments.rendering import Tools
+from tunesmith.environments.reward_types import LARGEST_REWARD
 from tunesmith.environments.tools import BadCall, Tool, answer_of, find
 from tunesmith.environments.user_calls import EpisodeCode
 from tunesmith.errors import EpisodeError, TunesmithError, shortened
@@ -77,7 +78,7 @@ class MultiTurn:
                 conversation.close()
                 await _close(game, rollout)
         given = [reward for reward in rewards if reward is not None]
-        rollout.reward = sum(given) if given else None
+        rollout.reward = as_reward(sum(given), "the episode", "sum of its rewards") if given else None
         rollout.metrics["turns"] = float(conversation.turns)
         rollout.metrics["forks"] = float(len(rollout.records) - 1)
 
@@ -188,8 +189,11 @@ def as_reward(value: Any, what: str, meant: str = "reward") -> float | None:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise EpisodeError(f"{what} gave {shortened(repr(value))} as {meant}; expected a finite number or None")
+    if not abs(number) <= LARGEST_REWARD:
+        raise EpisodeError(
+            f"{what} gave {shortened(repr(value))} as {meant}; expected a finite number of at most "
+            f"{LARGEST_REWARD:g}, or None"
+        )
     return number
 
 

@@ -30,6 +30,7 @@ from tunesmith.environments.reward_types import (
     scores_from,
 )
 from tunesmith.errors import TunesmithError, shortened
+from tunesmith.monitor.plain import plain
 from tunesmith.redact import redact
 from tunesmith.types import Rollout, Status
 
@@ -214,7 +215,7 @@ def scores_of(answer: Any, size: int, url: str) -> list[Score]:
     """
     fields = answer if isinstance(answer, dict) else {}
     if "rewards" not in fields:
-        shown = _short(json.dumps(answer))
+        shown = _short(json.dumps(plain(answer)))
         raise BadAnswer(f'{url} answered {shown}; expected {{"rewards": [...]}} with {size} numbers')
     try:
         scores = scores_from(fields["rewards"], size)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat, SupportsIndex
 
 from tunesmith.environments.conversation import text_of_content
+from tunesmith.environments.trainer_state import TrainerState
 from tunesmith.environments.user_calls import taken
 from tunesmith.errors import ConfigError, shortened
+from tunesmith.monitor.plain import plain
 from tunesmith.types import Rollout, Status
 
 RESERVED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 """What every call can be given besides the data's columns: TRL 1.16's keywords."""
 NOT_COLUMNS = frozenset({"prompt", "completion"}) | RESERVED
 
-
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """Where the run stands, under the names of transformers' TrainerState."""
-
-    global_step: int = 0
-    max_steps: int = 0
-    epoch: float = 0.0
+LARGEST_REWARD = 1e15
+"""In size: sums of squares over a large batch still fit into float32, which ends at 3.4e38."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +51,8 @@ class RewardFunction:
     close: Callable[[], None] = lambda: None
     check_gold: Callable[[Any], str | None] | None = None
     """Why a value of the answer column cannot be used, if it cannot."""
+    one_of: frozenset[str] = frozenset()
+    """Columns of which it needs one."""
 
 
 def required_columns(function: Callable[..., Any], reference: str) -> frozenset[str]:
@@ -85,10 +82,10 @@ class Notes:
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         if len(values) != self.size:
             raise ValueError(f"log_extra('{column}') got {len(values)} values for {self.size} completions")
-        self.extras[column] = list(values)
+        self.extras[plain(str(column))] = [plain(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
-        self.metrics.append((name, float(value)))
+        self.metrics.append((plain(str(name)), float(value)))
 
 
 def arguments_for(
@@ -165,9 +162,9 @@ def _score(value: object, index: int) -> Score:
         except (TypeError, ValueError, OverflowError) as error:
             wrong = f": {error}"
         else:
-            if math.isfinite(number):
+            if abs(number) <= LARGEST_REWARD:
                 return number
-            wrong = "; expected a finite number, or None where the reward does not apply"
+            wrong = f"; expected a finite number of at most {LARGEST_REWARD:g}, or None where the reward does not apply"
     return ItemFailure(Status.REWARD_FAILED, f"returned {_shown(value)} at index {index}{wrong}")
 
 

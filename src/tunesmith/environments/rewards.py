@@ -2,7 +2,7 @@
 
 A reward function has TRL's signature::
 
-    def correct(prompts, completions, answer, **columns) -> list[float | None]:
+    def same_text(prompts, completions, answer, **columns) -> list[float | None]:
         return [float(completion.strip() == gold) for completion, gold in zip(completions, answer)]
 
 It may be ``async``, is called with keywords only, and gets every data column as a list with one entry per
@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -26,17 +26,19 @@ from typing import Any
 from tunesmith.config.schema import RewardSection
 from tunesmith.environments import user_code
 from tunesmith.environments.builtin_rewards import BUILTINS, check_builtins
+from tunesmith.environments.foreign_rewards import VERL, VERL_GOLD, from_verl, hint, is_verl
 from tunesmith.environments.reward_stats import check_reward_model
 from tunesmith.environments.reward_types import (
+    LARGEST_REWARD,
     ItemFailure,
     Notes,
     RewardFunction,
     Score,
-    TrainerState,
     arguments_for,
     required_columns,
     scores_from,
 )
+from tunesmith.environments.trainer_state import TrainerState
 from tunesmith.environments.user_calls import RaisedInCall, UserCalls
 from tunesmith.errors import ConfigError, DataError, DeadlineExceeded, RewardError, nearest
 from tunesmith.types import Rollout, Status, Task
@@ -92,9 +94,16 @@ def load_rewards(section: RewardSection, base_dir: Path) -> RewardSet:
         if entry in BUILTINS:
             made.add(BUILTINS[entry](section))
         else:
-            function = user_code.load_function(entry, base_dir)
-            made.add(RewardFunction(name, entry, function, required_columns(function, entry)))
+            made.add(user_reward(name, entry, user_code.load_function(entry, base_dir)))
     return made
+
+
+def user_reward(name: str, reference: str, function: Callable[..., Any]) -> RewardFunction:
+    """A function of the user's as a reward. ConfigError if it cannot be called as one."""
+    columns = required_columns(function, reference)
+    if is_verl(function):
+        return RewardFunction(name, reference, from_verl(function), columns - VERL, one_of=VERL_GOLD)
+    return RewardFunction(name, reference, function, columns)
 
 
 def _weights(section: RewardSection) -> dict[str, float]:
@@ -159,7 +168,12 @@ class RewardSet:
             for name in sorted(f.columns - available):
                 raise ConfigError(
                     f"the reward '{f.reference}' needs the column '{name}', which {key} does not have."
-                    f"{nearest(name, available)}"
+                    f"{hint(name) or nearest(name, available)}"
+                )
+            if f.one_of and not f.one_of & available:
+                raise ConfigError(
+                    f"the reward '{f.reference}' needs one of the columns {', '.join(sorted(f.one_of))}, and {key} "
+                    f"has none of them.{nearest(min(f.one_of), available)}"
                 )
         for f in self.functions:
             if f.check_gold is None:
@@ -197,7 +211,7 @@ class RewardSet:
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """``reward_metrics``, means of what ``log_metric`` got since the last call, abandoned threads."""
         logged, self._logged = self._logged, {}
-        metrics = reward_metrics(rollouts) | {f"logged/{name}": fmean(values) for name, values in logged.items()}
+        metrics = reward_metrics(rollouts) | {f"logged/{name}": mean(values) for name, values in logged.items()}
         if self._calls.abandoned:
             metrics["reward/abandoned_threads"] = float(self._calls.abandoned)
         return metrics
@@ -246,6 +260,9 @@ class RewardSet:
             rollout.rewards[ENVIRONMENT] = paid
         if applied or paid is not None:
             rollout.reward = sum(applied, paid or 0.0)
+            if not abs(rollout.reward) <= LARGEST_REWARD:
+                reason = f"the rewards sum to {rollout.reward:g}, and {LARGEST_REWARD:g} is the most there may be"
+                rollout.fail(Status.REWARD_FAILED, f"task {rollout.task.id}: {reason}")
         else:
             reason = f"task {rollout.task.id}: no reward function applies (all gave None)"
             rollout.fail(Status.REWARD_FAILED, reason)
@@ -292,10 +309,18 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
             metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": pstdev(values)}
     for name in dict.fromkeys(name for r in usable for name in r.metrics):
         key = name if name in ("answered", "correct") else f"logged/{name}"
-        metrics[key] = fmean(r.metrics[name] for r in usable if name in r.metrics)
+        metrics[key] = mean([r.metrics[name] for r in usable if name in r.metrics])
     if metrics.get("answered"):
         metrics["correct_of_answered"] = metrics.get("correct", 0.0) / metrics["answered"]
     return metrics
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of what user code logged, which may be of any size."""
+    try:
+        return fmean(values)
+    except (OverflowError, ValueError):  # a sum beyond floats; infinities of both signs
+        return nan
 
 
 def _record(rollout: Rollout, function: RewardFunction, score: Score) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from tunesmith.algorithms.filtering import filter_groups
 from tunesmith.algorithms.presets import algorithm_needs
-from tunesmith.environments.reward_types import TrainerState
 from tunesmith.environments.rewards import check_failed
+from tunesmith.environments.trainer_state import TrainerState
 from tunesmith.loop.collect import all_or_error
 from tunesmith.loop.learner import Metrics
 from tunesmith.loop.seeds import derive_seed
@@ -48,7 +48,19 @@ async def collect_step_batch(parts: RLParts, session: Session) -> tuple[list[Rol
 
 def tell_rewards(parts: RLParts, session: Session) -> None:
     """Where the run stands, for reward functions that ask."""
-    parts.rewards.state = TrainerState(session.step, session.total_steps, float(parts.tasks.epoch))
+    best, config = session.best, parts.config
+    parts.rewards.state = TrainerState(
+        global_step=session.step,
+        max_steps=session.total_steps,
+        epoch=float(parts.tasks.epoch),
+        logging_steps=config.monitor.every,
+        eval_steps=config.eval.every,
+        save_steps=config.checkpoint.every if isinstance(config.checkpoint.every, int) else None,
+        best_metric=best.value,
+        best_global_step=best.step,
+        best_model_checkpoint=str(session.checkpoints.path(best.step)) if best.step else None,
+        metrics_file=session.metrics.path,
+    )
 
 
 def check_failures(parts: RLParts, groups: Sequence[RolloutGroup]) -> None:

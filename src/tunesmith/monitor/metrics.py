@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TextIO
 
 from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.monitor.plain import plain
 
 
 class Sink(Protocol):
@@ -24,7 +25,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Appends JSON objects to a file, each flushed when written.
+    """Appends JSON objects to a file, each flushed when written. What is no JSON is written as ``plain`` has it.
 
     Raises:
         StorageError: the disk is full or the file cannot be written.
@@ -36,7 +37,7 @@ class JsonLines:
             self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+        line = json.dumps(_finite(plain(record)), ensure_ascii=False, allow_nan=False)
         with boundary(StorageError, f"cannot write {self.path}; free space and resume", OSError):
             self._file.write(line + "\n")
             self._file.flush()
@@ -57,6 +58,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = (), every: int = 1, resume_step: int | None = None) -> None:
+        self.path = path
         drop_after(path, -1 if resume_step is None else resume_step)
         self._lines = JsonLines(path)
         self._sinks = tuple(sinks)
@@ -182,7 +184,7 @@ def _finite(value: Any) -> Any:
             return None
         case dict():
             return {k: _finite(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
-        case list() | tuple():
+        case list():
             return [_finite(v) for v in value]  # pyright: ignore[reportUnknownVariableType]
         case _:
             return value

@@ -1,0 +1,63 @@
+"""Any value as plain JSON data, so that nothing a person's code logs can end a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+from tunesmith.errors import shortened
+
+DEEPEST = 64
+"""Levels of nesting that are kept."""
+LONGEST_REPR = 1000
+LARGEST_INTEGER = 1 << 1023
+"""Larger whole numbers are given by their size: JSON readers take them for infinite."""
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """The value as None, bool, int, float, str, list and dict with text keys.
+
+    Numbers of other kinds (NumPy, ``Fraction``, ``Decimal``) become floats or ints, arrays and tensors lists, sets
+    lists in the order of their texts, and everything else its ``repr``. Text keeps all characters but lone
+    surrogates, which UTF-8 cannot hold and which become ``\\udc80`` and the like.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int):
+        return int(value) if abs(value) < LARGEST_INTEGER else f"a whole number of {value.bit_length()} bits"
+    try:
+        if isinstance(value, Real | Decimal):
+            return float(value)
+        if depth >= DEEPEST:
+            return _shown(value)
+        if isinstance(value, Mapping):
+            return {_text(str(key)): plain(item, depth + 1) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        if isinstance(value, list | tuple):
+            return [plain(item, depth + 1) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(value, Set):
+            return [plain(item, depth + 1) for item in sorted(value, key=_shown)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        if callable(to_list := getattr(value, "tolist", None)):
+            return plain(to_list(), depth + 1)
+    except Exception:
+        # It only looked like one of these.
+        return _shown(value)
+    return _shown(value)
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-8", "backslashreplace").decode()
+    return str(value)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _text(shortened(repr(value), LONGEST_REPR))
+    except Exception:
+        return f"something of type {type(value).__name__} without a repr"

@@ -1,0 +1,42 @@
+"""A standard output that is closed in the middle of a command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, sys
+from tunesmith.cli.standard_output import lasting_output
+with lasting_output():
+    print("before", flush=True)
+    if sys.argv[1] == "close":
+        sys.stdout.close()
+    if sys.argv[1] == "descriptor":
+        os.close(1)
+        opened = open(sys.argv[2], "w")  # which may get the number of standard output
+    for number in range(50_000 if sys.argv[1] == "pipe" else 3):
+        print("after", number, flush=True)
+print("went on", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "descriptor"])
+def test_what_closes_it_is_ignored(how: str, tmp_path: object) -> None:
+    command = [sys.executable, "-c", PROGRAM, how, f"{tmp_path}/file"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "went on\n"
+    assert done.stdout.splitlines() == ["before", "after 0", "after 1", "after 2"]
+
+
+def test_a_reader_that_goes_away_is_said_once() -> None:
+    command = [sys.executable, "-c", PROGRAM, "pipe"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "before\n"
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0 and said.splitlines()[-1] == "went on"
+    assert said.count("standard output") == 1 and "Traceback" not in said
