@@ -41,6 +41,16 @@ def test_sequences_without_loss_tokens_count_nowhere(counts: list[int], aggregat
         assert sum(w * c for w, c in zip(weights, counts, strict=True)) == pytest.approx(1.0)
 
 
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=5), st.data())
+def test_a_rollout_weighs_the_same_however_often_it_forked(rollouts: list[list[int]], data: st.DataObject) -> None:
+    aggregation = data.draw(st.sampled_from(AGGREGATIONS))
+    whole = sequence_weights([sum(parts) for parts in rollouts], aggregation, 16)
+    flat = data.draw(st.permutations([(i, n) for i, parts in enumerate(rollouts) for n in parts]))
+    owners, counts = [i for i, _ in flat], [n for _, n in flat]
+    forked = sequence_weights(counts, aggregation, 16, owners)
+    assert forked == [whole[i] if n else 0.0 for i, n in flat]
+
+
 def test_nothing_left_is_no_error() -> None:
     assert sequence_weights([0, 0], "token_mean") == [0.0, 0.0]
     assert weigh([], "token_mean") == []

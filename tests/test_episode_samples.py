@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from tunesmith.algorithms.aggregation import token_weights
 from tunesmith.algorithms.presets import resolve_algorithm
 from tunesmith.config.schema import AlgorithmSection
 from tunesmith.loop.experience import make_experience, with_written, written
@@ -44,6 +45,8 @@ def test_each_record_is_a_sample_with_its_rollouts_advantage() -> None:
     assert [s.token_ids for s in samples] == [[3, 3, 5, 5], [3, 3, 3, 3, 3, 5], [3, 3, 5, 5, 5]]
     assert [s.loss_mask.count(True) for s in samples] == [2, 1, 3]
     assert len({s.group for s in samples}) == 1
+    assert [s.rollout for s in samples] == [0, 0, 1]
+    assert [w[-1] for w in token_weights(samples, "seq_mean_token_mean")] == pytest.approx([1 / 6, 1 / 6, 1 / 6])
     high, low = (1 - 0.5) / (0.5**0.5 + 1e-6), (0 - 0.5) / (0.5**0.5 + 1e-6)
     assert samples[0].columns["advantages"] == pytest.approx([0, 0, high, high])
     assert samples[1].columns["advantages"] == pytest.approx([0, 0, 0, 0, 0, high])

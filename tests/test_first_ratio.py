@@ -43,10 +43,8 @@ def unmoved(step: int) -> float:  # noqa: ARG001
 class Values:
     """A critic's learner that values every state alike."""
 
-    def score(self, samples: list[Sample], column: str, **_: Any) -> list[Sample]:
-        return [
-            Sample(s.token_ids, s.loss_mask, {**s.columns, column: [0.3] * len(s.token_ids)}, s.group) for s in samples
-        ]
+    def predict(self, samples: list[Sample], **_: Any) -> list[list[float]]:
+        return [[0.3] * s.num_loss_tokens for s in samples]
 
 
 @dataclass

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ import torch
 from torch import Tensor
 
 from tiny import save_model
-from tunesmith.algorithms.objective import sft_objective
+from tunesmith.algorithms.losses import POLICY_LOSSES
+from tunesmith.algorithms.objective import policy_objective, sft_objective
+from tunesmith.algorithms.presets import resolve_algorithm
 from tunesmith.backends.base import LossFn, OneDevice
 from tunesmith.backends.memory import is_out_of_memory
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
+from tunesmith.config.schema import AlgorithmSection
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.data.packing import CostModel, SampleTooLong
 from tunesmith.errors import DeviceMemoryError, UserError
@@ -87,6 +92,72 @@ def difference(a: Grads, b: Grads) -> float:
     assert a.keys() == b.keys() and a
     delta = sum(float((a[n] - b[n]).double().square().sum()) for n in a) ** 0.5
     return delta / sum(float(b[n].double().square().sum()) for n in b) ** 0.5
+
+
+def forked(samples: Sequence[Sample], rng: np.random.Generator) -> list[Sample]:
+    """The same rollouts with their last tokens in further records, after what came before as context."""
+    made: list[Sample] = []
+    for number, sample in enumerate(samples):
+        first, places = sample.loss_mask.index(True), range(len(sample.token_ids))
+        cuts = sorted(rng.integers(first, len(places) + 1, int(rng.integers(0, 4))))
+        for start, stop in pairwise([first, *cuts, len(places)]):
+            mask = [start <= place < stop for place in places][:stop]
+            columns = {name: column[:stop] for name, column in sample.columns.items()}
+            if start < stop:
+                made.append(Sample(sample.token_ids[:stop], mask, columns, sample.group, number))
+    return made
+
+
+BY_SEQUENCE = ("gspo", "gspo_token", "gmpo")
+"""A record has a ratio of its own, so forks only are the same where it is 1."""
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_rollout_teaches_the_same_however_it_is_cut_into_forks(models: dict[str, Path], aggregation: str) -> None:
+    rng, backend = np.random.default_rng(0), backend_of(models["llama"], torch.float64)
+    learner = learner_of(backend, aggregation=aggregation)
+    plain = learner.score(samples_of(), "old_logprobs")
+    for loss in POLICY_LOSSES:
+        if loss == "gepo":  # compares the records of a group, of which there are more
+            continue
+        section, _ = resolve_algorithm(AlgorithmSection(loss=loss), max_new_tokens=16)
+        learner.objective = policy_objective(section)
+        moved = 0.0 if loss in BY_SEQUENCE else 0.3
+        samples: list[Sample] = []
+        for s in plain:
+            advantages = rng.normal() * np.array(s.loss_mask)
+            old = np.array(s.columns["old_logprobs"]) + moved * rng.normal(size=len(s.loss_mask))
+            selected = 1.0 * (rng.random(len(s.loss_mask)) < 0.2)
+            columns = {"advantages": advantages, "old_logprobs": old, "selected": selected}
+            samples.append(replace(s, columns={name: c.tolist() for name, c in columns.items()}))
+        expected, reference = gradient(learner, samples)
+        cut = forked(samples, rng)
+        assert len(cut) > len(samples)
+        found, metrics = gradient(learner, cut)
+        assert difference(found, expected) < 1e-6, loss
+        assert metrics["loss"] == pytest.approx(reference["loss"], rel=1e-6, abs=1e-9), loss
+
+
+def test_an_optimizer_batch_counts_rollouts_and_keeps_their_forks_together(models: dict[str, Path]) -> None:
+    samples = forked(samples_of(groups=4, size=3), np.random.default_rng(1))
+    sizes: list[list[int]] = []
+
+    class Seen(Learner):
+        def step(self, samples: Sequence[Sample]) -> dict[str, float]:
+            sizes[-1] += [s.rollout for s in samples]
+            sizes.append([])
+            return {}
+
+    learner = Seen(
+        **{f.name: getattr(learner_of(backend_of(models["llama"])), f.name) for f in fields(Learner) if f.init}
+    )
+    for size, expected in ((12, [12]), (20, [12]), (6, [6, 6]), (3, [3] * 4), (4, [4, 4, 4]), (5, [5, 5, 2])):
+        sizes[:] = [[]]
+        learner.update(samples, size, 1, seed=0, group_size=3)
+        batches = sizes[:-1]
+        assert [len(set(batch)) for batch in batches] == expected
+        assert sorted(r for batch in batches for r in batch) == sorted(s.rollout for s in samples)
+        assert sum(len(set(batch)) for batch in batches) == 12, "no rollout is in two batches"
 
 
 CUTS: list[tuple[str, Callable[[list[Sample]], tuple[int, bool, list[Sample]]]]] = [

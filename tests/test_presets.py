@@ -162,7 +162,8 @@ def test_distillation_refuses_shaping_of_a_reward_that_it_does_not_read(key: str
 
 def test_registries_name_real_settings() -> None:
     """Each key of a loss or estimator is a setting, and a field of what the function is given."""
-    outside = {"cov_share", "cov_low", "cov_high", "value_clip"}  # read by the columns and the critic
+    # Read by the columns, the critic and where the outcomes are made.
+    outside = {"cov_share", "cov_low", "cov_high", "value_clip", "bootstrap_truncated"}
     for registry, params in ((POLICY_LOSSES, LossParams), (ESTIMATORS, AdvantageParams)):
         for name, entry in registry.items():
             assert name == entry.name and entry.formula and entry.source and entry.fn.__doc__

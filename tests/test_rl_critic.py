@@ -31,7 +31,7 @@ from tunesmith.loop.critic import Critic, value_metrics
 from tunesmith.loop.experience import make_experience
 from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.score_model import ScoreModel
+from tunesmith.models.score_model import ScoreModel, whole_sequence
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Task
 
@@ -325,6 +325,10 @@ class Scorer:
     def score(self, samples: list[Sample], column: str, **_: Any) -> list[Sample]:
         return [replace(s, columns={**s.columns, column: self.columns[column]}) for s in samples]
 
+    def predict(self, samples: list[Sample], **_: Any) -> list[list[float]]:
+        values = self.columns["old_values"]
+        return [[values[place] for place in np.flatnonzero(s.loss_mask)] + [0.7] * s.goes_on for s in samples]
+
 
 def algorithm(**keys: Any) -> AlgorithmSection:
     return resolve_algorithm(AlgorithmSection(**keys), max_new_tokens=8)[0]
@@ -360,6 +364,49 @@ def test_advantages_and_returns_skip_what_the_policy_did_not_write() -> None:
     whitened = (expected - expected.mean()) / (expected.std(ddof=1) + 1e-6)
     assert np.array(sample.columns["advantages"])[[2, 3, 5]] == pytest.approx(whitened)
     assert sample.columns["advantages"][4] == 0 and sample.loss_mask == [False, False, True, True, False, True]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("shared", [False, True])
+def test_with_bootstrap_a_cut_rollout_is_worth_what_the_critic_expects_of_going_on(model: Path, shared: bool) -> None:
+    """Of rollouts that stopped, were cut by length, and ran out of turns; a micro-batch holds no token more."""
+    backend: Any = actor_critic_of(model) if shared else critic_of(model)
+    rollouts = [played(1.0, 2, 1), played(0.5, 3, 4, finish="length"), played(0.25, 2, 2)]
+    rollouts[2].metrics["unfinished"] = 1.0
+    rollouts[1].records.insert(0, played(0.0, 5, finish="length").records[0])
+    groups = [RolloutGroup(TASK, rollouts)]
+    learned = learner(backend, POLICY, max(len(r.token_ids) for r in rollouts))
+    critic = Critic(learned, 1, None)
+
+    def value_after(rollout: Rollout) -> float:
+        [[value]] = learner(backend, POLICY).predict([whole_sequence(rollout.token_ids)], of="values")
+        return value
+
+    ends = {False: [0.0, 0.0, 0.0], True: [0.0, value_after(rollouts[1]), value_after(rollouts[2])]}
+    assert abs(ends[True][1]) > 0.01 < abs(ends[True][2])
+    for bootstrap, finals in ends.items():
+        section = algorithm(name="ppo", critic_lambda=1.0, kl_coef=0.0, bootstrap_truncated=bootstrap)
+        samples = make_experience(groups, section, learned, kl_coef=0.0, max_new_tokens=8, seed=0, critic=critic)
+        assert len(samples) == 4
+        for sample in samples:
+            returns = np.array(sample.columns["returns"])[np.array(sample.loss_mask)]
+            rollout = rollouts[sample.rollout]
+            assert rollout.reward is not None
+            assert returns == pytest.approx(rollout.reward + finals[sample.rollout], abs=1e-6)
+        moved = gradient(
+            backend, samples, actor_critic_objective(POLICY, None, 0.1) if shared else value_objective(None)
+        )
+        assert sum(float(g.square().sum()) for g in moved.values()) > 0
+
+
+def test_a_run_bootstraps_only_when_it_is_asked_to(tmp_path: Path, model: Path) -> None:
+    more: dict[str, Any] = {"critic__lr": 3e-2, "algorithm__kl_coef": 0.0}
+    for name, kind in (("own", OWN), ("shared", SHARED)):
+        _, off = rl(tmp_path, model, name, **kind, **more)
+        _, on = rl(tmp_path, model, f"{name}-on", **kind, **more, algorithm__bootstrap_truncated=True)
+        assert off[0]["truncated"] > 0.5, "the limit cuts most"
+        assert on[0]["returns"] == off[0]["returns"], "a critic that begins at zero expects nothing"
+        assert on[2]["returns"] > off[2]["returns"] + 0.01
 
 
 def test_a_token_whose_log_probability_is_not_a_number_pays_no_kl() -> None:

@@ -224,6 +224,11 @@ class Rollout:
         return sum(record.num_sampled for record in self.records)
 
     @property
+    def truncated(self) -> bool:
+        """Whether a limit ended it: the length of its last turn, or an episode's turns or tokens (``unfinished``)."""
+        return self.finish_reason == "length" or self.metrics.get("unfinished", 0.0) > 0
+
+    @property
     def finish_reason(self) -> FinishReason:
         """Of the last turn; ``abort`` when the policy never wrote."""
         return self.turns[-1].finish_reason if self.turns else "abort"
@@ -263,6 +268,11 @@ class Sample:
     columns: dict[str, list[float]] = field(default_factory=dict[str, "list[float]"])
     group: int = -1
     """Index of the sample's group in the batch; -1 where there are no groups."""
+    rollout: int = -1
+    """Index of the rollout in the batch whose record this is: those of one that has forked share a sequence's weight.
+    -1: the sample is a sequence by itself."""
+    goes_on: bool = False
+    """Whether a prediction is made after the last token too: one more than there are loss tokens, for scoring alone."""
     stand_ins: int = 0
     """Tokens at its end that are no part of the sequence, such as one that stands in for a target."""
 

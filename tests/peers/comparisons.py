@@ -200,11 +200,11 @@ DIFFERENCES = (
         "differ_remax_of_token_rewards",
     ),
     Difference(
-        "`gae` where the length limit cut",
+        "`gae`, `vapo` with `bootstrap_truncated`",
         "verl",
-        "the value after the last token is 0",
-        "it is the critic's (`final_value`)",
-        "a cut rollout did not end; a bootstrap of 0 would teach that it earned nothing more",
+        "the value after the last token is 0, wherever it ended; so in TRL and OpenRLHF, and here without the key",
+        "it is the critic's (`final_value`) where a limit cut",
+        "an episode that is paid on its way did not end where its limit cut it",
         "differ_gae_bootstrap",
     ),
     Difference(

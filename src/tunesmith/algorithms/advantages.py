@@ -42,8 +42,8 @@ class Outcome:
     values: Floats | None = None
     """``[n]``, the critic's value of the state each token was written in (``gae``, ``vapo``)."""
     final_value: float = 0.0
-    """The critic's value after the last token: 0, as the episode ends there. The length limit is an end too, since
-    the reward judges what was written; TRL, verl and OpenRLHF do the same."""
+    """The critic's value after the last token: 0 where the episode ended there; with ``bootstrap_truncated``, the
+    critic's where a limit cut it (arXiv:1712.00378). TRL, verl and OpenRLHF always take 0."""
     greedy_reward: float | None = None
     """Reward of the greedy rollout of the same task (``remax``)."""
 
@@ -80,6 +80,7 @@ estimator = ESTIMATORS.register
 
 GROUP = frozenset({"group"})
 """The estimator compares siblings, so a group has at least two."""
+BOOTSTRAP: Mapping[str, bool] = {"bootstrap_truncated": False}
 CRITIC, GREEDY, TEACHER = frozenset({"critic"}), frozenset({"greedy_rollout"}), frozenset({"teacher"})
 
 
@@ -297,7 +298,7 @@ def remax(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:  
     "gae",
     "whiten(Σ_k (γλ)^k δ_{t+k}), δ_t = r_t + γV_{t+1} − V_t",
     "GAE, arXiv:1506.02438",
-    keys={"gamma": 1.0, "gae_lambda": 0.95, "critic_lambda": None, "value_clip": 0.5},
+    keys={"gamma": 1.0, "gae_lambda": 0.95, "critic_lambda": None, "value_clip": 0.5, **BOOTSTRAP},
     needs=CRITIC,
 )
 def gae(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
@@ -314,7 +315,7 @@ def gae(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:
     "vapo",
     "GAE with λ = 1 − 1/(α|y| + 1) for the policy and 1 for the critic",
     "VAPO, arXiv:2504.05118",
-    keys={"gamma": 1.0, "lambda_alpha": 0.05, "value_clip": 0.5},
+    keys={"gamma": 1.0, "lambda_alpha": 0.05, "value_clip": 0.5, **BOOTSTRAP},
     needs=CRITIC,
 )
 def vapo(outcomes: Sequence[Outcome], params: AdvantageParams) -> Advantages:

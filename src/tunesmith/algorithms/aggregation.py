@@ -3,7 +3,8 @@
 Every aggregation of an optimizer batch is a weighted sum of its per-token losses, so the scalar of a
 micro-batch is ``sum(weight * loss)`` and the micro-batches of a step add up to the batch's loss however it
 was cut. With ``B`` sequences, ``N`` loss tokens in all, ``|y|`` loss tokens in a sequence and a constant
-length ``L`` (``max_new_tokens``), a token weighs
+length ``L`` (``max_new_tokens``), a token weighs (the samples of one rollout, whose records have forked, are one
+sequence here: they share its weight)
 
     token_mean               1 / N
     seq_mean_token_mean      1 / (B |y|)
@@ -16,6 +17,7 @@ loss tokens (verl and OpenRLHF count sequences the same way; TRL counts fully ma
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -38,19 +40,32 @@ def finite_mask(sample: Sample) -> NDArray[np.bool_]:
     return mask
 
 
-def sequence_weights(counts: Sequence[int], aggregation: str, max_new_tokens: int | None = None) -> list[float]:
-    """Weight of each token of sequences with ``counts`` loss tokens, one number per sequence.
+def sequence_weights(
+    counts: Sequence[int],
+    aggregation: str,
+    max_new_tokens: int | None = None,
+    rollouts: Sequence[int] | None = None,
+) -> list[float]:
+    """Weight of each token of samples with ``counts`` loss tokens, one number per sample.
+
+    Samples with the same number in ``rollouts`` are one sequence; left out, each is its own.
 
     Example:
         >>> sequence_weights([1, 3], "seq_mean_token_mean")
         [0.5, 0.16666666666666666]
+        >>> sequence_weights([2, 1, 1], "seq_mean_token_mean", rollouts=[0, 1, 1])
+        [0.25, 0.25, 0.25]
     """
-    tokens, sequences = sum(counts), sum(c > 0 for c in counts)
+    owners = range(len(counts)) if rollouts is None else rollouts
+    lengths: Counter[int] = Counter()
+    for owner, count in zip(owners, counts, strict=True):
+        lengths[owner] += count
+    tokens, sequences = sum(counts), sum(length > 0 for length in lengths.values())
     match aggregation:
         case "token_mean":
             divisors = [tokens for _ in counts]
         case "seq_mean_token_mean":
-            divisors = [sequences * c for c in counts]
+            divisors = [sequences * lengths[owner] for owner in owners]
         case "seq_mean_token_sum":
             divisors = [sequences for _ in counts]
         case "seq_mean_token_sum_norm":
@@ -64,8 +79,14 @@ def sequence_weights(counts: Sequence[int], aggregation: str, max_new_tokens: in
 def token_weights(samples: Sequence[Sample], aggregation: str, max_new_tokens: int | None = None) -> list[list[float]]:
     """Weight of every token of an optimizer batch, ``[L]`` per sample; 0 where there is no loss."""
     masks = [finite_mask(s) for s in samples]
-    weights = sequence_weights([int(m.sum()) for m in masks], aggregation, max_new_tokens)
+    owners = rollouts_of(samples)
+    weights = sequence_weights([int(m.sum()) for m in masks], aggregation, max_new_tokens, owners)
     return [(m * w).tolist() for m, w in zip(masks, weights, strict=True)]
+
+
+def rollouts_of(samples: Sequence[Sample]) -> list[int]:
+    """The rollout that each sample is of; a negative number of its own where there are no rollouts."""
+    return [s.rollout if s.rollout >= 0 else -1 - place for place, s in enumerate(samples)]
 
 
 def weigh(samples: Sequence[Sample], aggregation: str, max_new_tokens: int | None = None) -> list[Sample]:

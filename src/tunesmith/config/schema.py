@@ -199,6 +199,8 @@ class AlgorithmSection(Section):
     """``vapo``: λ = 1 − 1/(α·length + 1)."""
     value_clip: Annotated[float, Field(ge=0)] | None = None
     """How far a value may move from the one before the update; 0 is off."""
+    bootstrap_truncated: bool | None = None
+    """``gae``, ``vapo``: a rollout that a limit cut did not end there: what the critic expects of going on is added."""
     decoupled: bool | None = None
     """Let the trainer recompute the log-probabilities before the update; None: if there is a correction, or if
     ``rollout.top_p`` and the like alter what is sampled."""

@@ -42,6 +42,7 @@ class Forest:
 
     ``source[n]`` is the row whose hidden state predicts ``targets[n]``: the token before it in its sample,
     which may be the last token of the parent segment (one prompt end predicts every sibling's first token).
+    Of a sample that ``goes_on`` the last row predicts, too; its target and columns stand in and mean nothing.
     Predictions of one sample are consecutive and in order; ``sample[n]`` numbers the sample within the
     forest and ``sample_ids[s]`` is its index in the list the forest was built from.
     """
@@ -108,7 +109,7 @@ def build_forest(samples: Sequence[Sample], indices: Sequence[int] | None = None
     positions = [np.arange(n.start, n.stop, dtype=np.int64) for n in nodes]
 
     rows = [_rows(length, end, nodes, starts) for length, end in zip(lengths, last, strict=True)]
-    predicted = [np.flatnonzero(np.asarray(sample.loss_mask, dtype=np.bool_)) for sample in picked]
+    predicted = [np.flatnonzero([*sample.loss_mask, sample.goes_on]) for sample in picked]
     source = [path[at - 1] for path, at in zip(rows, predicted, strict=True)]
     targets = [_at(s.token_ids, at, np.int64) for s, at in zip(picked, predicted, strict=True)]
     numbers = [np.full(len(at), s, dtype=np.int64) for s, at in enumerate(predicted)]
@@ -151,7 +152,7 @@ def _rows(length: int, end: int, nodes: Sequence[Node], starts: Sequence[int]) -
 
 
 def _at(values: Sequence[float], at: NDArray[np.intp], dtype: type[np.generic]) -> NDArray[np.generic]:
-    return np.asarray(values, dtype=dtype)[at]
+    return np.asarray(values, dtype=dtype)[np.minimum(at, len(values) - 1)]
 
 
 def _flat(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from tunesmith.algorithms.objective import actor_critic_objective
 from tunesmith.backends.base import LossFn
 from tunesmith.errors import CheckpointError
-from tunesmith.loop.learner import Learner, Metrics
+from tunesmith.loop.learner import Learner, Metrics, with_predicted
 from tunesmith.types import Sample
 
 DIRECTORY = "critic"
@@ -35,9 +35,13 @@ class Critic:
         """Whether the values come from a head on the policy's model, which is saved and trained with it."""
         return self.trunk_coef is not None
 
-    def add_values(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with ``old_values``: what the state before each token is worth."""
-        return self.learner.score(samples, "old_values", of="values")
+    def add_values(self, samples: Sequence[Sample], cut: Sequence[bool]) -> tuple[list[Sample], list[float]]:
+        """The samples with ``old_values``, what the state before each token is worth; and what the state after the last
+        token of each is worth where it is ``cut``, else 0."""
+        asked = [replace(s, goes_on=goes_on) for s, goes_on in zip(samples, cut, strict=True)]
+        found = self.learner.predict(asked, of="values")
+        finals = [values[-1] if goes_on else 0.0 for values, goes_on in zip(found, cut, strict=True)]
+        return [with_predicted(s, "old_values", v) for s, v in zip(samples, found, strict=True)], finals
 
     def learn(self, samples: Sequence[Sample], batch_size: int, seed: int, group_size: int) -> Metrics:
         """Optimizer steps towards the samples' ``returns``, but on a shared trunk, where the policy's take them."""

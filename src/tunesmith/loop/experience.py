@@ -55,7 +55,7 @@ def make_experience(
     records = [record for r in rollouts for record in r.records if record.num_sampled]
     if "gamma" in ESTIMATORS[algorithm.advantage].settings:  # others do not look at when a reward was paid
         rollout_outcomes = [_with_turn_rewards(o, r) for o, r in zip(rollout_outcomes, rollouts, strict=True)]
-    samples = [_sample(r, rollout_outcomes[i].group) for r, i in zip(records, rollout_of_sample, strict=True)]
+    samples = [_sample(r, rollout_outcomes[i].group, i) for r, i in zip(records, rollout_of_sample, strict=True)]
     if algorithm.decoupled:
         samples = learner.score(samples, "old_logprobs")
     if needs_reference(algorithm):
@@ -66,9 +66,8 @@ def make_experience(
                 _with_kl_penalty(*one, algorithm, kl_coef) for one in zip(rollout_outcomes, old, reference, strict=True)
             ]
     if critic:
-        samples = critic.add_values(samples)
-        values = written(samples, rollout_of_sample, "old_values")
-        rollout_outcomes = [replace(o, values=v) for o, v in zip(rollout_outcomes, values, strict=True)]
+        bootstrap = algorithm.bootstrap_truncated or False
+        samples, rollout_outcomes = _valued(samples, rollout_outcomes, rollout_of_sample, rollouts, critic, bootstrap)
     estimated = compute_advantages(algorithm.advantage, rollout_outcomes, advantage_params(algorithm, reward_weights))
     samples = with_written(samples, estimated.advantages, "advantages")
     if estimated.returns is not None:
@@ -99,10 +98,28 @@ def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) 
     return clip_reward(reward, *algorithm.reward_clip) if algorithm.reward_clip else reward
 
 
-def _sample(record: Record, group: int) -> Sample:
+def _valued(
+    samples: Sequence[Sample],
+    outcomes: Sequence[Outcome],
+    owners: Sequence[int],
+    rollouts: Sequence[Rollout],
+    critic: Critic,
+    bootstrap: bool,
+) -> tuple[list[Sample], list[Outcome]]:
+    """With the critic's values; with ``bootstrap`` also of the state that a limit left a rollout in."""
+    last = {owner: place for place, owner in enumerate(owners)}
+    cut = [bootstrap and rollouts[i].truncated and last[i] == place for place, i in enumerate(owners)]
+    valued, finals = critic.add_values(samples, cut)
+    values = written(valued, owners, "old_values")
+    return valued, [
+        replace(o, values=v, final_value=finals[last[i]]) for i, (o, v) in enumerate(zip(outcomes, values, strict=True))
+    ]
+
+
+def _sample(record: Record, group: int, rollout: int) -> Sample:
     """Nothing is tokenized again: the tokens, and who wrote them, are the record's own."""
     columns = {"old_logprobs": record.logprobs, "behaviour_logprobs": record.logprobs}
-    return Sample(record.token_ids, record.sampled, columns, group)
+    return Sample(record.token_ids, record.sampled, columns, group, rollout)
 
 
 def written(samples: Sequence[Sample], owners: Sequence[int], name: str) -> list[Floats]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal, TypeVar
 
 import numpy as np
 
-from tunesmith.algorithms.aggregation import weigh
+from tunesmith.algorithms.aggregation import rollouts_of, weigh
 from tunesmith.backends.base import LossFn, TrainBackend
 from tunesmith.data.forest import Forest, build_forest, forest_cost
 from tunesmith.data.packing import CostModel, group_tokens, pack
@@ -57,7 +58,7 @@ class Learner:
     def update(
         self, samples: Sequence[Sample], batch_size: int, passes: int, seed: int, group_size: int = 1
     ) -> Metrics:
-        """``passes`` times over the samples, ``batch_size`` to an optimizer step; the steps' mean metrics.
+        """``passes`` times over the samples, ``batch_size`` rollouts to an optimizer step; the steps' mean metrics.
 
         Where ``batch_size`` is a multiple of ``group_size``, groups stay whole, also those that have lost members.
         """
@@ -80,26 +81,26 @@ class Learner:
         interrupts.commit()
         return {**metrics, **self.backend.step(lr), "lr": lr}
 
-    def score(
-        self,
-        samples: Sequence[Sample],
-        column: str,
-        *,
-        reference: bool = False,
-        of: Literal["logprobs", "values"] = "logprobs",
-    ) -> list[Sample]:
-        """The samples with what the model predicts in ``column``, zero where there is no loss."""
+    def score(self, samples: Sequence[Sample], column: str, *, reference: bool = False) -> list[Sample]:
+        """The samples with the log-probabilities of their loss tokens in ``column``, zero elsewhere."""
+        found = self.predict(samples, reference=reference)
+        return [with_predicted(s, column, one) for s, one in zip(samples, found, strict=True)]
 
-        def scored() -> dict[int, list[float]]:
+    def predict(
+        self, samples: Sequence[Sample], *, reference: bool = False, of: Literal["logprobs", "values"] = "logprobs"
+    ) -> list[list[float]]:
+        """What the model says at each prediction of each sample: one per loss token, one more where it ``goes_on``."""
+
+        def predicted() -> dict[int, list[float]]:
             found: dict[int, list[float]] = {}
             for forest, predictions in self.backend.score_all(self._forests(samples), reference=reference):
-                predicted = iter(getattr(predictions, of).tolist())
+                values = iter(getattr(predictions, of).tolist())
                 for index in forest.sample_ids:
-                    found[index] = [next(predicted) if m else 0.0 for m in samples[index].loss_mask]
+                    found[index] = list(islice(values, samples[index].num_loss_tokens + samples[index].goes_on))
             return found
 
-        found = self._retry_smaller(samples, scored)
-        return [replace(s, columns={**s.columns, column: found[i]}) for i, s in enumerate(samples)]
+        found = self._retry_smaller(samples, predicted)
+        return [found[index] for index in range(len(samples))]
 
     def evaluate(self, samples: Sequence[Sample]) -> Metrics:
         """The objective on samples as if they were one batch, without a gradient: ``loss`` and its metrics.
@@ -175,21 +176,33 @@ class Learner:
             yield build_forest(samples, indices, share=self.share_prompts)
 
 
+def with_predicted(sample: Sample, name: str, values: Sequence[float]) -> Sample:
+    """The sample with ``values``, one per loss token, as a column, zero elsewhere."""
+    given = iter(values)
+    column = [next(given) if learned else 0.0 for learned in sample.loss_mask]
+    return replace(sample, columns={**sample.columns, name: column})
+
+
 def _batches(samples: Sequence[Sample], size: int, group_size: int, rng: np.random.Generator) -> Iterator[list[Sample]]:
-    """Cut into optimizer batches, groups in a random order; all at once where they fit one batch."""
-    if size >= len(samples):
+    """Cut into optimizer batches of ``size`` rollouts, groups in a random order; all at once where they fit one batch.
+
+    A sample that is of no rollout counts as one. The samples of a rollout stay together.
+    """
+    owners = rollouts_of(samples)
+    if size >= len(set(owners)):
         yield list(samples)
         return
-    groups: dict[int, list[Sample]] = {}
-    for place, sample in enumerate(samples):
-        groups.setdefault(sample.group if sample.group >= 0 else -1 - place, []).append(sample)
+    groups: dict[int, dict[int, list[Sample]]] = {}
+    for place, (sample, owner) in enumerate(zip(samples, owners, strict=True)):
+        group = groups.setdefault(sample.group if sample.group >= 0 else -1 - place, {})
+        group.setdefault(owner, []).append(sample)
     keys = list(groups)
-    order = [groups[keys[k]] for k in rng.permutation(len(keys))]
+    order = [list(groups[keys[k]].values()) for k in rng.permutation(len(keys))]
     if size % group_size == 0:
         per_batch = size // group_size
         for start in range(0, len(order), per_batch):
-            yield [s for group in order[start : start + per_batch] for s in group]
+            yield [s for group in order[start : start + per_batch] for rollout in group for s in rollout]
         return
-    ordered = [s for group in order for s in group]
+    ordered = [rollout for group in order for rollout in group]
     for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
+        yield [s for rollout in ordered[start : start + size] for s in rollout]

@@ -146,7 +146,7 @@ def improve(parts: RLParts, samples: Sequence[Sample], batch_size: int, seed: in
     if isinstance(config, DistillConfig) and "ref_kl" in metrics:  # there the reference is the teacher
         metrics["teacher_kl"] = metrics.pop("ref_kl")
     if config.algorithm.kl_target is not None:
-        metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], len(samples))
+        metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], len({s.rollout for s in samples}))
     return metrics
 
 
