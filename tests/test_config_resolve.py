@@ -215,6 +215,10 @@ def test_resolving_again_changes_nothing(config: RunConfig) -> None:
             rl("algorithm.dynamic_filter=true", "algorithm.filter_low=0.9", "algorithm.filter_high=0.1"),
             "below",
         ),
+        (
+            rl("algorithm.name=reinforce", "algorithm.dynamic_filter=true", "rollout.group_size=1"),
+            "rollout.group_size = 1",
+        ),
         (rl("algorithm.reward_clip=[1, -1]"), "the lower bound comes first"),
         (rl("checkpoint.resume=true"), "say run_dir"),
         (sft("train.passes_per_batch=2"), "train.passes_per_batch has no effect in supervised training"),

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tunesmith.algorithms.filtering import filter_groups, group_score, rollout_score
-from tunesmith.errors import ConfigError
-from tunesmith.types import Rollout, RolloutGroup, Status, Task
+from tunesmith.algorithms.advantages import compute_advantages, outcomes
+from tunesmith.algorithms.filtering import filter_groups, rollout_score
+from tunesmith.types import Completion, Rollout, RolloutGroup, Status, Task
 
 TASK = Task("t", "p", (1,))
 
 
 def rollout(reward: float | None, **rewards: float | None) -> Rollout:
-    return Rollout(TASK, reward=reward, rewards=rewards)
+    made = Rollout(TASK, reward=reward, rewards=rewards)
+    made.act(Completion([5], [-1.0], [0], "stop"))
+    return made
 
 
 def group(*scores: float) -> RolloutGroup:
@@ -18,19 +22,36 @@ def group(*scores: float) -> RolloutGroup:
 
 
 @pytest.mark.parametrize(
-    ("score", "low", "high", "expected"),
+    ("scores", "low", "high", "expected"),
     [
-        (0.0, 0.0, 1.0, False),
-        (1.0, 0.0, 1.0, False),
-        (1e-9, 0.0, 1.0, True),
-        (0.5, 0.0, 1.0, True),
-        (0.2, 0.2, 0.8, False),
-        (0.8, 0.2, 0.8, False),
+        ((0.0, 0.0), None, None, False),
+        ((1.0, 1.0, 1.0), None, None, False),
+        ((0.5, 0.5), None, None, False),
+        ((0.5,), None, None, False),
+        ((-1.0, -1.0), None, None, False),
+        ((-1.0, 1.0), None, None, True),
+        ((0.0, 1e-9), None, None, True),
+        ((30.0, 40.0), None, None, True),
+        ((0.1, 0.3), 0.2, 0.8, False),
+        ((0.1, 0.31), 0.2, 0.8, True),
+        ((0.7, 0.9), 0.2, 0.8, False),
+        ((0.7, 0.9), 0.2, None, True),
+        ((0.5, 0.5), 0.2, 0.8, False),
+        ((-1.0, 1.0), -1.0, 0.0, False),
     ],
 )
-def test_the_bounds_are_strict(score: float, low: float, high: float, expected: bool) -> None:
-    kept, rejected = filter_groups([group(score)], low, high)
+def test_a_group_stays_when_its_scores_differ_and_their_mean_is_strictly_between_the_bounds(
+    scores: tuple[float, ...], low: float | None, high: float | None, expected: bool
+) -> None:
+    kept, rejected = filter_groups([group(*scores)], low, high)
     assert (len(kept), len(rejected)) == (expected, not expected)
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 7.0]), min_size=1, max_size=6))
+def test_without_bounds_exactly_the_groups_with_an_advantage_stay(scores: list[float]) -> None:
+    made = group(*scores)
+    advantages = compute_advantages("grpo", outcomes([made])).advantages
+    assert bool(filter_groups([made])[0]) == any(a.any() for a in advantages)
 
 
 def test_groups_are_split_in_order() -> None:
@@ -52,12 +73,5 @@ def test_failed_rollouts_have_no_score() -> None:
     broken = rollout(0.0, exact=0.0)
     broken.fail(Status.REWARD_FAILED, "raised")
     mixed = RolloutGroup(TASK, [broken, rollout(1.0, exact=1.0)])
-    assert group_score(mixed) == 1.0
-    assert group_score(RolloutGroup(TASK, [broken])) is None
+    assert filter_groups([mixed])[0] == [], "of two only one has a score"
     assert filter_groups([RolloutGroup(TASK, [broken])])[0] == []
-
-
-@pytest.mark.parametrize("score", [-0.5, 1.5, 100.0])
-def test_a_score_outside_zero_to_one_is_refused_by_name(score: float) -> None:
-    with pytest.raises(ConfigError, match=r"'exact' gave .*dynamic_filter=false"):
-        filter_groups([group(0.0, score)])

@@ -80,6 +80,27 @@ def test_dapo_replaces_groups_without_contrast_and_shapes_long_answers(tmp_path:
     assert len(read_metrics(outcome.run_dir / "rollouts.jsonl")) > 0
 
 
+def test_dapo_takes_its_papers_reward_of_plus_and_minus_one_and_replaces_groups_of_equal_middle_ones(
+    tmp_path: Path, model: Path
+) -> None:
+    """arXiv:2503.14476, equation 7. The odd tasks are always half right."""
+    rl_settings(tmp_path, model)
+    (tmp_path / "rewards.py").write_text(
+        "def signs(completions, answer, **_):\n"
+        "    return [0.5 if int(a) % 4 else 2.0 * (text[:1] < 'P') - 1 for text, a in zip(completions, answer)]\n"
+    )
+    outcome, lines = rl(
+        tmp_path, model, algorithm__name="dapo", algorithm__overlong_buffer=4, rollout__prompts_per_step=2,
+        train__steps=2, reward__functions=[f"{tmp_path}/rewards.py:signs"], monitor__samples=20,
+    )  # fmt: skip
+    trained = read_metrics(outcome.run_dir / "rollouts.jsonl")
+    assert len(trained) > 0 and any(line["groups_kept"] < 1 for line in lines)
+    by_task: dict[str, set[float]] = {}
+    for told in trained:
+        by_task.setdefault(str(told["prompt"]), set()).add(told["rewards"]["signs"])
+    assert set().union(*by_task.values()) <= {-1.0, 1.0}
+
+
 def test_filtering_ends_when_the_data_is_exhausted(tmp_path: Path, model: Path) -> None:
     """A reward that is always the same leaves nothing to learn: no optimizer step, and no endless search."""
     rl_settings(tmp_path, model)

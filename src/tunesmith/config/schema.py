@@ -214,9 +214,9 @@ class AlgorithmSection(Section):
     mask_truncated: bool | None = None
     """Leave rollouts that hit the length limit out of the loss."""
     dynamic_filter: bool | None = None
-    """Replace groups whose mean score is not strictly between ``filter_low`` and ``filter_high``."""
-    filter_low: float = 0.0
-    filter_high: float = 1.0
+    """Replace groups whose rollouts have equal scores, or a mean score that is not strictly between the bounds."""
+    filter_low: float | None = None
+    filter_high: float | None = None
     rest_epochs: PositiveInt | None = None
     """Epochs for which a task is left out after its group was filtered; None: it comes again with the next one."""
     reward_clip: tuple[float, float] | None = None

@@ -306,15 +306,23 @@ def _check_filter(config: RLConfig, section: AlgorithmSection) -> Iterator[str]:
             "says when one is solved: no prompt would be kept. Add such a reward, or set "
             "algorithm.dynamic_filter = false"
         )
-    if section.dynamic_filter and any(model.weight > 0 for model in config.reward.models):
+    low, high = section.filter_low, section.filter_high
+    bounded = low is not None or high is not None
+    if section.dynamic_filter and not bounded and any(model.weight > 0 for model in config.reward.models):
         yield (
-            "algorithm.dynamic_filter needs rewards between 0 and 1, and a reward model's score has no bounds; "
-            "say algorithm.dynamic_filter = false"
+            "algorithm.dynamic_filter replaces groups of equal scores, and a reward model never gives two answers the "
+            "same score: every group would be kept. Say algorithm.filter_low and filter_high, or "
+            "algorithm.dynamic_filter = false"
         )
-    if section.filter_low >= section.filter_high:
+    if section.dynamic_filter and config.rollout.group_size == 1:
         yield (
-            f"algorithm.filter_low = {section.filter_low:g} must be below "
-            f"filter_high = {section.filter_high:g}; groups whose mean score lies strictly between are kept"
+            "algorithm.dynamic_filter keeps groups whose rollouts differ, and rollout.group_size = 1 has none that "
+            "could: no prompt would be kept. Use 4 or more, or set algorithm.dynamic_filter = false"
+        )
+    if low is not None and high is not None and low >= high:
+        yield (
+            f"algorithm.filter_low = {low:g} must be below filter_high = {high:g}; groups whose mean score lies "
+            "strictly between are kept"
         )
 
 
