@@ -13,8 +13,10 @@ from tunesmith.cli.command import Command, Group
 from tunesmith.cli.demo import demo
 from tunesmith.cli.generate import generate
 from tunesmith.cli.guard import guarded
+from tunesmith.cli.init import init
 from tunesmith.cli.launch import launch
 from tunesmith.cli.merge import merge
+from tunesmith.cli.reference import keys, models, presets
 from tunesmith.cli.rft import rft
 from tunesmith.cli.rl import distill, rl
 from tunesmith.cli.serve_reward import serve_reward
@@ -31,7 +33,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS: list[Callable[..., None]] = [
-    rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, adjust, launch, demo, show_config, serve_reward,
+    demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, keys, presets, models,
+    serve_reward, launch, adjust,
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:

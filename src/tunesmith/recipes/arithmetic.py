@@ -81,6 +81,7 @@ def make_model(
     alphabet: str = ALPHABET,
     context: int = 64,
     head_dim: int | None = None,
+    chat_template: str | None = None,
 ) -> Path:
     """An untrained Llama, by default of about a million parameters, with a token per character of ``alphabet``."""
     import torch
@@ -91,9 +92,10 @@ def make_model(
     logging.disable_progress_bar()
     words = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *alphabet])}
     core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer.chat_template = chat_template
     config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=hidden,

@@ -1,0 +1,38 @@
+"""``tunesmith init``. From here: ``recipes/start.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def init(
+    task: Annotated[
+        str | None, typer.Argument(metavar="TASK", help="What to learn; left out, the tasks are listed.")
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Where to write.", show_default="named after the task")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A hub name or a directory, for model.path.")] = None,
+    tiny_model: Annotated[
+        bool, typer.Option("--tiny-model", help="Also make a tiny untrained model, to try the files offline.")
+    ] = False,
+) -> None:
+    """Write a run file to start from, with example data and, where the task has them, a reward and tools.
+
+    Example: tunesmith init rl my-task --tiny-model
+    """
+    from tunesmith.recipes.start import STARTS, write_start
+
+    if task is None:
+        for name, start in STARTS.items():
+            print(f"{name:9} {start.text}")
+        print("\nWrite one of them with: tunesmith init TASK DIR")
+        return
+    directory = directory or Path(task)
+    for file in write_start(task, directory, model, tiny_model):
+        print(f"wrote {file}")
+    run = directory / "run.toml"
+    print(f"check it with  tunesmith config {run}\nrun it with    tunesmith {STARTS[task].command} {run}")

@@ -1,0 +1,87 @@
+"""``tunesmith keys``, ``models`` and ``presets``: what can be said in a run file, read from the code itself."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from tunesmith.errors import ConfigError, nearest
+
+
+def keys(
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="[COMMAND, SECTION or KEY]", help="Such as rl, train or train.lr.", show_default=False),
+    ] = None,
+) -> None:
+    """List the settings of a run file: each with its default, what it may be and what it means.
+
+    Example: tunesmith keys rollout
+    """
+    from tunesmith.config.kinds import KINDS
+    from tunesmith.config.reference import settings_of
+    from tunesmith.config.unknown import find
+
+    rows = settings_of(what or "")
+    if not rows:
+        wanted = what or ""
+        found = find(None, wanted)
+        names = [*KINDS, *dict.fromkeys(row.key.partition(".")[0] for row in settings_of(""))]
+        if found.why:
+            raise ConfigError(f"there is no {wanted}: {found.why}")
+        rows = [row for key in found.keys or found.elsewhere for row in settings_of(key)]
+        if not rows:
+            raise ConfigError(f"there is no command, section or key '{wanted}'.{nearest(wanted, names)}")
+    for row in rows:
+        print(row.key)
+        of = "" if what in KINDS or len(row.commands) == len(KINDS) else f" (tunesmith {', '.join(row.commands)})"
+        _wrapped(f"{row.kind}; default: {row.default}{of}", 4)
+        _wrapped(row.meaning, 4)
+
+
+def models() -> None:
+    """List the families of models that can be trained, and why others cannot.
+
+    A family is the ``model_type`` in a model's config.json.
+    """
+    from tunesmith.models.families import KNOWN, REFUSED
+
+    _wrapped(" ".join(sorted(KNOWN)), 0)
+    print("\nThese cannot be trained:")
+    for reason in dict.fromkeys(REFUSED.values()):
+        print()
+        _wrapped(" ".join(name for name, why in REFUSED.items() if why == reason), 2)
+        _wrapped(reason, 4)
+
+
+def presets(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Left out, all of them.", show_default=False)
+    ] = None,
+) -> None:
+    """List the presets of algorithm.name: what each one sets, and where it comes from.
+
+    Example: tunesmith presets grpo dapo
+    """
+    from tunesmith.algorithms.presets import PRESETS
+    from tunesmith.config.toml import toml_value
+
+    for name in names or PRESETS:
+        if name not in PRESETS:
+            raise ConfigError(f"there is no preset '{name}'.{nearest(name, PRESETS)}")
+        preset = PRESETS[name]
+        print(name)
+        _wrapped(preset.description, 4)
+        _wrapped(", ".join(f"{key} = {toml_value(value)}" for key, value in preset.settings.items()), 4)
+        _wrapped(f"source: {preset.source}", 4)
+
+
+def _wrapped(text: str, indent: int) -> None:
+    width = min(shutil.get_terminal_size().columns, 100) - 1
+    lines: Iterable[str] = textwrap.wrap(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent,
+                                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    print("\n".join(lines))

@@ -1,0 +1,119 @@
+"""Files to start from: a run file by task, with a reward or tools, example data and a tiny model to try them with."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.toml import toml_value
+from tunesmith.errors import ConfigError, StorageError, boundary, nearest
+from tunesmith.recipes.arithmetic import make_model
+
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+"""Small, and its chat template lists tools."""
+TRAIN, HELD_OUT = 200, 20
+_FILES = Path(__file__).parent / "start"
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """``command`` runs the run file ``<task>.toml``; ``code`` are files beside it, ``columns`` what its data holds."""
+
+    text: str
+    command: str
+    columns: Sequence[str]
+    code: Mapping[str, str]
+
+
+_REWARD = {"rewards.py": "rewards.txt"}
+STARTS: Mapping[str, Start] = {
+    "rl": Start("learn from a reward: word problems", "rl", ("prompt", "answer"), _REWARD),
+    "agent": Start("learn to use tools", "rl", ("prompt", "answer"), {**_REWARD, "tools.py": "tools.txt"}),
+    "sft": Start("learn given answers", "sft", ("prompt", "completion"), {}),
+    "dpo": Start("prefer one answer to another", "dpo", ("prompt", "chosen", "rejected"), {}),
+    "kto": Start("learn from good and bad answers", "kto", ("prompt", "completion", "label"), {}),
+    "rm": Start("a reward model from pairs", "rm", ("prompt", "chosen", "rejected"), {}),
+    "rft": Start("learn one's own right answers", "rft run", ("prompt", "answer"), _REWARD),
+    "distill": Start("learn from a larger model", "distill", ("prompt",), {}),
+}
+"""By task."""
+
+
+def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> list[Path]:
+    """Write the files of a task into a new or existing directory; what was written.
+
+    Args:
+        task: a key of ``STARTS``.
+        directory: made where missing; none of the files may exist in it.
+        model: what ``model.path`` says; None: ``MODEL``, or the tiny model.
+        tiny: also make an untrained model in ``directory/model``.
+
+    Raises:
+        ConfigError: the task is unknown, or a file exists already.
+        StorageError: they cannot be written.
+    """
+    if task not in STARTS:
+        raise ConfigError(f"there is no task '{task}'.{nearest(task, STARTS)}")
+    if tiny and model:
+        raise ConfigError("--tiny-model makes a model, and --model names one: give one of them")
+    start = STARTS[task]
+    path = model or ("model" if tiny else MODEL)
+    texts = {"run.toml": (_FILES / f"{task}.toml").read_text(encoding="utf-8").replace('"MODEL"', toml_value(path))}
+    texts |= {name: (_FILES / source).read_text(encoding="utf-8") for name, source in start.code.items()}
+    texts |= _data(start.columns)
+    wanted = [*(directory / name for name in texts), *([directory / "model"] if tiny else [])]
+    if there := [str(file) for file in wanted if file.exists()]:
+        raise ConfigError(f"{', '.join(there)} exist{'s' if len(there) == 1 else ''} already; choose another directory")
+    with boundary(StorageError, f"cannot write to {directory}", OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (directory / name).write_text(text, encoding="utf-8")
+    if tiny:
+        make_tiny_model(directory / "model")
+    return wanted
+
+
+def make_tiny_model(directory: Path) -> Path:
+    """An untrained Llama of 0.1 million parameters that reads ASCII by the character, with a chat template."""
+    template = (_FILES / "chat.jinja").read_text(encoding="utf-8")
+    return make_model(
+        directory, 0, hidden=64, layers=2, alphabet=string.printable, context=2048, chat_template=template
+    )
+
+
+def _data(columns: Sequence[str]) -> dict[str, str]:
+    """``train.jsonl`` and ``held_out.jsonl``, no question in both."""
+    rng = random.Random(0)
+    questions: dict[str, Line] = {}
+    while len(questions) < TRAIN + HELD_OUT:
+        line = _line(rng)
+        if "label" in columns and not line["label"]:
+            line["completion"] = line["rejected"]
+        questions[line["prompt"]] = {name: line[name] for name in columns}
+    lines = [json.dumps(line) + "\n" for line in questions.values()]
+    return {"train.jsonl": "".join(lines[HELD_OUT:]), "held_out.jsonl": "".join(lines[:HELD_OUT])}
+
+
+def _line(rng: random.Random) -> Line:
+    """A word problem with every column that some task has."""
+    boxes, each, more = rng.randint(2, 9), rng.randint(3, 12), rng.randint(2, 30)
+    who, what = rng.choice(("Ann", "Ben", "Mia", "Tom")), rng.choice(("apples", "cards", "pens", "shells"))
+    question = f"{who} has {boxes} boxes of {each} {what} and {more} more {what}. How many {what} are there?"
+    total, wrong = boxes * each + more, boxes + each + more
+    good = f"{boxes} * {each} = {boxes * each}, and {boxes * each} + {more} = {total}. The answer is {total}"
+    bad = f"{boxes} + {each} + {more} = {wrong}. The answer is {wrong}"
+    return {
+        "prompt": f"{question} End with the number.",
+        "answer": str(total),
+        "completion": good,
+        "chosen": good,
+        "rejected": bad,
+        "label": rng.random() < 0.5,
+    }
