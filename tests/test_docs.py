@@ -49,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.save_model(folder / "model", max_position_embeddings=4096)
     save_reward_model(folder / "reward_model", stats=(0.0, 1.0))
     line = {"prompt": "7*6=", "answer": "42", "completion": "42"}
-    for name in ("train", "held_out", "easy", "hard", "examples"):
+    for name in ("train", "held_out", "easy", "hard", "examples", "val", "few_shot"):
         (folder / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
     for command, name in (("dpo", "pairs"), ("kto", "judged"), ("prm", "steps")):
         for file in (name, f"{name}_held_out"):

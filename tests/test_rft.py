@@ -106,11 +106,14 @@ def test_the_warm_up_is_never_longer_than_a_tenth_of_the_training() -> None:
         ('reward.models=[{path="org/judge"}]', "rft.threshold is missing"),
         ("checkpoint.resume=true", "checkpoint.resume has no effect"),
         ("eval.use_ema=true", "eval.use_ema has no effect"),
+        ("rft.answers=a.jsonl sampling.n=3", "sampling.n has no effect with rft.answers"),
+        ("rft.answers=a.jsonl rft.sampler=m", "rft.sampler has no effect with rft.answers"),
+        ("rft.sampler=m rft.rounds=2", "rft.rounds = 2"),
     ],
 )
 def test_what_would_be_ignored_is_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolved(override)
+        resolved(*override.split())
     assert message in str(caught.value)
 
 
@@ -260,6 +263,41 @@ def test_unit_conversion_splits_share_no_question_and_answers_are_right(tmp_path
     assert all(line["completion"].endswith("</answer>") for line in read_lines(tmp_path / "few_shot.jsonl"))
     with pytest.raises(ValueError, match="questions were asked for"):
         questions(0, 10**6)
+
+
+def test_another_model_answers_and_this_one_learns(tmp_path: Path, model: Path) -> None:
+    """The sampler asks in its own tokens; what it answered is trained in those of the model."""
+    files(tmp_path)
+    other = tiny.save_model(tmp_path / "other", seed=5, hidden_size=48)
+    alone = rft("generate", tmp_path, other, f"run_dir={tmp_path / 'alone'}")
+    done = rft("run", tmp_path, model, f"rft.sampler={other}")
+    answers = [(d / "round-1" / "samples.jsonl").read_bytes() for d in (alone.run_dir, done.run_dir)]
+    assert answers[0] == answers[1] and done.model is not None
+    assert json.loads((done.model / "config.json").read_text())["hidden_size"] == 32
+    assert 'path = "' + str(model) in (done.run_dir / "round-1" / "sft.toml").read_text()
+
+
+def test_the_same_answers_are_trained_on_again_with_other_settings(tmp_path: Path, model: Path) -> None:
+    first = rft("run", tmp_path, model, "eval.at_start=false")
+    answers = first.run_dir / "round-1" / "samples.jsonl"
+    settings = [s for s in said(tmp_path, model) if not s.startswith("sampling.n") and "stop_token" not in s]
+    again = run_rft(
+        "train", None, [*settings, f"run_dir={tmp_path / 'again'}", f"rft.answers={answers}", "rft.select=first"]
+    )
+    assert (again.run_dir / "round-1" / "samples.jsonl").read_bytes() == answers.read_bytes()
+    assert 0 < again.yields["round-1"]["kept"] < first.yields["round-1"]["kept"] and again.model is not None
+    write_lines(tmp_path / "train.jsonl", sums(12, 7))
+    with pytest.raises(DataError, match=r"samples\.jsonl:1 "):
+        run_rft("train", None, [*settings, f"run_dir={tmp_path / 'third'}", f"rft.answers={answers}"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fell"), [((0.5, 0.7), (0.1, 0.4), True), ((0.5, 0.7), (0.4, 0.55), False)]
+)
+def test_a_fall_is_told_from_chance(before: tuple[float, float], after: tuple[float, float], fell: bool) -> None:
+    from tunesmith.loop.rft import fallen
+
+    assert fallen({"accuracy": [0.6, *before]}, {"accuracy": [0.3, *after]}) is fell
 
 
 def test_the_engine_that_samples_is_not_handed_to_the_training(tmp_path: Path, model: Path) -> None:

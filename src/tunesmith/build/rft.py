@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunesmith.build.checking import checked
+from tunesmith.build.common import load_tokenizer
 from tunesmith.build.opening import announce
 from tunesmith.build.sampler import Opened, answer_tasks, identity, opened, release_memory, resolve_sampling
 from tunesmith.build.supervised import run_sft
@@ -16,17 +17,20 @@ from tunesmith.config.files import ADAPTER_CONFIG
 from tunesmith.config.generation import RFTConfig
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.config.schema import DataSection, LoraSection
-from tunesmith.data.prepare import load_samples
+from tunesmith.data.prepare import load_samples, load_tasks
 from tunesmith.data.prompts import PromptEncoder, Shots, read_shots
 from tunesmith.environments.multi_turn import told_by
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.loop.generation import Json, LineWriter, claim
 from tunesmith.loop.rft import (
     Round,
+    adopt_answers,
     check_prompts,
     describe,
     describe_yield,
     evaluate_file,
+    fallen,
+    read_json,
     report_of,
     select_answers,
     write_json,
@@ -63,16 +67,39 @@ def run_rft(step: Step, path: Path | None, overrides: Sequence[str] = ()) -> RFT
 
 def _opened_run(config: RFTConfig, run: Opened) -> _Run:
     shots = read_shots(config.rft.few_shot) if config.rft.few_shot else ()
-    encoder = PromptEncoder.of(
-        run.data, run.tokenizer, [t.prompt for t in run.train.items], config.rft.few_shot_separator or SEPARATOR
-    )
-    if encoder.template is not None and config.rft.few_shot_separator is not None:
-        raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
-    asked = [with_shots(task, encoder, shots, run.data.max_prompt_tokens) for task in run.train.items]
-    resolved = resolve_sampling(config, [*asked, *(run.held_out.items if run.held_out else [])], count=False)
+    first = _first_sampler(config, run, shots)
+    resolved = resolve_sampling(config, [*first.tasks, *(run.held_out.items if run.held_out else [])], count=False)
     announce(resolved, run.run_dir, run.train, run.held_out)
     rounds = [Round(run.run_dir.path / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
-    return _Run(run, resolved, asked, encoder, rounds)
+    return _Run(run, resolved, first, rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Who answers the questions of the first round, and how they are asked."""
+
+    config: RFTConfig
+    """Of ``rft.sampler``, not resolved; else of the run."""
+    opened: Opened
+    """With the sampler's tokenizer."""
+    encoder: PromptEncoder
+    tasks: list[Task]
+    """The questions with worked examples before them."""
+
+
+def _first_sampler(config: RFTConfig, run: Opened, shots: Shots) -> Sampler:
+    """The model to train, or ``rft.sampler`` with the same questions in its own tokens and chat template."""
+    if config.rft.sampler is not None:
+        config = with_model(config, config.rft.sampler)
+        tokenizer = load_tokenizer(config)
+        run = replace(run, tokenizer=tokenizer, train=load_tasks(run.data, run.data.train, tokenizer))
+    separator = config.rft.few_shot_separator
+    prompts = [task.prompt for task in run.train.items]
+    encoder = PromptEncoder.of(run.data, run.tokenizer, prompts, separator or SEPARATOR)
+    if encoder.template is not None and separator is not None:
+        raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
+    tasks = [with_shots(task, encoder, shots, run.data.max_prompt_tokens) for task in run.train.items]
+    return Sampler(config, run, encoder, tasks)
 
 
 def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | None) -> Task:
@@ -94,9 +121,7 @@ class _Run:
 
     opened: Opened
     resolved: Resolved[RFTConfig]
-    asked: list[Task]
-    """The training tasks with worked examples before them."""
-    encoder: PromptEncoder
+    first: Sampler
     rounds: list[Round]
 
     @property
@@ -126,8 +151,14 @@ class _Run:
         else:
             number = next((i for i, r in enumerate(self.rounds) if r.model is None), None)
             if number is None:
-                raise ConfigError(f"all {len(self.rounds)} rounds in {run_dir} are trained; raise rft.rounds")
-            (self.generate if step == "generate" else self.train)(number)
+                raise ConfigError(
+                    f"all {len(self.rounds)} rounds in {run_dir} are trained; raise rft.rounds. To train on the same "
+                    f"answers with other settings, give another run_dir and rft.answers={self.rounds[-1].samples}"
+                )
+            if step == "generate" or self.config.rft.answers is not None:
+                self.generate(number)
+            if step == "train":
+                self.train(number)
         last = next((r.model for r in reversed(self.rounds) if r.model), None)
         report = report_of(run_dir, self.rounds)
         write_json(run_dir / "report.json", report)
@@ -138,11 +169,24 @@ class _Run:
         this, config = self.rounds[number], self.config
         if this.model is not None:
             return
-        tasks = self.opened.train.items if number else self.asked
-        model = self.rounds[number - 1].model if number else None
-        self._sample(this.samples, model, tasks, self.opened.train.fingerprint, shots=not number)
+        if config.rft.answers is not None:
+            adopt_answers(config.rft.answers, this, self.opened.train.items)
+        elif number:
+            model, train = self.rounds[number - 1].model, self.opened.train
+            self._sample(this.samples, _with_model(config, model), self.opened, train.items, train.fingerprint)
+        else:
+            self._sample_first(this)
         found = select_answers(this, config.rft.select, self.threshold, config.sampling.n or 1)
         print("\n".join(describe_yield(this.directory.name, found)), flush=True)
+
+    def _sample_first(self, this: Round) -> None:
+        """The answers of the first round: of the model to train or of ``rft.sampler``, after worked examples."""
+        config, first = self.config, self.first
+        own = config.rft.sampler is None
+        model = _with_model(config, None) if own else resolve_sampling(first.config, first.tasks, count=False).config
+        shots, separator = config.rft.few_shot, "" if first.encoder.template else first.encoder.separator
+        worked = (shots.read_text(encoding="utf-8"), separator) if shots else None
+        self._sample(this.samples, model, first.opened, first.tasks, first.opened.train.fingerprint, worked=worked)
 
     def train(self, number: int) -> Path:
         """``tunesmith sft`` on what a round kept."""
@@ -169,40 +213,50 @@ class _Run:
         held_out = self.opened.held_out
         assert held_out is not None
         tasks = held_out.items[: self.config.eval.max_prompts]
-        self._sample(this.evaluation, model, tasks, held_out.fingerprint, greedy=True)
+        config = _with_model(self.config, model)
+        self._sample(this.evaluation, config, self.opened, tasks, held_out.fingerprint, greedy=True)
         found = evaluate_file(this, self.threshold, len(tasks))
         print(describe(this.directory.name, found), flush=True)
+        before = self.opened.run_dir.path / "base" / "evaluation.json"
+        if model is not None and before.exists() and fallen(read_json(before), found):
+            print(
+                "warning: the trained model is worse than the model before training, by more than chance explains. "
+                "Try a lower train.lr, fewer train.epochs, or more answers (sampling.n)",
+                flush=True,
+            )
 
     def _sample(
         self,
         out: Path,
-        model: Path | None,
+        config: RFTConfig,
+        opened: Opened,
         tasks: Sequence[Task],
         fingerprint: str,
         *,
         greedy: bool = False,
-        shots: bool = False,
+        worked: tuple[str, str] | None = None,
     ) -> None:
+        """Answer tasks into ``out``. Args: worked: the text of worked examples and what separates them."""
         out.parent.mkdir(parents=True, exist_ok=True)
-        config = _with_model(self.config, model)
-        separator = self.encoder.separator if shots and self.config.rft.few_shot and not self.encoder.template else ""
-        source = identity(config, fingerprint, self.opened.tokenizer, greedy=greedy)
-        if shots and self.config.rft.few_shot:
-            source["rft.few_shot"] = [self.config.rft.few_shot.read_text(encoding="utf-8"), separator]
+        separator = worked[1] if worked else ""
+        source = identity(config, fingerprint, opened.tokenizer, greedy=greedy)
+        if worked:
+            source["rft.few_shot"] = list(worked)
         claim(out, source)
-        writer = LineWriter(_decoder(self.opened.tokenizer, separator), flat=False, scored=True)
+        writer = LineWriter(_decoder(opened.tokenizer, separator), flat=False, scored=True)
         stop = (separator,) if separator else ()
-        answer_tasks(config, self.opened, tasks, writer, out, greedy=greedy, stop=stop)
+        answer_tasks(config, opened, tasks, writer, out, greedy=greedy, stop=stop)
 
     def _training_data(self, this: Round) -> DataSection:
         """The questions as they were sampled: in ``train.jsonl`` they stand as in the data, not templated."""
-        data = self.config.data
+        data, opened = self.config.data, self.opened
+        asked = PromptEncoder.of(opened.data, opened.tokenizer, [task.prompt for task in opened.train.items])
         return DataSection(
             train=str(this.train),
             prompt="prompt",
             completion="completion",
             system_prompt=data.system_prompt,
-            chat=self.encoder.template is not None,
+            chat=asked.template is not None,
             shuffle=data.shuffle,
             seed=data.seed,
         )
@@ -233,7 +287,12 @@ def _with_model(config: RFTConfig, model: Path | None) -> RFTConfig:
         return config.model_copy(update={"lora": LoraSection(path=config.lora.path)})
     if (model / ADAPTER_CONFIG).is_file():
         return config.model_copy(update={"lora": LoraSection(path=model)})
-    changed = config.model.model_copy(update={"path": str(model)})
+    return with_model(config, str(model))
+
+
+def with_model(config: RFTConfig, model: str) -> RFTConfig:
+    """The configuration of sampling from another whole model."""
+    changed = config.model.model_copy(update={"path": model})
     return config.model_copy(update={"model": changed, "lora": LoraSection()})
 
 

@@ -54,6 +54,10 @@ class RFTSection(Section):
     threshold: float | None = None
     """The reward from which an answer is correct; None: the sum of the rewards' weights."""
     rounds: PositiveInt = 1
+    sampler: str | None = None
+    """A directory or a hub name: another model, often a larger one, that answers the questions."""
+    answers: Path | None = None
+    """A ``samples.jsonl`` of an earlier run over the same questions: select and train without sampling again."""
     start: Literal["base", "last"] = "base"
     """The model that each round's training starts from."""
 

@@ -84,6 +84,30 @@ def read_json(path: Path) -> Json:
         return json.loads(path.read_text(encoding="utf-8"))
 
 
+def adopt_answers(answers: Path, this: Round, tasks: Sequence[Task]) -> None:
+    """Take another run's answers to the same questions as the round's samples.
+
+    Raises:
+        DataError: it cannot be read, or answers other questions than ``tasks``.
+    """
+    if this.samples.exists():
+        return
+    with boundary(DataError, f"cannot read rft.answers = '{answers}'", (OSError, ValueError)):
+        lines = list(read_lines(answers))
+    if len(lines) != len(tasks):
+        raise DataError(f"{answers} answers {len(lines)} questions, and data.train has {len(tasks)}")
+    for number, (line, task) in enumerate(zip(lines, tasks, strict=True), 1):
+        if line.get("prompt") != task.prompt or "completions" not in line:
+            raise DataError(f"{answers}:{number} does not answer the question of task {task.id}")
+    this.directory.mkdir(parents=True, exist_ok=True)
+    write_whole(this.samples, iter(lines))
+
+
+def fallen(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether accuracy fell by more than chance explains: the 95% intervals do not overlap."""
+    return after["accuracy"][2] < before["accuracy"][1]
+
+
 def select_answers(this: Round, rule: str, threshold: float, samples_per_question: int) -> Json:
     """Write what is learned of a round's samples, and its yield, which is returned.
 

@@ -103,6 +103,14 @@ def _check_rft(config: RFTConfig) -> Iterator[str]:
         yield "rft.few_shot_separator has no effect without rft.few_shot; leave it out"
     if rft.few_shot_separator == "":
         yield "rft.few_shot_separator is empty, so that nothing would tell where an answer ends"
+    for key in ("sampler", "answers"):
+        if getattr(rft, key) is not None and rft.rounds > 1:
+            yield f"rft.{key} gives every round the same answers; leave rft.rounds = {rft.rounds} out, or rft.{key}"
+    if rft.answers is not None:
+        given = [k for k in settings(config, said_only=True) if k.startswith("sampling.") or k == "rft.few_shot"]
+        for key in [*given, *(["rft.sampler"] if rft.sampler is not None else [])]:
+            if key != "sampling.max_new_tokens":
+                yield f"{key} has no effect with rft.answers, which are sampled already; leave it out"
     if rft.start == "last" and rft.rounds == 1:
         yield "rft.start = 'last' has no effect with rft.rounds = 1; leave it out, or say more rounds"
 
