@@ -186,3 +186,27 @@ def test_the_commands_check_what_config_checks(folder: Path, monkeypatch: pytest
         with pytest.raises(ConfigError, match="checked"):
             run(folder / "run.toml")
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("num_attention_heads", 5),
+        ("num_attention_heads", "4"),
+        ("num_key_value_heads", 3),
+        ("hidden_size", 32.5),
+        ("num_hidden_layers", -1),
+        ("vocab_size", 10**12),
+    ],
+)
+def test_a_model_whose_sizes_cannot_be_is_refused(folder: Path, key: str, value: Any) -> None:
+    (folder / "model/config.json").write_text(json.dumps({**MODEL, key: value}))
+    assert "config.json" in refusal()
+
+
+def test_an_adapter_with_pickled_weights_is_refused_before_it_is_opened(folder: Path) -> None:
+    (folder / "adapter").mkdir()
+    (folder / "adapter/adapter_config.json").write_text("{}")
+    (folder / "adapter/adapter_model.bin").touch()
+    assert "lora.path" in (told := refusal("lora.path=adapter")) and "safetensors" in told

@@ -254,6 +254,28 @@ def test_loss_on_in_conversations(tmp_path: Path) -> None:
     assert learned(tok, samples(pair, tok, loss_on="assistant").items[0])[1] == both
 
 
+def test_a_message_of_weight_0_is_not_learned(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+
+    def line(**weights: Any) -> str:
+        messages = [{"role": role, "content": text} for role, text in turns]
+        for text, weight in weights.items():
+            next(m for m in messages if m["content"] == text)["weight"] = weight
+        return put(tmp_path / "w.jsonl", [{"messages": messages}])
+
+    for weights, texts in (({"b": 0}, "d"), ({"d": 0}, "b"), ({"b": 1, "d": 1.0}, "bd"), ({"a": 0}, "bd")):
+        (sample,) = samples(line(**weights), tokenizer).items
+        said = learned(tokenizer, sample)[1]
+        assert [t for t in "abcd" if t in said.replace("<|im_end|>", "")] == list(texts)
+    with pytest.raises(DataError, match=r"w.jsonl:1: no assistant turn"):
+        samples(line(b=0, d=0), tokenizer)
+    with pytest.raises(DataError, match=r"messages\[1\] has weight 0.5"):
+        samples(line(b=0.5), tokenizer)
+    with pytest.raises(DataError, match=r"weight 0.*loss_on"):
+        samples(line(b=0), tokenizer, loss_on="all")
+
+
 def test_a_stripped_conversation_becomes_several_samples_and_says_so(tmp_path: Path) -> None:
     tok = kit.byte_level(kit.template("qwen3"))
     talk = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "qasb", strict=True)]

@@ -183,7 +183,7 @@ def test_resuming_needs_a_run(folder: Path) -> None:
 
 def test_a_directory_that_cannot_be_made(folder: Path) -> None:
     (folder / "file").touch()
-    with pytest.raises(StorageError, match="cannot create the run directory"):
+    with pytest.raises(ConfigError, match=r"run_dir = '.*run' cannot be a directory: .*file is a file"):
         open_run_dir(folder / "file" / "run", "", False).__enter__()
 
 

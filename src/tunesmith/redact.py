@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -34,11 +35,24 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any, name: str = "") -> Any:
-    """``redact`` for settings: texts inside mappings and lists too, and whole where a key is named like a secret."""
+    """``redact`` for settings: texts inside mappings and lists too.
+
+    A text is hidden whole where its key is named like a secret, or where it is an environment variable's value.
+    """
     if isinstance(value, str):
         return HIDDEN if value and _SECRET_NAME.search(name) else redact(value)
     if isinstance(value, Mapping):
-        return {key: redact_values(item, str(key)) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return {key: redact_values(item, "secret" if name == "env_vars" else str(key)) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):
         return [redact_values(item, name) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return value
+
+
+def is_redacted(text: str) -> bool:
+    """Whether a text is what ``redact`` leaves, so that it stands for something else."""
+    return text == HIDDEN or f"//{HIDDEN}@" in text or f"={HIDDEN}" in text
+
+
+def open_private(path: str, flags: int) -> int:
+    """An opener for ``open``: a new file is readable by its owner only."""
+    return os.open(path, flags, 0o600)

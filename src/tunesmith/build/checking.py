@@ -20,7 +20,7 @@ from tunesmith.environments.rewards import check_rewards
 from tunesmith.errors import CheckpointError, ConfigError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.metrics import check_sinks
-from tunesmith.monitor.run_dir import RunDir, check_run_dir
+from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
 from tunesmith.plan.facts import Facts, known_model_facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.interpreter import check_interpreter
@@ -62,6 +62,8 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
     _check_data(config, hub)
     if config.run_dir is not None:
         check_run_dir(config.run_dir, config.checkpoint.resume)
+        if is_running(config.run_dir.resolve()):
+            raise ConfigError(f"run_dir = '{config.run_dir}' is in use by another process: wait for it to end")
         checkpoint_to_continue(config, RunDir(config.run_dir))
     return resolved
 

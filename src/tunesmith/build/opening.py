@@ -151,7 +151,7 @@ def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoin
     sinks = open_sinks(config.monitor.sinks, run_dir.path, step)
     metrics, every = MetricsLog(run_dir.metrics, sinks, config.monitor.every, step), config.monitor.every
     progress = open_progress(config.train.steps, start=step or 0, live=config.monitor.progress, every=every)
-    samples = JsonLines(run_dir.rollouts)
+    samples = JsonLines(run_dir.rollouts, private=True)
     stack.callback(samples.close)
     timeline = Timeline(run_dir.traces, config.monitor.trace_steps, beside=BESIDE_STEPS)
     stack.enter_context(progress)

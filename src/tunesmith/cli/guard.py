@@ -13,6 +13,7 @@ import typer
 from tunesmith.cli.standard_output import lasting_output
 from tunesmith.errors import TunesmithError
 from tunesmith.monitor.interrupts import Interrupted, handled
+from tunesmith.redact import redact
 
 P = ParamSpec("P")
 
@@ -37,7 +38,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception:
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), end="", file=sys.stderr)
             raise typer.Exit(1) from None
 
     return run
@@ -45,6 +46,6 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 def _tell(text: str, error: BaseException) -> None:
     """The message in red where standard error is a terminal, then how to go on."""
-    typer.secho(text, fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
+    typer.secho(redact(text), fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
     for note in getattr(error, "__notes__", ()):
-        typer.echo(note, err=True)
+        typer.echo(redact(note), err=True)

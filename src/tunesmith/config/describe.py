@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from tunesmith.config.problems import KeyPath
 from tunesmith.errors import shortened
+from tunesmith.redact import redact_values
 
 _WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -95,8 +96,8 @@ def is_section(annotation: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """A value as it could stand in the file, cut when long."""
-    return shortened(json.dumps(value, ensure_ascii=False, default=str), 60)
+    """A value as it could stand in the file, without secrets, cut when long."""
+    return shortened(json.dumps(redact_values(value), ensure_ascii=False, default=str), 60)
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:

@@ -132,6 +132,16 @@ def _data(text: str, bases: list[Path]) -> str:
     return text
 
 
+def same_path(value: Any) -> Any:
+    """A setting's value without links and ``..`` in paths that exist (also ``file.py:name``), for comparisons."""
+    if isinstance(value, list):
+        return [same_path(item) for item in cast(list[Any], value)]
+    if not isinstance(value, str) or "/" not in value or "\0" in value:
+        return value
+    path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+    return f"{os.path.realpath(path)}{colon}{name}" if len(path) < 4096 and os.path.lexists(path) else value
+
+
 def is_hub_name(text: str, kind: Literal["models", "datasets"]) -> bool:
     """Whether a text can be a name on the Hugging Face hub: ``owner/name``, or a bare name that is known here.
 

@@ -10,9 +10,11 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
+from tunesmith.config.files import same_path
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.errors import StorageError, boundary
+from tunesmith.redact import open_private, redact_values
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -90,6 +92,8 @@ def print_resolved(resolved: Resolved[Any]) -> None:
 def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
     """Write ``config.toml`` (runs again as it is) and ``resolved.json`` (every value and its source).
 
+    Both are readable by their owner only, and secrets are hidden in them: the real ones are in the run file that
+    the run was started with.
     A ``config.toml`` that says something else, of a run that is being resumed, stays as ``config-1.toml``.
 
     Raises:
@@ -102,8 +106,9 @@ def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
             while (old := directory / f"config-{number}.toml").exists():
                 number += 1
             config.rename(old)
-        config.write_text(text, encoding="utf-8")
-        (directory / "resolved.json").write_text(_json(resolved), encoding="utf-8")
+        for file, written in ((config, text), (directory / "resolved.json", _json(resolved))):
+            with open(file, "w", encoding="utf-8", opener=open_private) as out:
+                out.write(written)
 
 
 def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
@@ -120,7 +125,7 @@ def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
         f"{key}: {_shown(before[key]['value'])} → {_shown(entry['value'])}"
         for key, entry in json.loads(json.dumps(_entries(resolved))).items()
         if key in before
-        and before[key]["value"] != entry["value"]
+        and same_path(before[key]["value"]) != same_path(entry["value"])
         and not key.startswith(("checkpoint.", "monitor."))
         and not (key.startswith("system.") and before[key]["source"] == entry["source"] == "derived")
     ]
@@ -128,7 +133,7 @@ def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
 
 def config_text(resolved: Resolved[Any]) -> str:
     """A run file that says what was said, with the derived values as comments."""
-    said = _by_section({k: toml_value(v) for k, v in resolved.said.items() if v is not None})
+    said = _by_section({k: toml_value(redact_values(v)) for k, v in resolved.said.items() if v is not None})
     derived = _by_section({d.key: f"{_shown(d.value)}  # {d.reason}" for d in resolved.derived})
     lines: list[str] = []
     for section in dict.fromkeys(["", *said, *derived]):
@@ -150,7 +155,7 @@ def _by_section(values: Mapping[str, str]) -> dict[str, dict[str, str]]:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    return "none" if value is None else toml_value(value)
+    return "none" if value is None else toml_value(redact_values(value))
 
 
 def _json(resolved: Resolved[Any]) -> str:
@@ -162,7 +167,7 @@ def _entries(resolved: Resolved[Any]) -> dict[str, dict[str, Any]]:
     """Each setting's value, where it comes from and, if it was derived, why."""
     reasons = {d.key: d.reason for d in resolved.derived}
     entries: dict[str, dict[str, Any]] = {}
-    for key, value in settings(resolved.config).items():
+    for key, value in redact_values(settings(resolved.config)).items():
         source = "derived" if key in reasons else "said" if key in resolved.said else "default"
         entry = {"value": value, "source": source}
         entries[key] = {**entry, "reason": reasons[key]} if key in reasons else entry

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from tunesmith.config.describe import alternatives, choices_at, describe_at, field_at, show
 from tunesmith.config.problems import KeyPath, Problem, dotted
+from tunesmith.redact import is_redacted
 
 DEEPEST = 32
 """Levels of lists and tables in each other."""
@@ -52,6 +53,8 @@ def _odd(kind: type[BaseModel], path: KeyPath, value: Any) -> str:
             return f"is {show(value)}, with a NUL character in it; take it out"
         if not value.isprintable() and any("\ud800" <= c <= "\udfff" for c in value):
             return "is no valid UTF-8"
+        if is_redacted(value):
+            return f"is {show(value)}, with a secret hidden, as run directories have it; write the real one"
     elif isinstance(value, int | float) and not isinstance(value, bool):
         field = field_at(kind, path)
         takes_int = field is not None and any(_is_int(a) for a in alternatives(field.annotation))

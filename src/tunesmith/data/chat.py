@@ -30,6 +30,11 @@ class Rendered:
     spans: tuple[Span, ...]
 
 
+def is_learned(message: Message) -> bool:
+    """Whether a message is an assistant's, and not left out by a ``weight`` of 0."""
+    return message["role"] == "assistant" and message.get("weight", 1) != 0
+
+
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
     """A tokenizer's chat template and what was found out about it by rendering probes."""
@@ -141,7 +146,7 @@ class ChatTemplate:
         Raises:
             DataError: the template renders a turn so that it cannot be told what the assistant wrote.
         """
-        turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+        turns = [i for i in range(first, len(messages)) if is_learned(messages[i])]
         own = {i: self._turn(messages[: i + 1], tools) for i in turns}
         if turns:
             self._check_kept(messages[: turns[-1]], own[turns[-1]].text)

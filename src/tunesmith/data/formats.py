@@ -244,8 +244,8 @@ def read_tools(row: Row) -> list[Any] | None:
             value = json.loads(value)
         except ValueError as error:
             raise row.bad(f"'tools' is text, but not JSON ({error})") from error
-    if not isinstance(value, list):
-        raise row.bad(f"'tools' is {type(value).__name__}, needs a list of JSON schemas")
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise row.bad(f"'tools' is {brief(value)}, needs a list of JSON schemas")
     return value
 
 
@@ -283,6 +283,8 @@ def _message(row: Row, place: str, item: Any) -> Message:
         content = "".join(_part(row, place, part) for part in content)
     if content is None and message.get("tool_calls"):
         content = ""
+    if message.get("weight", 1) not in (0, 1):
+        raise row.bad(f"{place} has weight {brief(message['weight'])}; it can be 1 (learned) or 0 (not)")
     if not isinstance(content, str):
         raise row.bad(f"{place} has no text in 'content', found: {', '.join(message)}")
     check_unicode(row, f"{place}.content", content)

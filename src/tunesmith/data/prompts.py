@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.config.schema import DataSection, Source
-from tunesmith.data.chat import ChatTemplate, Rendered
+from tunesmith.data.chat import ChatTemplate, Rendered, is_learned
 from tunesmith.data.formats import Example, convert, detect
 from tunesmith.data.report import Report
 from tunesmith.data.sources import BadLine, read
@@ -79,9 +79,11 @@ def learned_texts(section: DataSection, example: Example, template: ChatTemplate
     talk_only = not example.prompt
     messages = with_system(section, answer) if talk_only else [*with_system(section, example.prompt), *answer]
     if section.loss_on == "all":
+        if any(message.get("weight", 1) == 0 for message in messages):
+            raise DataError("a message has weight 0, and data.loss_on = 'all' learns every one; leave one out")
         text = template.whole(messages, example.tools)
         return [Rendered(text, ((0, len(text)),))]
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [i for i, message in enumerate(messages) if is_learned(message)]
     first = 0 if talk_only or section.loss_on == "assistant" else len(messages) - len(answer)
     if talk_only and section.loss_on == "completion":
         first = turns[-1] if turns else 0

@@ -12,6 +12,7 @@ from typing import Literal
 
 from tunesmith.data.sources import BadLine
 from tunesmith.errors import DataError
+from tunesmith.redact import open_private
 
 SkipKind = Literal["bad", "too_long"]
 
@@ -44,7 +45,9 @@ class Report:
     def bad(self, where: str, reason: str) -> None:
         """Count and list a bad line; raise it unless bad lines are to be skipped."""
         if not self.skip_bad:
-            raise DataError(f"{where}: {reason}. (data.skip_bad = true skips such lines and lists them.)")
+            # Where no line was usable so far, all of them may be like this one.
+            hint = " (data.skip_bad = true skips such lines and lists them.)" if self.formats else ""
+            raise DataError(f"{where}: {reason}.{hint}")
         self.skipped.append(Skipped(where, "bad", reason))
 
     @contextmanager
@@ -90,4 +93,5 @@ class Report:
     def write_skipped(self, path: Path) -> None:
         """Every skipped line as JSON Lines: ``where``, ``kind``, ``reason``. No file if there is none."""
         if self.skipped:
-            path.write_text("".join(json.dumps(asdict(skip)) + "\n" for skip in self.skipped), encoding="utf-8")
+            with open(path, "w", encoding="utf-8", opener=open_private) as file:
+                file.writelines(json.dumps(asdict(skip)) + "\n" for skip in self.skipped)

@@ -195,6 +195,8 @@ def _decode_file(path: Path) -> str:
     with boundary(DataError, f"cannot read {path}", OSError):
         raw = path.read_bytes()
     try:
+        if (nul := raw.find(0)) >= 0:
+            raise UnicodeDecodeError("utf-8", raw, nul, nul + 1, "a NUL character")
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1

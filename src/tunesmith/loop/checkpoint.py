@@ -63,6 +63,7 @@ class Checkpoints:
             unfinished.mkdir(parents=True)
             write(unfinished)
             (unfinished / STATE_FILE).write_text(json.dumps(state))
+            _share_alike(unfinished)
             _flush(unfinished)
             self._remove(step)
             unfinished.rename(target)
@@ -130,6 +131,13 @@ def _is_storage_failure(error: Exception) -> bool:
     # safetensors reports a full disk as its own error, with the system's words inside.
     words = str(error).lower()
     return isinstance(error, OSError) or "no space left" in words or "file too large" in words or "i/o" in words
+
+
+def _share_alike(directory: Path) -> None:
+    """Readable for whom other new files are: safetensors makes its own for the owner alone."""
+    mode = (directory / STATE_FILE).stat().st_mode & 0o777
+    for file in directory.rglob("*.safetensors"):
+        file.chmod(mode)
 
 
 def _flush(directory: Path) -> None:

@@ -17,12 +17,14 @@ from math import ceil
 from pathlib import Path
 from typing import Any, cast
 
+from tunesmith.config.files import same_path
 from tunesmith.engines.base import EngineStats
 from tunesmith.environments.rewards import check_failed, reward_metrics
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.loop.collect import Scorer
 from tunesmith.monitor.metrics import JsonLines, is_whole, keep_lines
 from tunesmith.monitor.progress import open_progress
+from tunesmith.redact import redact_values
 from tunesmith.types import Completion, Rollout, RolloutGroup, Status, Task
 
 BLOCK = 64
@@ -143,7 +145,7 @@ def write_whole(path: Path, lines: Iterator[Json]) -> int:
     count = 0
     with boundary(StorageError, f"cannot write {path}", OSError):
         unfinished.unlink(missing_ok=True)
-        out = JsonLines(unfinished)
+        out = JsonLines(unfinished, private=True)
         for line in lines:
             out.write(line)
             count += 1
@@ -159,11 +161,11 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
         ConfigError: the file was begun from something else.
     """
     note = path.with_name(f".{path.stem}.source.json")
-    current = json.loads(json.dumps(identity))
+    current: Json = {key: same_path(value) for key, value in json.loads(json.dumps(redact_values(identity))).items()}
     if path.exists() and note.exists():
         with boundary(StorageError, f"cannot read {note}", (OSError, ValueError)):
             before: Json = json.loads(note.read_text(encoding="utf-8"))
-        changed = [key for key in (*before, *current) if before.get(key) != current.get(key)]
+        changed = [key for key in (*before, *current) if same_path(before.get(key)) != current.get(key)]
         if changed:
             raise ConfigError(
                 f"{path} was begun with {changed[0]} = {before.get(changed[0])!r}, and it is now "
@@ -196,7 +198,7 @@ async def answer(
         RewardError: too many rollouts failed.
     """
     done = repair(path)
-    out = JsonLines(path)
+    out = JsonLines(path, private=True)
     places = iter(range(done, len(tasks)))
     flying: deque[asyncio.Task[RolloutGroup]] = deque()
     block: list[RolloutGroup] = []

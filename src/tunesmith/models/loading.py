@@ -25,7 +25,10 @@ from tunesmith.models.families import check_family
 from tunesmith.models.quantised import Quantize, let_gradients_pass, quantised_settings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_FOREIGN = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, AttributeError, SafetensorError)
+_FOREIGN = (
+    *(OSError, ValueError, KeyError, IndexError, TypeError, ImportError, RuntimeError, AttributeError),
+    *(ArithmeticError, AssertionError, SafetensorError),
+)
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:

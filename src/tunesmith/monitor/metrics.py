@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self, TextIO
 
 from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.monitor.plain import plain
+from tunesmith.redact import open_private
 
 
 class Sink(Protocol):
@@ -25,16 +26,18 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Appends JSON objects to a file, each flushed when written. What is no JSON is written as ``plain`` has it.
+    """Appends JSON objects to a file, each flushed when written. What is no JSON is written as ``plain`` has it. A new
+    file is its owner's alone where it is ``private``.
 
     Raises:
         StorageError: the disk is full or the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, private: bool = False) -> None:
         self.path = path
         with boundary(StorageError, f"cannot write {path}", OSError):
-            self._file: TextIO = path.open("a", encoding="utf-8")
+            opener = open_private if private else None
+            self._file: TextIO = open(path, "a", encoding="utf-8", opener=opener)  # noqa: SIM115
 
     def write(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(_finite(plain(record)), ensure_ascii=False, allow_nan=False)

@@ -29,6 +29,7 @@ from typing import Literal
 
 from tunesmith.errors import CheckpointError, ConfigError, StorageError, boundary
 from tunesmith.monitor.interrupts import Interrupted
+from tunesmith.redact import redact
 
 _locked_here: set[Path] = set()
 """Directories this process holds; record locks do not keep a process out of its own files."""
@@ -95,7 +96,7 @@ def how_to_continue(path: Path) -> str:
     if Path(name).name not in ("tunesmith", "__main__.py"):
         return f"Continue with the same command and run_dir={shlex.quote(str(path))} {resume}"
     kept = [word for word in said if not word.startswith(("run_dir=", "checkpoint.resume="))]
-    return f"Continue with: {shlex.join(['tunesmith', *kept, f'run_dir={path}', resume])}"
+    return f"Continue with: {redact(shlex.join(['tunesmith', *kept, f'run_dir={path}', resume]))}"
 
 
 def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
@@ -113,8 +114,6 @@ def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
             raise ConfigError(f"run_dir = '{run_dir}' cannot be a directory: {above} is a file")
         if not os.access(above, os.W_OK | os.X_OK):
             raise ConfigError(f"run_dir = '{run_dir}' cannot be written: {above} is not yours to write to")
-        if is_running(run_dir.resolve()):
-            raise ConfigError(f"run_dir = '{run_dir}' is in use by another process: wait for it to end, or stop it")
         _refuse_another_run(run_dir.resolve(), resume)
 
 
@@ -178,7 +177,7 @@ def _locked(path: Path) -> Generator[None]:
         raise ConfigError(f"this process already writes to {path}")
     lock = path / "run.lock"
     with boundary(StorageError, f"cannot write to the run directory {path}", OSError):
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -77,23 +77,24 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
         ModelError: ``config.json`` or a weight file is missing or damaged.
     """
     path = directory / "config.json"
-    with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError)):
+    with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)):
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         config = config.get("text_config") or config
-    hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
-    layers, vocabulary = _first(config, "num_hidden_layers", "n_layer"), _first(config, "vocab_size")
+        _check_sizes(path, config)
+    size = {name: _first(config, *names) for name, names in _SIZES.items()}
+    hidden, heads, layers, vocabulary = (size[name] for name in ("hidden_size", "heads", "layers", "vocab_size"))
     if not (hidden and heads and layers and vocabulary):
         return None
     return ModelFacts(
         parameters=count_parameters(directory),
         layers=layers,
         hidden_size=hidden,
-        intermediate_size=_first(config, "intermediate_size", "n_inner") or 4 * hidden,
+        intermediate_size=size["intermediate_size"] or 4 * hidden,
         heads=heads,
-        kv_heads=_first(config, "num_key_value_heads") or heads,
-        head_dim=_first(config, "head_dim") or hidden // heads,
+        kv_heads=size["kv_heads"] or heads,
+        head_dim=size["head_dim"] or hidden // heads,
         vocab_size=vocabulary,
-        context=_first(config, "max_position_embeddings", "n_positions"),
+        context=size["context"],
         switch=_switch(config),
     )
 
@@ -131,6 +132,31 @@ def _count_in_file(path: Path) -> int:
             raise ValueError("it is damaged, or no safetensors file")
         header: dict[str, Any] = json.loads(file.read(length))
         return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+_SIZES = {
+    "hidden_size": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner"),
+    "vocab_size": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions"),
+}
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse (ModelError) sizes that no decoder has; transformers divides by some of them without a look."""
+    for name in (name for names in _SIZES.values() for name in names):
+        value = config.get(name)
+        if isinstance(value, str | float) or (isinstance(value, int) and not 0 < value < 2**31):
+            raise ModelError(f"{path}: {name} is {value!r}; it must be a whole number above 0")
+    hidden, heads, kv_heads = (_first(config, *_SIZES[name]) for name in ("hidden_size", "heads", "kv_heads"))
+    if hidden and heads and not config.get("head_dim") and hidden % heads:
+        raise ModelError(f"{path}: {hidden} of hidden_size cannot be shared out to {heads} heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise ModelError(f"{path}: {heads} heads cannot share {kv_heads} num_key_value_heads evenly")
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:

@@ -1,0 +1,99 @@
+"""Secrets in settings are neither printed nor written, data is private, and the run still uses the real ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunesmith.cli.guard import guarded
+from tunesmith.config.load import load_config
+from tunesmith.config.resolved import changes, print_resolved, save_resolved
+from tunesmith.config.schema import RLConfig
+from tunesmith.errors import ConfigError, EngineError
+from tunesmith.loop.checkpoint import Checkpoints
+from tunesmith.loop.generation import claim
+from tunesmith.monitor.metrics import JsonLines
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.resolve import resolve
+
+URL = "http://user:S3CRET@host:80/r?key=T0KEN"
+SETTINGS = [
+    "model.path=org/m", "data.train=org/d", f'reward.remote=[{{urls = ["{URL}"]}}]', "system.cluster=ray",
+    'system.ray_runtime_env={env_vars = {WANDB = "S3CRET"}, config = {api_key = "T0KEN"}}',
+]  # fmt: skip
+
+
+def clean(text: str) -> bool:
+    return "S3CRET" not in text and "T0KEN" not in text
+
+
+def test_settings_are_shown_and_saved_without_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resolved = resolve(load_config(RLConfig, None, SETTINGS), Facts(read_hardware()))
+    assert resolved.config.reward.remote[0].urls == (URL,)  # the run has the real one
+    print_resolved(resolved)
+    save_resolved(resolved, tmp_path)
+    told = capsys.readouterr().out
+    assert "http://***@host:80/r?key=***" in told and clean(told)
+    for name in ("config.toml", "resolved.json"):
+        file = tmp_path / name
+        assert "***@host" in file.read_text() and clean(file.read_text())
+        assert file.stat().st_mode & 0o077 == 0
+    assert not changes(resolved, tmp_path)
+
+
+def test_a_hidden_secret_is_refused_where_a_real_one_is_needed(tmp_path: Path) -> None:
+    resolved = resolve(load_config(RLConfig, None, SETTINGS), Facts(read_hardware()))
+    save_resolved(resolved, tmp_path)
+    with pytest.raises(ConfigError, match=r"reward.remote\[0\].urls\[0\].*write the real one"):
+        load_config(RLConfig, tmp_path / "config.toml")
+
+
+def test_messages_have_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(RLConfig, None, [*SETTINGS, f"system.engine_urls={URL}", f"train.lr={URL}"])
+    errors: list[Exception] = [caught.value, EngineError(f"{URL} is down"), RuntimeError(URL)]
+    for error in errors:
+
+        def fail(error: Exception = error) -> None:
+            error.add_note(f"see {URL}")
+            raise error
+
+        with pytest.raises(BaseException):  # noqa: B017
+            guarded(fail)()
+    told = capsys.readouterr()
+    assert "***@host" in told.err and clean(told.err + told.out)
+
+
+def test_what_holds_data_is_private_and_weights_are_as_other_new_files(tmp_path: Path) -> None:
+    JsonLines(tmp_path / "rollouts.jsonl", private=True).close()
+    assert (tmp_path / "rollouts.jsonl").stat().st_mode & 0o077 == 0
+
+    def write(directory: Path) -> None:
+        (directory / "model.safetensors").touch(mode=0o600)
+
+    (tmp_path / "usual").touch()
+    saved = Checkpoints(tmp_path, 1).save(1, {}, write, None)
+    assert (saved / "model.safetensors").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_what_an_output_was_begun_with_is_compared_by_what_paths_mean(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    (tmp_path / "r.py").touch()
+    out = tmp_path / "completions.jsonl"
+    out.touch()
+
+    def begun_with(model: str, functions: Any, url: str = URL) -> None:
+        claim(out, {"model.path": model, "reward.functions": functions, "reward.remote": [{"urls": [url]}]})
+
+    begun_with(f"{tmp_path}/model", [f"{tmp_path}/r.py:f"])
+    begun_with(f"{tmp_path}/link", [f"{tmp_path}/model/../r.py:f"])
+    begun_with(f"{tmp_path}/model/../model", [f"{tmp_path}/r.py:f"], URL.replace("S3CRET", "new"))
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        begun_with(f"{tmp_path}/other", [f"{tmp_path}/r.py:f"])
+    note = (tmp_path / ".completions.source.json").read_text()
+    assert clean(note) and json.loads(note)["model.path"] == f"{tmp_path}/model"
