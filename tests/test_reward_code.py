@@ -14,7 +14,7 @@ from tunesmith.errors import ConfigError
 
 
 def section(*functions: str, **rest: object) -> RewardSection:
-    return RewardSection.model_validate({"functions": functions, **rest})
+    return RewardSection.model_validate({"functions": functions, "isolation": "thread", **rest})
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_checking_and_loading_do_not_import_torch(directory: Path) -> None:
         "import sys; from pathlib import Path\n"
         "from tunesmith.config.schema import RewardSection\n"
         "from tunesmith.environments.rewards import load_rewards\n"
-        "load_rewards(RewardSection(functions=('math', 'rewards.py:correct')), Path('.')).close()\n"
+        "load_rewards(RewardSection(functions=('math', 'rewards.py:correct'), isolation='thread'), Path('.')).close()\n"
         "print([m for m in ('torch', 'transformers', 'sympy', 'numpy') if m in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=directory, capture_output=True, text=True, check=True)

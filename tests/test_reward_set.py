@@ -446,7 +446,7 @@ def test_the_process_ends_although_a_reward_hangs(tmp_path: Path) -> None:
         from tunesmith.config.schema import RewardSection
         from tunesmith.environments.rewards import load_rewards
         from tunesmith.types import Rollout, Task
-        rewards = load_rewards(RewardSection(functions=("rewards.py:f",), timeout=0.1), Path("."))
+        rewards = load_rewards(RewardSection(functions=("rewards.py:f",), timeout=0.1, isolation="thread"), Path("."))
         one = Rollout(Task("t", "q", ()))
         asyncio.run(rewards.score([one], ["a"]))
         print(one.status.value)

@@ -54,6 +54,7 @@ def rl_settings(folder: Path, model: Path, run: str = "run", **changed: Any) -> 
         "data.train": str(folder / "train.jsonl"),
         "data.chat": False,
         "reward.functions": [f"{folder / 'rewards.py'}:share"],
+        "reward.isolation": "thread",
         "rollout.prompts_per_step": 4,
         "rollout.group_size": 4,
         "rollout.max_new_tokens": 8,

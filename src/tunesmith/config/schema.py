@@ -14,7 +14,7 @@ from pydantic import Field
 
 from tunesmith.config.section import Section
 from tunesmith.config.system import SystemSection
-from tunesmith.config.values import Beta, Count, GradNorm, PositiveInt, Rate, Seed, Share, Text, Url, at_most
+from tunesmith.config.values import Beta, Count, GradNorm, PositiveInt, Rate, Seed, Share, Size, Text, Url, at_most
 
 
 class ModelSection(Section):
@@ -121,6 +121,10 @@ class RewardSection(Section):
     remote: tuple[RemoteReward, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that one call of a reward may take."""
+    isolation: Literal["process", "thread"] | None = None
+    """Where your functions run: in a process that can be killed, or in the run's own."""
+    memory: Size | None = None
+    """Of the process of your functions, beside what they import; None: half of the machine's."""
     max_failed_share: Share = 0.1
     """The run stops when more than this share of a step's rollouts failed."""
     answer: Text = "answer"

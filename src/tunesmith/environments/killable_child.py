@@ -1,64 +1,181 @@
-"""The program of a worker process: ``python killable_child.py FILE FUNCTION DEADLINE PIPE PARENT``.
+"""The process behind ``killable.py``: ``python killable_child.py PIPE PARENT``.
 
-Reads JSON lists of arguments from the pipe and answers each with a JSON object: ``{"value": ...}`` or
-``{"raised": traceback}``; one comes first of all, when it is ready. Imports nothing of Tunesmith, so that it
-starts fast and stays small.
+It loads a program once and then only forks, so that a worker costs milliseconds and shares the memory of what was
+imported. Each worker answers calls on a pipe of its own: plain functions one after the other on the main thread,
+coroutines together on an event loop. Imports the standard library alone; what a program imports is its own affair.
+
+Questions are pickled, because the asking process is trusted; answers are JSON, which cannot run anything there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import faulthandler
 import importlib.util
 import json
+import os
+import pickle
 import signal
 import sys
+import threading
 import traceback
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
-MEMORY_BYTES = 4 << 30
 CHILDREN = Path(__file__).parent.parent / "monitor" / "children.py"
 
 
-def main(file: str, function: str, deadline: float, pipe: int, parent: int) -> None:
-    _load(str(CHILDREN), "end_with_parent")(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the asking process gets them too
-        signal.signal(number, signal.SIG_IGN)
-    _limit_memory()
-    call = _load(file, function)
+def main(pipe: int, parent: int) -> None:
+    """Load what the first message names, then fork a worker for every further one."""
+    end_with_parent = _load(str(CHILDREN), "end_with_parent")
+    end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
     asking = Connection(pipe)
-    answer = json.dumps({"value": None})
+    setup = pickle.loads(asking.recv_bytes())
+    sys.path[:] = setup["path"]
+    call = _load(setup["file"], setup["function"])
+    if setup["arguments"] is not None:
+        call = call(*setup["arguments"])
+    sys.stdout.flush()
+    # A thread of the program's would be missing in a fork, and so would a GPU that it holds.
+    forks = threading.active_count() == 1 and not _has_gpu()
+    _send(asking, {"value": getattr(call, "description", None), "forks": forks})
+    ended, child = os.pipe()
+    os.set_blocking(child, False)
+    signal.set_wakeup_fd(child)
+    signal.signal(signal.SIGCHLD, _woken)
+    here = os.getpid()
     while True:
-        asking.send_bytes(answer.encode())
+        ready = wait([asking, ended])
+        if ended in ready:
+            os.read(ended, 1024)
+            _reap(asking)
+        if asking in ready:
+            try:
+                order = pickle.loads(asking.recv_bytes())
+                handle = recv_handle(asking)
+            except (EOFError, OSError):
+                os._exit(0)
+            number = os.fork() if order["fork"] else 0
+            if number == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                if order["fork"]:
+                    end_with_parent(here)
+                    asking.close()
+                _reseed()
+                _limit(order["memory"])
+                _serve(Connection(handle), call)
+            os.close(handle)
+            _send(asking, {"forked": number})
+
+
+def _woken(number: int, frame: object) -> None:
+    """The wake-up pipe has it already."""
+
+
+def _reap(asking: Connection) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            _send(asking, {"ended": found[0], "code": os.waitstatus_to_exitcode(found[1])})
+
+
+def _serve(pipe: Connection, call: Callable[..., Any]) -> None:
+    """Answer calls until the other end is closed."""
+    concurrent: Callable[..., bool] = getattr(call, "concurrent", lambda *_: False)
+    waiting: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()
+    running: dict[int, Future[Any]] = {}
+    loop = asyncio.new_event_loop()
+    sending = threading.Lock()
+
+    def answer(number: int, made: Callable[[], Any]) -> None:
         try:
-            arguments: list[Any] = json.loads(asking.recv_bytes())
-        except EOFError:
-            return
-        # The asking process kills at the deadline; this ends the process should that one be gone.
-        signal.setitimer(signal.ITIMER_REAL, 2 * deadline + 5)
-        try:
-            answer = json.dumps({"value": call(*arguments)})
-        except Exception:
-            answer = json.dumps({"raised": traceback.format_exc(limit=-5)[-4000:]})
-        signal.setitimer(signal.ITIMER_REAL, 0)
+            text = json.dumps({"id": number, "value": made()})
+        except BaseException:
+            text = json.dumps({"id": number, "raised": traceback.format_exc(limit=-5)[-4000:]})
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        with sending:
+            pipe.send_bytes(text.encode())
+
+    def read() -> None:
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        while True:
+            try:
+                number, packed = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(0)
+            if packed is None:
+                if number in running:
+                    running[number].cancel()
+                continue
+            try:
+                arguments = pickle.loads(packed)
+            except Exception:
+                answer(number, lambda packed=packed: pickle.loads(packed))
+                continue
+            if concurrent(*arguments):
+                task = running[number] = asyncio.run_coroutine_threadsafe(call(*arguments), loop)
+                task.add_done_callback(
+                    lambda done, number=number: (running.pop(number, 0), answer(number, done.result))
+                )
+            else:
+                waiting.put((number, arguments))
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        number, arguments = waiting.get()
+        answer(number, lambda arguments=arguments: call(*arguments))
+
+
+def _send(pipe: Connection, message: dict[str, Any]) -> None:
+    pipe.send_bytes(json.dumps(message).encode())
 
 
 def _load(file: str, function: str) -> Any:
-    spec = importlib.util.spec_from_file_location("worker_program", file)
+    name = f"program_{Path(file).stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["worker_program"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return getattr(module, function)
 
 
-def _limit_memory() -> None:
+def _has_gpu() -> bool:
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def _reseed() -> None:
+    """Python reseeds ``random`` in a fork, NumPy does not: workers would draw the same numbers."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _limit(memory: int) -> None:
+    """Let the worker have ``memory`` bytes on top of what was loaded, and the kernel choose it when all run out."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        before = 0
+        with contextlib.suppress(OSError):
+            pages = Path("/proc/self/statm").read_text().split()[5]
+            before = int(pages) * resource.getpagesize()
+        # Of the data, not of the addresses: libraries for GPUs reserve many times what they use.
+        resource.setrlimit(resource.RLIMIT_DATA, (before + memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -6,7 +6,8 @@ A reward function has TRL's signature::
         return [float(completion.strip() == gold) for completion, gold in zip(completions, answer)]
 
 It may be ``async``, is called with keywords only, and gets every data column as a list with one entry per
-completion. None says that the reward does not apply to that completion. It runs outside the main thread.
+completion. None says that the reward does not apply to that completion. It runs in a process of its own, or with
+``isolation = "thread"`` outside the main thread.
 A call that raises, overruns ``reward.timeout`` or returns nonsense fails all rollouts of that call; an
 unusable item of a good list fails its rollout only. A failed rollout has no reward, never a zero.
 """
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import RewardSection
 from tunesmith.environments import user_code
@@ -39,9 +40,12 @@ from tunesmith.environments.reward_types import (
     scores_from,
 )
 from tunesmith.environments.trainer_state import TrainerState
-from tunesmith.environments.user_calls import RaisedInCall, UserCalls
+from tunesmith.environments.user_calls import FarFunction, RaisedInCall, UserCalls, kept_default_dtype
 from tunesmith.errors import ConfigError, DataError, DeadlineExceeded, RewardError, nearest
 from tunesmith.types import Rollout, Status, Task
+
+if TYPE_CHECKING:
+    from tunesmith.environments.isolated import IsolatedRewards
 
 ENVIRONMENT = "environment"
 """The name under which ``Rollout.rewards`` has what the environment paid, with a weight of 1."""
@@ -70,6 +74,8 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
                 " A function of yours is written file.py:function."
             )
     check_builtins(section)
+    if section.memory is not None and section.isolation == "thread":
+        raise ConfigError('reward.memory has no effect with reward.isolation = "thread"; a thread has no limit.')
     for entry in section.models:
         check_reward_model(entry)
     for entry in section.remote:
@@ -90,11 +96,14 @@ def load_rewards(section: RewardSection, base_dir: Path) -> RewardSet:
     """
     check_rewards(section, base_dir)
     made = RewardSet(_weights(section), section.timeout)
-    for entry, name in zip(section.functions, list(made.weights), strict=False):
+    named = list(zip(section.functions, made.weights, strict=False))
+    own = [(name, entry) for entry, name in named if entry not in BUILTINS]
+    users = made.isolate(own, base_dir, section.memory) if own and section.isolation != "thread" else {}
+    for entry, name in named:
         if entry in BUILTINS:
             made.add(BUILTINS[entry](section))
         else:
-            made.add(user_reward(name, entry, user_code.load_function(entry, base_dir)))
+            made.add(users.get(name) or user_reward(name, entry, user_code.load_function(entry, base_dir)))
     return made
 
 
@@ -149,7 +158,17 @@ class RewardSet:
         """What functions see as ``trainer_state``; the loop replaces it each step."""
         self._timeout = timeout
         self._calls = UserCalls()
+        self._isolated: IsolatedRewards | None = None
         self._logged: dict[str, list[float]] = {}
+
+    def isolate(
+        self, references: Sequence[tuple[str, str]], base_dir: Path, memory: str | None
+    ) -> dict[str, RewardFunction]:
+        """The user's functions, by name and reference, loaded in a worker process."""
+        from tunesmith.environments.isolated import IsolatedRewards
+
+        self._isolated = IsolatedRewards(references, base_dir, memory)
+        return {function.name: function for function in self._isolated.functions}
 
     def add(self, function: RewardFunction) -> None:
         assert function.name in self.weights, f"the reward '{function.name}' has no weight"
@@ -226,6 +245,8 @@ class RewardSet:
     def close(self) -> None:
         """End threads and worker processes."""
         self._calls.close()
+        if self._isolated is not None:
+            self._isolated.close()
         for function in self.functions:
             function.close()
 
@@ -238,7 +259,12 @@ class RewardSet:
             return scores_from(await f.function(rollouts, texts, notes), size), notes
         arguments = arguments_for(f, rollouts, texts, self.state, notes)
         try:
-            return scores_from(await self._calls.run(f.function, arguments, self._timeout), size), notes
+            if isinstance(f.function, FarFunction):
+                assert self._isolated is not None
+                return await self._isolated.run(f.function, arguments, notes, self._timeout), notes
+            with kept_default_dtype():
+                output = await self._calls.run(f.function, arguments, self._timeout)
+            return scores_from(output, size), notes
         except RaisedInCall as raised:
             failure = ItemFailure(Status.REWARD_FAILED, f"raised on a call of {size} completions:\n{raised.trace}")
         except DeadlineExceeded as error:

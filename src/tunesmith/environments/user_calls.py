@@ -6,7 +6,8 @@ an event loop of their own, so that one that blocks does not stop the engine's.
 
 A thread cannot be killed. One that overruns is left behind (a daemon: it does not keep the process from
 ending) and a fresh one takes over the calls that wait. A function that holds the interpreter lock without
-end, such as a regular expression that backtracks for ever, stops every thread: no deadline can see it.
+end, such as a regular expression that backtracks for ever, stops every thread: no deadline can see it. Code that
+may do so runs in processes (``isolated.py``).
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -36,13 +41,33 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``given`` the function takes by keyword."""
+@dataclass(frozen=True, slots=True)
+class FarFunction:
+    """A function in another process, as it was described from there."""
+
+    number: int
+    parameters: list[str] | None
+    """What it takes by keyword; None: everything."""
+    asynchronous: bool
+
+    def __call__(self, **_: Any) -> Any:
+        raise AssertionError("it is called where it is")
+
+
+def parameters_of(function: Callable[..., Any]) -> list[str] | None:
+    """What the function takes by keyword; None: everything."""
+    if isinstance(function, FarFunction):
+        return function.parameters
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(given)
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return {name: value for name, value in given.items() if name in names}
+        return None
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``given`` the function takes by keyword."""
+    names = parameters_of(function)
+    return dict(given) if names is None else {name: value for name, value in given.items() if name in names}
 
 
 def check_keywords(function: Callable[..., Any], reference: str, available: set[str], skip: int = 0) -> None:
@@ -56,17 +81,70 @@ def check_keywords(function: Callable[..., Any], reference: str, available: set[
             )
 
 
-class RaisedInCall(Exception):
-    """What a user's function raised, of whatever kind: also ``SystemExit`` and the like."""
+@contextmanager
+def kept_default_dtype() -> Generator[None]:
+    """Undo what the user's code may do to PyTorch's default number format, which training would go on with."""
+    torch: Any = sys.modules.get("torch")
+    before = torch and torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.get_default_dtype() is not (before or torch.float32):
+            torch.set_default_dtype(before or torch.float32)
 
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(repr(error))
+
+class RaisedInCall(Exception):
+    """What a user's function raised, of whatever kind: also ``SystemExit`` and the like.
+
+    Where that was in another process, only ``trace`` is known, or why the process ended.
+    """
+
+    def __init__(self, error: BaseException | None, trace: str = "") -> None:
+        super().__init__(repr(error) if error else trace)
         self.error = error
+        self._trace = trace
 
     @property
     def trace(self) -> str:
         """The traceback, from the user's code on."""
-        return describe_exception(self.error, skip=lambda file: file == __file__ or "/asyncio/" in file)
+        if self.error is None:
+            return self._trace
+        return describe_exception(self.error, skip=_is_ours)
+
+
+def _is_ours(file: str) -> bool:
+    return file == __file__ or "/asyncio/" in file or Path(file).name in ("reward_program.py", "environment_program.py")
+
+
+class Turns:
+    """Calls of plain functions, one at a time and in order, on one event loop at a time."""
+
+    def __init__(self) -> None:
+        self._turn: tuple[object, asyncio.Lock] = (None, asyncio.Lock())
+        self._overruns: dict[int, int] = {}
+
+    @asynccontextmanager
+    async def turn(self, key: int, timeout: float) -> AsyncGenerator[None]:
+        """Wait for a turn. Of a function, known by its ``key``, that hung several times on end, waiting calls fail.
+
+        Raises:
+            DeadlineExceeded: it did, while this call waited.
+        """
+        before = self._overruns.get(key, 0)
+        running = asyncio.get_running_loop()
+        if self._turn[0] is not running:  # a lock belongs to the loop that waited for it
+            self._turn = running, asyncio.Lock()
+        async with self._turn[1]:
+            overruns = self._overruns.get(key, 0)
+            if overruns >= HUNG_AFTER and overruns > before:
+                raise DeadlineExceeded(f"not tried, because the last {overruns} calls ran for more than {timeout:g} s")
+            try:
+                yield
+            except DeadlineExceeded:
+                self._overruns[key] = overruns + 1
+                raise
+            self._overruns[key] = 0
 
 
 class UserCalls:
@@ -75,8 +153,7 @@ class UserCalls:
     def __init__(self) -> None:
         self._thread: _Thread | None = None
         self._loop: _LoopThread | None = None
-        self._turn: tuple[object, asyncio.Lock] = (None, asyncio.Lock())
-        self._overruns: dict[int, int] = {}
+        self._turns = Turns()
         self.abandoned = 0
         """Threads left behind with a call that did not return."""
 
@@ -98,22 +175,12 @@ class UserCalls:
         self._thread = self._loop = None
 
     async def _run_plain(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
-        key = id(function)
-        before = self._overruns.get(key, 0)
-        running = asyncio.get_running_loop()
-        if self._turn[0] is not running:  # a lock belongs to the loop that waited for it
-            self._turn = running, asyncio.Lock()
-        async with self._turn[1]:
-            overruns = self._overruns.get(key, 0)
-            if overruns >= HUNG_AFTER and overruns > before:
-                raise DeadlineExceeded(f"not tried, because the last {overruns} calls ran for more than {timeout:g} s")
+        async with self._turns.turn(id(function), timeout):
             thread = self._thread = self._thread or _Thread()
             result = thread.submit(functools.partial(function, **kwargs))
             try:
-                if not await _done_within(result, timeout):
-                    self._overruns[key] = overruns + 1
+                if not await done_within(result, timeout):
                     raise DeadlineExceeded(f"did not return within {timeout:g} s")
-                self._overruns[key] = 0
                 return result.result()
             finally:
                 if not result.done():
@@ -124,7 +191,7 @@ class UserCalls:
     async def _run_async(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
         loop = self._loop = self._loop or _LoopThread()
         result = loop.submit(functools.partial(function, **kwargs))
-        if await _done_within(result, timeout):
+        if await done_within(result, timeout):
             if result.cancelled():
                 raise DeadlineExceeded("was ended, because another call blocked its event loop")
             return result.result()
@@ -170,7 +237,7 @@ class EpisodeCode:
         self._calls.close()
 
 
-async def _done_within(future: Future[object], timeout: float) -> bool:
+async def done_within(future: Future[object], timeout: float) -> bool:
     """Wait for it; cancel it (where it can be) when time or the caller runs out."""
     waiting = asyncio.wrap_future(future)
     try:

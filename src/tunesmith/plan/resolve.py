@@ -10,7 +10,7 @@ from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.config.generation import GenerateConfig, SamplingConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.resolved import Derived, Resolved, settings
-from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.sizes import format_size
 from tunesmith.plan.checks import check, optimizer_steps, raise_all, resolved_algorithm, rollout_samples, step_problems
 from tunesmith.plan.device import derive_system, state_bytes
@@ -62,6 +62,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
         _derive_critic(filling)
         _derive_intervals(filling)
     _derive_episode(filling, facts)
+    _derive_isolation(filling, facts)
     # Before the limits, which are often far above what the data needs.
     derive_system(filling, facts)
     derive_weights(filling)
@@ -179,6 +180,17 @@ def _derive_episode(filling: Filling[Any], facts: Facts) -> None:
     wanted = facts.longest + turns * (new + answer)
     reason = f"the longest prompt and {turns} turns, each answered with {answer} tokens"
     filling.fill("environment.max_tokens", *min([(wanted, reason), *_room(config, facts)]))
+
+
+def _derive_isolation(filling: Filling[Any], facts: Facts) -> None:
+    """Where the user's reward functions run; what of ``[reward]`` is built in keeps processes of its own."""
+    reward: RewardSection | None = getattr(filling.config, "reward", None)
+    if reward is None or not any(":" in entry for entry in reward.functions):
+        return
+    reason = "a function that hangs, crashes or eats memory fails its own rollouts and not the run"
+    filling.fill("reward.isolation", "process", reason)
+    if filling.get("reward.isolation") == "process":
+        filling.fill("reward.memory", format_size(facts.hardware.memory_total // 2), "half of the machine's memory")
 
 
 def _room(config: RunConfig, facts: Facts) -> list[tuple[int, str]]:
