@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from foreign_tables import FOREIGN
 from tunesmith.algorithms.advantages import ESTIMATORS
 from tunesmith.algorithms.corrections import CORRECTIONS
 from tunesmith.algorithms.losses import POLICY_LOSSES
@@ -19,7 +20,7 @@ from tunesmith.algorithms.registry import Entry
 from tunesmith.monitor.catalogue import CATALOGUE
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = (DOCS / "algorithms.md", DOCS / "observability.md")
+PAGES = (DOCS / "algorithms.md", DOCS / "observability.md", DOCS / "coming-from.md")
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -98,9 +99,14 @@ def metrics(kind: str) -> str:
     return _table(("metric", "unit", "form", "meaning", "in sinks also"), rows)
 
 
+def _foreign(name: str) -> str:
+    return _table(*FOREIGN[name]())
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     **{made.__name__: made for made in (presets, losses, estimators, corrections)},
     **{f"metrics_{kind}": partial(metrics, kind) for kind in CATALOGUE},
+    **{name: partial(_foreign, name) for name in FOREIGN},
 }
 
 

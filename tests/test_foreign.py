@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from documents import ROOT, blocks_of
 from foreign_names import counts, fields, frameworks, leaves, listed, options
 from tunesmith.config.describe import choices_at
-from tunesmith.config.foreign import FRAMEWORKS, meanings, meanings_of, value_of
+from tunesmith.config.foreign import FRAMEWORKS, foreign_values, meanings, meanings_of, value_of
 from tunesmith.config.kinds import KINDS, all_keys, command_of, commands_with
 from tunesmith.config.load import load_config
+from tunesmith.config.problems import dotted, key_lines
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.unknown import find
 from tunesmith.errors import ConfigError
@@ -191,9 +194,7 @@ def test_the_data_leads_to_keys_that_exist_and_says_each_thing_once() -> None:
 
 
 def test_values_of_other_frameworks_are_valid_here() -> None:
-    from tunesmith.config.foreign import _read
-
-    for key, values in _read("values").items():
+    for key, values in foreign_values().items():
         choices = choices_at(RLConfig, tuple(key.split("."))) or choices_at(KINDS["dpo"], tuple(key.split(".")))
         assert key in KEYS and (not choices or set(values) <= set(choices)), key
     assert value_of("model.dtype", "bf16") == '"bfloat16"'
@@ -304,6 +305,18 @@ def test_options_of_other_frameworks_are_answered_with_overrides(capsys: pytest.
     assert "not sharded" in lines["--ds.zero_stage"] and "unknown" in lines["--nonsense"]
 
 
+def test_a_command_s_own_options_are_suggested_first(capsys: pytest.CaptureFixture[str]) -> None:
+    said = parsed("launch", ["slurm", "run.toml", "--node", "2", "--gpus_per_node", "8", "--lr", "1"], capsys)
+    assert "did you mean --nodes?" in said and "did you mean --gpus-per-node?" in said and "train.lr=1" in said
+
+
+def test_settings_are_completed() -> None:
+    from tunesmith.cli.arguments import complete_setting
+
+    assert complete_setting("train.l") == ["train.lr="]
+    assert "rollout.group_size=" in complete_setting("roll") and not complete_setting("zzz")
+
+
 @pytest.mark.parametrize("command", [*KINDS, "config"])
 def test_every_command_answers_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     first = ["run"] if command == "rft" else []
@@ -335,3 +348,17 @@ def test_presets_and_choices_are_found_whatever_their_letters() -> None:
     for name, ours in (("GRPO", "'grpo'"), ("reinforce++", '"reinforce_pp"')):
         with pytest.raises(ConfigError, match=re.escape(ours)):
             resolve_algorithm(AlgorithmSection(name=name), max_new_tokens=8)
+
+
+def test_the_examples_of_the_page_say_the_same_on_both_sides() -> None:
+    """Each setting of the other framework has its key in the run file that follows it."""
+    blocks = [b for b in blocks_of(ROOT / "docs" / "coming-from.md") if b.language in ("text", "toml")]
+    pairs = [(a.text, b.text) for a, b in pairwise(blocks) if (a.language, b.language) == ("text", "toml")]
+    assert len(pairs) == 3
+    for theirs, ours in pairs:
+        said = {dotted(path) for path in key_lines(ours)} | {re.sub(r"\[\d+\]", "", dotted(p)) for p in key_lines(ours)}
+        names = re.findall(r"--([\w.]+)", theirs) or re.findall(r"(?<![\w.])([\w.]+)=", theirs)
+        told = [name for name in names if name not in ("args", "model")]
+        assert len(told) > 10
+        for name in told:
+            assert set(find(RLConfig, name).keys) & said, name

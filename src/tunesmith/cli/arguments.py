@@ -7,8 +7,22 @@ from typing import Annotated
 
 import typer
 
+
+def complete_setting(incomplete: str) -> list[str]:
+    """What a shell may complete a setting to: ``train.l`` → ``train.lr=``."""
+    from tunesmith.config.kinds import KINDS, all_keys
+
+    keys = dict.fromkeys(key for kind in KINDS.values() for key in all_keys(kind))
+    return [f"{key}=" for key in keys if key.startswith(incomplete)]
+
+
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[section.key=value]...", help="Settings that replace the file's.", show_default=False),
+    typer.Argument(
+        metavar="[section.key=value]...",
+        help="Settings that replace the file's.",
+        show_default=False,
+        autocompletion=complete_setting,
+    ),
 ]

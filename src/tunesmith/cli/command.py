@@ -36,7 +36,7 @@ class Command(TyperCommand):
         known = {option for p in self.get_params(ctx) for option in (*p.opts, *p.secondary_opts)}
         settings = any(p.name == "overrides" for p in self.params)
         if settings and (unknown := _unknown(args, known)):
-            ctx.fail(_about_options(str(self.name), unknown))
+            ctx.fail(_about_options(str(self.name), unknown, known))
         rest = super().parse_args(ctx, args)
         run = ctx.params.get("run")
         if run is not None and "=" in str(run) and not run.exists():
@@ -84,12 +84,15 @@ def _unknown(args: Sequence[str], known: set[str]) -> list[tuple[str, list[str]]
     return found
 
 
-def _about_options(command: str, options: Sequence[tuple[str, list[str]]]) -> str:
+def _about_options(command: str, options: Sequence[tuple[str, list[str]]], known: set[str]) -> str:
+    """A message that answers each unknown option; ``known`` are the command's own."""
     from tunesmith.config.kinds import KINDS
 
-    lines = [
-        f"  {' '.join((option, *values))}: {_instead(KINDS.get(command), option, values)}" for option, values in options
-    ]
+    lines: list[str] = []
+    for option, values in options:
+        own = closest(option.replace("_", "-"), [k for k in known if k.startswith("--")], 0.85)
+        instead = f"did you mean {own}?" if own else _instead(KINDS.get(command), option, values)
+        lines.append(f"  {' '.join((option, *values))}: {instead}")
     return "No such option. Settings are written section.key=value, after the run file:\n" + "\n".join(lines)
 
 

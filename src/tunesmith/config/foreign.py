@@ -96,10 +96,15 @@ def value_of(key: str, value: object) -> str | None:
         >>> value_of("model.dtype", "bf16")
         '"bfloat16"'
     """
-    for ours, theirs in _read("values").get(key, {}).items():
+    for ours, theirs in foreign_values().get(key, {}).items():
         if str(value).lower() in theirs.split():
             return f'"{ours}"'
     return None
+
+
+def foreign_values() -> Mapping[str, Mapping[str, str]]:
+    """By key of ours: the value here, and what it is called elsewhere, separated by blanks."""
+    return _read("values")
 
 
 @cache
