@@ -238,6 +238,14 @@ def test_every_key_of_a_table_is_answered_at_its_line(tmp_path: Path) -> None:
     assert "algorithm.clip_low" in lines[0] and "train.lr" in lines[1] and "not sharded" in lines[3]
 
 
+def test_a_table_is_answered_by_its_keys_or_as_a_whole() -> None:
+    message = refused("ds.lora={rank = 8, zzz = 1}", "zero_optimization.offload_optimizer={device = 'cpu'}",
+                      "lr_scheduler_kwargs={min_lr = 1e-6}", "reward.functions=['math']")  # fmt: skip
+    assert "did you mean lora.rank" in message and "unknown key ds.lora.zzz." in message
+    assert "no zero_optimization.offload_optimizer.device" in message
+    assert "lr_scheduler_kwargs is called train.min_lr_ratio" in message
+
+
 WORDS = st.text(st.sampled_from("abcdefghijklmnopqrstuvwxyz_"), min_size=3, max_size=14)
 
 

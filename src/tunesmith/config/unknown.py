@@ -22,9 +22,9 @@ def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list
     if len(path) == 1 and (text := _section_of_others(kind, str(path[0]))):
         return [Problem(path, text)]
     leaves = list(_leaves(path, cast(Mapping[str, Any], value))) if isinstance(value, Mapping) and value else []
-    answers = {leaf: answer(kind, dotted(leaf)) for leaf in leaves}
+    answers = dict(_nearest_known(kind, leaf, len(path)) for leaf in leaves)
     if any(answers.values()):
-        return [Problem(leaf, text or f"unknown key {dotted(leaf)}.") for leaf, text in answers.items()]
+        return [Problem(place, text or f"unknown key {dotted(place)}.") for place, text in answers.items()]
     name = dotted(path)
     return [Problem(path, answer(kind, name) or f"unknown key {name}.{_nearly(kind, path)}")]
 
@@ -113,6 +113,14 @@ def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
     if close := closest(word, words.values(), OTHER_SECTION):
         return f" Did you mean {' or '.join(repr(key) for key, last in words.items() if last == close)}?"
     return f" Valid: {', '.join(sorted(valid))}."
+
+
+def _nearest_known(kind: type[RunConfig], leaf: KeyPath, least: int) -> tuple[KeyPath, str | None]:
+    """A key in a table, or the table around it that something is known of, and what there is instead."""
+    for length in range(len(leaf), least - 1, -1):
+        if text := answer(kind, dotted(leaf[:length])):
+            return leaf[:length], text
+    return leaf, None
 
 
 def _leaves(path: KeyPath, table: Mapping[str, Any]) -> Iterator[KeyPath]:
