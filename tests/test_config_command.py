@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tiny_runs import REWARDS, sums, write_lines
 from tunesmith.cli.show_config import show_config
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RLConfig
 from tunesmith.config.shape import DEEPEST
-from tunesmith.errors import ConfigError, TunesmithError, UserError
+from tunesmith.config.unknown import all_keys
+from tunesmith.errors import ConfigError, ModelError, TunesmithError, UserError
 
 MODEL = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300,
@@ -53,6 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refusal(*overrides: str) -> str:
+    """Refused in words; ``TunesmithError`` is never a traceback."""
     with pytest.raises(TunesmithError) as caught:
         show_config(Path("run.toml"), list(overrides))
     assert caught.value.exit_code == 2
@@ -86,6 +92,9 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["algorithm.name=GPRO"], ["algorithm.name", "Did you mean"]),
     (["algorithm.name=GRPOO"], ["algorithm.name", "Did you mean 'grpo'?"]),
     (["eval.metric="], ["eval.metric", "empty"]),
+    (["data.eval=train.jsonl", "eval.metric=eval/acuracy"], ["eval.metric", "Did you mean 'eval/accuracy'?"]),
+    (["data.eval=train.jsonl", "eval.metric=eval/reward/shar"], ["eval.metric", "eval/reward/share"]),
+    (["data.eval=train.jsonl", "eval.metric=eval/pass@4", "eval.samples=2"], ["eval.metric", "eval/pass@2"]),
     (["train.seed=1180591620717411303424"], ["train.seed", "too large"]),
     (["train.seed=-1"], ["train.seed", "at least 0"]),
     ([f"train.steps={'9' * 400}"], ["train.steps", "too large"]),
@@ -210,3 +219,70 @@ def test_an_adapter_with_pickled_weights_is_refused_before_it_is_opened(folder: 
     (folder / "adapter/adapter_config.json").write_text("{}")
     (folder / "adapter/adapter_model.bin").touch()
     assert "lora.path" in (told := refusal("lora.path=adapter")) and "safetensors" in told
+
+
+def test_a_hub_name_without_a_hub_is_refused_after_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from tunesmith.models import loading
+
+    asked: list[float] = []
+
+    def no_network(_: str, *, timeout: float) -> None:
+        asked.append(timeout)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", no_network)
+    with pytest.raises(ModelError, match=r"no model directory 'nobody/nothing'.*Name or service"):
+        loading.load_tokenizer("nobody/nothing")
+    assert asked == [loading.HUB_SECONDS]
+
+
+def test_the_speed_of_memory_is_measured_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from tunesmith.plan import hardware
+
+    ones, sizes = torch.ones, list[int]()
+
+    def short(size: int, **settings: Any) -> torch.Tensor:
+        sizes.append(size)
+        if size > 2**20:
+            raise RuntimeError("can't allocate memory")
+        return ones(size, **settings)
+
+    monkeypatch.setattr(torch, "ones", short)
+    assert hardware._copy_rate(2**22, "cpu", lambda: None) > 0
+    assert sizes == [2**22, 2**21, 2**20]
+    monkeypatch.setattr(hardware, "_memory", lambda: (2**40, 2**28))
+    assert hardware._copied_bytes() == 2**20
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = [key for key in all_keys(RLConfig) if not key.startswith("reward.")]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(said=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
+def test_any_value_of_any_key_is_accepted_or_refused_with_its_key(folder: Path, said: dict[str, Any]) -> None:
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in said.items()]
+    try:
+        load_config(RLConfig, folder / "run.toml", overrides)
+    except ConfigError as error:
+        assert any(key in str(error) for key in said), error
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(0, len(RUN)), inserted=st.text(max_size=4), cut=st.integers(0, 5))
+def test_a_damaged_run_file_is_accepted_or_refused_with_its_name(
+    folder: Path, at: int, inserted: str, cut: int
+) -> None:
+    (folder / "run.toml").write_text(RUN[:at] + inserted + RUN[at + cut :], encoding="utf-8", errors="replace")
+    try:
+        load_config(RLConfig, folder / "run.toml")
+    except ConfigError as error:
+        assert "run.toml" in str(error)

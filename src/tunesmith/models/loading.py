@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from tunesmith.models.families import check_family
 from tunesmith.models.quantised import Quantize, let_gradients_pass, quantised_settings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+HUB_SECONDS = 5.0
 _FOREIGN = (
     *(OSError, ValueError, KeyError, IndexError, TypeError, ImportError, RuntimeError, AttributeError),
     *(ArithmeticError, AssertionError, SafetensorError),
@@ -121,6 +123,21 @@ def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]])
     return cast("dict[str, Tensor]", revert_weight_conversion(module, dict(named))).items()
 
 
+@cache
+def _check_hub(name: str) -> None:
+    """Ask the hub once whether it has a model that is not in its cache here: transformers asks for a minute."""
+    import huggingface_hub as hub
+
+    if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
+        return
+    message = (
+        f"there is no model directory '{name}', and the Hugging Face hub does not give a model of that name "
+        "(a private one needs HF_TOKEN)"
+    )
+    with boundary(ModelError, message, Exception):
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
+
+
 def check_directory(path: str | Path) -> None:
     """Say what a local model directory lacks. A name such as ``Qwen/Qwen3-0.6B`` is left to the hub.
 
@@ -130,6 +147,7 @@ def check_directory(path: str | Path) -> None:
     directory = Path(path).expanduser()
     if not directory.exists():
         if isinstance(path, str) and is_hub_name(path, "models"):
+            _check_hub(path)
             return
         raise ModelError(f"there is no model directory '{path}', and on the hub names have an owner: Qwen/Qwen3-0.6B")
     if not directory.is_dir():

@@ -14,6 +14,7 @@ from tunesmith.config.schema import AlgorithmSection, RLConfig, RunConfig, SFTCo
 from tunesmith.errors import ConfigError
 from tunesmith.plan.distillation import distill_problems, teacher_problems
 from tunesmith.plan.engine import SAMPLER_KEYS, engine_problems
+from tunesmith.plan.evaluation import metric_problems
 from tunesmith.plan.generation import generation_problems
 from tunesmith.plan.limits import step_size_problems
 from tunesmith.plan.weights import ahead_problems, hybrid_problems
@@ -26,7 +27,13 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: naming the keys, why they do not go together, and what to change.
     """
-    problems = [*_check_train(config), *_check_eval(config), *_check_lora(config), *generation_problems(config)]
+    problems = [
+        *_check_train(config),
+        *_check_eval(config),
+        *metric_problems(config),
+        *_check_lora(config),
+        *generation_problems(config),
+    ]
     problems += [*engine_problems(config), *hybrid_problems(config)]
     problems += distill_problems(config)
     if isinstance(config, RLConfig):

@@ -14,6 +14,8 @@ from typing import Literal
 
 import psutil
 
+from tunesmith.errors import DeviceMemoryError
+
 DType = Literal["float32", "bfloat16"]
 
 _NATIVE_BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"})
@@ -134,11 +136,28 @@ def measure_limits(device: str, dtype: DType) -> PeakRates:
         a = torch.ones(size, size, dtype=kind, device=device)
         product = torch.empty_like(a)
         flops = 2 * size**3 / _best_seconds(lambda: torch.mm(a, a, out=product), wait)
-        # Far larger than any cache, so that the copy is memory's speed and not the cache's.
-        source = torch.ones((512 if on_gpu else 128) * 2**20, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        bandwidth = 2 * source.numel() / _best_seconds(lambda: target.copy_(source), wait)
+        bandwidth = _copy_rate(512 * 2**20 if on_gpu else _copied_bytes(), device, wait)
     return PeakRates(flops, bandwidth)
+
+
+def _copied_bytes() -> int:
+    """Larger than a CPU's cache, so that a copy goes at memory's speed, but a small part of what is free."""
+    _, available = _memory()
+    return max(2**20, min(64 * 2**20, available // 256))
+
+
+def _copy_rate(size: int, device: str, wait: Callable[[], None]) -> float:
+    """Bytes per second, read and written; with half the size where memory is short."""
+    import torch
+
+    try:
+        source = torch.ones(size, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+    except RuntimeError:  # torch has no other for memory that is not there
+        if size <= 2**16:
+            raise DeviceMemoryError(f"there is no memory left on {device}: not even for {2 * size} bytes") from None
+        return _copy_rate(size // 2, device, wait)
+    return 2 * size / _best_seconds(lambda: target.copy_(source), wait)
 
 
 def _best_seconds(run: Callable[[], object], wait: Callable[[], None], budget: float = 0.15) -> float:
