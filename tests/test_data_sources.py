@@ -220,3 +220,19 @@ def test_json_and_jsonl_give_back_what_was_written(
     assert columns(lines(folder / "a.jsonl", jsonl(rows))) == rows
     assert columns(lines(folder / "a.json", json.dumps(rows, indent=indent))) == rows
     assert columns(lines(folder / "b.json", json.dumps({"n": 1, "data": rows}, indent=indent))) == rows
+
+
+def test_a_saved_data_set_whose_table_is_damaged_is_refused_by_name(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).save_to_disk(tmp_path / "saved")
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes().replace(b"one", b"\xff\xfe\xfd"))
+    with pytest.raises(DataError, match=r"cannot read .*saved"):
+        list(read(Source(path=str(tmp_path / "saved"))))
+
+
+def test_a_nul_character_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"prompt,answer\na,b\nc\0,d\n")
+    with pytest.raises(DataError, match=r"a.csv:3: .*NUL"):
+        list(read(Source(path=str(tmp_path / "a.csv"))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny_preferences import RUNS, lines_of, preference_settings
 from tiny_runs import same_tensors, untimed, write_lines
 from tunesmith.errors import ConfigError
 from tunesmith.loop.checkpoint import read_state
+from tunesmith.loop.learner import Learner
 from tunesmith.monitor.metrics import read_metrics
 
 COMMANDS = ("rm", "dpo", "kto", "prm")
@@ -233,7 +235,17 @@ def test_an_unknown_metric_for_the_best_is_refused(tmp_path: Path, model: Path) 
         RUNS["dpo"](None, preference_settings("dpo", tmp_path, model, eval__metric="eval/acuracy"))
 
 
-def test_the_evaluation_of_a_broken_model_is_never_the_best(tmp_path: Path, model: Path) -> None:
-    outcome = RUNS["dpo"](None, preference_settings("dpo", tmp_path, model, train__lr=1e30, train__steps=2))
+def test_the_evaluation_of_a_broken_model_is_never_the_best(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, made = Learner.evaluate, list[int]()
+
+    def broken(self: Learner, *args: Any, **kwargs: Any) -> dict[str, float]:
+        made.append(1)
+        found = evaluate(self, *args, **kwargs)
+        return found if len(made) == 1 else dict.fromkeys(found, math.nan)
+
+    monkeypatch.setattr(Learner, "evaluate", broken)
+    outcome = RUNS["dpo"](None, preference_settings("dpo", tmp_path, model, train__steps=2))
     assert outcome.evaluations[-1]["eval/accuracy"] is None
     assert read_state(outcome.checkpoint.parent)["best"] == {"eval/accuracy": [0.5, 0]}

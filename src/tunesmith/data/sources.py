@@ -378,8 +378,8 @@ def _read_hub(source: Source) -> Rows:
 
 
 def _numbered(name: str, loaded: Any) -> Rows:
-    for line, columns in enumerate(loaded, 1):
-        yield _row_of_table(name, line, columns)
+    with boundary(DataError, f"cannot read {name}", Exception):  # a damaged file of a table is met where it is read
+        yield from (_row_of_table(name, line, columns) for line, columns in enumerate(loaded, 1))
 
 
 def _row_of_table(name: str, line: int, columns: Mapping[str, Any]) -> Row:
