@@ -25,9 +25,10 @@ from typer.testing import CliRunner
 from documents import ROOT
 from http_servers import running
 from tiny_rewards import direct_scores, save_reward_model
-from tunesmith.build.serve_reward import ServeOptions, _is_loopback, serve_reward
+from tunesmith.build.serve_reward import ServeOptions, read_token, serve_reward
 from tunesmith.cli.main import app
 from tunesmith.config.schema import ModelReward, RemoteReward
+from tunesmith.environments.http_limits import Gate, Limits, is_loopback
 from tunesmith.environments.remote_reward import remote_reward
 from tunesmith.environments.reward_server import RewardService, make_app
 from tunesmith.environments.reward_types import RewardFunction, required_columns
@@ -253,15 +254,15 @@ def test_the_documented_request_is_answered_as_documented(tmp_path: Path) -> Non
     assert said and answer and said[1].endswith(":8100/reward")
     code = text.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "rewards.py").write_text(code)
-    with process(tmp_path, "rewards.py:correct") as (server, _, url):
+    with process(tmp_path, "rewards.py:same_text") as (server, _, url):
         assert ask(url, said[2].encode()) == (200, json.loads(answer[0]))
         server.send_signal(signal.SIGINT)
         assert server.wait(20) == 0
 
 
-def test_addresses_that_others_can_reach_are_warned_of() -> None:
-    assert _is_loopback("127.0.0.1") and _is_loopback("::1") and _is_loopback("localhost")
-    assert not _is_loopback("0.0.0.0") and not _is_loopback("::") and not _is_loopback("example.org")
+def test_addresses_that_others_can_reach_are_known() -> None:
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
+    assert not is_loopback("0.0.0.0") and not is_loopback("::") and not is_loopback("example.org")
 
 
 @pytest.mark.parametrize(
@@ -301,3 +302,77 @@ def test_an_address_that_is_taken_is_refused(tmp_path: Path, monkeypatch: pytest
 def test_the_command_checks_its_options() -> None:
     found = CliRunner().invoke(app, ["serve-reward", "rm", "--dtype", "float8"])
     assert found.exit_code == 2 and "must be float32 or bfloat16" in found.output
+
+
+def test_beyond_loopback_a_token_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is made and printed where none is set; health is open and says little."""
+    (tmp_path / "rewards.py").write_text("def f(completions, **_): return [1.0] * len(completions)\n")
+    monkeypatch.delenv("TUNESMITH_REWARD_TOKEN", raising=False)
+    with process(tmp_path, "rewards.py:f", "--host", "0.0.0.0") as (_, told, url):
+        token = re.search(r"token: (\S+)", told)
+        assert token
+        local = url.replace("0.0.0.0", "127.0.0.1")
+        body = {"prompts": ["p"], "completions": ["x"]}
+        assert ask(local, body)[0] == 401 and ask(local, path="/health") == (200, {"status": "ok"})
+        connection = HTTPConnection("127.0.0.1", urlsplit(local).port, timeout=30)
+        for given, status in ((token[1] + "x", 401), ("", 401), (token[1], 200)):
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {given}"}
+            connection.request("POST", "/reward", json.dumps(body), headers)
+            response = connection.getresponse()
+            assert (response.status, bool(response.read())) == (status, True)
+
+
+def test_a_token_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNESMITH_REWARD_TOKEN", " abc\n")
+    assert read_token(None) == "abc"
+    (tmp_path / "token").write_text("def\n")
+    assert read_token(tmp_path / "token") == "def"
+    for text in ("", "two words", "\u00e9"):
+        (tmp_path / "token").write_text(text)
+        with pytest.raises(ConfigError, match="token"):
+            read_token(tmp_path / "token")
+    with pytest.raises(ConfigError, match="token-file"):
+        read_token(tmp_path / "gone")
+
+
+def test_requests_for_other_names_are_refused_without_a_token() -> None:
+    with service(function_of(lengths)) as url:
+        port = urlsplit(url).port
+        for host, status in (("localhost", 200), (f"[::1]:{port}", 200), ("evil.example", 421), ("10.0.0.1", 421)):
+            connection = HTTPConnection("127.0.0.1", port, timeout=30)
+            connection.request("GET", "/health", headers={"Host": host})
+            assert connection.getresponse().status == status, host
+
+
+def test_a_body_that_does_not_come_is_given_up() -> None:
+    rewards = RewardSet({"f": 1.0}, 5.0)
+    rewards.add(function_of(lengths))
+    limits = Limits(body_seconds=0.2)
+    with running(make_app(RewardService(rewards, 0.0), 2**20, limits=limits)) as url:
+        connection = HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=30)
+        connection.putrequest("POST", "/reward")
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b"{")
+        assert connection.getresponse().status == 408
+    rewards.close()
+
+
+def test_a_gate_closes_what_says_nothing_and_makes_room() -> None:
+    class Silent(asyncio.Protocol):
+        pass
+
+    async def run() -> list[bytes]:
+        gate = Gate(Limits(head_seconds=0.3, connections=2))
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(gate.around(Silent), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        first = await opened[0][0].read()  # closed for the third, long before its time
+        rest = [await asyncio.wait_for(reader.read(), 20) for reader, _ in opened[1:]]
+        for _, writer in opened:
+            writer.close()
+        server.close()
+        return [first, *rest]
+
+    assert asyncio.run(run()) == [b"", b"", b""]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
+import os
+import secrets
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from tunesmith.config.schema import ModelReward, RewardSection
 from tunesmith.environments.builtin_rewards import BUILTINS
 from tunesmith.environments.rewards import RewardSet, load_rewards
-from tunesmith.errors import ConfigError, nearest
+from tunesmith.environments.user_calls import parameters_of
+from tunesmith.errors import ConfigError, boundary, nearest
 from tunesmith.plan.device import MOST_TOKENS
 
 FUNCTION_SECONDS = 30.0
+TOKEN_ENV = "TUNESMITH_REWARD_TOKEN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class ServeOptions:
     timeout: float | None = None
     window_ms: float = 5.0
     max_request_mb: float = 16.0
+    token_file: Path | None = None
 
 
 def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> None:
@@ -40,13 +43,18 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
     """
     is_function = target in BUILTINS or ":" in target or target.endswith(".py")
     rewards = _function(target, options) if is_function else _model(target, options)
+    from tunesmith.environments.http_limits import is_loopback
     from tunesmith.environments.reward_server import RewardService, make_app, serve
 
-    app = make_app(RewardService(rewards, options.window_ms / 1000), int(options.max_request_mb * 2**20))
+    token, made = read_token(options.token_file), None
+    if token is None and not is_loopback(host):
+        token = made = secrets.token_urlsafe(32)
+    service = RewardService(rewards, options.window_ms / 1000)
+    app = make_app(service, int(options.max_request_mb * 2**20), token)
 
     def ready(url: str) -> None:
-        if not _is_loopback(host):
-            print(f"warning: {host} is no loopback address: whoever can reach it can use this server")
+        if made:
+            print(f"token: {made} (made for this start; {TOKEN_ENV} or --token-file sets one)")
         print(f"serving {target} at {url}/reward (and {url}/health); Ctrl-C stops it", flush=True)
 
     try:
@@ -60,7 +68,7 @@ def _function(target: str, options: ServeOptions) -> RewardSet:
     section = RewardSection(functions=(target,), timeout=options.timeout or FUNCTION_SECONDS)
     rewards = load_rewards(section, Path.cwd())
     (function,) = rewards.functions
-    if "completion_ids" in inspect.signature(function.function).parameters:
+    if "completion_ids" in (parameters_of(function.function) or ()):
         raise ConfigError(f"'{target}' takes completion_ids, which requests do not have; they have text")
     return rewards
 
@@ -104,8 +112,18 @@ def _refuse(options: ServeOptions, names: tuple[str, ...], what: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} has no meaning for {what}; leave it out")
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def read_token(file: Path | None) -> str | None:
+    """Of a file or the environment; None where neither is given."""
+    if file is not None:
+        with boundary(ConfigError, f"--token-file: cannot read {file}", (OSError, ValueError)):
+            token = file.read_text(encoding="utf-8").strip()
+        source = f"--token-file {file}"
+    elif (token := os.environ.get(TOKEN_ENV)) is not None:
+        token, source = token.strip(), TOKEN_ENV
+    else:
+        return None
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(
+            f"{source} holds no token; it is one word of ASCII characters, such as 'openssl rand -hex 32' prints."
+        )
+    return token

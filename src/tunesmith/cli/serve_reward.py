@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,6 +21,10 @@ def serve_reward(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8100,
     window_ms: Annotated[float, typer.Option(min=0, help="How long a request waits for others to join it.")] = 5.0,
     max_request_mb: Annotated[float, typer.Option(min=0.001, help="Larger requests are refused.")] = 16.0,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="Holds the token that requests must send; else TUNESMITH_REWARD_TOKEN.", show_default=False),
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help=f"{_MODEL}: tokens scored at a time.", show_default="by the device")
     ] = None,
@@ -49,5 +54,5 @@ def serve_reward(
 
     if dtype not in (None, "float32", "bfloat16"):
         raise ConfigError(f"--dtype {dtype}: it must be float32 or bfloat16")
-    options = ServeOptions(max_tokens, normalize, chat, dtype, device, timeout, window_ms, max_request_mb)
+    options = ServeOptions(max_tokens, normalize, chat, dtype, device, timeout, window_ms, max_request_mb, token_file)
     serve_reward(reward, host, port, options)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from aiohttp import web
 
 from tunesmith.environments.batching import Batcher
 from tunesmith.environments.conversation import text_of_content
+from tunesmith.environments.http_limits import Gate, Limits, guarded, has_token, quiet
 from tunesmith.environments.reward_types import NOT_COLUMNS, text_of
 from tunesmith.environments.rewards import RewardSet
 from tunesmith.errors import ConfigError, EpisodeError, boundary
@@ -25,8 +27,6 @@ from tunesmith.types import Prompt, Rollout, Status, Task
 
 SHUTDOWN_SECONDS = 10.0
 """How long requests under way may take to finish when the server is told to stop."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Unscorable(ValueError):
@@ -50,6 +50,8 @@ class RewardService:
     rewards: RewardSet
     window: float
     """Seconds that the first request of a batch waits for others."""
+    token: str | None = None
+    """What requests have to send, if anything; ``GET /health`` without it is answered in short."""
     requests: int = 0
     completions: int = 0
     _batcher: Batcher[Item, tuple[float | None, str | None]] = field(init=False)
@@ -75,7 +77,8 @@ class RewardService:
         return web.json_response(answer)
 
     async def health(self, request: web.Request) -> web.Response:
-        del request
+        if self.token is not None and not has_token(request, self.token):
+            return web.json_response({"status": "ok"})
         counts = {"requests": self.requests, "completions": self.completions, "batches": self._batcher.batches}
         return web.json_response({"status": "ok", "reward": self.rewards.functions[0].reference, **counts})
 
@@ -152,17 +155,16 @@ def _is_message(value: Any) -> bool:
     return isinstance(known.get("role"), str) and ("content" in known or "tool_calls" in known)
 
 
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        return web.json_response({"error": error.text or error.reason}, status=error.status)
+GATE = web.AppKey("gate", Gate)
 
 
-def make_app(service: RewardService, max_bytes: int) -> web.Application:
-    """The server's routes; a request of more than ``max_bytes`` is refused with 413."""
-    app = web.Application(client_max_size=max_bytes, middlewares=[_errors_as_json])
+def make_app(
+    service: RewardService, max_bytes: int, token: str | None = None, limits: Limits | None = None
+) -> web.Application:
+    """The server's routes; a request of more than ``max_bytes`` is refused with 413, one without the token with 401."""
+    service.token, gate = token, Gate(limits or Limits())
+    app = web.Application(client_max_size=max_bytes, middlewares=[guarded(gate, token, ("/health",))])
+    app[GATE] = gate
     app.add_routes([web.post("/reward", service.reward), web.get("/health", service.health)])
     return app
 
@@ -177,16 +179,25 @@ async def serve(app: web.Application, host: str, port: int, ready: Callable[[str
     Raises:
         ConfigError: the address is taken, or not this machine's.
     """
-    runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_SECONDS, access_log=None)
+    runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_SECONDS, access_log=None, logger=quiet)
     await runner.setup()
+    loop, stopped, listening = asyncio.get_running_loop(), asyncio.Event(), None
+    loop.set_exception_handler(_in_a_line)
     try:
+        assert runner.server is not None
         with boundary(ConfigError, f"cannot listen on {host}:{port}; choose another --host or --port", OSError):
-            await web.TCPSite(runner, host, port).start()
-        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+            listening = await loop.create_server(app[GATE].around(runner.server), host, port, backlog=app[GATE].backlog)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
         shown = f"[{host}]" if ":" in host else host
-        ready(f"http://{shown}:{runner.addresses[0][1]}")
+        ready(f"http://{shown}:{listening.sockets[0].getsockname()[1]}")
         await stopped.wait()
     finally:
+        if listening is not None:
+            listening.close()
         await runner.cleanup()
+
+
+def _in_a_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    del loop
+    print(f"{context.get('message')}: {context.get('exception')}", file=sys.stderr)
