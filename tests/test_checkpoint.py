@@ -38,7 +38,7 @@ def test_a_checkpoint_holds_what_was_written_and_its_state(tmp_path: Path) -> No
     path = kept.save(12, {"step": 12, "x": [1, None]}, write, None)
     assert path == tmp_path / "c" / "step-000012" == kept.newest()
     assert read_state(path) == {"step": 12, "x": [1, None]}
-    assert content(path).keys() == {*FILES, "state.json"}
+    assert content(path).keys() == {*FILES, "state.json", "manifest.json"}
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-000012"]
 
 
@@ -142,9 +142,9 @@ def test_going_back_to_an_earlier_one_drops_the_later_course(tmp_path: Path) -> 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path, 2)
-    kept.save(1, {"n": 1}, write, None)
-    kept.save(1, {"n": 2}, write, None)
-    assert read_state(tmp_path / "step-000001") == {"n": 2} and len(list(tmp_path.iterdir())) == 1
+    kept.save(1, {"step": 1, "n": 1}, write, None)
+    kept.save(1, {"step": 1, "n": 2}, write, None)
+    assert read_state(tmp_path / "step-000001") == {"step": 1, "n": 2} and len(list(tmp_path.iterdir())) == 1
 
 
 def test_reading_what_is_no_checkpoint(tmp_path: Path) -> None:

@@ -254,7 +254,12 @@ def test_resumed_in_the_middle_it_ends_bit_by_bit_as_if_it_had_run_through(
         "remax": set[str](),
     }[name]  # fmt: skip
     extra = {"critic"} if "algorithm__name" in changed and name == "averaged" else set[str]()
-    assert {p.name for p in straight.iterdir()} == {"model", "optimizer.safetensors", "state.json"} | expected | extra
+    assert {p.name for p in straight.iterdir()} == {
+        "model",
+        "optimizer.safetensors",
+        "state.json",
+        "manifest.json",
+    } | expected | extra
 
 
 def test_what_a_checkpoint_holds_loads_elsewhere(tmp_path: Path, model: Path) -> None:

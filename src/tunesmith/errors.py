@@ -64,6 +64,12 @@ class DeviceMemoryError(TunesmithError, MemoryError):
     """A micro-batch did not fit in memory."""
 
 
+class DivergedError(TunesmithError, ArithmeticError):
+    """Weights, loss or gradients are not finite, so that there is nothing to go on with."""
+
+    exit_code = 2
+
+
 class EngineError(TunesmithError, RuntimeError):
     """An engine could not generate."""
 

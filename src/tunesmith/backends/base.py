@@ -78,8 +78,12 @@ class TrainBackend(Protocol):
 
     def reload(self) -> None: ...
 
-    def save(self, directory: Path) -> None:
-        """Write model (Hugging Face format), optimizer, random state and all else it keeps below ``directory``."""
+    def save(self, directory: Path, *, model_only: bool = False) -> None:
+        """Write model (Hugging Face format), optimizer, random state and all else it keeps below ``directory``.
+
+        Args:
+            model_only: only the model and the average of its weights, from which nothing can be resumed.
+        """
         ...
 
     def load(self, directory: Path) -> None: ...

@@ -91,6 +91,13 @@ class MasterAdamW:
         return {"grad_norm": float(norm), "skipped_steps": float(not finite)}
 
     @torch.no_grad()
+    def not_finite(self) -> str | None:
+        """The first parameter with a value that is not finite. Reads each once, and waits for the device once."""
+        if torch.nn.utils.get_total_norm([p.detach() for p in self.parameters.values()], math.inf).isfinite():
+            return None
+        return next(name for name, p in self.parameters.items() if not p.isfinite().all())
+
+    @torch.no_grad()
     def move(self, device: torch.device | str) -> None:
         """Put masters that are no parameters, and the moments, on a device; a step needs them on the model's."""
         for name, master in self.masters.items():

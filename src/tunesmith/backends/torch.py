@@ -18,7 +18,7 @@ from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
 from tunesmith.backends.rank_group import RankGroup
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.data.packing import CostModel
-from tunesmith.errors import CheckpointError, boundary
+from tunesmith.errors import CheckpointError, DivergedError, boundary
 from tunesmith.models.cost import training_cost
 from tunesmith.models.decoder import Decoder
 
@@ -119,10 +119,22 @@ class TorchBackend(OneDevice, Generic[M]):
             if self.group:
                 self.group.sum_gradients(self.optimizer.masters.values())
             metrics = self.optimizer.step(lr)
+            self._check_finite(lr, metrics["grad_norm"])
             self._update_ema()
         self._optimizer_steps += 1
         self._settled = self._random_state()
         return metrics
+
+    def _check_finite(self, lr: float, grad_norm: float) -> None:
+        """Weights that no longer are numbers must not reach a checkpoint, where they would replace good ones."""
+        if (name := self.optimizer.not_finite()) is not None:
+            settings = self.optimizer.settings
+            raise DivergedError(
+                f"after optimizer step {self._optimizer_steps + 1} the weight '{name}' is not finite (learning rate "
+                f"{lr:g}, gradient norm {grad_norm:g}, weight decay {settings.weight_decay:g}, eps {settings.eps:g}). "
+                "Nothing of this step was saved. Lower train.lr or raise train.warmup_steps, and keep train.eps and "
+                "train.max_grad_norm near their defaults"
+            )
 
     def give_up(self) -> None:
         self.zero_grad()
@@ -169,9 +181,11 @@ class TorchBackend(OneDevice, Generic[M]):
         self.optimizer.move(device)
         self.ema = {name: a.to(device) for name, a in self.ema.items()}
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, model_only: bool = False) -> None:
         """As the port says; of several ranks the first writes all but the others' random states."""
         directory.mkdir(parents=True, exist_ok=True)  # whichever rank is the first here
+        if self.group and self.group.rank and model_only:
+            return
         if self.group and self.group.rank:
             save_file(self._random_state(), directory / RANDOM_FILE.format(rank=self.group.rank))
             return
@@ -179,6 +193,8 @@ class TorchBackend(OneDevice, Generic[M]):
         if self.ema:
             with self.ema_weights():
                 self.model.save(directory / AVERAGE_DIRECTORY)
+        if model_only:
+            return
         if self._reference_is_new and self.reference is not None:
             self.reference.save(directory / REFERENCE_DIRECTORY)
         if self.value_head is not None:

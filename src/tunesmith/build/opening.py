@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tunesmith.build.checking import checkpoint_to_continue
+from tunesmith.build.hub import open_hub
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.preference import ScoreConfig
 from tunesmith.config.resolved import Resolved, changes, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.prepare import Prepared, Sources
+from tunesmith.errors import CheckpointError
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
+from tunesmith.loop.manifest import check_whole, has_manifest
 from tunesmith.loop.session import BESIDE_STEPS, Best, Session
 from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
@@ -49,9 +52,17 @@ class RunResult:
 
 def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
     checkpoint = checkpoint_to_continue(config, run_dir)
-    if checkpoint is not None:
-        read_state(checkpoint)
-        check_same_model(checkpoint, config.model.path)
+    if checkpoint is None:
+        return None
+    check_whole(checkpoint, Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest_first())
+    if not has_manifest(checkpoint):
+        print(f"{checkpoint} is of an earlier version and has no checksums: damage in it would not be noticed")
+    if read_state(checkpoint).get("model_only"):
+        raise CheckpointError(
+            f"{checkpoint} holds the model alone (checkpoint.model_only), and nothing can go on from it. Start another "
+            f"run from it: model.path={checkpoint}/model"
+        )
+    check_same_model(checkpoint, config.model.path)
     return checkpoint
 
 
@@ -161,6 +172,8 @@ def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoin
         total_steps=config.train.steps,
         evaluate_every=config.eval.every,
         checkpoint_every=config.checkpoint.every,
+        model_only=config.checkpoint.model_only,
+        publisher=open_hub(config, run_dir, progress.note),
         checkpoint_seconds=config.checkpoint.minutes and 60 * config.checkpoint.minutes,
         metrics=stack.enter_context(metrics),
         progress=progress,

@@ -21,6 +21,7 @@ from tunesmith.data.prepare import load_samples, load_tasks
 from tunesmith.data.prompts import PromptEncoder, Shots, read_shots
 from tunesmith.environments.multi_turn import told_by
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
+from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.loop.generation import Json, LineWriter, claim
 from tunesmith.loop.rft import (
     Round,
@@ -35,7 +36,6 @@ from tunesmith.loop.rft import (
     select_answers,
     write_json,
 )
-from tunesmith.monitor.run_dir import has_checkpoint
 from tunesmith.plan.engine import SAMPLER_KEYS
 from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup
 from tunesmith.types import Task
@@ -201,12 +201,22 @@ class _Run:
         run_file = this.directory / "sft.toml"
         with boundary(StorageError, f"cannot write {run_file}", OSError):
             run_file.write_text(self._training_text(number, data, len(samples)), encoding="utf-8")
-        if not has_checkpoint(this.sft):
-            shutil.rmtree(this.sft, ignore_errors=True)  # steps before a first checkpoint are not continued
-        release_memory()
-        outcome = run_sft(run_file, ["checkpoint.resume=true"] if has_checkpoint(this.sft) else [])
-        this.finish(outcome.checkpoint)
-        return outcome.checkpoint
+        model = self._begun(this)
+        if model is None:
+            release_memory()
+            model = run_sft(run_file, ['checkpoint.resume="auto"']).checkpoint
+        this.finish(model)
+        return model
+
+    def _begun(self, this: Round) -> Path | None:
+        """The model of a training that was ended before that was written down; one that cannot go on is begun anew."""
+        newest = Checkpoints(this.sft / "checkpoints", 1).newest()
+        state = read_state(newest) if newest else {}
+        if newest and state.get("finished"):
+            return newest / "model"
+        if state.get("model_only"):
+            shutil.rmtree(this.sft)
+        return None
 
     def evaluate(self, this: Round, model: Path | None) -> None:
         """Greedy answers to the held-out questions, asked as in training."""

@@ -92,9 +92,10 @@ class RayBackend:
         self.reference.call("take", self.first.call_ref("weights"))  # from one to the other, not through here
         self._reference_is_new = True
 
-    def save(self, directory: Path) -> None:
-        self._each("backend.save", directory.absolute())
-        if self.reference is not None and self._reference_is_new:
+    def save(self, directory: Path, *, model_only: bool = False) -> None:
+        saving = [(r, r.call_ref("backend.save", directory.absolute(), model_only=model_only)) for r in self.replicas]
+        Remote.results(saving)
+        if self.reference is not None and self._reference_is_new and not model_only:
             self.reference.call("save", directory.absolute() / REFERENCE_DIRECTORY)
 
     def load(self, directory: Path) -> None:

@@ -95,6 +95,8 @@ def _model(text: str, bases: list[Path]) -> str:
     found = _search(text, bases)
     if found and not found.is_dir():
         raise _NotFound(f"{text} is a file; name the model's directory")
+    if found and not (found / "config.json").exists():
+        found = _newest_model(found) or found
     if found and not (found / "config.json").is_file():
         if (found / ADAPTER_CONFIG).is_file():
             raise _NotFound(
@@ -109,16 +111,24 @@ def _model(text: str, bases: list[Path]) -> str:
     return text
 
 
+def _newest_model(directory: Path) -> Path | None:
+    """Of a run's directory or a checkpoint: the model in it; None where it is neither."""
+    states = [*directory.glob("checkpoints/step-*/state.json"), *directory.glob("state.json")]
+    newest = max(states, key=lambda p: (len(p.parent.name), p.parent.name), default=None)
+    return newest and newest.with_name("model")
+
+
 def _adapter(text: str, bases: list[Path]) -> str:
-    found = _existing(text, bases)
-    if not (Path(found) / ADAPTER_CONFIG).is_file():
+    found = Path(_existing(text, bases))
+    found = (None if (found / ADAPTER_CONFIG).exists() else _newest_model(found)) or found
+    if not (found / ADAPTER_CONFIG).is_file():
         raise _NotFound(f"{found} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it")
-    if not any(Path(found).glob("*.safetensors")):
+    if not any(found.glob("*.safetensors")):
         raise _NotFound(
             f"{found} holds no adapter weights as safetensors; pickled ones can run code when loaded. Save them "
             "with peft's save_pretrained"
         )
-    return found
+    return str(found)
 
 
 def _data(text: str, bases: list[Path]) -> str:

@@ -339,6 +339,15 @@ class CheckpointSection(Section):
     minutes: Annotated[float, Field(gt=0)] | None = None
     """Between checkpoints, besides those of ``every``; None: 15 where ``every`` is left out."""
     keep: PositiveInt = 2
+    model_only: bool | Literal["last"] = False
+    """Leave out what only a resumption needs (optimizer, random state): of every checkpoint, or of the last one of a
+    finished run. A signal's checkpoint has it in any case."""
+    push_to_hub: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """The repository on the Hugging Face hub that takes the model, with a card; it is made where there is none."""
+    push: Literal["last", "all"] = "last"
+    """Which checkpoints' models go there; "last": the one at the end."""
+    hub_private: bool = True
+    """Whether a repository that is made is private."""
     resume: bool | Literal["auto"] | Path = False
     """True: from the newest checkpoint of ``run_dir``; "auto": that too, or a new run where there is none; a path:
     from that one."""

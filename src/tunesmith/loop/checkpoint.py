@@ -15,9 +15,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tunesmith.errors import CheckpointError, StorageError, boundary
+from tunesmith.loop.manifest import write_manifest
 
 STATE_FILE = "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -42,8 +43,10 @@ class Checkpoints:
         return sorted(s for s in steps if (self.path(s) / STATE_FILE).is_file())
 
     def newest(self) -> Path | None:
-        steps = self.steps()
-        return self.path(steps[-1]) if steps else None
+        return next(iter(self.newest_first()), None)
+
+    def newest_first(self) -> list[Path]:
+        return [self.path(step) for step in reversed(self.steps())]
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None], best: int | None) -> Path:
         """Write a checkpoint and drop the oldest ones.
@@ -63,6 +66,7 @@ class Checkpoints:
             unfinished.mkdir(parents=True)
             write(unfinished)
             (unfinished / STATE_FILE).write_text(json.dumps(state))
+            write_manifest(unfinished)
             _share_alike(unfinished)
             _flush(unfinished)
             self._remove(step)
@@ -105,8 +109,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     if not (checkpoint / STATE_FILE).is_file():
         raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {STATE_FILE}")
-    with boundary(CheckpointError, f"{checkpoint / STATE_FILE} is damaged", ValueError):
-        return json.loads((checkpoint / STATE_FILE).read_text())
+    with boundary(CheckpointError, f"{checkpoint / STATE_FILE} is damaged", (OSError, ValueError, RecursionError)):
+        state = json.loads((checkpoint / STATE_FILE).read_bytes())
+        if not (isinstance(state, dict) and isinstance(cast(Any, state).get("step"), int)):
+            raise ValueError("it names no step")
+    return cast("dict[str, Any]", state)
 
 
 def check_same_model(checkpoint: Path, model_path: str) -> None:
@@ -117,7 +124,7 @@ def check_same_model(checkpoint: Path, model_path: str) -> None:
     theirs, ours = checkpoint / "model" / "config.json", Path(model_path) / "config.json"
     if not (theirs.is_file() and ours.is_file()):
         return
-    saved, current = json.loads(theirs.read_text()), json.loads(ours.read_text())
+    saved, current = _read_config(theirs), _read_config(ours)
     shape = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     for key in shape:
         if saved.get(key) != current.get(key):
@@ -125,6 +132,14 @@ def check_same_model(checkpoint: Path, model_path: str) -> None:
                 f"{checkpoint} is a checkpoint of another model: its {key} is {saved.get(key)!r}, "
                 f"that of {model_path} is {current.get(key)!r}. Resume with the model the run began with."
             )
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    with boundary(CheckpointError, f"cannot read {file}", (OSError, ValueError, RecursionError)):
+        found = json.loads(file.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no settings")
+    return cast("dict[str, Any]", found)
 
 
 def _is_storage_failure(error: Exception) -> bool:

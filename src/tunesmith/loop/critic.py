@@ -56,9 +56,9 @@ class Critic:
         """The policy's objective, with the value loss where the trunk is shared."""
         return policy if self.trunk_coef is None else actor_critic_objective(policy, self.clip, self.trunk_coef)
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, model_only: bool = False) -> None:
         if not self.shares_trunk:
-            self.learner.backend.save(directory / DIRECTORY)
+            self.learner.backend.save(directory / DIRECTORY, model_only=model_only)
 
     def load(self, directory: Path) -> None:
         if not self.shares_trunk:

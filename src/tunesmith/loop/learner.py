@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal, TypeVar
@@ -14,11 +14,13 @@ from tunesmith.algorithms.aggregation import rollouts_of, weigh
 from tunesmith.backends.base import LossFn, TrainBackend
 from tunesmith.data.forest import Forest, build_forest, forest_cost
 from tunesmith.data.packing import CostModel, group_tokens, pack
-from tunesmith.errors import DeviceMemoryError
+from tunesmith.errors import DeviceMemoryError, DivergedError
 from tunesmith.monitor import interrupts
 from tunesmith.types import Sample
 
 Metrics = dict[str, float]
+SKIPPED_IN_A_ROW = 3
+"""Optimizer steps without a finite gradient that end a run."""
 T = TypeVar("T")
 
 
@@ -46,6 +48,11 @@ class Learner:
     initial_max_tokens: int = field(init=False)
     """``max_tokens`` at the start."""
 
+    _learned: bool = field(default=False, init=False)
+    """Whether an optimizer step has changed the weights."""
+    _skipped: int = field(default=0, init=False)
+    """Optimizer steps in a row that have not."""
+
     def __post_init__(self) -> None:
         self.initial_max_tokens = self.max_tokens
 
@@ -54,6 +61,7 @@ class Learner:
         if max_tokens < self.max_tokens:
             self.report(f"micro-batches stay at {max_tokens} tokens, as in the checkpoint")
             self.max_tokens = max_tokens
+        self._learned = self.backend.optimizer_steps > 0
 
     def update(
         self, samples: Sequence[Sample], batch_size: int, passes: int, seed: int, group_size: int = 1
@@ -79,7 +87,29 @@ class Learner:
         metrics = self._accumulate(weigh(samples, self.aggregation, self.max_new_tokens))
         lr = self.learning_rate(self.backend.optimizer_steps)
         interrupts.commit()
-        return {**metrics, **self.backend.step(lr), "lr": lr}
+        taken = self.backend.step(lr)
+        self._check_taken(metrics["loss"], taken)
+        return {**metrics, **taken, "lr": lr}
+
+    def _check_taken(self, loss: float, taken: Mapping[str, float]) -> None:
+        """A single gradient that is not finite may be a rare accident; the first of a run, or several in a row, is not.
+
+        Raises:
+            DivergedError: it was one of those.
+        """
+        if not taken.get("skipped_steps") and math.isfinite(loss):
+            self._learned, self._skipped = True, 0
+            return
+        self._skipped += 1
+        number, numbers = self.backend.optimizer_steps, f"loss {loss:g}, gradient norm {taken['grad_norm']:g}"
+        if self._learned and self._skipped < SKIPPED_IN_A_ROW:
+            self.report(f"optimizer step {number} was skipped, as its gradient is not finite ({numbers})")
+            return
+        which = f"{self._skipped} in a row are" if self._learned else "the first one is"
+        raise DivergedError(
+            f"at optimizer step {number} the gradient is not finite ({numbers}); {which}. Nothing of this step was "
+            "saved. Lower train.lr, and look at [algorithm]'s coefficients, the rewards' size and the model's weights"
+        )
 
     def score(self, samples: Sequence[Sample], column: str, *, reference: bool = False) -> list[Sample]:
         """The samples with the log-probabilities of their loss tokens in ``column``, zero elsewhere."""

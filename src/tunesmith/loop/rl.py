@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ async def _evaluate(parts: RLParts, session: Session, rollouts: RolloutSource) -
 
 
 def save(parts: RLParts, session: Session) -> None:
-    session.save(lambda directory: _write(parts, directory))
+    session.save(partial(_write, parts))
 
 
 def keep(parts: RLParts, session: Session) -> str:
@@ -178,12 +179,12 @@ def keep(parts: RLParts, session: Session) -> str:
         for backend in parts.backends:
             backend.give_up()
 
-    return session.keep(lambda directory: _write(parts, directory), give_up)
+    return session.keep(partial(_write, parts), give_up)
 
 
-def _write(parts: RLParts, directory: Path) -> None:
+def _write(parts: RLParts, directory: Path, model_only: bool) -> None:
     for part in filter(None, (parts.backend, parts.critic)):
-        part.save(directory)
+        part.save(directory, model_only=model_only)
 
 
 def _state(parts: RLParts) -> Callable[[], dict[str, Any]]:

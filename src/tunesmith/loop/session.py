@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
 from tunesmith.loop.checkpoint import Checkpoints, read_state
@@ -23,6 +23,20 @@ BESIDE_STEPS = ("setup", "eval", "checkpoint")
 """Phases that a step's rates leave out."""
 TRAINER_WAITS = {"rollout": "the rollouts", "sync": "the engines to take the weights"}
 """Phases in which the trainer waits, and for what."""
+
+
+Write = Callable[[Path, bool], None]
+"""Writes into a checkpoint's directory; of the model only, where the second argument says so."""
+
+
+class Publisher(Protocol):
+    """Describes models, and takes them elsewhere."""
+
+    def describe(self, checkpoint: Path) -> None: ...
+
+    def publish(self, checkpoint: Path, *, last: bool) -> None:
+        """Take a whole checkpoint's model elsewhere; what fails is told."""
+        ...
 
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
@@ -76,6 +90,9 @@ class Session:
     timeline: Timeline = field(default_factory=Timeline)
     adjustments: Adjustments | None = None
     resume_from: Path | None = None
+    model_only: bool | Literal["last"] = False
+    """Whether checkpoints, or the last one, leave out what only a resumption needs."""
+    publisher: Publisher | None = None
     checkpoint_seconds: float | None = None
     """Time between checkpoints, besides their cadence in steps."""
     step: int = 0
@@ -173,16 +190,30 @@ class Session:
             return is_best or self.step >= self.total_steps or self.epoch > epoch
         return is_best or due(self.step, every, self.total_steps)
 
-    def save(self, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint of the last whole step: what ``write`` puts into the directory, and the loop's state."""
+    def save(self, write: Write, *, stopping: bool = False) -> Path:
+        """Write a checkpoint of the last whole step: what ``write`` puts into the directory, and the loop's state.
+
+        Args:
+            stopping: for a signal: whole whatever ``model_only`` says, and not published.
+        """
+        model_only = not stopping and (self.model_only is True or (self.model_only == "last" and not self.running))
         best = {self.best.metric: [self.best.value, self.best.step]}
         own = {"step": self.step, "best": best, "evaluated": self.evaluated, "total_tokens": self.total_tokens}
+        own |= {"model_only": True, "finished": not self.running} if model_only else {}
+
+        def written(directory: Path) -> None:
+            write(directory, model_only)
+            if self.publisher:
+                self.publisher.describe(directory)
+
         with self.phase("checkpoint"), interrupts.held():
-            path = self.checkpoints.save(self.step, {**own, **self._whole()}, write, self.best.step)
+            path = self.checkpoints.save(self.step, {**own, **self._whole()}, written, self.best.step)
             self._saved = self.step, self.epoch, self.clock.now()
+            if self.publisher and not stopping:
+                self.publisher.publish(path, last=not self.running)
         return path
 
-    def keep(self, write: Callable[[Path], None], give_up: Callable[[], None]) -> str:
+    def keep(self, write: Write, give_up: Callable[[], None]) -> str:
         """After a signal: save the last whole step, and say what was kept.
 
         Args:
@@ -197,7 +228,8 @@ class Session:
         else:
             try:
                 give_up()
-                said = f"stopped after step {self.step} of {self.total_steps}: {self.save(write)} is written"
+                path = self.save(write, stopping=True)
+                said = f"stopped after step {self.step} of {self.total_steps}: {path} is written"
             except TunesmithError as error:
                 said = f"step {self.step} could not be saved: {error}; {kept}"
         self.note(said)

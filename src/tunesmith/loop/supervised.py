@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -76,8 +77,8 @@ def held_out(learner: Learner, samples: Sequence[Sample], names: Sequence[str] =
 
 
 def save(parts: SupervisedParts[T], session: Session) -> None:
-    def write(directory: Path) -> None:
-        _write(parts, directory)
+    def write(directory: Path, model_only: bool) -> None:
+        _write(parts, directory, model_only)
         if parts.describe is not None:
             parts.describe(directory)
 
@@ -86,12 +87,12 @@ def save(parts: SupervisedParts[T], session: Session) -> None:
 
 def keep(parts: SupervisedParts[Any], session: Session) -> str:
     """After a signal: save the last whole step; returns what was kept."""
-    return session.keep(lambda directory: _write(parts, directory), parts.learner.backend.give_up)
+    return session.keep(partial(_write, parts), parts.learner.backend.give_up)
 
 
-def _write(parts: SupervisedParts[Any], directory: Path) -> None:
-    parts.learner.backend.save(directory)
-    if parts.save_beside is not None:
+def _write(parts: SupervisedParts[Any], directory: Path, model_only: bool) -> None:
+    parts.learner.backend.save(directory, model_only=model_only)
+    if parts.save_beside is not None and not model_only:
         parts.save_beside(directory)
 
 

@@ -32,7 +32,7 @@ from tunesmith.config.schema import LoraSection
 from tunesmith.errors import CheckpointError, ConfigError, ModelError, StorageError, boundary, nearest
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.decoder import Decoder
-from tunesmith.models.loading import load_config
+from tunesmith.models.loading import check_names, load_config
 from tunesmith.models.quantised import num_weights
 from tunesmith.models.score_model import ScoreModel
 
@@ -178,6 +178,7 @@ def _continued(model: Decoder, section: LoraSection, kind: str, path: Path) -> P
     with boundary(ModelError, f"the adapter {path} does not fit the model", _FOREIGN):
         name = {"adapter_name": TRAINED, "is_trainable": True}
         peft = PeftModel.from_pretrained(model.module, path, config=config, **cast(Any, name))
+        check_adapter_names(path, peft, TRAINED)
         peft.load_adapter(str(path), START, is_trainable=False)
         peft.set_adapter(TRAINED)
     return peft
@@ -238,11 +239,25 @@ def merge(
         with boundary(ModelError, f"cannot load the tokenizer of {adapter}", _FOREIGN):
             model.tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
     with boundary(ModelError, f"the adapter {adapter} does not fit {base}", _FOREIGN):
-        merged = cast(Any, PeftModel.from_pretrained(model.module, adapter)).merge_and_unload(safe_merge=True)
+        peft = PeftModel.from_pretrained(model.module, adapter)
+        check_adapter_names(adapter, peft, TRAINED)
+        merged = cast(Any, peft).merge_and_unload(safe_merge=True)
     merged.to(getattr(torch, dtype) if dtype else stored or torch.float32)
     with boundary(StorageError, f"cannot write {out}", OSError):
         model.save(out)
     return base
+
+
+def check_adapter_names(path: Path, peft: PeftModel, name: str) -> None:
+    """Refuse an adapter's file that has other weights than the adapter ``name`` in the model: peft only warns.
+
+    Raises:
+        ModelError: naming some of them.
+    """
+    if (path / WEIGHTS).is_file():
+        saved = load_file(path / WEIGHTS).keys()
+        current = get_peft_model_state_dict(peft, adapter_name=name, save_embedding_layers=False).keys()
+        check_names(f"the adapter {path}", current - saved, saved - current)
 
 
 def _read_config(path: Path) -> Any:

@@ -70,6 +70,7 @@ class Decoder:
         config = load_config(path, trust_remote_code=trust_remote_code)  # refuses a family before reading more
         cls.check(path, config)
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
+        new, without = cls.other_weights(config)
         module = load_module(
             path,
             auto=cls.auto,
@@ -77,6 +78,8 @@ class Decoder:
             device=device,
             trust_remote_code=trust_remote_code,
             quantize=quantize,
+            new=new,
+            without=without,
             **cls.settings,
         )
         model = cls(module, tokenizer, LeanDecoder.of(module.base_model))
@@ -86,6 +89,12 @@ class Decoder:
     @classmethod
     def check(cls, path: str | Path, config: Any) -> None:
         """Refuse a model by its configuration, before its weights are read."""
+
+    @classmethod
+    def other_weights(cls, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """``new`` and ``without`` of ``load_module``."""
+        del config
+        return (), ()
 
     def complete(self, config: Any) -> None:
         """Make ready what a checkpoint with this ``config`` does not bring."""

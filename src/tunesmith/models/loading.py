@@ -73,6 +73,8 @@ def load_module(
     trust_remote_code: bool = False,
     auto: Any = AutoModelForCausalLM,
     quantize: Quantize | None = None,
+    new: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
     **settings: Any,
 ) -> PreTrainedModel:
     """The model, from safetensors only, with its attention asking an ``AttentionContext`` and without dropout.
@@ -82,10 +84,12 @@ def load_module(
     Args:
         auto: the transformers class that chooses the architecture's own, by the head that is wanted.
         quantize: keep the linear modules' weights in so few bits; they cannot be trained.
+        new: what the names of weights begin with that the files need not have, such as a score head's.
+        without: what those begin with that the files may have beyond the model's.
         settings: entries of the configuration to set.
 
     Raises:
-        ModelError: as ``load_config``, or the weights are missing or damaged.
+        ModelError: as ``load_config``, or weights are missing, damaged, or not the model's.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     dropouts = {k: v for k, v in config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0}
@@ -93,18 +97,18 @@ def load_module(
         setattr(config, key, value)
     placed = quantised_settings(quantize, dtype, device) if quantize else {}
     with boundary(ModelError, f"cannot load the weights of model '{path}'", _FOREIGN):
-        module = cast(
-            PreTrainedModel,
-            auto.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                **placed,
-            ),
+        loaded, info = auto.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **placed,
         )
+    module = cast(PreTrainedModel, loaded)
+    check_names(f"model '{path}'", info["missing_keys"], info["unexpected_keys"], new, without)
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -116,6 +120,35 @@ def load_module(
     named = f"the model cannot be put on system.device = '{device}' (torch with CUDA and a free GPU, or 'cpu', can)"
     with boundary(ConfigError, named, (AssertionError, RuntimeError)):  # the former where torch has no CUDA
         return cast(PreTrainedModel, cast(nn.Module, module).to(device).eval())
+
+
+def check_names(
+    what: str,
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    new: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+) -> None:
+    """Refuse weights that would be made up, or left out, without a word.
+
+    Args:
+        missing, unexpected: names that the files lack, or have too many; without those that are known to be harmless.
+
+    Raises:
+        ModelError: naming some of them.
+    """
+    lacking = sorted(name for name in missing if not name.startswith(new))
+    foreign = sorted(name for name in unexpected if not name.startswith(without))
+    for names, problem, remedy in (
+        (lacking, "lack weights of its architecture", "they would be random numbers"),
+        (foreign, "hold weights that its architecture does not have", "they would be left out"),
+    ):
+        if names:
+            shown = ", ".join(f"'{name}'" for name in names[:3]) + (" ..." if len(names) > 3 else "")
+            raise ModelError(
+                f"the files of {what} {problem}: {shown} ({len(names)} in all), and {remedy}. "
+                "config.json and the files do not belong together, or a file is incomplete: get the model again"
+            )
 
 
 def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:

@@ -40,6 +40,11 @@ class ScoreModel(Decoder):
         if is_trained(config) and config.num_labels != 1:
             raise ModelError(f"'{path}' has {config.num_labels} labels; a score model has one")
 
+    @classmethod
+    def other_weights(cls, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """A language model has no score head, whatever its family calls it, and a vocabulary head in its place."""
+        return ((), ()) if is_trained(config) else (("score.", "classif"), ("lm_head.", "embed_out."))
+
     def complete(self, config: Any) -> None:
         if not isinstance(getattr(self.module, "score", None), nn.Linear):
             raise ModelError(

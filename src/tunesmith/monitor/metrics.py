@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -42,8 +43,20 @@ class JsonLines:
     def write(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(_finite(plain(record)), ensure_ascii=False, allow_nan=False)
         with boundary(StorageError, f"cannot write {self.path}; free space and resume", OSError):
+            if not self._is_there():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file.close()
+                self._file = self.path.open("a", encoding="utf-8")
+                print(f"warning: {self.path} was deleted or replaced; what follows goes into a new one", flush=True)
             self._file.write(line + "\n")
             self._file.flush()
+
+    def _is_there(self) -> bool:
+        """Whether what is written can still be found under the path."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         with boundary(StorageError, f"cannot write {self.path}", OSError):
@@ -109,7 +122,13 @@ def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Cut a file whose lines are in the order of their ``step`` before the first that is later, or torn."""
+    """Cut a file whose lines are in the order of their ``step`` before the first that is later, or torn.
+
+    Where nothing is kept, the file itself goes: a link's target is somebody else's.
+    """
+    if step < 0:
+        with boundary(StorageError, f"cannot write {path}", OSError):
+            path.unlink(missing_ok=True)
     keep_lines(path, lambda record: record["step"] <= step)
 
 

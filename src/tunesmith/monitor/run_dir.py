@@ -92,11 +92,18 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
 def how_to_continue(path: Path) -> str:
     """The command that continues the run in a directory; "auto" begins anew where it has no checkpoint."""
     resume = f"checkpoint.resume={'true' if has_checkpoint(path) else 'auto'}"
-    name, *said = sys.argv
-    if Path(name).name not in ("tunesmith", "__main__.py"):
+    if (said := own_command()) is None:
         return f"Continue with the same command and run_dir={shlex.quote(str(path))} {resume}"
+    if said[1:2] in (["rft"], ["generate"]):  # which find out themselves what is done
+        return f"Continue with: {redact(shlex.join(said))}"
     kept = [word for word in said if not word.startswith(("run_dir=", "checkpoint.resume="))]
-    return f"Continue with: {redact(shlex.join(['tunesmith', *kept, f'run_dir={path}', resume]))}"
+    return f"Continue with: {redact(shlex.join([*kept, f'run_dir={path}', resume]))}"
+
+
+def own_command() -> list[str] | None:
+    """The words of the command that this process is; None where somebody else's program is running."""
+    name, *said = sys.argv or [""]
+    return ["tunesmith", *said] if Path(name).name in ("tunesmith", "__main__.py") else None
 
 
 def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:

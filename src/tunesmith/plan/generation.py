@@ -38,13 +38,16 @@ _USUAL: dict[str, tuple[Any, str]] = {
     "sampling.temperature": (0.7, "variety among the answers to a question"),
     "train.batch_size": (64, "better gradients; micro-batches are as large as memory allows whatever this is"),
     "train.schedule": ("cosine", "better convergence than a constant rate"),
+    "checkpoint.every": ("epoch", "an interrupted training goes on from the last pass"),
     "checkpoint.keep": (1, "only the last one"),
+    "checkpoint.model_only": ("last", "a finished round's optimizer state is never read"),
     "train.epochs": (3.0, "three passes over the answers that were kept"),
     "monitor.every": (50, "fewer lines"),
 }
+_FASTER = ("train.schedule", "checkpoint.keep", "checkpoint.model_only")
 PROFILES: dict[str, dict[str, tuple[Any, str]]] = {
     "conservative": {
-        **{key: value for key, value in _USUAL.items() if key not in ("train.schedule", "checkpoint.keep")},
+        **{key: value for key, value in _USUAL.items() if key not in _FASTER},
         "system.gradient_checkpointing": (True, "gradients are recomputed: slower, and the least memory"),
         "train.batch_size": (32, "the usual size"),
     },

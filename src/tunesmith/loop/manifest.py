@@ -1,0 +1,110 @@
+"""Checksums of a checkpoint's files, by which damage is noticed and named.
+
+``manifest.json`` holds ``{"files": {name: {"bytes": ..., "crc32": ...}}, "crc32": ...}``; the last is the table's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import CheckpointError, StorageError, boundary
+
+MANIFEST_FILE = "manifest.json"
+CHUNK = 1 << 22
+_READ_UNASKED = (".safetensors", ".safetensors.index.json")
+"""Files that are read when they are there: one that was not written with the others changes what is loaded."""
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """Record every file below a directory."""
+    names = sorted(_files(checkpoint))
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        sums = threads.map(_crc32, [checkpoint / name for name in names])
+        table = {n: {"bytes": (checkpoint / n).stat().st_size, "crc32": s} for n, s in zip(names, sums, strict=True)}
+    text = json.dumps({"files": table, "crc32": _table_crc32(table)}, indent=1)
+    (checkpoint / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def damages(checkpoint: Path) -> list[str]:
+    """What is wrong with the files of a checkpoint, one line each; nothing where it is whole.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    with boundary(StorageError, f"cannot read {checkpoint}", OSError):
+        table = _read(checkpoint)
+        if isinstance(table, str):
+            return [f"{MANIFEST_FILE} {table}"]
+        there = set(_files(checkpoint))
+        found = [f"{name} is missing" for name in sorted(table.keys() - there)]
+        unknown = sorted(there - table.keys())
+        found += [f"{name} was not written with the others" for name in unknown if name.endswith(_READ_UNASKED)]
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            names = sorted(table.keys() & there)
+            found += filter(None, threads.map(partial(_damage, checkpoint), names, [table[name] for name in names]))
+    return found
+
+
+def has_manifest(checkpoint: Path) -> bool:
+    return (checkpoint / MANIFEST_FILE).exists()
+
+
+def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
+    """Refuse a checkpoint that is damaged. One of an earlier version, without checksums, passes.
+
+    Args:
+        others: of the same run, newest first: the first whole one is offered.
+
+    Raises:
+        CheckpointError: naming each damaged file.
+    """
+    if not (has_manifest(checkpoint) and (found := damages(checkpoint))):
+        return
+    whole = next((c for c in others if c != checkpoint and has_manifest(c) and not damages(c)), None)
+    offered = f"The newest whole one is {whole}: checkpoint.resume={whole}" if whole else "The run has no whole one."
+    raise CheckpointError("\n  ".join([f"{checkpoint} is damaged:", *found]) + f"\n{offered}")
+
+
+def _read(checkpoint: Path) -> dict[str, dict[str, Any]] | str:
+    """The table, or what is wrong with it."""
+    try:
+        found = json.loads((checkpoint / MANIFEST_FILE).read_bytes())
+        table: dict[str, dict[str, Any]] = found["files"]
+        return table if found["crc32"] == _table_crc32(table) else "is not what was written"
+    except FileNotFoundError:
+        return "is missing: there are no checksums to compare with"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"cannot be read: {error}"
+
+
+def _damage(checkpoint: Path, name: str, entry: dict[str, Any]) -> str | None:
+    file = checkpoint / name
+    if not file.is_file():
+        return f"{name} is no file"
+    if (size := file.stat().st_size) != entry["bytes"]:
+        return f"{name} has {size:,} bytes, and {entry['bytes']:,} were written"
+    return None if _crc32(file) == entry["crc32"] else f"{name} is not what was written (its checksum differs)"
+
+
+def _files(checkpoint: Path) -> list[str]:
+    every = (p for p in checkpoint.rglob("*") if not p.is_dir())
+    return [name for p in every if (name := p.relative_to(checkpoint).as_posix()) != MANIFEST_FILE]
+
+
+def _crc32(file: Path) -> str:
+    found = 0
+    with file.open("rb", buffering=0) as opened:
+        while chunk := opened.read(CHUNK):
+            found = zlib.crc32(chunk, found)
+    return f"{found:08x}"
+
+
+def _table_crc32(table: dict[str, dict[str, Any]]) -> str:
+    return f"{zlib.crc32(json.dumps(table, sort_keys=True).encode()):08x}"
