@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 import tiny
-from tiny_runs import REWARDS, sums, write_lines
+from tiny_runs import REWARDS, same_tensors, sums, untimed, write_lines
+from tunesmith.backends.torch import TorchBackend
 from tunesmith.build.rft import RFTOutcome, run_rft, with_shots
 from tunesmith.config.generation import RFTConfig
 from tunesmith.config.load import find_kind, load_config
@@ -21,6 +23,7 @@ from tunesmith.data.prompts import PromptEncoder, read_shots
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.loop.generation import read_lines
 from tunesmith.loop.rft import check_prompts
+from tunesmith.monitor.interrupts import Interrupted
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.generation import derive_rft_warmup
 from tunesmith.plan.hardware import read_hardware
@@ -304,3 +307,27 @@ def test_the_engine_that_samples_is_not_handed_to_the_training(tmp_path: Path, m
     """Training reads no key of a sampler, and would refuse one."""
     sampler = ('system.engine="local"', "system.max_running=7", 'system.kv_memory="32MB"')
     assert rft("run", tmp_path, model, *sampler, "rft.rounds=1").model is not None
+
+
+@pytest.mark.slow
+def test_a_training_that_a_signal_ends_goes_on_and_ends_the_same(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = rft("run", tmp_path, model, f"run_dir={tmp_path / 'straight'}", "train.batch_size=8")
+    taken = TorchBackend.step
+
+    def step(self: TorchBackend[Any], lr: float) -> dict[str, float]:
+        if self.optimizer_steps == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return taken(self, lr)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(TorchBackend, "step", step)
+        rft("run", tmp_path, model, "train.batch_size=8")
+    sft = tmp_path / "run/round-1/sft"
+    assert [p.name for p in (sft / "checkpoints").iterdir()] == ["step-000003"]
+    again = rft("run", tmp_path, model, "train.batch_size=8")
+    assert straight.model is not None and again.model is not None
+    same_tensors(straight.model, again.model)
+    assert not (again.model.parent / "optimizer.safetensors").exists(), "nothing reads it any more"
+    assert untimed(straight.run_dir / "round-1/sft/metrics.jsonl") == untimed(sft / "metrics.jsonl")

@@ -39,7 +39,7 @@ class LastingOutput(io.TextIOBase):
         return False
 
     def isatty(self) -> bool:
-        return not self._gone and self._stream.isatty()
+        return not (self._gone or self._stream.closed) and self._stream.isatty()
 
     def fileno(self) -> int:
         return self._stream.fileno()
