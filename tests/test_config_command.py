@@ -286,3 +286,16 @@ def test_a_damaged_run_file_is_accepted_or_refused_with_its_name(
         load_config(RLConfig, folder / "run.toml")
     except ConfigError as error:
         assert "run.toml" in str(error)
+
+
+@pytest.mark.parametrize(("key", "value"), [("rope_parameters", 5), ("eos_token_id", "x"), ("rms_norm_eps", "bert")])
+def test_what_transformers_raises_of_an_odd_configuration_is_told_as_the_models(
+    folder: Path, key: str, value: Any
+) -> None:
+    from tunesmith.models import loading
+
+    (folder / "model/config.json").write_text(json.dumps({**MODEL, key: value}))
+    (folder / "model/tokenizer.json").touch()
+    (folder / "model/model.safetensors").touch()
+    with pytest.raises(ModelError, match="cannot read the configuration of model"):
+        loading.load_config("model")

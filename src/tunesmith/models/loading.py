@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -27,10 +26,8 @@ from tunesmith.models.quantised import Quantize, let_gradients_pass, quantised_s
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 HUB_SECONDS = 5.0
-_FOREIGN = (
-    *(OSError, ValueError, KeyError, IndexError, TypeError, ImportError, RuntimeError, AttributeError),
-    *(ArithmeticError, AssertionError, SafetensorError),
-)
+_FOREIGN = Exception
+"""transformers lets what a damaged file or an odd configuration raises through, of any type."""
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -42,7 +39,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     check_directory(path)
     with boundary(ModelError, f"cannot read the configuration of model '{path}'", _FOREIGN):
         config = cast(Any, AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
-    check_family(config)
+        check_family(config)
     return config
 
 
