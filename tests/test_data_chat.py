@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import unicodedata
 from collections.abc import Callable
 from functools import cache
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data_tokenizers as kit
-from tunesmith.data.chat import ChatTemplate, Rendered, end_of_turn_id
+from tunesmith.data.chat import MOST_TURNS, ChatTemplate, Rendered, end_of_turn_id
 from tunesmith.data.tokens import encode_with_offsets, mask_spans
 from tunesmith.errors import ConfigError, DataError
 
@@ -198,6 +199,172 @@ def test_marks_that_miss_a_turn_are_refused() -> None:
     found = ChatTemplate.of(kit.byte_level(source))
     with pytest.raises(DataError, match="do not mark"):
         found.learned(conversation([("a", "b")]))
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+WITH_TOOL = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "2"},
+    {"role": "assistant", "content": "2"},
+]
+WITH_THOUGHT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "hm"}]
+
+
+@pytest.mark.parametrize(
+    "family", ["chatml", "smollm2", "smollm3_marked", "llama2", "phi3", "phi4", "mistral_v3", "gemma"]
+)
+def test_a_part_of_a_message_that_the_template_does_not_write_is_refused_by_name(family: str) -> None:
+    found = template(family)
+    for messages, what in ((WITH_TOOL[:2], "a tool call"), (WITH_THOUGHT, "'reasoning_content'")):
+        with pytest.raises(DataError, match=rf"(leaves out {what}|refuses this conversation)"):
+            found.learned(messages)
+    with pytest.raises(DataError, match=r"leaves out|refuses this conversation|changes or drops|way of its own"):
+        found.learned(WITH_TOOL)
+    for key in ("reasoning", "thinking"):
+        with pytest.raises(DataError, match=f"leaves out '{key}'"):
+            found.learned([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", key: "hm"}])
+
+
+def test_arguments_answers_and_names_that_are_not_written_are_refused_in_prompts_too() -> None:
+    source = kit.template("qwen2")
+    assert template("qwen2").learned(WITH_TOOL) and template("qwen2").whole(WITH_TOOL[:3], prompt=True)
+    named = [{"role": "user", "name": "Ann", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(DataError, match=r"the name of message 1 \(user\)"):
+        template("qwen2").learned(named)
+    with pytest.raises(DataError, match=r"the name of message 1"):
+        template("qwen2").whole(named[:1], prompt=True)
+    for old, new, what in (
+        ("call.function.arguments | tojson", "'{}'", "a tool call's arguments of message 2"),
+        ("+ message.content + '\\n</tool_response>'", "+ '\\n</tool_response>'", "the tool's answer of message 3"),
+    ):
+        assert old in source
+        found = ChatTemplate.of(kit.byte_level(source.replace(old, new)))
+        for refused in (lambda f: f.learned(WITH_TOOL), lambda f: f.whole(WITH_TOOL[:3], prompt=True)):
+            with pytest.raises(DataError, match=what):
+                refused(found)
+
+
+NAMED = {
+    "ChatML": "chatml", "SmolLM2": "smollm2", "Phi-3": "phi3", "Phi-4": "phi4", "Gemma": "gemma", "Llama 2": "llama2",
+    "Mistral": "mistral_v3", "Llama 3.1": "llama3", "Qwen2.5": "qwen2", "Qwen3": "qwen3",
+    "SmolLM3 with `{% generation %}` tags": "smollm3_marked", "Qwen3-Thinking-2507": "qwen3_thinking",
+    "DeepSeek-R1": "deepseek_r1",
+}  # fmt: skip
+
+
+def test_the_page_says_what_templates_hold() -> None:
+    def learns(family: str, messages: list[dict[str, Any]]) -> bool:
+        try:
+            return bool(template(family).learned(messages))
+        except DataError:
+            return False
+
+    page = (kit.TEMPLATES.parent.parent / "docs" / "data.md").read_text()
+    rows = [
+        line.strip("|").split(" | ") for line in page[page.index("| templates | turns |") :].splitlines()[2:] if line
+    ]
+    seen: set[str] = set()
+    for names, turns, tools, thinking in (row for row in rows if len(row) == 4):
+        for family in [NAMED[name] for name in names.strip().split(", ") if name in NAMED]:
+            seen.add(family)
+            marked = family == "smollm3_marked"
+            assert learns(family, conversation([("a", "b")])) == (turns == "yes"), family
+            assert learns(family, WITH_TOOL) == (tools.startswith("yes") and not marked), family
+            assert learns(family, WITH_THOUGHT) == ("reasoning_content" in thinking and not marked), family
+            assert learns(family, conversation([("a", "<think>\nhm\n</think>\n\nb")])), family
+    assert seen == set(NAMED.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3_thinking", "deepseek_r1"])
+def test_thinking_in_the_content_is_learned_behind_a_prompt_that_opens_it(family: str) -> None:
+    messages = conversation([("1+1?", "<think>\nadd\n</think>\n\n2"), ("2+2?", "<think>\nmore\n</think>\n\n4")])
+    texts = template(family).learned(messages)
+    for number, (text, thought, answer) in enumerate(zip(texts, ("add", "more"), "24", strict=True)):
+        prompt = template(family).render(messages[: 2 * number + 1], prompt=True)
+        [(start, stop)] = text.spans
+        assert prompt.endswith("<think>\n") and text.text[:start] == prompt
+        learned = text.text[start:stop]
+        assert learned.startswith(f"{thought}\n</think>\n\n{answer}") and learned.count("<think>") == 0
+        assert learned.endswith(template(family).stop_marker)
+    with pytest.raises(DataError):
+        template("deepseek_r1").learned(conversation([("1+1?", "2")]))
+
+
+def test_what_follows_the_end_of_an_answer_is_learned_up_to_the_eos() -> None:
+    """Cohere's turns end with two special tokens, of which the second is the model's EOS."""
+    for tail, expected in (("<|end|></s>", "<|end|></s>"), ("<|end|><|eot_id|>", "<|end|>"), ("</s><|end|>", "</s>")):
+        tok = kit.byte_level(kit.template("phi3").replace("<|end|>", tail))
+        found = ChatTemplate.of(tok)
+        assert found.stop_marker.strip() == expected and found.ends_turns
+        assert end_of_turn_id(tok) == tok.convert_tokens_to_ids(["</s>" if "</s>" in expected else "<|end|>"])[0]
+
+
+class Counting:
+    """A tokenizer that counts how often a conversation is rendered."""
+
+    def __init__(self, tok: Any) -> None:
+        self.tok, self.rendered = tok, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tok, name)
+
+    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+        self.rendered += 1
+        return self.tok.apply_chat_template(*args, **options)
+
+
+def test_long_conversations_are_rendered_a_fixed_number_of_times_or_refused() -> None:
+    counting: Any = Counting(tokenizer("chatml", "byte_level"))
+    found = ChatTemplate.of(counting)
+    counting.rendered = 0
+    long = conversation([("a", "b")] * (MOST_TURNS + 1))
+    with pytest.raises(DataError, match=f"{MOST_TURNS + 1} assistant turns"):
+        found.learned(long)
+    assert counting.rendered == 0
+    assert len(found.learned(long, first=len(long) - 1)[0].spans) == 1
+    assert counting.rendered <= 3
+    found.whole([{"role": role, "content": "a"} for role in ("user", "assistant")] * 10_000 + [long[0]], prompt=True)
+    assert counting.rendered <= 5
+
+
+def thinking_off(tok: Any, **options: Any) -> Any:
+    made = copy.deepcopy(tok)
+    made.chat_template_kwargs = options or {"enable_thinking": False}
+    return made
+
+
+def test_variables_of_the_template_reach_every_rendering() -> None:
+    off = ChatTemplate.of(thinking_off(tokenizer("qwen3", "byte_level")))
+    messages = conversation([("a", "b"), ("c", "d")])
+    assert off.whole(messages[:1], prompt=True).endswith("<|im_start|>assistant\n" + THINK)
+    assert template("qwen3").whole(messages[:1], prompt=True).endswith("<|im_start|>assistant\n")
+    for text, answer in zip(off.learned(messages), "bd", strict=True):
+        assert [text.text[a:b] for a, b in text.spans] == [f"{answer}<|im_end|>"], "the empty thinking is not its own"
+    from tunesmith.environments.rendering import ChatRenderer
+
+    ids = ChatRenderer(off).whole(messages[:1], None)
+    assert off.tokenizer.decode(ids).endswith(THINK)
+    source = "{%- if shout -%}{{ '!' }}{%- endif -%}" + kit.template("smollm3_marked")
+    marked = ChatTemplate.of(thinking_off(kit.byte_level(source), shout=True))
+    assert marked.marks_assistant and marked.learned(messages)[0].text.startswith("!")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "told"),
+    [
+        ("qwen3", "enable_thinkin", "enable_thinking"),
+        ("chatml", "enable_thinking", "reads none"),
+        ("qwen3", "messages", "set by the rendering"),
+        ("qwen3", "add_generation_prompt", "set by the rendering"),
+        ("mistral_v3", "bos_token", "set by the rendering"),
+        ("smollm3_marked", "namespace", "does not read 'namespace'"),
+    ],
+)
+def test_a_variable_that_the_template_does_not_read_is_refused_by_name(family: str, name: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ChatTemplate.of(thinking_off(tokenizer(family, "byte_level"), **{name: False}))
+    assert name in str(caught.value) and told in str(caught.value) and "data.chat_template_kwargs" in str(caught.value)
 
 
 @pytest.mark.parametrize(("family", "reason"), [("gemma", "not supported"), ("drops_system", "leaves out message 1")])

@@ -32,9 +32,11 @@ def load_tokenizer(config: RunConfig) -> Any:
     logging.disable_progress_bar()  # its bars would be drawn over ours
 
     section = config.model
-    return loading.load_tokenizer(
+    tokenizer: Any = loading.load_tokenizer(
         section.path, trust_remote_code=section.trust_remote_code, chat_template=section.chat_template
     )
+    tokenizer.chat_template_kwargs = config.data.chat_template_kwargs
+    return tokenizer
 
 
 def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | None = None) -> M:

@@ -267,6 +267,7 @@ class _Run:
             completion="completion",
             system_prompt=data.system_prompt,
             chat=asked.template is not None,
+            chat_template_kwargs=data.chat_template_kwargs,
             shuffle=data.shuffle,
             seed=data.seed,
         )

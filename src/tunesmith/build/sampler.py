@@ -178,7 +178,7 @@ def identity(config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool 
     found |= {"data": data, "chat template (digest)": template and fingerprint_of([template])}
     if config.lora.path is not None:
         found["lora.path"] = str(config.lora.path)
-    for key in ("system_prompt", "chat", "too_long", "max_prompt_tokens"):
+    for key in ("system_prompt", "chat", "chat_template_kwargs", "too_long", "max_prompt_tokens"):
         found[f"data.{key}"] = getattr(config.data, key)
     if not (isinstance(config, GenerateConfig) and config.output.kind == "score"):
         unread = {"timeout", "n", "temperature", "top_p", "top_k", "min_p", "seed"} if greedy else {"timeout"}

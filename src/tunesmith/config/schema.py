@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -71,6 +71,8 @@ class DataSection(Section):
     system_prompt: str | None = None
     chat: bool | None = None
     """Whether text prompts go through the chat template; None: yes if the tokenizer has one."""
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="a table")] = None
+    """Variables of the chat template, such as ``{ enable_thinking = false }``, in every rendering."""
     loss_on: Literal["assistant", "completion", "all"] | None = None
     """Which tokens supervised training learns; None: assistant turns, completion, or all, by format."""
     max_prompt_tokens: PositiveInt | None = None

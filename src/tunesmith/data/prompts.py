@@ -36,6 +36,8 @@ def choose_template(section: DataSection, tokenizer: Tokenizer, examples: list[E
                 "data.system_prompt needs a chat template, but these prompts are plain text. Leave it out, "
                 "or set data.chat = true with a tokenizer or model.chat_template that has one."
             )
+        if section.chat_template_kwargs:
+            raise ConfigError("data.chat_template_kwargs has no effect: this data is plain text. Leave it out.")
         return None
     template = ChatTemplate.of(tokenizer)
     sides = [side for e in examples for side in (e.prompt, e.completion) if isinstance(side, list)]

@@ -91,7 +91,9 @@ class Reading:
                 examples.append(replace(example, id=unique, source=index))
             if len(examples) == before:
                 raise report.nothing_left(one.path)
-        fingerprint = fingerprint_of([[e.text, e.prompt, e.completion, e.tools, e.columns] for e in examples])
+        lines: list[Any] = [[e.text, e.prompt, e.completion, e.tools, e.columns] for e in examples]
+        options = section.chat_template_kwargs
+        fingerprint = fingerprint_of([*lines, options] if options else lines)
         template = choose_template(section, tokenizer, examples)
         return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading_ids(tokenizer))
 

@@ -1,0 +1,93 @@
+"""What a chat template does with parts of a message, found by probes in them, and which variables it reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tunesmith.data.tokens import Tokenizer
+from tunesmith.errors import ConfigError, boundary, nearest
+from tunesmith.types import Message
+
+PROBE = "Zq7Probe"
+TOOL_ROLES = ("tool", "function", "ipython")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys in which data holds what the assistant thought, by the custom of several makers."""
+GIVEN = (
+    "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
+    "continue_final_message",
+)  # fmt: skip
+"""Variables that a rendering sets itself."""
+
+
+def with_probes(messages: Sequence[Message], *, turn: bool) -> tuple[list[Message], dict[str, tuple[int, str]]]:
+    """The messages with a probe in each part besides ``content``; for each probe the message's number and the part."""
+    probes: dict[str, tuple[int, str]] = {}
+    made = list(messages)
+
+    def probe(number: int, what: str) -> str:
+        text = f"{PROBE}{len(probes)}q"
+        probes[text] = (number, what)
+        return text
+
+    for place in [len(made) - 1] if turn else range(len(made)):
+        message, number = made[place], place + 1
+        changed: Message = {}
+        if message["role"] in TOOL_ROLES:
+            changed["content"] = message["content"] + probe(number, "the tool's answer")
+        elif isinstance(message.get("name"), str):
+            changed["name"] = message["name"] + probe(number, "the name")
+        for key in THOUGHTS if turn else ():
+            if isinstance(message.get(key), str) and message[key].strip():
+                changed[key] = message[key] + probe(number, f"'{key}'")
+        calls = message.get("tool_calls")
+        if isinstance(calls, list) and calls:
+            changed["tool_calls"] = [_probed_call(call, partial(probe, number)) for call in calls]
+        if changed:
+            made[place] = {**message, **changed}
+    return made, probes
+
+
+def _probed_call(call: Any, probe: Callable[[str], str]) -> Any:
+    """A tool call with a probe in its name and one in its arguments, if it has any."""
+    outer: Any = call
+    inner = outer["function"] if isinstance(outer, Mapping) and isinstance(outer.get("function"), Mapping) else outer
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+        return call
+    changed = {**inner, "name": inner["name"] + probe("a tool call")}
+    arguments: Any = inner.get("arguments")
+    if isinstance(arguments, Mapping) and arguments:
+        text = probe("a tool call's arguments")
+        changed["arguments"] = {**arguments, text: text}
+    elif isinstance(arguments, str) and arguments.strip() not in ("", "{}"):
+        changed["arguments"] = arguments + probe("a tool call's arguments")
+    return {**outer, "function": changed} if inner is not outer else changed
+
+
+def options_of(tokenizer: Tokenizer) -> Mapping[str, Any]:
+    """The variables that a run's ``data.chat_template_kwargs`` has put beside its tokenizer's template."""
+    return getattr(tokenizer, "chat_template_kwargs", None) or {}
+
+
+def check_options(options: Mapping[str, Any], source: str, tokens: Iterable[str]) -> Mapping[str, Any]:
+    """``options``; a ConfigError for one that the template does not read, or that is not the user's to set."""
+    if not options:
+        return options
+    from jinja2 import Environment, TemplateError, meta
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
+    with boundary(ConfigError, "the chat template cannot be read", TemplateError):
+        read = meta.find_undeclared_variables(environment.parse(plain))
+    free = sorted(read - {*GIVEN, *tokens, *environment.globals})
+    for name in options:
+        if name in GIVEN or name in tokens:
+            raise ConfigError(f"data.chat_template_kwargs: '{name}' is set by the rendering itself; leave it out.")
+        if name not in free:
+            known = f"It reads {', '.join(free)}." if free else "It reads none."
+            raise ConfigError(
+                f"data.chat_template_kwargs: the chat template does not read '{name}'.{nearest(name, free)} {known}"
+            )
+    return options
