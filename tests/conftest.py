@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 
 import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client
 
 
 @pytest.fixture

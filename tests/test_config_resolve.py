@@ -18,9 +18,10 @@ from tunesmith.config.resolved import Resolved, changes, config_text, print_reso
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError, ModelError, StorageError
 from tunesmith.plan.checks import check
-from tunesmith.plan.device import engine_threads, state_bytes
+from tunesmith.plan.device import engine_threads
 from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
 from tunesmith.plan.hardware import Gpu, Hardware, parse_gpus, read_hardware
+from tunesmith.plan.memory import planned
 from tunesmith.plan.resolve import resolve
 
 GB = 10**9
@@ -81,7 +82,8 @@ def test_warmup_ratio_counts_optimizer_steps() -> None:
 def test_learning_rate_falls_with_the_size_of_the_model() -> None:
     def lr(config: RunConfig, parameters: int | None) -> float:
         model = ModelFacts(parameters, 6, 256, 768, 4, 2, 64, 4096, 4096)
-        value, reason = derived(resolve(config, facts(model=model)), "train.lr")
+        roomy = Hardware("c", 4, 1000 * GB, 1000 * GB, bf16=False)
+        value, reason = derived(resolve(config, facts(model=model, hardware=roomy)), "train.lr")
         assert reason
         return value
 
@@ -121,13 +123,16 @@ def test_micro_batches_follow_the_memory_and_always_hold_the_longest_sample() ->
         machine = Hardware("c", 4, available, available, bf16=False)
         return resolve(config, facts(hardware=machine, **changes)).config.system.max_tokens_per_microbatch
 
-    # Per token: 6 layers × (8·256 + 4·256 + 4·768) numbers × 4 bytes; half of what the state leaves free.
-    per_token, state = 6 * (8 * 256 + 4 * 256 + 4 * 768) * 4, 16 * 5_000_000
+    # Per token: 6 layers × (8·256 + 4·256 + 4·768) numbers × 4 bytes; half of what the state leaves free, and the head:
+    # logits, log-softmax and gradient of 100 rows of 4096, and twice a gradient of 4096 × 256.
+    per_token, state = 6 * (8 * 256 + 4 * 256 + 4 * 768) * 4, 16 * 5_000_000 + 4 * 4096 * (3 * 100 + 2 * 256)
     assert tokens(sft(), state + 2 * per_token * 1024) == 1024
     assert tokens(sft(), state + 2 * per_token * 1300) == 1280
     assert tokens(sft(), 8 * GB) == 2048
-    assert tokens(sft(), state + 2 * per_token * 1024, longest=1500) == 1500
-    assert tokens(rl(), state + 2 * per_token * 256, longest=100) == 612
+    assert tokens(sft(), state + 2 * per_token * 1024, longest=1500) == 2048, "checkpointed"
+    whole = "system.gradient_checkpointing=false"
+    assert tokens(sft(whole), state + 2 * per_token * 1024, longest=1500) == 1500
+    assert tokens(rl(whole), state + 3 * per_token * 256, longest=100) == 612
     checkpointed = tokens(sft("system.gradient_checkpointing=true"), state + 2 * per_token * 1024)
     assert checkpointed is not None and checkpointed > 1024
     assert tokens(sft("system.max_tokens_per_microbatch=500"), 8 * GB) == 500
@@ -142,21 +147,22 @@ def test_sampler_memory_is_what_the_batch_needs_or_its_share() -> None:
     assert derived(resolved, "system.kv_memory")[0] == f"{-(-wanted * 11 // 10**7)}MB"
     tight = resolve(rl("rollout.group_size=256", "rollout.max_new_tokens=3000", "system.max_running=2048"), facts())
     value, reason = derived(tight, "system.kv_memory")
-    assert value == f"{-(-(8 * GB - 80_000_000) // 4 // 10**6)}MB"
+    assert value == f"{-(-(8 * GB - 18 * 5_000_000 - 4 * 4096 * (3 * 256 + 2 * 256)) // 4 // 10**6)}MB"
     assert reason.startswith("a quarter of the free memory")
 
 
 def test_state_counts_the_teacher_in_place_of_a_reference() -> None:
-    """16 bytes of each trained number, and 2 of each frozen one in bfloat16."""
+    """18 bytes of each trained number, and 2 of each frozen one in bfloat16."""
     base = ["model.path=org/m", "data.train=org/d"]
     for config, frozen, expected in (
-        (rl(), 0, 16 * 5),
-        (rl("algorithm.kl_coef=0.1"), 0, 16 * 5 + 2 * 5),
-        (load_config(DistillConfig, None, [*base, "teacher.path=org/t"]), 7, 16 * 5 + 2 * 7),
-        (load_config(OfflineDistillConfig, None, [*base, "teacher.path=org/t"]), 7, 16 * 5 + 2 * 7),
+        (rl(), 0, 18 * 5),
+        (rl("algorithm.kl_coef=0.1"), 0, 18 * 5 + 2 * 5),
+        (load_config(DistillConfig, None, [*base, "teacher.path=org/t"]), 7, 18 * 5 + 2 * 7),
+        (load_config(OfflineDistillConfig, None, [*base, "teacher.path=org/t"]), 7, 18 * 5 + 2 * 7),
     ):
         known = facts(frozen_parameters=frozen * 1_000_000)
-        assert state_bytes(resolve(config, known).config, known) == expected * 1_000_000
+        found = planned(resolve(config, known).config, known)
+        assert found is not None and found.state == expected * 1_000_000
 
 
 def test_intervals_longer_than_the_run_are_shortened_and_it_says_so() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunesmith.models.head import Head, LogitScale, bfloat16_operands, default_chunk, fused_logprobs
+from tunesmith.models.head import Head, LogitScale, bfloat16_operands, fused_logprobs
+from tunesmith.plan.cost import chunk_rows
 
 N, D, V = 37, 16, 101
 
@@ -154,6 +155,5 @@ def test_frozen_head_gets_no_gradient_and_no_rows_work() -> None:
 
 
 def test_chunk_follows_the_vocabulary() -> None:
-    cpu = torch.device("cpu")
-    assert default_chunk(4096, cpu) * 4096 * 4 == 4 << 20
-    assert default_chunk(150_000, cpu) == 128
+    assert chunk_rows(4096, "cpu") * 4096 * 4 == 4 << 20
+    assert chunk_rows(150_000, "cpu") == 128

@@ -17,7 +17,7 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.interpreter import check_interpreter
 
-BASE = ('model.path="m"', 'data.train="d"', 'reward.functions=["exact_match"]', "system.engine_process=true")
+BASE = ('model.path="org/m"', 'data.train="org/d"', 'reward.functions=["exact_match"]', "system.engine_process=true")
 
 
 def config(python: object, engine: str = "local", *said: str) -> RLConfig:

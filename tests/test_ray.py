@@ -46,8 +46,9 @@ from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check
 from tunesmith.plan.cluster import Bundle, bundles, missing, processes
-from tunesmith.plan.facts import Facts, known_model_facts
+from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import Gpu, read_hardware
+from tunesmith.plan.hub import known_model_facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Sample
 

@@ -31,7 +31,7 @@ CPU = Hardware("CPU", cores=2, memory_total=24 * 10**9, memory_available=20 * 10
 FACTS = Facts(CPU, MODEL, train_size=100, longest=40)
 ON_GPUS = replace(FACTS, hardware=replace(CPU, gpus=(GPU, GPU)))
 BASE = (
-    'model.path="m"', 'data.train="d"', 'reward.functions=["exact_match"]', "rollout.max_new_tokens=20",
+    'model.path="org/m"', 'data.train="org/d"', 'reward.functions=["exact_match"]', "rollout.max_new_tokens=20",
     'system.engine="vllm"', "system.engine_process=true", f'system.engine_python="{sys.executable}"',
 )  # fmt: skip
 
@@ -214,7 +214,7 @@ def test_min_p_does_not_go_with_guesses_in_a_run_that_samples_only_either() -> N
 
 
 def test_settings_of_vllm_mean_nothing_without_sampling() -> None:
-    said = ['model.path="m"', 'data.train="d"', "system.vllm.eager=true"]
+    said = ['model.path="org/m"', 'data.train="org/d"', "system.vllm.eager=true"]
     with pytest.raises(ConfigError, match=r"system\.vllm\.eager has no effect"):
         check(load_config(SFTConfig, None, said))
 

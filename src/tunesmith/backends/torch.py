@@ -173,6 +173,8 @@ class TorchBackend(OneDevice, Generic[M]):
 
     def offload(self) -> None:
         self._move("cpu")
+        if self.model.device.type == "cuda":  # what is only cached here, an engine beside it cannot have
+            torch.cuda.empty_cache()
 
     def reload(self) -> None:
         self._move(self.model.device)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tunesmith.build.environments import check_run_rewards
+from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.generation import RFTConfig, SamplingConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.places import placed
@@ -21,8 +22,9 @@ from tunesmith.errors import CheckpointError, ConfigError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.metrics import check_sinks
 from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
-from tunesmith.plan.facts import Facts, known_model_facts
+from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.hub import known_model_facts, known_parameters
 from tunesmith.plan.interpreter import check_interpreter
 from tunesmith.plan.resolve import resolve
 
@@ -50,7 +52,7 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: it cannot work.
     """
-    resolved = resolve(config, Facts(read_hardware(), known_model_facts(config.model.path)))
+    resolved = resolve(config, facts_of_run(config))
     _check_device(resolved.config)
     if isinstance(config, RLConfig):
         check_run_rewards(config, base_dir)
@@ -66,6 +68,22 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
             raise ConfigError(f"run_dir = '{config.run_dir}' is in use by another process: wait for it to end")
         checkpoint_to_continue(config, RunDir(config.run_dir))
     return resolved
+
+
+def facts_of_run(config: RunConfig) -> Facts:
+    """What is known before the data is read."""
+    frozen = frozen_parameters(config)
+    return Facts(read_hardware(), known_model_facts(config.model.path), frozen_parameters=frozen)
+
+
+def frozen_parameters(config: RunConfig) -> int:
+    """Of reward models and a teacher, as far as their sizes can be told."""
+    reward = config.reward if isinstance(config, RLConfig | SamplingConfig) else None
+    rewards = sum(known_parameters(model.path) or 0 for model in (reward.models if reward else ()))
+    if not isinstance(config, DistillConfig | OfflineDistillConfig):
+        return rewards
+    # A teacher is no smaller than its student.
+    return rewards + (known_parameters(config.teacher.path) or known_parameters(config.model.path) or 0)
 
 
 def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:

@@ -112,7 +112,7 @@ def make_backend(
         value_head=value_head,
         head_lr_ratio=head_lr / train.lr if head_lr and train.lr else 1.0,
         ema_decay=train.ema_decay,
-        gradient_checkpointing=config.system.gradient_checkpointing,
+        gradient_checkpointing=bool(config.system.gradient_checkpointing),
         seed=train.seed,
     )
 

@@ -20,7 +20,7 @@ from tunesmith.loop.session import Session
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.checks import critic_steps
-from tunesmith.plan.device import USUAL_RANK
+from tunesmith.plan.cost import USUAL_RANK
 
 if TYPE_CHECKING:
     from tunesmith.cluster.ray_cluster import Cluster

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from tunesmith.build.checking import checkpoint_to_continue
+from tunesmith.build.checking import checkpoint_to_continue, frozen_parameters
 from tunesmith.build.hub import open_hub
-from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.preference import ScoreConfig
 from tunesmith.config.resolved import Resolved, changes, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
@@ -27,8 +26,9 @@ from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir, how_to_continue
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.watchdog import Watchdog
-from tunesmith.plan.facts import Facts, count_parameters, known_model_facts
+from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.hub import known_model_facts
 from tunesmith.plan.resolve import resolve
 
 C = TypeVar("C", bound=RunConfig)
@@ -79,16 +79,6 @@ def limited_data(config: RunConfig) -> DataSection:
     return config.data.model_copy(update={key: limit}) if limit > 0 else config.data
 
 
-def _frozen_parameters(config: RunConfig) -> int:
-    """Of reward models and a teacher, as far as their sizes can be told."""
-    paths = [model.path for model in config.reward.models] if isinstance(config, RLConfig) else []
-    rewards = sum(count_parameters(Path(path)) or 0 for path in paths)
-    if not isinstance(config, DistillConfig | OfflineDistillConfig):
-        return rewards
-    # A teacher is no smaller than its student.
-    return rewards + (count_parameters(Path(config.teacher.path)) or count_parameters(Path(config.model.path)) or 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Ready(Generic[C, T]):
     """A run before its model is loaded: resolved, with its data read."""
@@ -134,7 +124,7 @@ def make_ready(
         eval_size=len(held_out) if held_out else None,
         longest=longest,
         together=together,
-        frozen_parameters=_frozen_parameters(config),
+        frozen_parameters=frozen_parameters(config),
     )
     return Ready(announce(resolve(config, facts), run_dir, train, held_out), tokenizer, train, held_out)
 

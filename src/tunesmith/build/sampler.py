@@ -7,12 +7,12 @@ import gc
 from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tunesmith.build.checking import task_data
+from tunesmith.build.checking import frozen_parameters, task_data
 from tunesmith.build.common import load_model, load_tokenizer
 from tunesmith.build.engines import make_engine, make_sampling
 from tunesmith.build.rewards import add_rewards
@@ -27,8 +27,9 @@ from tunesmith.loop.collect import Collector
 from tunesmith.loop.generation import LineWriter, Unscored, answer, repair, window_of
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.monitor.run_dir import RunDir, open_run_dir
-from tunesmith.plan.facts import Facts, known_model_facts
+from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.hub import known_model_facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.weights import loads_model, weights_apart
 from tunesmith.types import RolloutGroup, Task
@@ -168,7 +169,8 @@ def resolve_sampling(config: C, tasks: Sequence[Task], *, count: bool = True) ->
     """Args: count: the number of tasks is the amount of work, and not of training data."""
     longest = max(len(task.prompt_ids) for task in tasks)
     size = len(tasks) if count else None
-    return resolve(config, Facts(read_hardware(), known_model_facts(config.model.path), size, None, longest))
+    facts = Facts(read_hardware(), known_model_facts(config.model.path), size, None, longest)
+    return resolve(config, replace(facts, frozen_parameters=frozen_parameters(config)))
 
 
 def identity(config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool = False) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from tunesmith.loop.session import Session
 from tunesmith.loop.supervised import SupervisedParts, held_out
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.plan.device import keeps_reference
+from tunesmith.plan.memory import keeps_reference
 from tunesmith.types import Sample
 
 T = TypeVar("T")

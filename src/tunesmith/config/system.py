@@ -15,10 +15,12 @@ from tunesmith.config.vllm import VllmSection
 
 class SystemSection(Section):
     device: Text | None = None
+    device_memory: Size | None = None
+    """Memory of the device that the run may take, such as ``20GB``; None: what is free when it starts."""
     threads: PositiveInt | None = None
     max_tokens_per_microbatch: PositiveInt | None = None
     share_prompts: bool = True
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None
     logprob_chunk: PositiveInt | None = None
     """Rows of the head that are computed at a time."""
     engine: Literal["local", "vllm", "sglang", "tgi"] = "local"

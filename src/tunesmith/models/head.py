@@ -17,10 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Logits of one chunk. On a CPU they should not leave the cache before they are used."""
-LEAST_ROWS = 128
-"""Fewer rows would read the weight more often than they use it."""
+from tunesmith.plan.cost import chunk_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ class Head:
     chunk: int | None = None
 
     def rows(self, hidden: Tensor) -> int:
-        return self.chunk or default_chunk(self.weight.shape[0], hidden.device)
+        return self.chunk or chunk_rows(self.weight.shape[0], hidden.device.type)
 
 
 def fused_logprobs(
@@ -86,11 +83,6 @@ def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
             top = z.topk(k, -1)
             found[0][at], found[1][at] = top.indices, top.values - z.logsumexp(-1, keepdim=True)
     return found[0], found[1]
-
-
-def default_chunk(vocabulary: int, device: torch.device) -> int:
-    """Rows whose float32 logits take about ``CHUNK_BYTES``."""
-    return max(LEAST_ROWS, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
 
 
 class _FusedLogprobs(torch.autograd.Function):

@@ -12,8 +12,8 @@ from tunesmith.config.placement import PlacementSection, Resources, Role
 from tunesmith.config.resolved import unread
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.plan.device import has_critic, keeps_reference
 from tunesmith.plan.devices import ranks_per_engine
+from tunesmith.plan.memory import has_critic, keeps_reference
 
 CLUSTER_KEYS = ("ray_address", "ray_runtime_env", "trainer_ranks", "trainer_restarts", "placement")
 NAMES: dict[Role, str] = {

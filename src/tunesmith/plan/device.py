@@ -7,28 +7,31 @@ split while the run goes on.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from tunesmith.algorithms.presets import algorithm_needs
-from tunesmith.config.distillation import DistillConfig
-from tunesmith.config.generation import SamplingConfig
-from tunesmith.config.preference import DPOConfig, KTOConfig
+from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.errors import ConfigError
-from tunesmith.plan.devices import engines_together, has_own_devices, ranks_per_engine
-from tunesmith.plan.facts import Facts
+from tunesmith.plan.cost import LEAST_ROWS, price
+from tunesmith.plan.devices import engines_together
+from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.hardware import Gpu
+from tunesmith.plan.memory import (
+    bytes_per_number,
+    engines_elsewhere,
+    free_memory,
+    gpu_of,
+    layout_of,
+    longest_sample,
+    on_gpu,
+    planned_elsewhere,
+    trainer_memory,
+)
 from tunesmith.plan.weights import engines_apart, weights_apart
-
-STATE_BYTES = 16
-"""Per trained parameter: weight, gradient, master weight and AdamW's two moments, in either number format."""
-
-QUANTISED_BYTES = {"int8": 1.1, "nf4": 0.7}
-"""Per parameter of a quantised model; embeddings and head stay as they are."""
-USUAL_RANK = 16
 
 MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 """Larger micro-batches are no faster: every matrix product is long enough by then."""
@@ -59,27 +62,47 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     filling.fill("system.device", "cpu", "no GPU was found")
     if problem := device_problem(filling.config.system.device, machine.gpus):
         raise ConfigError(problem)
-    on_gpu, gpu = _on_gpu(filling.config), _gpu(filling.config, facts)
-    here = 1 if on_gpu else filling.config.system.trainer_ranks
-    _derive_threads(filling, machine.cores, here)
+    here, gpu = on_gpu(filling.config), gpu_of(filling.config, facts)
+    _derive_threads(filling, machine.cores, 1 if here else filling.config.system.trainer_ranks)
     # A GPU that nvidia-smi does not show is taken for one of today's.
-    name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if on_gpu else ("this CPU", machine.bf16)
+    name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
     if native:
         filling.fill("model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32")
     filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
-    if isinstance(filling.config, RLConfig) and not filling.config.system.served:
-        _derive_hybrid(filling, on_gpu)
+    if not isinstance(filling.config, GenerateConfig):
+        _derive_checkpointing(filling, facts)
+    samples = isinstance(filling.config, RLConfig) and not filling.config.system.served
+    if samples:
+        _derive_hybrid(filling, facts)
     config = filling.config
-    taken = state_bytes(config, facts) + _copies_beside(config, facts)
-    budget = max(0, free_memory(config, facts) // here - taken)
-    _derive_microbatch(filling, facts, budget, "cuda" if on_gpu else "cpu")
-    if isinstance(config, RLConfig) and not config.system.served:
-        if not config.system.hybrid and has_own_devices(config, len(machine.gpus)):
-            # The engines' GPUs are taken for ones like the trainer's.
-            share = (free_memory(config, facts) - weight_bytes(config, facts) // ranks_per_engine(config)) // 2
-            derive_kv_memory(filling, facts, share, "on a GPU of its own, half")
-        else:
-            derive_kv_memory(filling, facts, budget // 4, "a quarter")
+    budget = max(0, trainer_memory(config, facts) - _taken(config, facts))
+    _derive_microbatch(filling, facts, budget, "cuda" if here else "cpu")
+    if samples:
+        derive_kv_memory(filling, facts, *_kv_share(config, facts, budget))
+
+
+def _taken(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> int:
+    """Bytes that are not free for activations, keys and values while the policy trains."""
+    if facts.model is None:
+        return 0
+    layout = layout_of(config, facts)
+    turns = layout.turns if turns is None else turns
+    found = price(facts.model, replace(layout, turns=turns, tokens=longest_sample(config, facts) or LEAST_ROWS))
+    return found.training - found.activations
+
+
+def _kv_share(config: RunConfig, facts: Facts, budget: int) -> tuple[int, str]:
+    """What engines of one device may take for keys and values, and what part of the free memory that is."""
+    free = free_memory(config, facts)
+    if engines_elsewhere(config, facts):
+        # The engines' GPUs are taken for ones like the trainer's.
+        engine = planned_elsewhere(config, facts)
+        return (free - (engine.engine if engine else 0)) // 2, "on a GPU of its own, half"
+    if config.system.hybrid and facts.model is not None:
+        return (
+            free - price(facts.model, layout_of(config, facts)).sampling
+        ) // 2, "while the policy does not train, half"
+    return budget // 4, "a quarter"
 
 
 def _derive_threads(filling: Filling[Any], cores: int, ranks: int) -> None:
@@ -95,7 +118,7 @@ def _derive_threads(filling: Filling[Any], cores: int, ranks: int) -> None:
 def _engines_beside(config: RunConfig) -> bool:
     """Whether engine processes compute on this machine's CPU while the policy trains on it."""
     ahead = isinstance(config, RLConfig) and config.rollout.max_staleness > 0
-    return ahead and config.system.engine_process and not _on_gpu(config)
+    return ahead and config.system.engine_process and not on_gpu(config)
 
 
 def engine_threads(config: RunConfig) -> int:
@@ -104,102 +127,35 @@ def engine_threads(config: RunConfig) -> int:
     return config.system.threads if _engines_beside(config) else max(1, config.system.threads // config.system.engines)
 
 
-def _derive_hybrid(filling: Filling[Any], on_gpu: bool) -> None:
-    config: RLConfig = filling.config
-    turns = on_gpu and not engines_apart(config) and not (config.rollout.max_staleness and weights_apart(config))
-    reason = "engine and trainer share the GPU" if turns else "engine and trainer do not take turns on a GPU"
-    filling.fill("system.hybrid", turns, reason)
+def _derive_checkpointing(filling: Filling[Any], facts: Facts) -> None:
+    """On where the longest sample would not leave half of the memory that the model's state leaves."""
+    config, model, key = filling.config, facts.model, "system.gradient_checkpointing"
+    longest = longest_sample(config, facts)
+    if model is None or longest is None:
+        filling.fill(key, False, "the longest sample's size is not known" if model else "the model's size is not known")
+        return
+    per_token = model.activation_bytes_per_token(bytes_per_number(config), checkpointing=False)
+    room = max(0, trainer_memory(config, facts) - _taken(config, facts, turns=True))
+    short = longest * per_token > room // 2
+    kept = f"{format_size(longest * per_token)} of activations of the longest sample"
+    filling.fill(key, short, f"{kept} {'are too much' if short else 'fit'}: {format_size(room)} are free for them")
 
 
-def _copies_beside(config: RunConfig, facts: Facts) -> int:
-    """Bytes of the weights that engines hold on the trainer's device while it trains."""
-    gpus = len(facts.hardware.gpus)
-    if not isinstance(config, RLConfig) or config.system.served or config.system.cluster != "none":
-        return 0
-    if not weights_apart(config) or config.system.hybrid or has_own_devices(config, gpus):
-        return 0
-    return engines_together(config, gpus) * weight_bytes(config, facts)
-
-
-def weight_bytes(config: RunConfig, facts: Facts) -> int:
-    """Of one copy of the model; one of unknown size counts as 0."""
-    return ((facts.model and facts.model.parameters) or 0) * bytes_per_number(config)
-
-
-def free_memory(config: RunConfig, facts: Facts) -> int:
-    """Bytes of the device that are free before anything is loaded."""
-    gpu = _gpu(config, facts)
-    return gpu.memory_free if gpu else facts.hardware.memory_available
-
-
-def state_bytes(config: RunConfig, facts: Facts) -> int:
-    """Weights, gradients and optimizer, of a critic too; a reference's, a teacher's and reward models' weights.
-
-    A model of unknown size counts as 0.
-    """
-    frozen = facts.frozen_parameters * bytes_per_number(config)
-    parameters = facts.model.parameters if facts.model else None
-    if parameters is None:
-        return frozen
-    if config.lora.on:
-        return frozen + _adapter_bytes(config, facts, parameters)
-    each = STATE_BYTES + (4 if config.train.ema_decay is not None else 0)
-    # A critic of another size is taken for one of the policy's.
-    each += STATE_BYTES * has_critic(config) + bytes_per_number(config) * keeps_reference(config)
-    return frozen + parameters * each
-
-
-def _adapter_bytes(config: RunConfig, facts: Facts, parameters: int) -> int:
-    """Frozen weights, and the adapter as if on the linear modules of a Llama-shaped decoder; no reference."""
-    assert facts.model is not None, "its parameters are known"
-    hidden, wide = facts.model.hidden_size, facts.model.intermediate_size
-    adapter = (config.lora.rank or USUAL_RANK) * facts.model.layers * (4 * 2 * hidden + 3 * (hidden + wide))
-    frozen = QUANTISED_BYTES.get(config.model.quantize or "", bytes_per_number(config))
-    return (1 + has_critic(config)) * (int(parameters * frozen) + STATE_BYTES * adapter)
-
-
-def has_critic(config: RunConfig) -> bool:
-    """Whether there is a critic with a model of its own."""
-    if not isinstance(config, RLConfig):
-        return False
-    return "critic" in algorithm_needs(config.algorithm) and not config.critic.shared_trunk
-
-
-def keeps_reference(config: RunConfig) -> bool:
-    """Whether a frozen copy of the model is held for a KL or a preference loss; an adapter is switched off instead."""
-    if config.lora.on or isinstance(config, DistillConfig):
-        return False
-    if isinstance(config, RLConfig):
-        return bool(config.algorithm.kl_coef)
-    section = config.dpo if isinstance(config, DPOConfig) else config.kto if isinstance(config, KTOConfig) else None
-    return section is not None and not section.precompute_reference
-
-
-def bytes_per_number(config: RunConfig) -> int:
-    return 2 if config.model.dtype == "bfloat16" else 4
-
-
-def longest_sample(config: RunConfig, facts: Facts) -> int | None:
-    """Tokens of the longest sample, or of samples that stay together; None where neither data nor settings say it."""
-    if isinstance(config, SamplingConfig):
-        prompt = facts.longest or config.data.max_prompt_tokens
-        return None if prompt is None else prompt + config.new_tokens
-    if isinstance(config, RLConfig):
-        if config.environment.max_tokens is not None:
-            return config.environment.max_tokens
-        prompt = facts.longest or config.data.max_prompt_tokens
-        return None if prompt is None else prompt + config.rollout.max_new_tokens
-    return facts.together or facts.longest or config.data.max_tokens
-
-
-def _on_gpu(config: RunConfig) -> bool:
-    return (config.system.device or "cpu").startswith("cuda")
-
-
-def _gpu(config: RunConfig, facts: Facts) -> Gpu | None:
-    index = int((config.system.device or "").partition(":")[2] or 0)
-    gpus = facts.hardware.gpus
-    return gpus[index] if _on_gpu(config) and index < len(gpus) else None
+def _derive_hybrid(filling: Filling[Any], facts: Facts) -> None:
+    key, config, model = "system.hybrid", filling.config, facts.model
+    if not on_gpu(config) or engines_apart(config) or (config.rollout.max_staleness and weights_apart(config)):
+        filling.fill(key, False, "engine and trainer do not take turns on a GPU")
+        return
+    longest = longest_sample(config, facts)
+    if model is None or model.parameters is None or longest is None:
+        filling.fill(key, True, "engine and trainer share the GPU")
+        return
+    budget = trainer_memory(config, facts) - _taken(config, facts, turns=False)
+    per_token = model.activation_bytes_per_token(bytes_per_number(config), bool(config.system.gradient_checkpointing))
+    wanted = _wanted_kv(config, facts, model, longest, 1)[1]
+    short = wanted > budget // 4 or longest * per_token > budget // 2
+    reason = "short for both at once" if short else "enough for both at once"
+    filling.fill(key, short, f"engine and trainer share the GPU, whose memory is {reason}")
 
 
 def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: str) -> None:
@@ -236,6 +192,16 @@ def derive_kv_memory(filling: Filling[Any], facts: Facts, share: int, part: str)
     if model is None:
         filling.fill(key, megabytes(min(share, 4 * 10**9)), f"{part}, at most 4GB")
         return
+    together, wanted = _wanted_kv(config, facts, model, longest, engines)
+    if wanted <= share:
+        reason = f"enough for {together} requests of {longest} tokens at once"
+    else:
+        reason = f"{part}; {together} requests at once would take {format_size(wanted)}"
+    filling.fill(key, megabytes(min(wanted, share)), reason)
+
+
+def _wanted_kv(config: Any, facts: Facts, model: ModelFacts, longest: int, engines: int) -> tuple[int, int]:
+    """Requests that each of ``engines`` has at once, and bytes of their keys and values."""
     together = config.system.max_running
     if isinstance(config, RLConfig):
         prompts = ceil(config.rollout.prompts_per_step * config.rollout.over_generation)
@@ -245,11 +211,6 @@ def derive_kv_memory(filling: Filling[Any], facts: Facts, share: int, part: str)
     together = min(together, ceil(asked / engines))
     # The local engine keeps float32 keys and values on a CPU. It gives memory out in blocks, which are not full, and
     # has one plane of it more than there are keys and values to keep.
-    exact = config.system.engine == "local" and not _on_gpu(config)
+    exact = config.system.engine == "local" and not on_gpu(config)
     per_token = model.kv_bytes_per_token(4 if exact else bytes_per_number(config)) * (1 + 1 / (2 * model.layers))
-    wanted = max(LEAST_KV_BYTES, ceil(1.1 * together * (longest + 2 * BLOCK) * per_token))
-    if wanted <= share:
-        reason = f"enough for {together} requests of {longest} tokens at once"
-    else:
-        reason = f"{part}; {together} requests at once would take {format_size(wanted)}"
-    filling.fill(key, megabytes(min(wanted, share)), reason)
+    return together, max(LEAST_KV_BYTES, ceil(1.1 * together * (longest + 2 * BLOCK) * per_token))

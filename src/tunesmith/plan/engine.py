@@ -10,14 +10,22 @@ from tunesmith.config.resolved import unread
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.system import SystemSection
 from tunesmith.plan.cluster import cluster_problems
-from tunesmith.plan.device import longest_sample
 from tunesmith.plan.facts import Facts
+from tunesmith.plan.memory import longest_sample
 from tunesmith.plan.vllm import VLLM_KEYS, vllm_problems
 from tunesmith.plan.weights import engines_apart, weight_problems
 from tunesmith.types import altering
 
 TRAINER_KEYS = (
-    *("device", "threads", "max_tokens_per_microbatch", "share_prompts", "gradient_checkpointing", "logprob_chunk"),
+    *(
+        "device",
+        "device_memory",
+        "threads",
+        "max_tokens_per_microbatch",
+        "share_prompts",
+        "gradient_checkpointing",
+        "logprob_chunk",
+    ),
     *("hybrid", "canary"),  # which have checks of their own
 )
 SAMPLER_KEYS = (

@@ -6,7 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class ModelFacts:
     head_dim: int
     vocab_size: int
     context: int | None
+    tied: bool = False
+    """The head is the embedding."""
     switch: int | None = None
     """Longer sequences have other rotary frequencies (``longrope``)."""
 
@@ -78,15 +80,22 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
     """
     path = directory / "config.json"
     with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)):
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        config = config.get("text_config") or config
-        _check_sizes(path, config)
+        whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _check_sizes(path, whole.get("text_config") or whole)
+    found = facts_of(whole)
+    return replace(found, parameters=count_parameters(directory)) if found else None
+
+
+def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
+    """Facts that a model's configuration tells, without its ``parameters``."""
+    config: Mapping[str, Any] = whole.get("text_config") or whole
     size = {name: _first(config, *names) for name, names in _SIZES.items()}
     hidden, heads, layers, vocabulary = (size[name] for name in ("hidden_size", "heads", "layers", "vocab_size"))
     if not (hidden and heads and layers and vocabulary):
         return None
+    tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     return ModelFacts(
-        parameters=count_parameters(directory),
+        parameters=None,
         layers=layers,
         hidden_size=hidden,
         intermediate_size=size["intermediate_size"] or 4 * hidden,
@@ -95,6 +104,7 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
         head_dim=size["head_dim"] or hidden // heads,
         vocab_size=vocabulary,
         context=size["context"],
+        tied="gemma" in str(config.get("model_type")) if tied is None else bool(tied),
         switch=_switch(config),
     )
 
@@ -106,12 +116,6 @@ def _switch(config: Mapping[str, Any]) -> int | None:
     found = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")]
     name = "original_max_position_embeddings"
     return min((n for kind in found if (n := _first(config, name) or _first(kind, name))), default=None)
-
-
-def known_model_facts(path: str) -> ModelFacts | None:
-    """As ``read_model_facts``; None for a model that is only known by its hub name."""
-    directory = Path(path)
-    return read_model_facts(directory) if directory.is_dir() else None
 
 
 def count_parameters(directory: Path) -> int | None:

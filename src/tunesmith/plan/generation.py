@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
 from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.resolved import settings, unread
 from tunesmith.config.schema import RunConfig
-from tunesmith.plan.device import derive_kv_memory, free_memory, weight_bytes
-from tunesmith.plan.devices import engines_together
+from tunesmith.plan.cost import price
+from tunesmith.plan.device import derive_kv_memory
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
+from tunesmith.plan.memory import engines_elsewhere, free_memory, layout_of, planned_elsewhere
+from tunesmith.plan.weights import loads_model
 
 TEMPLATE = "{prompt} <rm_score>: {reward} "
 SEPARATOR = "\n\n"
@@ -164,5 +167,11 @@ def derive_sampler_memory(filling: Filling[Any], facts: Facts) -> None:
     """KV memory of the sampler, beside which only the weights lie in memory."""
     config: SamplingConfig = filling.config
     if config.samples and not config.system.served:
-        weights = weight_bytes(config, facts) * engines_together(config, len(facts.hardware.gpus))
-        derive_kv_memory(filling, facts, (free_memory(config, facts) - weights) // 2, "half")
+        free, taken = free_memory(config, facts), 0
+        if engines_elsewhere(config, facts):
+            engine = planned_elsewhere(config, facts)
+            taken = engine.engine if engine else 0
+        elif facts.model is not None:
+            layout = replace(layout_of(config, facts), trains=False, holds_model=loads_model(config))
+            taken = price(facts.model, layout).sampling
+        derive_kv_memory(filling, facts, (free - taken) // 2, "half")

@@ -13,7 +13,7 @@ from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.sizes import format_size
 from tunesmith.plan.checks import check, optimizer_steps, raise_all, resolved_algorithm, rollout_samples, step_problems
-from tunesmith.plan.device import derive_system, state_bytes
+from tunesmith.plan.device import derive_system
 from tunesmith.plan.devices import device_problems
 from tunesmith.plan.distillation import derive_distill
 from tunesmith.plan.engine import rope_problems
@@ -21,6 +21,7 @@ from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.generation import derive_sampler_memory, derive_sampling
 from tunesmith.plan.limits import limit_problems
+from tunesmith.plan.memory import memory_notes, memory_problems
 from tunesmith.plan.vllm import derive_vllm, vllm_misfits
 from tunesmith.plan.weights import derive_weights, weight_problems
 
@@ -225,6 +226,7 @@ def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
     yield from vllm_misfits(config, facts)
     yield from rope_problems(config, facts)
     yield from device_problems(config, len(facts.hardware.gpus))
+    yield from memory_problems(config, facts)
     context = facts.model.context if facts.model else None
     rl = isinstance(config, RLConfig)
     new = config.rollout.max_new_tokens if rl else config.new_tokens if isinstance(config, SamplingConfig) else 0
@@ -273,8 +275,4 @@ def _notes(config: RunConfig, facts: Facts) -> Iterator[str]:
     on_cpu = config.system.device == "cpu"
     if on_cpu and config.model.dtype == "bfloat16" and not facts.hardware.bf16:
         yield "this CPU does not compute bfloat16 natively; float32 would be faster"
-    if on_cpu and (state := state_bytes(config, facts)) > facts.hardware.memory_available:
-        yield (
-            f"weights, gradients and optimizer take about {format_size(state)}, and "
-            f"{format_size(facts.hardware.memory_available)} are free"
-        )
+    yield from memory_notes(config, facts)

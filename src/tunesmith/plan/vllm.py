@@ -15,10 +15,10 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.vllm import VllmSection
 from tunesmith.errors import nearest
-from tunesmith.plan.device import bytes_per_number, longest_sample
 from tunesmith.plan.devices import ranks_per_engine
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
+from tunesmith.plan.memory import bytes_per_number, longest_sample
 from tunesmith.plan.weights import engines_apart
 
 VLLM_KEYS = tuple(f"system.vllm.{name}" for name in VllmSection.model_fields)

@@ -1,0 +1,150 @@
+"""What a run takes of a device's memory, in bytes: the one cost model, for plans, refusals and tables. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tunesmith.plan.facts import ModelFacts
+
+QUANTISED_BYTES = {"int8": 1.05, "nf4": 0.56}
+"""Per number of a quantised linear module, with its scales."""
+USUAL_RANK = 16
+CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Logits of one chunk. On a CPU they should not leave the cache before they are used."""
+LEAST_ROWS = 128
+"""Fewer rows would read the weight more often than they use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What decides how much memory a run takes on one device."""
+
+    bytes_per_number: int
+    """Of weights and activations."""
+    device: str = "cuda"
+    """``cpu`` or ``cuda``."""
+    holds_model: bool = True
+    """Whether the model is loaded beside the engines' own copies."""
+    trains: bool = True
+    lora_rank: int | None = None
+    """None: the whole model is trained."""
+    quantize: str | None = None
+    ema: bool = False
+    models: int = 1
+    """Trained ones of the policy's size: two with a critic of its own."""
+    references: int = 0
+    """Frozen copies of the policy."""
+    frozen_parameters: int = 0
+    """Of reward models and a teacher."""
+    has_vocabulary_head: bool = True
+    checkpointing: bool = False
+    tokens: int = 0
+    """Of a micro-batch."""
+    chunk: int | None = None
+    """Rows of the head that are computed at a time."""
+    engines: int = 0
+    """Copies of the weights that engines hold here."""
+    ranks: int = 1
+    """Devices that each engine is split over."""
+    kv_bytes: int = 0
+    """Of all engines here."""
+    turns: bool = False
+    """Engines give their memory back while the policy trains, and what only an optimizer step needs is in host memory
+    while they sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Bytes on one device."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    """Master weights, AdamW's moments, the average of the weights."""
+    frozen: int = 0
+    """Reference, reward models, teacher."""
+    activations: int = 0
+    """What backward keeps of a micro-batch."""
+    head: int = 0
+    """Temporaries of the log-probabilities."""
+    engine: int = 0
+    """Weights of engines' own."""
+    kv: int = 0
+    turns: bool = False
+
+    @property
+    def state(self) -> int:
+        """What lasts: all but activations, temporaries and the engines' part."""
+        return self.weights + self.gradients + self.optimizer + self.frozen
+
+    @property
+    def training(self) -> int:
+        return self.state + self.activations + self.head + (0 if self.turns else self.engine + self.kv)
+
+    @property
+    def sampling(self) -> int:
+        return self.weights + self.frozen + self.engine + self.kv + (0 if self.turns else self.optimizer)
+
+    @property
+    def peak(self) -> int:
+        """Of the phase that takes more."""
+        return max(self.training, self.sampling)
+
+
+def price(model: ModelFacts, layout: Layout) -> Price:
+    """Memory of a run; a model whose size is not known counts as nothing.
+
+    Of each trained number: the weight; a float32 gradient; AdamW's two float32 moments; and where the weight is of 16
+    bits a float32 master: 18 bytes in all, or 16 in float32 (``backends.optimizer``).
+    """
+    numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
+    copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
+    engine, kv = layout.engines * copy // layout.ranks, layout.kv_bytes
+    frozen = layout.references * copy + layout.frozen_parameters * layout.bytes_per_number
+    held = copy if layout.holds_model else 0
+    if not layout.trains:
+        return Price(weights=held, frozen=frozen, engine=engine, kv=kv, turns=layout.turns)
+    trained = numbers if layout.lora_rank is None else adapter_numbers(model, layout.lora_rank)
+    apart = 0 if layout.lora_rank is None else trained * layout.bytes_per_number
+    kept = (8 if wide else 12) + (4 if layout.ema else 0)
+    return Price(
+        weights=layout.models * (held + apart),
+        gradients=layout.models * 4 * trained,
+        optimizer=layout.models * kept * trained,
+        frozen=frozen,
+        activations=layout.tokens * model.activation_bytes_per_token(layout.bytes_per_number, layout.checkpointing),
+        head=head_bytes(model, layout) if layout.has_vocabulary_head else 0,
+        engine=engine,
+        kv=kv,
+        turns=layout.turns,
+    )
+
+
+def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = None) -> int:
+    """One copy of the weights. Embedding and head are never quantised."""
+    numbers = model.parameters or 0
+    if quantize is None:
+        return numbers * bytes_per_number
+    whole = min(numbers, (1 if model.tied else 2) * model.vocab_size * model.hidden_size)
+    return whole * bytes_per_number + int((numbers - whole) * QUANTISED_BYTES[quantize])
+
+
+def adapter_numbers(model: ModelFacts, rank: int) -> int:
+    """Of an adapter on all linear modules of a Llama-shaped decoder: ``rank`` rows in and out of each."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    widths = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
+    return rank * model.layers * widths
+
+
+def head_bytes(model: ModelFacts, layout: Layout) -> int:
+    """Of one chunk its logits, their log-softmax and gradient, in float32; where the head is trained, the float32 sum
+    of its gradient and one chunk's part of it (``models.head``)."""
+    rows = layout.chunk or chunk_rows(model.vocab_size, layout.device)
+    logits = 3 * min(rows, max(1, layout.tokens)) * model.vocab_size * 4
+    return logits + (2 * 4 * model.vocab_size * model.hidden_size if layout.lora_rank is None else 0)
+
+
+def chunk_rows(vocabulary: int, device: str) -> int:
+    """Rows whose float32 logits take about ``CHUNK_BYTES``."""
+    return max(LEAST_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocabulary))

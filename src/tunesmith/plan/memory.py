@@ -1,0 +1,300 @@
+"""What a run takes of its devices' memory, by its settings; and what is refused because it cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from math import ceil
+from typing import Any
+
+from tunesmith.algorithms.presets import algorithm_needs
+from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
+from tunesmith.config.placement import PlacementSection, Role
+from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.sizes import format_size, parse_size
+from tunesmith.plan.cost import USUAL_RANK, Layout, Price, copy_bytes, price
+from tunesmith.plan.devices import engines_together, has_own_devices, ranks_per_engine
+from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.filling import Filling
+from tunesmith.plan.hardware import Gpu
+from tunesmith.plan.weights import loads_model, weights_apart
+
+MARGIN = 1.1
+"""A run is refused when it needs so many times what is free: what is free and what is needed are both estimates."""
+LEAST_TOKENS = 64
+"""Of a sample, where neither data nor settings say how long it is."""
+
+
+def on_gpu(config: RunConfig) -> bool:
+    return (config.system.device or "cpu").startswith("cuda")
+
+
+def gpu_of(config: RunConfig, facts: Facts) -> Gpu | None:
+    index = int((config.system.device or "").partition(":")[2] or 0)
+    gpus = facts.hardware.gpus
+    return gpus[index] if on_gpu(config) and index < len(gpus) else None
+
+
+def free_memory(config: RunConfig, facts: Facts) -> int:
+    """Bytes of the device that the run may take: ``system.device_memory``, or what is free before anything loads."""
+    if config.system.device_memory is not None:
+        return parse_size(config.system.device_memory)
+    gpu = gpu_of(config, facts)
+    return gpu.memory_free if gpu else facts.hardware.memory_available
+
+
+def trainer_memory(config: RunConfig, facts: Facts) -> int:
+    """As ``free_memory``, of each trainer rank: on a CPU they share it."""
+    return free_memory(config, facts) // (1 if on_gpu(config) else config.system.trainer_ranks)
+
+
+def bytes_per_number(config: RunConfig) -> int:
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def has_critic(config: RunConfig) -> bool:
+    """Whether there is a critic with a model of its own."""
+    if not isinstance(config, RLConfig):
+        return False
+    return "critic" in algorithm_needs(config.algorithm) and not config.critic.shared_trunk
+
+
+def keeps_reference(config: RunConfig) -> bool:
+    """Whether a frozen copy of the model is held for a KL or a preference loss; an adapter is switched off instead."""
+    if config.lora.on or isinstance(config, DistillConfig):
+        return False
+    if isinstance(config, RLConfig):
+        return bool(config.algorithm.kl_coef)
+    section = config.dpo if isinstance(config, DPOConfig) else config.kto if isinstance(config, KTOConfig) else None
+    return section is not None and not section.precompute_reference
+
+
+def longest_sample(config: RunConfig, facts: Facts) -> int | None:
+    """Tokens of the longest sample, or of samples that stay together; None where neither data nor settings say it."""
+    if isinstance(config, SamplingConfig):
+        prompt = facts.longest or config.data.max_prompt_tokens
+        return None if prompt is None else prompt + config.new_tokens
+    if isinstance(config, RLConfig):
+        if config.environment.max_tokens is not None:
+            return config.environment.max_tokens
+        prompt = facts.longest or config.data.max_prompt_tokens
+        return None if prompt is None else prompt + config.rollout.max_new_tokens
+    return facts.together or facts.longest or config.data.max_tokens
+
+
+def engines_elsewhere(config: RunConfig, facts: Facts) -> bool:
+    """Whether engines have GPUs that nothing else computes on."""
+    if config.system.cluster != "none":
+        return on_gpu(config) and not _beside_trainer(config, "rollout")
+    return not config.system.hybrid and has_own_devices(config, len(facts.hardware.gpus))
+
+
+def _beside_trainer(config: RunConfig, role: Role) -> bool:
+    """Whether a role's processes share the trainer's device."""
+    if config.system.cluster == "none" or not on_gpu(config):
+        return True
+    groups = (config.system.placement or PlacementSection()).colocate
+    return any({"actor", role} <= set(group) for group in groups)
+
+
+def layout_of(config: RunConfig, facts: Facts) -> Layout:
+    """What decides the memory of the trainer's device, or of a sampler's where nothing is trained."""
+    system = config.system
+    trains = not isinstance(config, GenerateConfig)
+    samples = isinstance(config, RLConfig) or (isinstance(config, SamplingConfig) and config.samples)
+    here = samples and not system.served and not engines_elsewhere(config, facts)
+    together = engines_together(config, len(facts.hardware.gpus)) if here else 0
+    frozen = facts.frozen_parameters
+    if not isinstance(config, DistillConfig) and not _beside_trainer(config, "reward"):
+        frozen = 0
+    lora = config.lora.on
+    return Layout(
+        bytes_per_number=bytes_per_number(config),
+        device="cuda" if on_gpu(config) else "cpu",
+        # A run that samples first and trains afterwards has the model in either phase.
+        holds_model=trains or loads_model(config),
+        trains=trains,
+        lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
+        quantize=config.model.quantize,
+        ema=config.train.ema_decay is not None,
+        models=1 + (has_critic(config) and _beside_trainer(config, "critic")),
+        references=int(keeps_reference(config) and _beside_trainer(config, "ref")),
+        frozen_parameters=frozen,
+        has_vocabulary_head=not isinstance(config, ScoreConfig),
+        checkpointing=bool(system.gradient_checkpointing),
+        chunk=system.logprob_chunk,
+        engines=together if weights_apart(config) else 0,
+        ranks=ranks_per_engine(config),
+        turns=bool(system.hybrid) or isinstance(config, RFTConfig),
+    )
+
+
+def planned(config: RunConfig, facts: Facts) -> Price | None:
+    """What a resolved run takes of the trainer's, or a sampler's, device; None where the model's size is not known."""
+    if facts.model is None or facts.model.parameters is None:
+        return None
+    layout = layout_of(config, facts)
+    tokens = config.system.max_tokens_per_microbatch or longest_sample(config, facts) or LEAST_TOKENS
+    kv = config.system.kv_memory
+    here = not engines_elsewhere(config, facts)
+    engines = engines_together(config, len(facts.hardware.gpus))
+    kv_bytes = parse_size(kv) * engines if kv is not None and here else 0
+    return price(facts.model, replace(layout, tokens=tokens, kv_bytes=kv_bytes))
+
+
+def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
+    """What each engine takes of each of its own GPUs; None where engines have none."""
+    model = facts.model
+    if model is None or model.parameters is None or config.system.served or not engines_elsewhere(config, facts):
+        return None
+    kv = parse_size(config.system.kv_memory) if config.system.kv_memory is not None else 0
+    copy = copy_bytes(model, bytes_per_number(config), config.model.quantize)
+    return Price(engine=copy // ranks_per_engine(config), kv=kv)
+
+
+def memory_table(config: RunConfig, facts: Facts) -> list[tuple[str, list[str]]]:
+    """Rows of what is planned, and what is free, by device; none where the model's size is not known."""
+    own, elsewhere = planned(config, facts), planned_elsewhere(config, facts)
+    if own is None:
+        return []
+    device = config.system.device or "cpu"
+    columns = [(device, own, trainer_memory(config, facts))]
+    if elsewhere is not None:
+        columns.append(("each engine's GPU", elsewhere, free_memory(config, facts)))
+    rows = [("memory planned", [name for name, *_ in columns])]
+    for part in fields(Price):
+        amounts = [getattr(found, part.name) for _, found, _ in columns]
+        if part.name != "turns" and any(amounts):
+            rows.append((PARTS[part.name], [format_size(n) if n else "" for n in amounts]))
+    rows.append(("at most, at once", [format_size(found.peak) for _, found, _ in columns]))
+    rows.append(("free", [format_size(free) for *_, free in columns]))
+    return rows
+
+
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "frozen": "frozen models",
+    "activations": "activations of a micro-batch",
+    "head": "log-probabilities of a chunk",
+    "engine": "the engines' weights",
+    "kv": "keys and values",
+}
+
+
+def least(config: RunConfig, facts: Facts) -> Price | None:
+    """The least a run can do with: micro-batches of one sample, keys and values of one sequence."""
+    model = facts.model
+    if model is None or model.parameters is None:
+        return None
+    layout, longest = layout_of(config, facts), longest_sample(config, facts) or LEAST_TOKENS
+    sequence = longest * model.kv_bytes_per_token(layout.bytes_per_number) // layout.ranks
+    samples = isinstance(config, RLConfig | SamplingConfig) and not engines_elsewhere(config, facts)
+    engines = engines_together(config, len(facts.hardware.gpus))
+    kv = sequence * engines if samples and not config.system.served else 0
+    return price(model, replace(layout, tokens=longest if layout.trains else 0, kv_bytes=kv))
+
+
+def memory_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
+    """What cannot fit, with the numbers and the nearest thing that does."""
+    needed, free = least(config, facts), trainer_memory(config, facts)
+    if needed is not None and needed.peak > MARGIN * free:
+        yield _does_not_fit(config, needed, free, _remedy(config, facts, free))
+    elsewhere, model = planned_elsewhere(config, facts), facts.model
+    if elsewhere is not None and model is not None:
+        sequence = (longest_sample(config, facts) or LEAST_TOKENS) * model.kv_bytes_per_token(bytes_per_number(config))
+        needed, free = replace(elsewhere, kv=sequence // ranks_per_engine(config)), free_memory(config, facts)
+        if needed.peak > MARGIN * free:
+            cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
+            yield _does_not_fit(config, needed, free, cure, "each engine's GPU")
+
+
+def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
+    needed, free = least(config, facts), trainer_memory(config, facts)
+    if needed is not None and free < needed.peak <= MARGIN * free:
+        yield f"the run may not fit: it needs about {format_size(needed.peak)}, and {format_size(free)} are free"
+
+
+def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where: str | None = None) -> str:
+    parts = [(PARTS[f.name], getattr(needed, f.name)) for f in fields(Price) if f.name != "turns"]
+    listed = ", ".join(f"{name} {format_size(n)}" for name, n in parts if n)
+    return (
+        f"{config.model.path} does not fit on {where or config.system.device}: it needs at least "
+        f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free. {cure[0].upper()}{cure[1:]}. Where "
+        f'more can be used than was found, say so: system.device_memory = "{ceil(needed.peak / 10**9)}GB"'
+    )
+
+
+def _remedy(config: RunConfig, facts: Facts, free: int) -> str:
+    """The nearest change after which the run fits; what would fit, where none does."""
+    for words, changes in _changes(config, facts):
+        filling = Filling[Any](config)
+        for key, value in changes.items():
+            filling.set(key, value, "")
+        found = least(filling.config, facts)
+        if found is not None and found.peak <= free:
+            return f"what fits: {words} ({format_size(found.peak)})"
+    shorter = _longest_that_fits(config, facts, free)
+    if shorter:
+        return f"what fits: samples of at most {shorter} tokens"
+    assert facts.model is not None
+    largest = _largest_that_fits(config, facts, facts.model, free)
+    return f"a model of this shape may have {largest / 1e9:.2g}B parameters at most, with the least memory there is"
+
+
+def _changes(config: RunConfig, facts: Facts) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Words and settings, the nearest first; each with gradient checkpointing, where something is trained."""
+    tight: dict[str, Any] = {}
+    if not isinstance(config, GenerateConfig):
+        tight = {"system.gradient_checkpointing": True}
+        if not config.system.gradient_checkpointing:
+            yield "system.gradient_checkpointing = true", tight
+        if has_critic(config):
+            yield "critic.shared_trunk = true", {**tight, "critic.shared_trunk": True}
+        if isinstance(config, DPOConfig | KTOConfig):
+            key = f"{'dpo' if isinstance(config, DPOConfig) else 'kto'}.precompute_reference"
+            yield f"{key} = true", {**tight, key: True}
+        if not config.lora.on:
+            yield f"lora.rank = {USUAL_RANK}", {**tight, "lora.rank": USUAL_RANK}
+    local = config.system.engine == "local"
+    if config.model.quantize is None and local and not isinstance(config, ScoreConfig):
+        lora = {} if isinstance(config, GenerateConfig) or config.lora.on else {"lora.rank": USUAL_RANK}
+        words = [f"{key} = {value}" for key, value in lora.items()]
+        for name in ("int8", "nf4"):
+            said = " and ".join([*words, f'model.quantize = "{name}"'])
+            yield said, {**tight, **lora, "model.quantize": name}
+    gpus = len(facts.hardware.gpus)
+    if not local and config.system.engine == "vllm" and isinstance(config, SamplingConfig):
+        for ranks in (2, 4, 8):
+            if ranks <= gpus:
+                said = f"system.vllm.tensor_parallel_size = {ranks} with system.engine_process = true"
+                yield said, {"system.vllm.tensor_parallel_size": ranks, "system.engine_process": True}
+
+
+def _longest_that_fits(config: RunConfig, facts: Facts, free: int) -> int | None:
+    longest, layout = longest_sample(config, facts), replace(layout_of(config, facts), checkpointing=True)
+    if longest is None or facts.model is None:
+        return None
+    tokens = longest
+    while (tokens := tokens // 2) >= LEAST_TOKENS:
+        kv = tokens * facts.model.kv_bytes_per_token(layout.bytes_per_number)
+        if price(facts.model, replace(layout, tokens=tokens, kv_bytes=kv)).peak <= free:
+            return tokens
+    return None
+
+
+def _largest_that_fits(config: RunConfig, facts: Facts, model: ModelFacts, free: int) -> int:
+    """Parameters, by the share that the smallest form of this one takes too much."""
+    settings: list[dict[str, Any]] = [changes for _, changes in _changes(config, facts)] or [{}]
+    peaks: list[int] = []
+    for changes in settings:
+        filling = Filling[Any](config)
+        for key, value in changes.items():
+            filling.set(key, value, "")
+        if (found := least(filling.config, facts)) is not None:
+            peaks.append(found.peak)
+    assert model.parameters is not None
+    return int(model.parameters * free / min(peaks, default=1))

@@ -1,0 +1,264 @@
+"""The cost model of memory: bytes by hand, what is refused and with which remedy, facts of hub models, the table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tiny import save_model
+from tiny_runs import sft_settings
+from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
+from tunesmith.cli.main import app
+from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.load import load_config
+from tunesmith.config.preference import DPOConfig, RMConfig
+from tunesmith.config.schema import RLConfig, SFTConfig
+from tunesmith.errors import ConfigError
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan import hub
+from tunesmith.plan.cost import Layout, adapter_numbers, copy_bytes, price
+from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
+from tunesmith.plan.hardware import Gpu, Hardware
+from tunesmith.plan.memory import memory_table, planned
+from tunesmith.plan.resolve import resolve
+
+GB = 10**9
+QWEN_7B = ModelFacts(7_615_616_512, 28, 3584, 18944, 28, 4, 128, 152064, 32768)
+LLAMA_70B = ModelFacts(70_553_706_496, 80, 8192, 28672, 64, 8, 128, 128256, 131072)
+SMALL = ModelFacts(5_000_000, 6, 256, 768, 4, 2, 64, 4096, 4096)
+A10G, A100 = Gpu("A10G", 24 * GB, 23 * GB, (8, 6)), Gpu("A100", 80 * GB, 79 * GB, (8, 0))
+KINDS: dict[Any, list[str]] = {
+    SFTConfig: [], RMConfig: [], DPOConfig: [], GenerateConfig: [],
+    RLConfig: ['reward.functions=["math"]'], RFTConfig: ['reward.functions=["math"]'],
+    DistillConfig: ["teacher.path=org/t"],
+}  # fmt: skip
+
+
+def on(gpu: Gpu | None, model: ModelFacts, memory: int = 64 * GB, **changes: Any) -> Facts:
+    machine = Hardware("CPU", 8, memory, memory, bf16=True, gpus=(gpu,) if gpu else ())
+    return Facts(machine, model, **{"train_size": 1000, "longest": 1000, **changes})
+
+
+def resolved(kind: Any, facts: Facts, *said: str) -> Any:
+    config = load_config(kind, None, ["model.path=org/m", "data.train=org/d", *KINDS[kind], *said])
+    return resolve(config, facts).config
+
+
+def refusal(kind: Any, facts: Facts, *said: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolved(kind, facts, *said)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 18), (torch.float32, 16)])
+def test_the_trainer_holds_so_many_bytes_of_each_number(tmp_path: Path, dtype: torch.dtype, each: int) -> None:
+    """Counted in the optimizer itself, after a backward pass and a step."""
+    model = CausalLM.load(save_model(tmp_path / "model"), dtype=dtype)
+    optimizer = MasterAdamW(model.module, AdamWSettings())
+    count = sum(p.numel() for p in optimizer.parameters.values())
+
+    def gradients() -> None:
+        for parameter in optimizer.parameters.values():
+            parameter.sum().backward()  # pyright: ignore[reportUnknownMemberType]
+
+    gradients()
+    optimizer.step(1e-3)
+    gradients()
+    moments = [t for slot in optimizer.adamw.state.values() for t in slot.values() if t.ndim]
+    masters = [m for n, m in optimizer.masters.items() if m is not optimizer.parameters[n]]
+    grads = [m.grad for m in optimizer.masters.values() if m.grad is not None]
+    held = sum(t.nbytes for t in [*optimizer.parameters.values(), *moments, *masters, *grads])
+    assert held == each * count
+    facts = read_model_facts(tmp_path / "model")
+    assert facts is not None and facts.parameters == count
+    assert price(facts, Layout(bytes_per_number=dtype.itemsize)).state == held
+
+
+def test_parts_of_a_price_by_hand() -> None:
+    n = SMALL.parameters or 0
+    full = price(SMALL, Layout(2, ema=True, models=2, references=1, frozen_parameters=7))
+    assert (full.weights, full.gradients, full.optimizer) == (4 * n, 8 * n, 32 * n)
+    assert full.frozen == 2 * n + 14
+    lora = adapter_numbers(SMALL, 8)
+    # Queries and outputs of 256 × 256, keys and values of 256 × 128, three of 256 × 768; 8 rows in and out, 6 layers.
+    assert lora == 8 * 6 * (2 * 512 + 2 * 384 + 3 * 1024)
+    adapter = price(SMALL, Layout(2, lora_rank=8))
+    assert adapter.state == 2 * n + 18 * lora
+    embedding = 2 * 4096 * 256
+    assert copy_bytes(SMALL, 2, "nf4") == 2 * embedding + int(0.56 * (n - embedding))
+    turns = price(SMALL, Layout(2, engines=1, kv_bytes=10**9, turns=True))
+    assert turns.training == turns.state + turns.head and turns.sampling == 4 * n + 10**9
+    assert price(SMALL, Layout(2, engines=1, kv_bytes=10**9)).training == turns.training + 2 * n + 10**9
+    assert price(SMALL, Layout(2, trains=False)).peak == 2 * n
+    assert price(SMALL, Layout(2, tokens=10)).activations == 10 * SMALL.activation_bytes_per_token(
+        2, checkpointing=False
+    )
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, RLConfig, DPOConfig, RMConfig, DistillConfig, RFTConfig])
+@pytest.mark.parametrize("gpu", [A10G, A100, None])
+def test_full_training_of_70b_fits_nowhere_and_it_says_so_at_once(kind: Any, gpu: Gpu | None) -> None:
+    text = refusal(kind, on(gpu, LLAMA_70B), *(["rft.threshold=1"] if kind is RFTConfig else []))
+    assert "does not fit on" in text and "weights 141GB, gradients 282GB, optimizer 847GB" in text
+    assert "system.device_memory" in text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model", "said", "remedy"),
+    [
+        (A100, QWEN_7B, [], "lora.rank = 16"),
+        (A10G, QWEN_7B, [], "lora.rank = 16"),
+        (A10G, QWEN_7B, ["lora.rank=16", "model.dtype=float32"], 'model.quantize = "int8"'),
+        (A100, LLAMA_70B, ["lora.rank=16"], 'model.quantize = "nf4"'),
+        (A10G, LLAMA_70B, [], "B parameters at most"),
+        (A100, replace(QWEN_7B, parameters=3_000_000_000), ["system.gradient_checkpointing=false", "longest"],
+         "system.gradient_checkpointing = true"),
+    ],
+)  # fmt: skip
+def test_the_nearest_that_fits_is_named(
+    gpu: Gpu, model: ModelFacts, said: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tunesmith.plan.checks.find_spec", lambda _: object())
+    longest = 6000 if "longest" in said else 1000
+    text = refusal(SFTConfig, on(gpu, model, longest=longest), *(word for word in said if word != "longest"))
+    assert remedy in text and f"{gpu.memory_free // GB}GB are free" in text
+
+
+def test_what_is_named_fits() -> None:
+    for said in ((), ("lora.rank=16",)):
+        found = resolved(SFTConfig, on(A100, QWEN_7B), *(said or ("lora.rank=16",)))
+        price_of = planned(found, on(A100, QWEN_7B))
+        assert price_of is not None and price_of.peak < 79 * GB
+    assert resolved(SFTConfig, on(A100, replace(QWEN_7B, parameters=3 * 10**9)))
+    assert resolved(GenerateConfig, on(A10G, QWEN_7B))
+    assert "does not fit" in refusal(GenerateConfig, on(A10G, LLAMA_70B))
+
+
+def test_more_memory_may_be_said_and_less() -> None:
+    facts = on(A100, QWEN_7B)
+    assert resolved(SFTConfig, facts, 'system.device_memory="200GB"').system.max_tokens_per_microbatch > 0
+    assert "20GB are free" in refusal(SFTConfig, facts, 'system.device_memory="20GB"')
+
+
+def test_what_runs_today_is_not_refused() -> None:
+    """Small models with little memory, models of unknown size, and what is short by less than the margin."""
+    assert resolved(RLConfig, on(None, SMALL, memory=250_000_000))
+    assert resolved(SFTConfig, on(None, replace(QWEN_7B, parameters=None)))
+    state = price(SMALL, Layout(2, "cpu", tokens=1000)).peak
+    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
+    found = resolve(config, on(None, SMALL, memory=int(state / 1.05)))
+    assert any("may not fit" in note for note in found.notes) or found.config.system.gradient_checkpointing
+
+
+def test_checkpointing_is_derived_where_the_longest_sample_needs_it() -> None:
+    three = replace(QWEN_7B, parameters=3_000_000_000)
+    assert resolved(SFTConfig, on(A100, three)).system.gradient_checkpointing is False
+    long = resolved(SFTConfig, on(A100, three, longest=16_384)).system
+    assert long.gradient_checkpointing is True and long.max_tokens_per_microbatch >= 16_384
+    assert resolved(SFTConfig, on(None, SMALL)).system.gradient_checkpointing is False
+
+
+def test_turns_are_taken_where_memory_is_short() -> None:
+    small = replace(QWEN_7B, parameters=500_000_000)
+    assert resolved(RLConfig, on(A100, small)).system.hybrid is False
+    assert resolved(RLConfig, on(A100, replace(small, parameters=3_500_000_000))).system.hybrid is True
+    assert resolved(RLConfig, on(None, SMALL)).system.hybrid is False
+
+
+def test_models_beside_the_policy_count() -> None:
+    def peak(kind: Any, *said: str, **changes: Any) -> int:
+        facts = on(A100, SMALL, **changes)
+        found = planned(resolved(kind, facts, *said), facts)
+        assert found is not None
+        return found.state
+
+    n = SMALL.parameters or 0
+    assert peak(RLConfig, "algorithm.name=ppo", "algorithm.kl_coef=0.0") == 36 * n
+    assert peak(RLConfig, "algorithm.name=ppo", "algorithm.kl_coef=0.0", "critic.shared_trunk=true") == 18 * n
+    assert peak(DPOConfig) == 20 * n and peak(DPOConfig, "dpo.precompute_reference=true") == 18 * n
+    assert peak(DPOConfig, "lora.rank=8") == 2 * n + 18 * adapter_numbers(SMALL, 8)
+    assert peak(DistillConfig, frozen_parameters=7) == 18 * n + 14
+    assert peak(GenerateConfig) == 2 * n
+    assert peak(RLConfig, "algorithm.kl_coef=0.1", "train.ema_decay=0.9") == 24 * n
+
+
+def test_the_table_names_every_part_and_what_is_free() -> None:
+    facts = on(A100, SMALL)
+    rows = dict(memory_table(resolved(RLConfig, facts), facts))
+    assert rows["memory planned"] == ["cuda"] and rows["weights"] == ["10MB"] and rows["optimizer"] == ["60MB"]
+    assert rows["free"] == ["79GB"] and {"gradients", "activations of a micro-batch", "keys and values"} <= rows.keys()
+    two = replace(facts, hardware=replace(facts.hardware, gpus=(A100, A100)))
+    apart = dict(memory_table(resolved(RLConfig, two, "system.engine_process=true"), two))
+    assert apart["memory planned"] == ["cuda", "each engine's GPU"] and apart["the engines' weights"] == ["", "10MB"]
+    assert (
+        memory_table(
+            resolved(RLConfig, on(A100, replace(SMALL, parameters=None))), on(A100, replace(SMALL, parameters=None))
+        )
+        == []
+    )
+
+
+def test_the_command_shows_it(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    (tmp_path / "run.toml").write_text("")
+    done = CliRunner().invoke(app, ["config", str(tmp_path / "run.toml"), *sft_settings(tmp_path, model)])
+    assert done.exit_code == 0, done.output
+    for words in ("memory planned", "weights", "gradients", "optimizer", "activations", "at most, at once", "free"):
+        assert words in done.output
+
+
+@pytest.fixture
+def cached_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A Hugging Face cache with a snapshot of org/m: its configuration, and no weights."""
+    snapshot = tmp_path / "models--org--m" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--m" / "refs").mkdir()
+    (tmp_path / "models--org--m" / "refs" / "main").write_text("1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    hub._hub_facts.cache_clear()
+    yield snapshot
+    hub._hub_facts.cache_clear()
+
+
+def test_a_hub_models_facts_come_from_its_configuration(cached_hub: Path, tmp_path: Path) -> None:
+    """Counted by formula, equal to what the weights of the same model hold; then by the index of its weights."""
+    local = save_model(tmp_path / "local")
+    (cached_hub / "config.json").write_text((local / "config.json").read_text())
+    assert hub.known_model_facts("org/m") == hub.known_model_facts(str(local)) is not None
+    hub._hub_facts.cache_clear()
+    index = {"metadata": {"total_parameters": 12345, "total_size": 1}, "weight_map": {}}
+    (cached_hub / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = hub.known_model_facts("org/m")
+    assert found is not None and found.parameters == hub.known_parameters("org/m") == 12345
+
+
+def test_a_hub_that_does_not_answer_leaves_the_size_unknown(cached_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    del cached_hub
+    assert hub.known_model_facts("org/other") is None
+    assert hub.known_model_facts("no hub name: at all") is None
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: __import__("time").sleep(30))
+    monkeypatch.setattr(hub, "PATIENCE", 0.01)
+    assert hub.known_model_facts("org/another") is None
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {}), ("qwen3", {"tie_word_embeddings": True}), ("mistral", {"num_key_value_heads": 4})],
+)
+def test_the_formula_counts_as_the_weights_do(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model", family, hidden_size=64, head_dim=16, **options)
+    facts = read_model_facts(path)
+    assert facts is not None and facts.parameters is not None
+    estimate = hub.estimated_parameters(json.loads((path / "config.json").read_text()), facts)
+    assert estimate == pytest.approx(facts.parameters, rel=0.01)
