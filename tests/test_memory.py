@@ -13,7 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from tiny import save_model
-from tiny_runs import sft_settings
+from tiny_runs import rl_settings, sft_settings
+from tunesmith import build
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
 from tunesmith.cli.main import app
 from tunesmith.config.distillation import DistillConfig
@@ -23,6 +24,7 @@ from tunesmith.config.preference import DPOConfig, RMConfig
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.errors import ConfigError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan import hub
 from tunesmith.plan.cost import Layout, adapter_numbers, copy_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
@@ -262,3 +264,18 @@ def test_the_formula_counts_as_the_weights_do(family: str, options: dict[str, An
     assert facts is not None and facts.parameters is not None
     estimate = hub.estimated_parameters(json.loads((path / "config.json").read_text()), facts)
     assert estimate == pytest.approx(facts.parameters, rel=0.01)
+
+
+def test_every_step_says_what_memory_it_took_and_how_fast_it_was(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    runs = (
+        build.run_sft(None, sft_settings(tmp_path, model, train__steps=1)),
+        build.run_rl(None, rl_settings(tmp_path, model, train__steps=1)),
+    )
+    sft, rl = (read_metrics(run.run_dir / "metrics.jsonl")[0] for run in runs)
+    for line, count in ((sft, sft["samples"]), (rl, rl["rollouts"])):
+        assert line["memory/host_peak"] > 10**8
+        busy = line["seconds"] - line["seconds/setup"] - line.get("seconds/checkpoint", 0.0)
+        assert line["samples_per_second"] == pytest.approx(count / busy, rel=0.01)
+    assert sft["samples"] == 8 and rl["rollouts"] == 16
+    assert 0 < rl["kv_used"] <= 1 and rl["kv_peak"] > 0

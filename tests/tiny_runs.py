@@ -26,6 +26,7 @@ async def sometimes(completions, **columns):
 
 TIMES = (
     "time", "seconds", "tokens_per_second", "limit_share", "attainable_seconds", "idle", "engine_tokens_per_second",
+    "samples_per_second", "memory/",
 )  # fmt: skip
 """Metrics that depend on the clock, by how their names begin."""
 

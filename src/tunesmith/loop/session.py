@@ -14,6 +14,7 @@ from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.monitor import interrupts
 from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
+from tunesmith.monitor.memory import memory_metrics
 from tunesmith.monitor.metrics import JsonLines, MetricsLog
 from tunesmith.monitor.progress import Progress
 from tunesmith.monitor.timeline import LOOP, TRAINER, Timeline
@@ -154,6 +155,10 @@ class Session:
             self.total_tokens += metrics["tokens"]
             record["total_tokens"] = self.total_tokens
             record["tokens_per_second"] = metrics["tokens"] / busy
+        samples = metrics.get("rollouts", metrics.get("samples"))
+        if samples is not None:
+            record["samples_per_second"] = samples / busy
+        record |= memory_metrics()
         if "attainable_seconds" in metrics:
             record["limit_share"] = metrics["attainable_seconds"] / busy
         self.metrics.write(self.step, record, always=self.step == self.total_steps)

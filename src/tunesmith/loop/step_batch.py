@@ -86,6 +86,8 @@ def step_metrics(
         **({"prefix_hit_share": stats.reused_prompt_tokens / prompts} if prompts else {}),
         **staleness_metrics(batch, parts.engine.version),
         "preemptions": float(stats.preemptions),
+        "kv_peak": float(stats.peak_kv_bytes),
+        **({"kv_used": stats.peak_kv_bytes / stats.kv_budget_bytes} if stats.kv_budget_bytes else {}),
         # Where the sampler's limits are not known, neither is the step's.
         **({"attainable_seconds": stats.attainable_seconds} if stats.attainable_seconds or not prompts else {}),
         **({"draft_acceptance": stats.accepted_tokens / stats.drafted_tokens} if stats.drafted_tokens else {}),

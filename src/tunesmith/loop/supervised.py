@@ -51,7 +51,9 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
             batch = parts.prepare(items)
             metrics = parts.summarise(parts.learner.step(batch))
         tokens = float(sum(len(s.token_ids) for s in batch))
-        session.finish_step(metrics | {"tokens": tokens, "epoch": float(parts.items.epoch)})
+        session.finish_step(
+            metrics | {"tokens": tokens, "samples": float(len(batch)), "epoch": float(parts.items.epoch)}
+        )
         session.settle(_state(parts), parts.items.epoch)
         if session.evaluation_due():
             _evaluate(parts, session)

@@ -98,6 +98,24 @@ CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
         Metric("prefix_hit_share", "share", "rate", "`reused_prompt_tokens` of all tokens of prompts."),
         Metric("draft_acceptance", "share", "rate", "Guessed tokens that were kept, with `system.speculative`."),
         Metric("preemptions", "requests", "sum", "Interrupted and begun again for want of KV memory."),
+        Metric("kv_peak", "bytes", "max", "Keys and values that the engines held at once."),
+        Metric("kv_used", "share", "max", "`kv_peak` of the memory for keys and values, `system.kv_memory`."),
+        Metric(
+            "samples_per_second",
+            "1/s",
+            "rate",
+            "`rollouts`, or in supervised training `samples`, by the step's time without `setup`, `eval` and "
+            "`checkpoint`.",
+            ("train/samples_per_second",),
+        ),
+        Metric("memory/host_peak", "bytes", "max", "Resident memory of the trainer's process since it began."),
+        Metric(
+            "memory/device_peak",
+            "bytes",
+            "max",
+            "GPU memory that torch held in the trainer's process during the step.",
+            ("system/gpu_memory_allocated",),
+        ),
         Metric(
             "canary",
             "nats",
@@ -108,6 +126,7 @@ CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
     ),
     "rollouts": (
         Metric("rollouts", "rollouts", "sum", "How many."),
+        Metric("samples", "samples", "sum", "In supervised training: of the batch."),
         Metric("tokens", "tokens", "sum", "That the policy wrote in them. In supervised training: of the batch."),
         Metric("completion_tokens", "tokens", "mean", "Written in a rollout.", ("completions/mean_length",)),
         Metric("completion_tokens_min", "tokens", "min", "The same, at least.", ("completions/min_length",)),
