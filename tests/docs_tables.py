@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foreign_tables import FOREIGN
+from hardware_table import GPUS, rows
 from tunesmith.algorithms.advantages import ESTIMATORS
 from tunesmith.algorithms.corrections import CORRECTIONS
 from tunesmith.algorithms.losses import POLICY_LOSSES
@@ -20,7 +21,7 @@ from tunesmith.algorithms.registry import Entry
 from tunesmith.monitor.catalogue import CATALOGUE
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = (DOCS / "algorithms.md", DOCS / "observability.md", DOCS / "coming-from.md")
+PAGES = (DOCS / "algorithms.md", DOCS / "observability.md", DOCS / "coming-from.md", DOCS / "hardware.md")
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -103,7 +104,13 @@ def _foreign(name: str) -> str:
     return _table(*FOREIGN[name]())
 
 
+def hardware() -> str:
+    """What fits which GPU."""
+    return _table(("model", "training", "takes", *GPUS), rows())
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "hardware": hardware,
     **{made.__name__: made for made in (presets, losses, estimators, corrections)},
     **{f"metrics_{kind}": partial(metrics, kind) for kind in CATALOGUE},
     **{name: partial(_foreign, name) for name in FOREIGN},

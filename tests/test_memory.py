@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hardware_table import FLOAT32, GPUS, MODELS, TOKENS, WAYS, fits, needed
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings
 from tunesmith import build
@@ -279,3 +280,20 @@ def test_every_step_says_what_memory_it_took_and_how_fast_it_was(tmp_path: Path)
         assert line["samples_per_second"] == pytest.approx(count / busy, rel=0.01)
     assert sft["samples"] == 8 and rl["rollouts"] == 16
     assert 0 < rl["kv_used"] <= 1 and rl["kv_peak"] > 0
+
+
+def test_the_table_of_gpus_agrees_with_what_a_run_is_refused_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the page says yes, the run resolves; and full training is refused where it says no by more than half."""
+    monkeypatch.setattr("tunesmith.plan.checks.find_spec", lambda _: object())
+    ways = {"full": [], "LoRA": ["lora.rank=16"], "QLoRA (nf4)": ["lora.rank=16", "model.quantize=nf4"]}
+    for gpu, memory in GPUS.items():
+        card = Gpu(gpu, int(memory), int(memory), (7, 5) if gpu in FLOAT32 else (9, 0))
+        for model in MODELS.values():
+            for way, said in ways.items():
+                facts = on(card, model, longest=TOKENS)
+                if fits(model, WAYS[way], gpu):
+                    assert resolved(SFTConfig, facts, *said).model.dtype == (
+                        "float32" if gpu in FLOAT32 else "bfloat16"
+                    )
+                elif way == "full" and needed(model, WAYS[way]) > 1.5 * memory:
+                    assert "does not fit" in refusal(SFTConfig, facts, *said)

@@ -1,0 +1,54 @@
+"""The table of docs/hardware.md: what fits which GPU, by the cost model that refuses runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tunesmith.config.sizes import format_size
+from tunesmith.plan.cost import Layout, price
+from tunesmith.plan.facts import ModelFacts
+
+MODELS = {
+    "1B (Llama 3.2)": ModelFacts(1_235_814_400, 16, 2048, 8192, 32, 8, 64, 128256, 131072, tied=True),
+    "7B (Qwen 2.5)": ModelFacts(7_615_616_512, 28, 3584, 18944, 28, 4, 128, 152064, 32768),
+    "13B (Llama 2)": ModelFacts(13_015_864_320, 40, 5120, 13824, 40, 40, 128, 32000, 4096),
+    "32B (Qwen 2.5)": ModelFacts(32_763_876_352, 64, 5120, 27648, 40, 8, 128, 152064, 32768),
+    "70B (Llama 3)": ModelFacts(70_553_706_496, 80, 8192, 28672, 64, 8, 128, 128256, 131072),
+}
+TOKENS = 2048
+"""Of a micro-batch, with gradient checkpointing; and of each of the 16 sequences that inference decodes together."""
+WAYS = {
+    "full": Layout(2, checkpointing=True, tokens=TOKENS),
+    "LoRA": Layout(2, lora_rank=16, checkpointing=True, tokens=TOKENS),
+    "QLoRA (nf4)": Layout(2, lora_rank=16, quantize="nf4", checkpointing=True, tokens=TOKENS),
+    "inference": Layout(2, trains=False),
+}
+GPUS = {
+    "T4": 15.6e9,
+    "A10G, L4": 23.5e9,
+    "A100 40": 42e9,
+    "A100 80, H100": 84e9,
+    "H200": 149e9,
+}
+"""Bytes that are free before a run."""
+FLOAT32 = ("T4",)
+"""They do not compute bfloat16."""
+LIBRARIES = 10**9
+"""What CUDA and its libraries take of a GPU."""
+
+
+def needed(model: ModelFacts, layout: Layout) -> int:
+    kv = 0 if layout.trains else 16 * TOKENS * model.kv_bytes_per_token(layout.bytes_per_number)
+    return price(model, replace(layout, kv_bytes=kv)).peak + LIBRARIES
+
+
+def rows() -> list[tuple[str, ...]]:
+    return [
+        (name, way, format_size(needed(model, layout)), *("yes" if fits(model, layout, gpu) else "–" for gpu in GPUS))
+        for name, model in MODELS.items()
+        for way, layout in WAYS.items()
+    ]
+
+
+def fits(model: ModelFacts, layout: Layout, gpu: str) -> bool:
+    return needed(model, replace(layout, bytes_per_number=4) if gpu in FLOAT32 else layout) <= GPUS[gpu]
