@@ -7,6 +7,7 @@ import copy
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,3 +286,9 @@ def test_a_draft_model_that_switches_elsewhere_is_refused(phi: tuple[CausalLM, A
     draft.lengths = LengthRule((32,))
     with pytest.raises(UserError, match="draft_model"):
         engine_of(model, speculation=Speculation(3, draft))
+
+
+@pytest.mark.parametrize("damage", [5, "yarn", [1], {"rope_type": 3}, {"full_attention": 4}])
+def test_damaged_parameters_are_no_rule(damage: Any) -> None:
+    """``transformers`` refuses such a model when it is built."""
+    assert LengthRule.of(SimpleNamespace(rope_parameters=damage, max_position_embeddings=64)) is None

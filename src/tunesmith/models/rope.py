@@ -34,7 +34,8 @@ class LengthRule:
     @classmethod
     def of(cls, config: Any) -> LengthRule | None:
         """The rule of a Hugging Face configuration; None where one set of frequencies serves all lengths."""
-        found = getattr(config, "rope_parameters", None) or {}
+        given = getattr(config, "rope_parameters", None)
+        found = given if isinstance(given, dict) else {}  # transformers itself refuses what is none
         kinds = [found] if "rope_type" in found else [kind for kind in found.values() if isinstance(kind, dict)]
         limits: dict[bool, set[int]] = {True: set(), False: set()}
         for kind in kinds:
@@ -56,9 +57,9 @@ class LengthRule:
 
 def _limit(rope: Mapping[str, Any], config: Any) -> int | None:
     """The length up to which one kind of layers has the frequencies it starts with; None: at all lengths."""
-    rope_type = rope.get("rope_type", "default")
+    rope_type = str(rope.get("rope_type", "default"))
     if rope_type == "longrope":
-        return rope["original_max_position_embeddings"]
+        return rope.get("original_max_position_embeddings", config.max_position_embeddings)
     return config.max_position_embeddings if "dynamic" in rope_type else None
 
 
