@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -436,3 +437,32 @@ def test_limits_are_measured_once() -> None:
     limits = measure_limits("cpu", "float32")
     assert limits.flops_per_second > 1e8 and limits.bytes_per_second > 1e8
     assert measure_limits("cpu", "float32") is limits
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_keys_values_and_reasons_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    """Below the value where 80 columns do not hold both; in a file on one line, without blanks at its end."""
+    import rich.console
+
+    monkeypatch.chdir(tmp_path)
+    path = str(tmp_path / "models" / ("long" * 12))
+    made = resolve(rl("rollout.top_p=0.9", f"run_dir={path}"), facts())
+    plain = rich.console.Console
+    monkeypatch.setattr(
+        rich.console, "Console", lambda: plain(force_terminal=terminal, width=80, color_system=None, file=sys.stdout)
+    )
+    print_resolved(made)
+    lines = capsys.readouterr().out.splitlines()
+    keys = [line.split()[0] for line in lines if not line.startswith((" ", "note"))]
+    assert {d.key for d in made.derived} <= set(keys)
+    text = " ".join(" ".join(lines).split())
+    assert all(" ".join(d.reason.split()) in text for d in made.derived)
+    assert str(tmp_path) not in text and "long" * 12 in text
+    assert not any(line.endswith(" ") for line in lines)
+    if terminal:
+        wide = [line for line in lines if len(line) > 80 and "longlong" not in line and not line.startswith("note")]
+        assert not wide
+    else:
+        assert not any(line.startswith("    ") for line in lines)

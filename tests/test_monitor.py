@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 from tunesmith.errors import CheckpointError, ConfigError, StorageError
 from tunesmith.monitor.clock import Clock
-from tunesmith.monitor.metrics import JsonLines, MetricsLog, check_sinks, drop_after, open_sinks, read_metrics
+from tunesmith.monitor.metrics import JsonLines, MetricsLog, drop_after, read_metrics
 from tunesmith.monitor.progress import (
     Eta,
     LivePanel,
     PlainLines,
     count,
     duration,
+    each_once,
     number,
     open_progress,
     print_summary,
@@ -32,6 +33,8 @@ from tunesmith.monitor.progress import (
     time_table,
 )
 from tunesmith.monitor.run_dir import open_run_dir
+from tunesmith.monitor.sinks.base import Background
+from tunesmith.monitor.text import one_line, printable
 
 
 def steps(path: Path) -> list[int]:
@@ -75,7 +78,8 @@ def test_what_stays_is_what_was_complete_and_not_later(written: list[int], step:
         path.write_bytes(text + b'{"step": 0, "text": "tttttttttttt"}'[:torn])
         drop_after(path, step)
         assert steps(path) == [s for s in written if s <= step]
-        assert not path.read_bytes() or path.read_bytes().endswith(b"\n")
+        left = path.read_bytes() if path.exists() else b""
+        assert not left or left.endswith(b"\n")
 
 
 def test_a_full_disk_is_a_storage_error(tmp_path: Path) -> None:
@@ -97,55 +101,19 @@ def test_sinks_get_every_nth_step_and_what_must_not_be_missed(tmp_path: Path) ->
             assert metrics == {}
             self.steps.append(step)
 
-        def close(self) -> None:
-            self.steps.append(-1)
+        def show(self, step: int, rows: object) -> None:
+            assert rows
+            self.steps.append(100 * step)
+
+        def close(self, failed: bool) -> None:
+            self.steps.append(-2 if failed else -1)
 
     sink = Recorder()
-    with MetricsLog(tmp_path / "m.jsonl", [sink], every=3) as metrics:
+    with MetricsLog(tmp_path / "m.jsonl", [Background("recorder", sink, print)], every=3) as metrics:
         for step in range(1, 8):
             metrics.write(step, {}, always=step == 7)
     assert sink.steps == [3, 6, 7, -1]
     assert steps(tmp_path / "m.jsonl") == list(range(1, 8)), "the file has every step"
-
-
-def test_tensorboard_reads_what_was_written_and_drops_what_is_repeated(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for resume, values in ((None, (0.1, 0.2, 0.3)), (1, (0.5, 0.6))):
-        (sink,) = open_sinks(["tensorboard"], tmp_path, resume)
-        for step, value in enumerate(values, start=(resume or 0) + 1):
-            sink.write(step, {"reward": value})
-        sink.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward")] == [(1, 0.1), (2, 0.5), (3, 0.6)]
-
-
-def test_a_sink_that_is_not_installed_names_the_extra() -> None:
-    code = (
-        "import sys\n"
-        "class Nothing:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] == 'tensorboard': raise ModuleNotFoundError(name)\n"
-        "sys.meta_path.insert(0, Nothing())\n"
-        "from tunesmith.monitor.metrics import check_sinks\n"
-        "check_sinks([])\n"
-        "check_sinks(['tensorboard'])\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "ConfigError: monitor.sinks asks for tensorboard, which is not installed" in ended.stderr
-    assert "pip install 'tunesmith[tensorboard]'" in ended.stderr
-
-
-def test_checking_sinks_loads_no_torch() -> None:
-    pytest.importorskip("tensorboard")
-    check_sinks(["tensorboard"])
-    code = (
-        "import sys; from tunesmith.monitor.metrics import check_sinks; check_sinks(['tensorboard']);"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 @pytest.fixture
@@ -191,6 +159,8 @@ HOLD = """
 import sys, time, multiprocessing
 from pathlib import Path
 from tunesmith.monitor.run_dir import open_run_dir
+from tunesmith.monitor.text import one_line, printable
+from tunesmith.monitor.sinks.base import Background
 run = open_run_dir(Path(sys.argv[1]), "", False)
 run.__enter__()
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -379,8 +349,64 @@ def test_the_live_panel_shows_the_rewards_course() -> None:
             progress.step(step, {**METRICS, "reward": step / 4}, 2.0)
         progress.note("[not markup] note")
         console.print(progress.render())
-    shown = screen.getvalue()
+    shown = screen.getvalue().replace("\xa0", " ")
     assert "step 3/4" in shown and "2.0s left" in shown and "rollout" in shown
     assert "reward 0.25 ▁▅█ 0.75" in shown.replace("▄", "▅")
     assert "tok/s 2,312" in shown and "of limit 23%" in shown
     assert "[not markup] note" in shown
+
+
+def test_what_a_model_writes_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "a\x1b[2J\x9b1mb\rc\u202ed\n\té"
+    assert printable(text) == "a\\x1b[2J\\x9b1mb\\rc\\u202ed\n\té"
+    PlainLines(1).note(text)
+    print_summary({}, {"answer": text})
+    assert not set(capsys.readouterr().out) & set("\x1b\x9b\r\u202e")
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8")), st.integers(10, 200))
+def test_one_line_is_one_line(text: str, most: int) -> None:
+    line = one_line(text, most)
+    assert len(line) <= most and "\n" not in line and "\x1b" not in line
+
+
+def test_a_number_that_several_names_share_is_shown_once() -> None:
+    assert each_once({"accuracy": "0.9", "reward": "0.9", "failed": "0"}) == {"accuracy, reward": "0.9", "failed": "0"}
+
+
+def test_the_panel_fits_eighty_columns_and_breaks_between_numbers() -> None:
+    import io
+
+    from rich.console import Console
+
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, color_system=None)
+    panel = LivePanel(1000, console=console)
+    for step in range(1, 80):
+        panel.step(step, {**METRICS, "reward": step / 80, "lr": 1.25e-6, "tokens_per_second": 123456.0}, 30.0)
+    console.print(panel.render())
+    shown = screen.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in shown)
+    text = screen.getvalue().replace("\xa0", " ")
+    for pair in ("reward 0.988", "KL(reference) 0.0012", "grad norm 0.52", "lr 1.25e-06", "tok/s 123,456"):
+        assert any(pair in line for line in text.splitlines()), pair
+
+
+def test_a_run_faster_than_its_limit_leaves_the_share_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tunesmith.loop.checkpoint import Checkpoints
+    from tunesmith.loop.session import Best, Session
+
+    with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+        session = Session(
+            3, None, None, metrics, PlainLines(3), Checkpoints(tmp_path, 1), Best("eval/loss", False), None, Clock()
+        )
+        for attainable in (1e-9, 1e9, 1e-9):
+            session.finish_step({"loss": 1.0, "grad_norm": 1.0, "attainable_seconds": attainable})
+    assert ["limit_share" in line for line in read_metrics(tmp_path / "metrics.jsonl")] == [True, False, False]
+    assert capsys.readouterr().out.count("limit_share is left out") == 1
+
+
+def test_the_newest_run_has_a_link_and_a_name_is_no_path(folder: Path) -> None:
+    for _ in range(2):
+        with open_run_dir(None, "../a b/ü", False) as run:
+            assert run.path.parent == folder / "runs" and (folder / "runs" / "latest").resolve() == run.path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from collections.abc import Sequence
@@ -160,3 +161,23 @@ def test_the_page_shows_what_is_said_when_nothing_moves() -> None:
     said = stall_report([*requests, reward, trainer], now=362.0, still=300.0).splitlines()
     shown = re.findall(r"```text\n(Nothing has moved.*?)\n```", PAGE, re.DOTALL)[0].splitlines()
     assert shown[:5] == said[:5] and shown[-1] == said[-1]
+
+
+@pytest.mark.parametrize("command", ["rl", "ahead", "sft"])
+def test_a_profile_has_the_operators_of_its_step(tmp_path: Path, model: Path, command: str) -> None:
+    wanted: dict[str, Any] = {"monitor__profile_steps": [2], "train__steps": 3}
+    if command == "ahead":
+        wanted |= {"rollout__max_staleness": 1, "rollout__partial": True, "rollout__over_generation": 1.5}
+    if command == "sft":
+        run = build.run_sft(None, sft_settings(tmp_path, model, **wanted)).run_dir
+    else:
+        run = build.run_rl(None, rl_settings(tmp_path, model, **wanted)).run_dir
+    assert [path.name for path in (run / "profile").iterdir()] == ["step-000002.json.gz"]
+    events = json.loads(gzip.decompress((run / "profile" / "step-000002.json.gz").read_bytes()))["traceEvents"]
+    names = {event.get("name", "") for event in events}
+    assert "aten::mm" in names and any("Backward" in name for name in names), "training, in whatever thread"
+
+
+def test_a_step_beyond_the_run_cannot_be_profiled(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"monitor\.profile_steps"):
+        build.run_sft(None, sft_settings(tmp_path, model, train__steps=2, monitor__profile_steps=[3]))

@@ -247,7 +247,7 @@ def test_a_run_with_a_reward_model_and_a_function(
     a, b = (tensors(run.checkpoint) for run in runs)
     assert a.keys() == b.keys() and all(t.equal(b[name]) for name, t in a.items())
     samples = [json.loads(line) for line in (runs[0].run_dir / "rollouts.jsonl").read_text().splitlines()]
-    assert len(samples) == 8
+    assert len(samples) == 2 * 8 * len(lines[0]), "two groups of eight in each step"
     for sample in samples:
         ids, normalised = seen[sample["prompt"] + sample["completion"]]
         assert ids[: len(sample["prompt"])] == tiny.tokenizer()(sample["prompt"])["input_ids"]

@@ -486,4 +486,4 @@ def test_oversampling_tries_more_prompts_at_once_and_trains_on_as_many_as_were_w
     )  # fmt: skip
     assert {line["rollouts"] / 4 for line in lines} >= {6.0}
     trained = read_metrics(checkpoint.parents[1] / "rollouts.jsonl")
-    assert [sum(t["step"] == step for t in trained) for step in (1, 2, 3)] == [3, 3, 3]
+    assert [len({t["group"] for t in trained if t["step"] == step}) for step in (1, 2, 3)] == [3, 3, 3]

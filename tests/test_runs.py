@@ -28,7 +28,7 @@ def rl(folder: Path, model: Path, run: str = "run", **changed: Any) -> tuple[bui
 ALWAYS = {
     "step", "time", "rollouts", "tokens", "completion_tokens", "completion_tokens_max", "truncated", "reward",
     "reward/std", "reward/share/mean", "epoch", "completion_tokens_min", "reward/share/applied",
-    "rollouts/failed", "groups_kept", "total_tokens",
+    "rollouts/failed", "groups_kept", "total_tokens", "entropy",
     "policy_kl", "loss", "policy_loss", "grad_norm", "lr", "optimizer_steps", "microbatches", "trained_tokens",
     "tokens_per_second", "limit_share", "seconds", "seconds/rollout", "seconds/train", "seconds/sync",
     "seconds/other",
@@ -44,7 +44,7 @@ ALWAYS = {
         ("reinforce", {"rollout__group_size": 1, "rollout__prompts_per_step": 8}, set[str]()),
         ("grpo", {"algorithm__kl_coef": 0.1, "algorithm__kl_in": "loss"}, {"ref_kl"}),
         ("grpo", {"algorithm__kl_coef": 0.1, "algorithm__kl_target": 0.01, "algorithm__kl_horizon": 100}, {"kl_coef"}),
-        ("grpo", {"algorithm__entropy_coef": 0.01}, {"entropy"}),
+        ("grpo", {"algorithm__entropy_coef": 0.01}, set[str]()),
         ("grpo", {"train__passes_per_batch": 2, "train__batch_size": 8}, set[str]()),
         ("grpo", {"algorithm__decoupled": True, "algorithm__correction": "token_truncate"}, set[str]()),
         ("grpo", {"system__gradient_checkpointing": True, "system__logprob_chunk": 16}, set[str]()),

@@ -151,3 +151,17 @@ def test_nothing_right_is_refused_with_the_highest_reward(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"none of the 2 samples.*at least 1 .*highest is 0\.75"):
         select_answers(this, "all", 1.0, 2)
     assert (tmp_path / "yield.json").exists(), "the report is there to look at"
+
+
+def test_a_best_answer_that_is_not_good_enough_is_left_out_and_counted() -> None:
+    def line(*rewards: float) -> dict[str, Any]:
+        return {"prompt": "a", "completions": [{"completion": str(r), "reward": r} for r in rewards]}
+
+    lines = [line(0.0, 1.0), line(0.0, 0.5), line(0.0, 0.0)]
+    choice = Choice()
+    assert [made["reward"] for made in choice.best(iter(lines), 1.0)] == [1.0]
+    assert choice.skipped["below min_reward"] == 2
+    choice = Choice()
+    assert [made["chosen_reward"] for made in choice.pairs(iter(lines), 0.0, 1.0)] == [1.0]
+    assert choice.skipped == {"below min_reward": 1, "tied": 1}
+    assert len(list(Choice().best(iter(lines)))) == 3

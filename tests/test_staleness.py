@@ -349,4 +349,4 @@ def test_a_short_epoch_makes_no_short_batches(tmp_path: Path) -> None:
     run = build.run_rl(None, settings).run_dir
     assert max(line["staleness/max"] for line in read_metrics(run / "metrics.jsonl")) <= 1
     steps = Counter(json.loads(line)["step"] for line in (run / "rollouts.jsonl").read_text().splitlines())
-    assert steps == dict.fromkeys(range(1, 7), 12)
+    assert steps == dict.fromkeys(range(1, 7), 12 * 2)

@@ -182,6 +182,8 @@ class Rollout:
     """What reward functions logged about it that is not a number (TRL's ``log_extra``)."""
     messages: list[Message] | None = None
     """What was said after the prompt, where an environment kept a conversation."""
+    advantage: float | None = None
+    """The mean over its tokens; None while, or where, nothing is learned from it."""
 
     def observe(self, token_ids: list[int] | tuple[int, ...]) -> None:
         """Append tokens the policy did not write to the last record."""

@@ -100,12 +100,12 @@ class Run:
 
 
 def trained_on(run: Run) -> Counter[str]:
-    """How often each task was trained on. Each step's groups have a line each; then come rollouts that failed."""
-    groups: dict[int, list[str]] = {}
+    """How often each task was trained on. Each step's groups are whole; of others come rollouts that failed."""
+    groups: dict[tuple[int, int], str] = {}
     for line in map(json.loads, (run.directory / "rollouts.jsonl").read_text().splitlines()):
         if line["kind"] == "train":
-            groups.setdefault(line["step"], []).append(line["task"])
-    return Counter(task for tasks in groups.values() for task in tasks[:PROMPTS])
+            groups[line["step"], line["group"]] = line["task"]
+    return Counter(groups.values())
 
 
 @pytest.fixture(scope="module")

@@ -124,6 +124,8 @@ def policy_objective(section: AlgorithmSection, *, kl_coef: float | None = None)
             assert reference is not None, "a KL in the loss needs ref_logprobs"
             assert section.kl_estimator is not None, "the section is not resolved"
             total = total + beta * kl_loss(batch.logprobs, reference, section.kl_estimator)
+        # Without the distribution at hand, −logπ of the policy's own tokens: its mean over samples is the entropy.
+        metrics["entropy"] = tokens.mean(-batch.logprobs)
         if (entropy := predictions.entropy) is not None:
             entropy = entropy.masked_fill(tokens.drop | ~entropy.detach().isfinite(), 0.0)
             metrics["entropy"] = tokens.mean(entropy)

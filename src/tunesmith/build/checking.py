@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tunesmith.build.environments import check_run_rewards
+from tunesmith.build.sinks import check_sinks
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.generation import RFTConfig, SamplingConfig
 from tunesmith.config.load import load_config
@@ -20,7 +21,6 @@ from tunesmith.environments.loading import check_environment
 from tunesmith.environments.rewards import check_rewards
 from tunesmith.errors import CheckpointError, ConfigError
 from tunesmith.loop.checkpoint import Checkpoints
-from tunesmith.monitor.metrics import check_sinks
 from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
@@ -59,7 +59,7 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
         check_environment(config.environment, base_dir)
     elif isinstance(config, SamplingConfig) and config.reward is not None:
         check_rewards(config.reward, base_dir)
-    check_sinks(config.monitor.sinks)
+    check_sinks(config.monitor.sinks, base_dir)
     check_interpreter(config)
     _check_data(config, hub)
     if config.run_dir is not None:

@@ -92,9 +92,9 @@ def _outcome(config: GenerateConfig, run_dir: RunDir, out: Path) -> Generated:
         lines = read_lines(out)
         match output.kind:
             case "best":
-                made = choice.best(lines)
+                made = choice.best(lines, output.min_reward)
             case "pairs":
-                made = choice.pairs(lines, output.min_margin or 0.0)
+                made = choice.pairs(lines, output.min_margin or 0.0, output.min_reward)
             case _:
                 rewards = [record["reward"] for line in read_lines(out) for record in usable(line)]
                 if not rewards:

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tunesmith.build.checking import checkpoint_to_continue, frozen_parameters
 from tunesmith.build.hub import open_hub
+from tunesmith.build.learning import learning_facts, unknown_share
+from tunesmith.build.sinks import open_sinks
 from tunesmith.config.preference import ScoreConfig
 from tunesmith.config.resolved import Resolved, changes, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
+from tunesmith.config.sizes import parse_size
 from tunesmith.data.prepare import Prepared, Sources
 from tunesmith.errors import CheckpointError
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.loop.manifest import check_whole, has_manifest
+from tunesmith.loop.profiling import StepProfiler
+from tunesmith.loop.rollout_log import RolloutLog, examples, read_rollouts
 from tunesmith.loop.session import BESIDE_STEPS, Best, Session
 from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.interrupts import handled
-from tunesmith.monitor.metrics import JsonLines, MetricsLog, drop_after, open_sinks, read_metrics
+from tunesmith.monitor.learning import LearningWatch
+from tunesmith.monitor.metrics import MetricsLog, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir, how_to_continue
+from tunesmith.monitor.text import Example, shown_path
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.watchdog import Watchdog
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.hub import known_model_facts
 from tunesmith.plan.resolve import resolve
+
+SHOWN = 6
+"""Held-out prompts whose answers are shown at the end of a run."""
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
@@ -48,6 +59,10 @@ class RunResult:
     """By phase."""
     best: str | None = None
     """The best evaluation and its checkpoint, where that is not the last one."""
+    warning: str | None = None
+    """Where the run ended without learning, why."""
+    examples: Sequence[Example] = ()
+    """Held-out prompts, answered before training and after it."""
 
 
 def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
@@ -117,6 +132,8 @@ def make_ready(
         check_data(held_out.items, "data.eval")
     items = [*train.items, *(held_out.items if held_out else [])]
     longest, together = (max(size) for size in zip(*map(sizes, items), strict=True))
+    if (unknown := unknown_share(tokenizer, train.items)) >= 0.5:
+        print(f"warning: {unknown:.0%} of the data's tokens are unknown to the tokenizer of {config.model.path}")
     facts = Facts(
         hardware=read_hardware(),
         model=known_model_facts(config.model.path),
@@ -140,20 +157,33 @@ def announce(resolved: Resolved[C], run_dir: RunDir, *loaded: Prepared[Any] | No
     save_resolved(resolved, run_dir.path)
     for report in reports:
         report.write_skipped(run_dir.path / "skipped.jsonl")
-    print(f"run directory: {run_dir.path}", flush=True)
+    print(f"run directory: {shown_path(run_dir.path)}", flush=True)
     return resolved.config
 
 
-def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoint: Path | None, metric: str) -> Session:
+def open_session(
+    stack: ExitStack, run: Ready[Any, Any], run_dir: RunDir, base_dir: Path, checkpoint: Path | None, metric: str
+) -> Session:
+    """
+    Args:
+        base_dir: of the run file, where a sink of the user's own may lie.
+        metric: what the best checkpoint is judged by.
+    """
+    config: RunConfig = run.config
     assert config.train.steps is not None, "the configuration is not resolved"
     stack.enter_context(handled())
-    step = read_state(checkpoint)["step"] if checkpoint else None
-    drop_after(run_dir.rollouts, -1 if step is None else step)
-    sinks = open_sinks(config.monitor.sinks, run_dir.path, step)
-    metrics, every = MetricsLog(run_dir.metrics, sinks, config.monitor.every, step), config.monitor.every
+    step, every = read_state(checkpoint)["step"] if checkpoint else None, config.monitor.every
     progress = open_progress(config.train.steps, start=step or 0, live=config.monitor.progress, every=every)
-    samples = JsonLines(run_dir.rollouts, private=True)
-    stack.callback(samples.close)
+    sinks = open_sinks(config, run_dir, base_dir, step, progress.note)
+    metrics = MetricsLog(run_dir.metrics, sinks, every, step)
+    rollouts = None
+    if isinstance(config, RLConfig):
+        decode = partial(run.tokenizer.decode, skip_special_tokens=True)
+        most = parse_size(config.monitor.rollouts_size)
+        rollouts = RolloutLog(run_dir.rollouts, config.monitor.samples, most, decode, run.tokenizer.decode, step)
+        stack.callback(rollouts.close)
+    profiler = StepProfiler(run_dir.path / "profile", config.monitor.profile_steps)
+    stack.callback(profiler.close)
     timeline = Timeline(run_dir.traces, config.monitor.trace_steps, beside=BESIDE_STEPS)
     stack.enter_context(progress)
     if config.monitor.stall_after:
@@ -169,9 +199,11 @@ def open_session(stack: ExitStack, config: RunConfig, run_dir: RunDir, checkpoin
         progress=progress,
         checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
         best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
-        rollout_log=samples,
+        rollout_log=rollouts,
         clock=Clock(),
+        learning=LearningWatch(learning_facts(config, run.tokenizer, run.train.items)),
         timeline=timeline,
+        profiler=profiler,
         adjustments=Adjustments(run_dir.path),
         resume_from=checkpoint,
     )
@@ -190,6 +222,11 @@ def run_result(session: Session, run_dir: RunDir) -> RunResult:
     kept = session.checkpoints.path(session.best.step) if session.best.step else None
     better = kept is not None and kept != newest and kept.exists()
     best = (
-        f"{session.best.metric} {session.best.value:.3g} at step {session.best.step}: {kept}/model" if better else None
+        f"{session.best.metric} {session.best.value:.3g} at step {session.best.step}: {shown_path(kept)}/model"
+        if kept and better
+        else None
     )
-    return RunResult(run_dir.path, newest / "model", evaluations, session.clock.totals(), best)
+    shown = examples(read_rollouts(run_dir.rollouts), SHOWN) if session.rollout_log else []
+    return RunResult(
+        run_dir.path, newest / "model", evaluations, session.clock.totals(), best, session.learning.end(), shown
+    )

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from tunesmith.build.checking import checked
 from tunesmith.build.common import load_tokenizer
-from tunesmith.build.opening import announce
+from tunesmith.build.opening import SHOWN, announce
 from tunesmith.build.sampler import Opened, answer_tasks, identity, opened, release_memory, resolve_sampling
+from tunesmith.build.sinks import ADAPTERS
 from tunesmith.build.supervised import run_sft
 from tunesmith.config.files import ADAPTER_CONFIG
 from tunesmith.config.generation import RFTConfig
@@ -20,6 +21,7 @@ from tunesmith.config.schema import DataSection, LoraSection
 from tunesmith.data.prepare import load_samples, load_tasks
 from tunesmith.data.prompts import PromptEncoder, Shots, read_shots
 from tunesmith.environments.multi_turn import told_by
+from tunesmith.environments.user_code import located
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.loop.generation import Json, LineWriter, claim
@@ -30,12 +32,14 @@ from tunesmith.loop.rft import (
     describe,
     describe_yield,
     evaluate_file,
+    examples,
     fallen,
     read_json,
     report_of,
     select_answers,
     write_json,
 )
+from tunesmith.monitor.text import Example
 from tunesmith.plan.engine import SAMPLER_KEYS
 from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup
 from tunesmith.types import Task
@@ -54,6 +58,8 @@ class RFTOutcome:
     evaluations: dict[str, Json]
     """By ``base``, ``round-1``, ...: shares as ``[share, low, high]``."""
     yields: dict[str, Json]
+    examples: list[Example]
+    """Held-out questions, answered by the base model and by the last one."""
 
 
 def run_rft(step: Step, path: Path | None, overrides: Sequence[str] = ()) -> RFTOutcome:
@@ -62,16 +68,16 @@ def run_rft(step: Step, path: Path | None, overrides: Sequence[str] = ()) -> RFT
         if step == "evaluate" and config.data.eval is None:
             raise ConfigError("data.eval is missing: name the questions to evaluate on")
         with opened(config, path, "rft") as run:
-            return _opened_run(config, run).do(step)
+            return _opened_run(config, run, path.parent if path else Path.cwd()).do(step)
 
 
-def _opened_run(config: RFTConfig, run: Opened) -> _Run:
+def _opened_run(config: RFTConfig, run: Opened, base_dir: Path) -> _Run:
     shots = read_shots(config.rft.few_shot) if config.rft.few_shot else ()
     first = _first_sampler(config, run, shots)
     resolved = resolve_sampling(config, [*first.tasks, *(run.held_out.items if run.held_out else [])], count=False)
     announce(resolved, run.run_dir, run.train, run.held_out)
     rounds = [Round(run.run_dir.path / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
-    return _Run(run, resolved, first, rounds)
+    return _Run(run, resolved, first, rounds, base_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,7 @@ class _Run:
     resolved: Resolved[RFTConfig]
     first: Sampler
     rounds: list[Round]
+    base_dir: Path
 
     @property
     def config(self) -> RFTConfig:
@@ -162,7 +169,9 @@ class _Run:
         last = next((r.model for r in reversed(self.rounds) if r.model), None)
         report = report_of(run_dir, self.rounds)
         write_json(run_dir / "report.json", report)
-        return RFTOutcome(run_dir, last, report["evaluations"], report["yields"])
+        newest = next((r for r in reversed(self.rounds) if r.evaluation.exists()), None)
+        shown = examples(base, newest, SHOWN) if newest and base.evaluation.exists() else []
+        return RFTOutcome(run_dir, last, report["evaluations"], report["yields"], shown)
 
     def generate(self, number: int) -> None:
         """Sample answers with the last model, and keep right ones. Worked examples are for the first round."""
@@ -288,7 +297,11 @@ class _Run:
             kept["train.warmup_steps"] = warmup[0]
             print(f"train.warmup_steps = {warmup[0]}: {warmup[1]}", flush=True)
         kept |= {f"data.{k}": v for k, v in data.model_dump(mode="json", exclude_unset=True).items()}
+        kept["monitor.sinks"] = [
+            name if name in ADAPTERS else located(name, self.base_dir) for name in config.monitor.sinks
+        ]
         kept["run_dir"] = str(self.rounds[number].sft)
+        kept["monitor.run_name"] = f"{config.monitor.run_name or self.opened.run_dir.path.name}-round-{number + 1}"
         return config_text(Resolved(config, kept, ()))
 
 

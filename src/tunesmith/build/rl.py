@@ -47,6 +47,7 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
     base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), "run")
     with ExitStack() as stack:
         config = stack.enter_context(checked(kind, path, overrides))
+        name = config.monitor.run_name or name
         run_dir = stack.enter_context(open_run_dir(config.run_dir, name, config.checkpoint.resume))
         forget_adjustments(run_dir.path)
         checkpoint = checkpoint_to_resume(config, run_dir)
@@ -58,13 +59,13 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
         load = partial(load_run_tasks, environments, tokenizer)
         run = make_ready(config, run_dir, tokenizer, load, lambda task: (len(task.prompt_ids), 0), rewards.check_tasks)
         config = run.config
-        cluster = stack.enter_context(open_cluster(config))
+        cluster, metric = stack.enter_context(open_cluster(config)), config.eval.metric or "eval/reward"
 
         def attempt(resume_from: Path | None) -> RunResult:
             from tunesmith.loop import rl
 
             with ExitStack() as attempt_stack:
-                session = open_session(attempt_stack, config, run_dir, resume_from, config.eval.metric or "eval/reward")
+                session = open_session(attempt_stack, run, run_dir, base_dir, resume_from, metric)
                 with session.phase("setup"):
                     learner, engine = _learner_and_engine(config, session, tokenizer, cluster)
                     try:

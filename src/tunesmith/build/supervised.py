@@ -78,13 +78,15 @@ def _run(kind: type[RunConfig], path: Path | None, overrides: Sequence[str]) -> 
     reading = READINGS[kind]
     with ExitStack() as stack:
         config = stack.enter_context(checked(kind, path, overrides))
-        name = path.stem if path else "run"
-        run_dir = stack.enter_context(open_run_dir(config.run_dir, name, config.checkpoint.resume))
+        base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), "run")
+        run_dir = stack.enter_context(
+            open_run_dir(config.run_dir, config.monitor.run_name or name, config.checkpoint.resume)
+        )
         checkpoint = checkpoint_to_resume(config, run_dir)
         tokenizer = load_tokenizer(config)
         load, sizes = partial(reading.load, config, tokenizer), partial(reading.sizes, config)
         run = make_ready(config, run_dir, tokenizer, load, sizes)
-        session = open_session(stack, run.config, run_dir, checkpoint, run.config.eval.metric or reading.metric)
+        session = open_session(stack, run, run_dir, base_dir, checkpoint, run.config.eval.metric or reading.metric)
         from tunesmith.build.supervised_parts import make_parts
         from tunesmith.loop import supervised
 

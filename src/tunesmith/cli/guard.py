@@ -13,6 +13,7 @@ import typer
 from tunesmith.cli.standard_output import lasting_output
 from tunesmith.errors import TunesmithError
 from tunesmith.monitor.interrupts import Interrupted, handled
+from tunesmith.monitor.text import printable
 from tunesmith.redact import redact
 
 P = ParamSpec("P")
@@ -46,6 +47,6 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 def _tell(text: str, error: BaseException) -> None:
     """The message in red where standard error is a terminal, then how to go on."""
-    typer.secho(redact(text), fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
+    typer.secho(printable(redact(text)), fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
     for note in getattr(error, "__notes__", ()):
-        typer.echo(redact(note), err=True)
+        typer.echo(printable(redact(note)), err=True)

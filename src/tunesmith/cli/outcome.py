@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tunesmith.monitor.progress import print_summary
+from tunesmith.monitor.progress import each_once, print_summary
+from tunesmith.monitor.text import shown_path
 
 if TYPE_CHECKING:
     from tunesmith.build.opening import RunResult
+    from tunesmith.monitor.text import Example
 
 
 def print_outcome(outcome: RunResult) -> None:
     """Where the time went, the evaluations' first and last values, and where the model lies."""
+    print_examples(outcome.examples)
     facts: dict[str, str] = {}
     if outcome.evaluations:
         first, last = outcome.evaluations[0], outcome.evaluations[-1]
         for name in (n for n in last if n.startswith("eval/")):
             before = f"{_number(first[name])} → " if first is not last and name in first else ""
-            facts[name.replace("/", " ")] = before + _number(last[name])
-    facts |= {"run": str(outcome.run_dir), "model": str(outcome.checkpoint)}
+            facts[name.removeprefix("eval/")] = before + _number(last[name])
+    facts = {f"eval {names}": value for names, value in each_once(facts).items()}
+    facts |= {"run": shown_path(outcome.run_dir), "model": shown_path(outcome.checkpoint)}
     if outcome.best:
         facts["best"] = outcome.best
+    if outcome.warning:
+        facts["warning"] = outcome.warning
     print_summary(outcome.seconds, facts)
+
+
+def print_examples(examples: Sequence[Example]) -> None:
+    """What the model answered before training and after it."""
+    if examples:
+        print("\nHeld-out prompts, answered before training and after it")
+    for example in examples:
+        print("\n".join(example.lines()))
 
 
 def _number(value: float | None) -> str:

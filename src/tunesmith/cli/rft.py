@@ -22,10 +22,14 @@ def rft(
     Example: tunesmith rft run run.toml sampling.n=8 rft.rounds=2
     """
     from tunesmith.build.rft import run_rft
+    from tunesmith.cli.outcome import print_examples
     from tunesmith.loop.rft import describe
+    from tunesmith.monitor.text import shown_path
 
     done = run_rft(step, run, overrides or ())
+    print_examples(done.examples)
     print()
     for name, found in done.evaluations.items():
         print(describe(name, found))
-    print(f"run    {done.run_dir}" + (f"\nmodel  {done.model}" if done.model else ""), flush=True)
+    model = f"\nmodel  {shown_path(done.model)}" if done.model else ""
+    print(f"run    {shown_path(done.run_dir)}{model}", flush=True)

@@ -36,6 +36,8 @@ class OutputSection(Section):
     """Also write token ids and the log-probability of each."""
     min_margin: Annotated[float, Field(ge=0)] | None = None
     """``pairs``: the best must be better than the worst by more than this."""
+    min_reward: float | None = None
+    """``best`` and ``pairs``: the best completion must have at least this reward; None: any will do."""
     reward_template: str | None = None
     """``conditional``: what the prompt becomes, with ``{prompt}`` and ``{reward}`` in it."""
     reward_levels: Annotated[int, Field(ge=2)] | None = None

@@ -14,6 +14,7 @@ from tunesmith.config.files import same_path
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.errors import StorageError, boundary
+from tunesmith.monitor.text import beside_or_below, printable, shown_path
 from tunesmith.redact import open_private, redact_values
 
 C = TypeVar("C", bound=RunConfig)
@@ -69,24 +70,31 @@ def said_of(config: RunConfig, section: str) -> list[str]:
 def print_resolved(resolved: Resolved[Any]) -> None:
     """Two lists: what was said, and what was derived with the reason; defaults are in ``resolved.json``."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    for wraps in (False, False, True):
-        table.add_column(no_wrap=not wraps)
     changed = {d.key for d in resolved.derived}
-    for key, value in resolved.said.items():
-        if key not in changed:
-            table.add_row(Text(key), Text(_shown(value), style="bold"), Text("as you said", style="dim"))
-    for entry in resolved.derived:
-        table.add_row(Text(entry.key), Text(_shown(entry.value), style="bold cyan"), Text(entry.reason, "dim"))
+    rows = [(key, value, "as you said") for key, value in resolved.said.items() if key not in changed]
+    rows += [(entry.key, entry.value, entry.reason) for entry in resolved.derived]
+    shown = [(key, printable(_in_short(value)), printable(reason)) for key, value, reason in rows]
+    keys, values = (max((len(row[i]) for row in shown), default=0) for i in (0, 1))
     console = Console()
-    if not console.is_terminal:
-        console.width = 1000  # a log has no right edge
-    console.print(table)
+    columns = console.width if console.is_terminal else None
+    for key, value, reason in shown:
+        # Values stand in a column as long as that leaves room for reasons beside them.
+        pad = min(values, 24 if columns is None else max(0, min(24, columns - keys - 30)))
+        line = Text(beside_or_below(f"{key:{keys}}  {value:{pad}}", reason, columns))
+        line.stylize("bold", keys + 2, keys + 2 + len(value))
+        line.stylize("dim", keys + 2 + len(value))
+        console.print(line, soft_wrap=True)
     for note in resolved.notes:
-        console.print(Text(f"note: {note}", style="yellow"))
+        console.print(Text(printable(f"note: {note}"), style="yellow"), soft_wrap=True)
+
+
+def _in_short(value: Any) -> str:
+    """As ``_shown``, with paths from the working directory."""
+    if isinstance(value, list | tuple):
+        return _shown([shown_path(item) if isinstance(item, str) else item for item in value])
+    return _shown(shown_path(value) if isinstance(value, str) else value)
 
 
 def save_resolved(resolved: Resolved[Any], directory: Path) -> None:

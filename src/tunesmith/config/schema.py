@@ -12,9 +12,22 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from tunesmith.config.monitor import MonitorSection
 from tunesmith.config.section import Section
 from tunesmith.config.system import SystemSection
-from tunesmith.config.values import Beta, Count, GradNorm, PositiveInt, Rate, Seed, Share, Size, Text, Url, at_most
+from tunesmith.config.values import (
+    Beta,
+    Count,
+    GradNorm,
+    PositiveInt,
+    Rate,
+    Seed,
+    Share,
+    Size,
+    Text,
+    Url,
+    at_most,
+)
 
 
 class ModelSection(Section):
@@ -318,21 +331,6 @@ class EvalSection(Section):
     """End the run when an evaluation's ``metric`` is this good."""
     use_ema: bool = False
     """Evaluate the average of the weights that ``train.ema_decay`` keeps."""
-
-
-class MonitorSection(Section):
-    sinks: tuple[Literal["tensorboard"], ...] = ()
-    """Besides metrics.jsonl, which is always written."""
-    progress: bool | None = None
-    """Live display; None: when standard output is a terminal."""
-    every: PositiveInt = 1
-    """Steps between plain progress lines and between points in the sinks; metrics.jsonl has every step."""
-    samples: Count = 2
-    """Rollouts per step that are kept in rollouts.jsonl."""
-    trace_steps: tuple[PositiveInt, ...] = ()
-    """Steps of which a timeline is written to trace/."""
-    stall_after: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds without any movement until it is said who waits for whom; 0: never."""
 
 
 class CheckpointSection(Section):

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from tunesmith.config.sizes import checked_size
+from tunesmith.errors import nearest
 from tunesmith.redact import redact
 
 
@@ -57,6 +58,27 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[str, AfterValidator(checked_size), Field(description="a size such as '512MB' or '4GB'")]
 Url = Annotated[str, AfterValidator(checked_url), Field(description="a URL such as 'http://127.0.0.1:8100/reward'")]
+
+
+SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
+def checked_sink(text: str) -> str:
+    """The same text.
+
+    Raises:
+        ValueError: it is neither a sink nor a reference to a class.
+    """
+    if text not in SINKS and ":" not in text:
+        raise ValueError(f"there is no sink '{text}'.{nearest(text, SINKS)} One of your own is 'file.py:Class'")
+    return text
+
+
+SinkName = Annotated[
+    str,
+    AfterValidator(checked_sink),
+    Field(description=f"one of {', '.join(map(repr, SINKS))}, or 'file.py:Class'"),
+]
 
 
 def _zero_is_off(value: object) -> object:

@@ -67,6 +67,12 @@ def locate(reference: str, base_dir: Path) -> Location:
     return Location(function, _find_module(reference, target, search), target, search)
 
 
+def located(reference: str, base_dir: Path) -> str:
+    """The same reference, good from any directory."""
+    location = locate(reference, base_dir)
+    return reference if location.module else f"{location.file}:{location.function}"
+
+
 def check_reference(reference: str, base_dir: Path) -> None:
     """Refuse what the source does not define, without running that source.
 

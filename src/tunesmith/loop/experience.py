@@ -69,15 +69,17 @@ def make_experience(
         bootstrap = algorithm.bootstrap_truncated or False
         samples, rollout_outcomes = _valued(samples, rollout_outcomes, rollout_of_sample, rollouts, critic, bootstrap)
     estimated = compute_advantages(algorithm.advantage, rollout_outcomes, advantage_params(algorithm, reward_weights))
+    for rollout, values in zip(rollouts, estimated.advantages, strict=True):
+        rollout.advantage = None if _masked(rollout, algorithm) else float(np.mean(values))
     samples = with_written(samples, estimated.advantages, "advantages")
     if estimated.returns is not None:
         samples = with_written(samples, estimated.returns, "returns")
-    trained = [
-        s
-        for s, i in zip(samples, rollout_of_sample, strict=True)
-        if not (algorithm.mask_truncated and rollouts[i].finish_reason == "length")
-    ]
+    trained = [s for s, i in zip(samples, rollout_of_sample, strict=True) if not _masked(rollouts[i], algorithm)]
     return prepare_columns(trained, algorithm, seed)
+
+
+def _masked(rollout: Rollout, algorithm: AlgorithmSection) -> bool:
+    return bool(algorithm.mask_truncated) and rollout.finish_reason == "length"
 
 
 def advantage_params(algorithm: AlgorithmSection, reward_weights: Mapping[str, float] | None = None) -> AdvantageParams:

@@ -237,7 +237,7 @@ def _measured(rollouts: Sequence[Rollout], stats: EngineStats, seconds: float) -
     found["completion_tokens"] = sum(r.num_sampled for r in rollouts) / max(1, len(rollouts))
     if stats.sampled_tokens:
         found["tokens_per_second"] = stats.sampled_tokens / seconds
-    if stats.attainable_seconds:
+    if 0 < stats.attainable_seconds <= seconds:
         found["limit_share"] = stats.attainable_seconds / seconds
     return found
 

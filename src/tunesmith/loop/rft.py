@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
-from tunesmith.loop.generation import Json, read_lines, write_whole
+from tunesmith.loop.generation import Json, read_lines, records_of, write_whole
 from tunesmith.loop.selection import Yield, accuracy, correct_answers, select, usable
+from tunesmith.monitor.text import Example, last_message
 from tunesmith.types import Sample, Task
 
 
@@ -166,6 +167,17 @@ def evaluate_file(this: Round, threshold: float, count: int) -> Json:
     found = accuracy(islice(read_lines(this.evaluation), count), threshold)
     write_json(this.directory / "evaluation.json", found)
     return found
+
+
+def examples(first: Round, last: Round, count: int) -> list[Example]:
+    """The first questions of an evaluation, as two models answered them."""
+    lines = islice(zip(read_lines(first.evaluation), read_lines(last.evaluation), strict=False), count)
+    return [Example(last_message(before["prompt"]), _answer(before), _answer(after)) for before, after in lines]
+
+
+def _answer(line: Json) -> tuple[str, float | None]:
+    record = records_of(line)[0]
+    return record["completion"], record["reward"]
 
 
 def describe(name: str, found: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from tunesmith.loop.experience import make_experience
 from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.loop.rollouts import RolloutSource, open_rollout_source
 from tunesmith.loop.seeds import derive_seed
-from tunesmith.loop.session import Session, write_rollouts
+from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
 from tunesmith.types import RolloutGroup, Sample, Sampling
 
@@ -98,7 +98,7 @@ async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> Non
         session.finish_step(metrics | learned | compared)  # from here on the step counts as done
         if (every := parts.config.algorithm.reference_every) and session.step % every == 0:
             parts.backend.refresh_reference()
-        write_rollouts(session, parts.collector.decode, groups, parts.config.monitor.samples)
+        session.log_rollouts(groups)
         session.settle(_state(parts), parts.tasks.epoch)
         if session.evaluation_due():
             await _evaluate(parts, session, rollouts)
@@ -162,7 +162,7 @@ async def _evaluate(parts: RLParts, session: Session, rollouts: RolloutSource) -
     if metrics["eval/failed"] == 1:
         check_failed(failed, 0.0)
     with interrupts.held():
-        write_rollouts(session, parts.collector.decode, groups, parts.config.monitor.samples, "eval")
+        session.log_rollouts(groups, "eval")
         session.finish_evaluation(metrics)
     if failed:
         session.note(f"{len(failed)} of {len(groups)} rollouts of the evaluation failed; the first: {failed[0].error}")

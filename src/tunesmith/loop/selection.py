@@ -41,15 +41,18 @@ class Choice:
 
     skipped: Counter[str] = field(default_factory=Counter[str])
 
-    def best(self, lines: Iterator[Json]) -> Iterator[Json]:
+    def best(self, lines: Iterator[Json], min_reward: float | None = None) -> Iterator[Json]:
         """Best-of-n: each line with its completion of the highest reward, the first of equals."""
         for line in lines:
-            if scored := usable(line):
-                yield _columns(line) | max(scored, key=lambda r: r["reward"])
-            else:
+            best = max(usable(line), key=lambda r: r["reward"], default=None)
+            if best is None:
                 self.skipped["without a reward"] += 1
+            elif _too_low(best, min_reward):
+                self.skipped["below min_reward"] += 1
+            else:
+                yield _columns(line) | best
 
-    def pairs(self, lines: Iterator[Json], min_margin: float) -> Iterator[Json]:
+    def pairs(self, lines: Iterator[Json], min_margin: float, min_reward: float | None = None) -> Iterator[Json]:
         """Preference pairs for iterative DPO: the best completion against the worst."""
         for line in lines:
             scored = sorted(usable(line), key=lambda r: r["reward"])
@@ -57,6 +60,8 @@ class Choice:
                 self.skipped["without two rewards"] += 1
             elif not scored[-1]["reward"] - scored[0]["reward"] > min_margin:
                 self.skipped["tied"] += 1
+            elif _too_low(scored[-1], min_reward):
+                self.skipped["below min_reward"] += 1
             else:
                 worst, best = scored[0], max(scored, key=lambda r: r["reward"])
                 yield _columns(line) | {
@@ -76,6 +81,10 @@ class Choice:
                 word = f"{value:.2f}" if borders is None else str(level(value, borders))
                 prompt = _with_reward(line["prompt"], template, word)
                 yield _columns(line) | {"prompt": prompt, "completion": record["completion"], "reward": value}
+
+
+def _too_low(record: Json, min_reward: float | None) -> bool:
+    return min_reward is not None and record["reward"] < min_reward - ROUNDING
 
 
 def _with_reward(prompt: Prompt, template: str, word: str) -> Prompt:

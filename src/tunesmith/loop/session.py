@@ -11,14 +11,19 @@ from typing import Any, Literal, Protocol
 
 from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
 from tunesmith.loop.checkpoint import Checkpoints, read_state
+from tunesmith.loop.profiling import StepProfiler
+from tunesmith.loop.rollout_log import RolloutLog, contrast, summary
 from tunesmith.monitor import interrupts
 from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
+from tunesmith.monitor.learning import Facts, LearningWatch
 from tunesmith.monitor.memory import memory_metrics
-from tunesmith.monitor.metrics import JsonLines, MetricsLog
-from tunesmith.monitor.progress import Progress
+from tunesmith.monitor.metrics import MetricsLog
+from tunesmith.monitor.progress import Progress, each_once
+from tunesmith.monitor.run_dir import point
+from tunesmith.monitor.text import answers_shown, shown_path
 from tunesmith.monitor.timeline import LOOP, TRAINER, Timeline
-from tunesmith.types import Rollout, RolloutGroup
+from tunesmith.types import RolloutGroup
 
 BESIDE_STEPS = ("setup", "eval", "checkpoint")
 """Phases that a step's rates leave out."""
@@ -86,8 +91,10 @@ class Session:
     progress: Progress
     checkpoints: Checkpoints
     best: Best
-    rollout_log: JsonLines
+    rollout_log: RolloutLog | None
+    """None in supervised training."""
     clock: Clock
+    learning: LearningWatch = field(default_factory=lambda: LearningWatch(Facts()))
     timeline: Timeline = field(default_factory=Timeline)
     adjustments: Adjustments | None = None
     resume_from: Path | None = None
@@ -103,6 +110,9 @@ class Session:
     """Whole passes over the data."""
     evaluated: bool = False
     """Whether this step's evaluation was made."""
+    profiler: StepProfiler | None = None
+    limit_is_known: bool = True
+    """Whether what the device attains was measured well."""
     _whole: Callable[[], dict[str, Any]] = field(default=dict, init=False)
     """The loop's state after the last whole step."""
     _saved: tuple[int, int, float] = field(default=(0, 0, 0.0), init=False)
@@ -120,6 +130,8 @@ class Session:
     def phase(self, name: str) -> Generator[None]:
         """Time spent inside counts as ``name``."""
         self.progress.phase(name)
+        if self.profiler and name not in BESIDE_STEPS:
+            self.profiler.begin(self.step + 1)
         lane = TRAINER if name in ("train", *TRAINER_WAITS) else LOOP
         waits_for = f"{TRAINER_WAITS[name]} of step {self.step + 1}" if name in TRAINER_WAITS else None
         with self.clock.phase(name), self.timeline.span(lane, name, waits_for=waits_for):
@@ -146,6 +158,7 @@ class Session:
         """Count a step and record its metrics and where its time went. ``settle`` ends what belongs to it."""
         interrupts.commit()
         self.step += 1
+        profile = self.profiler and self.profiler.end(self.step)
         seconds = self.clock.lap()
         times = {f"seconds/{name}": value for name, value in seconds.items()}
         wall = sum(seconds.values())
@@ -159,10 +172,25 @@ class Session:
         if samples is not None:
             record["samples_per_second"] = samples / busy
         record |= memory_metrics()
-        if "attainable_seconds" in metrics:
+        if "attainable_seconds" in metrics and self.limit_is_known:
             record["limit_share"] = metrics["attainable_seconds"] / busy
+            if record["limit_share"] > 1:
+                self._forget_limit(record)
         self.metrics.write(self.step, record, always=self.step == self.total_steps)
         self.progress.step(self.step, record, wall - seconds.get("setup", 0.0))
+        if profile:
+            self.note(f"profile of step {self.step}: {shown_path(profile)}")
+        if warning := self.learning.step({**record, "step": float(self.step)}):
+            self.note(warning)
+
+    def _forget_limit(self, record: dict[str, float]) -> None:
+        """A step that is faster than the limit shows that the limit was measured while the machine was busy."""
+        self.limit_is_known = False
+        share = record.pop("limit_share")
+        self.note(
+            f"step {self.step} took {1 / share:.0%} of the least time that its work was measured to need at the start, "
+            "when the machine must have been busy with other things: limit_share is left out from here on"
+        )
 
     def finish_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Record an evaluation; the best one's checkpoint is kept."""
@@ -174,8 +202,19 @@ class Session:
             raise ConfigError(
                 f"eval.metric: no evaluation gives '{self.best.metric}'.{nearest(self.best.metric, metrics)}"
             )
-        numbers = (f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
-        self.note(f"evaluation after step {self.step}: {'  '.join(numbers)}")
+        numbers = {name.removeprefix("eval/"): f"{value:.3g}" for name, value in metrics.items()}
+        shown = (f"{names} {value}" for names, value in each_once(numbers).items())
+        self.note(f"evaluation after step {self.step}: {'  '.join(shown)}")
+
+    def log_rollouts(self, groups: Sequence[RolloutGroup], kind: str = "train") -> None:
+        """Keep some of a step's rollouts, and show a good and a bad one now and then."""
+        assert self.rollout_log is not None, "this run has no rollouts"
+        lines = self.rollout_log.write(self.step, groups, kind)
+        last = self.step == self.total_steps
+        self.metrics.show(self.step, [summary(line) for line in lines], always=last or kind == "eval")
+        # After 1, 2, 4, 8, ... steps: often at first, when most can be wrong.
+        if kind == "train" and self.step & (self.step - 1) == 0 and (found := contrast(lines)):
+            self.note(answers_shown(*found))
 
     def evaluation_due(self) -> bool:
         return due(self.step, self.evaluate_every, self.total_steps)
@@ -216,6 +255,7 @@ class Session:
             self._saved = self.step, self.epoch, self.clock.now()
             if self.publisher and not stopping:
                 self.publisher.publish(path, last=not self.running)
+        point(path.parent.parent / "model", path / "model")
         return path
 
     def keep(self, write: Write, give_up: Callable[[], None]) -> str:
@@ -262,33 +302,3 @@ class Session:
         self.note(f"continuing at step {self.step} from {self.resume_from}")
         if self.step >= self.total_steps:
             self.note(f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)")
-
-
-def write_rollouts(
-    session: Session,
-    decode: Callable[[Sequence[int]], str],
-    groups: Sequence[RolloutGroup],
-    count: int,
-    kind: str = "train",
-) -> None:
-    """Append a rollout of each of the first ``count`` groups, and every failed one, to rollouts.jsonl."""
-    chosen = [g.rollouts[0] for g in groups[:count]]
-    written = {id(r) for r in chosen}
-    failed = [r for g in groups for r in g.rollouts if r.error is not None and id(r) not in written]
-    for rollout in [*chosen, *failed]:
-        session.rollout_log.write({"step": session.step, "kind": kind, **_record(rollout, decode)})
-
-
-def _record(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    return {
-        "task": rollout.task.id,
-        "prompt": rollout.task.prompt,
-        "completion": decode(rollout.completion_ids),
-        "reward": rollout.reward,
-        "rewards": rollout.rewards,
-        "status": rollout.status.value,
-        "error": rollout.error,
-        "tokens": rollout.num_sampled,
-        "finish_reason": rollout.finish_reason,
-        **({"notes": rollout.notes} if rollout.notes else {}),
-    }

@@ -170,7 +170,13 @@ CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
         Metric("ref_kl", "nats", "mean", "Per token, from the reference.", ("kl",)),
         Metric("teacher_kl", "nats", "mean", "Per token, from the teacher."),
         Metric("kl_coef", "", "last", "The adaptive coefficient."),
-        Metric("entropy", "nats", "mean", "Of the policy, per token."),
+        Metric(
+            "entropy",
+            "nats",
+            "mean",
+            "Of the policy, per token. Estimated as the mean of −log π over the sampled tokens, which costs nothing; "
+            "exact where `algorithm.entropy_coef` needs the whole distribution.",
+        ),
         Metric("ratio", "", "mean", "New by old probability."),
         Metric("ratio_over_2", "share", "mean", "Tokens for which that is above 2."),
         Metric("clip_low", "share", "mean", "Tokens clipped from below.", ("clip_ratio/low_mean",)),

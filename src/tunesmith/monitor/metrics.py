@@ -1,4 +1,4 @@
-"""Metrics on disk: one JSON object per line in ``metrics.jsonl`` always, TensorBoard when asked."""
+"""Metrics on disk: one JSON object per line in ``metrics.jsonl``, and the same to the sinks that were asked for."""
 
 from __future__ import annotations
 
@@ -8,22 +8,14 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
-from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.errors import StorageError, boundary
 from tunesmith.monitor.plain import plain
+from tunesmith.monitor.sinks.base import Background, Row
 from tunesmith.redact import open_private
-
-
-class Sink(Protocol):
-    """Takes the metrics of a step."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonLines:
@@ -68,12 +60,14 @@ class MetricsLog:
 
     Args:
         path: the ``metrics.jsonl`` to append to.
-        sinks: further sinks, written every ``every`` steps.
+        sinks: written every ``every`` steps.
         resume_step: keep the lines up to this step and drop those after it, so that no step appears
             twice; None starts a new file.
     """
 
-    def __init__(self, path: Path, sinks: Sequence[Sink] = (), every: int = 1, resume_step: int | None = None) -> None:
+    def __init__(
+        self, path: Path, sinks: Sequence[Background] = (), every: int = 1, resume_step: int | None = None
+    ) -> None:
         self.path = path
         drop_after(path, -1 if resume_step is None else resume_step)
         self._lines = JsonLines(path)
@@ -91,16 +85,23 @@ class MetricsLog:
             for sink in self._sinks:
                 sink.write(step, metrics)
 
-    def close(self) -> None:
+    def show(self, step: int, rows: Sequence[Row], *, always: bool = False) -> None:
+        """Give rollouts of a step to the sinks."""
+        if rows and (always or step % self._every == 0):
+            for sink in self._sinks:
+                sink.show(step, rows)
+
+    def close(self, failed: bool = False) -> None:
         with ExitStack() as stack:
-            for closing in (self._lines, *self._sinks):
-                stack.callback(closing.close)
+            stack.callback(self._lines.close)
+            for sink in self._sinks:
+                stack.callback(sink.close, failed)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *raised: object) -> None:
+        self.close(failed=kind is not None)
 
 
 def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
@@ -138,57 +139,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
         return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-
-
-def open_sinks(names: Sequence[str], directory: Path, resume_step: int | None = None) -> list[Sink]:
-    """The sinks of ``monitor.sinks``, writing below ``directory``."""
-    return [TensorBoard(directory / name, resume_step) for name in names if name == "tensorboard"]
-
-
-def check_sinks(names: Sequence[str]) -> None:
-    """Refuse sinks that are not installed, before anything is loaded."""
-    if "tensorboard" in names:
-        _tensorboard()
-
-
-class TensorBoard:
-    """TensorBoard event files, written without torch."""
-
-    def __init__(self, directory: Path, resume_step: int | None = None) -> None:
-        self._events, self._summaries, writer = _tensorboard()
-        with boundary(StorageError, f"cannot write {directory}", OSError):
-            self._writer = writer(str(directory))
-        if resume_step is not None:
-            # TensorBoard drops what an interrupted run wrote from this step on.
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._add(resume_step + 1, session_log=start)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summaries.Summary.Value(tag=k, simple_value=v) for k, v in metrics.items()]
-        self._add(step, summary=self._summaries.Summary(value=values))
-
-    def close(self) -> None:
-        with boundary(StorageError, "cannot write TensorBoard events", OSError):
-            self._writer.close()
-
-    def _add(self, step: int, **content: Any) -> None:
-        event = self._events.Event(wall_time=time.time(), step=step, **content)
-        with boundary(StorageError, "cannot write TensorBoard events", OSError):
-            self._writer.add_event(event)
-            self._writer.flush()
-
-
-def _tensorboard() -> tuple[Any, Any, Any]:
-    try:
-        events = import_module("tensorboard.compat.proto.event_pb2")
-        summaries = import_module("tensorboard.compat.proto.summary_pb2")
-        writer = import_module("tensorboard.summary.writer.event_file_writer")
-    except ImportError as error:
-        raise ConfigError(
-            "monitor.sinks asks for tensorboard, which is not installed: "
-            "pip install 'tunesmith[tensorboard]', or leave it out"
-        ) from error
-    return events, summaries, writer.EventFileWriter
 
 
 def is_whole(line: bytes, kept: Callable[[Any], bool]) -> bool:

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Protocol, Self
 
+from tunesmith.monitor.text import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
-_HISTORY = 60
+_HISTORY = 50
 _LONGEST_BAR = 24
 
 
@@ -68,6 +70,14 @@ COLUMNS = (
     Column(("lr",), "lr", number),
 )
 """Shown where a step reports them. ``completion_tokens`` is a mean, ``limit_share`` a fraction of 1."""
+
+
+def each_once(values: Mapping[str, str]) -> dict[str, str]:
+    """Values by the names that share them: ``{"a": "1", "b": "1", "c": "2"}`` → ``{"a, b": "1", "c": "2"}``."""
+    names: dict[str, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value, []).append(name)
+    return {", ".join(sharing): value for value, sharing in names.items()}
 
 
 def _shown(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
@@ -158,7 +168,7 @@ class PlainLines(Progress):
         print("  ".join([f"step {step}/{total}", *parts, *times]), flush=True)
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
 
 class LivePanel(Progress):
@@ -188,7 +198,7 @@ class LivePanel(Progress):
             self._course.append(watched[1])
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def render(self) -> Table:
         """The panel as it stands now."""
@@ -208,7 +218,7 @@ class LivePanel(Progress):
         )
         numbers = Text()
         for label, _, shown in _shown(self._metrics):
-            numbers.append(f"{label} ", style="dim").append(f"{shown}   ", style="bold")
+            numbers.append(f"{label}\xa0", style="dim").append(shown, style="bold").append("   ")  # wraps between two
         panel = Table.grid()
         for row in (top, numbers, self._course_line()):
             panel.add_row(row)
@@ -253,8 +263,8 @@ def print_summary(totals: Mapping[str, float], facts: Mapping[str, str]) -> None
     print("\nWhere the time went")
     for line in time_table(totals):
         print(f"  {line}")
-    width = max((len(name) for name in facts), default=0)
+    room = max((len(name) for name in facts), default=0)
     if facts:
         print()
     for name, text in facts.items():
-        print(f"{name:{width}}  {text}")
+        print(printable(f"{name:{room}}  {text}"))

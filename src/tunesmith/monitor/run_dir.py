@@ -6,9 +6,13 @@
         config.toml       what was said, and as comments what was derived
         resolved.json     every setting with its source and reason
         metrics.jsonl     one object per step
-        rollouts.jsonl    some rollouts of each step
+        rollouts.jsonl    some groups of rollouts of each step
+        rollouts-older.jsonl
+        sinks.json        what W&B, trackio and MLflow call the run
         checkpoints/      step-000010, ...
+        model             a link to the newest checkpoint's model
         trace/            where asked
+        profile/          where asked
         tensorboard/      where asked
         run.lock          held by the process that writes here
 """
@@ -18,6 +22,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shlex
 import socket
 import sys
@@ -30,6 +35,9 @@ from typing import Literal
 from tunesmith.errors import CheckpointError, ConfigError, StorageError, boundary
 from tunesmith.monitor.interrupts import Interrupted
 from tunesmith.redact import redact
+
+LATEST = "latest"
+"""A link in ``runs/`` to the newest directory that was made there."""
 
 _locked_here: set[Path] = set()
 """Directories this process holds; record locks do not keep a process out of its own files."""
@@ -78,6 +86,8 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
     with boundary(StorageError, f"cannot create the run directory {run_dir or 'runs'}", OSError):
         path = numbered_directory(Path("runs").absolute(), name) if run_dir is None else run_dir.resolve()
         path.mkdir(parents=True, exist_ok=True)
+        if run_dir is None:
+            point(path.parent / LATEST, path)
     with _locked(path):
         _refuse_another_run(path, resume)
         try:
@@ -132,6 +142,17 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
         )
 
 
+def point(link: Path, target: Path) -> None:
+    """Let a symbolic link lead to a directory; what is no link stays as it is."""
+    if link.exists() and not link.is_symlink():
+        return
+    new = link.with_name(f".{link.name}.{os.getpid()}")
+    with suppress(OSError):  # a convenience: not every disk has links
+        new.unlink(missing_ok=True)
+        new.symlink_to(os.path.relpath(target, link.parent))
+        new.replace(link)
+
+
 def has_checkpoint(path: Path) -> bool:
     folder = path / "checkpoints"
     return folder.is_dir() and any(not p.name.startswith(".") for p in folder.iterdir())
@@ -151,7 +172,7 @@ def numbered_directory(parent: Path, name: str) -> Path:
     """
     with boundary(StorageError, f"cannot create a run directory in {parent}", OSError):
         parent.mkdir(parents=True, exist_ok=True)
-        number = 1
+        number, name = 1, re.sub(r"[^\w.\-]+", "-", name)[:100].strip(".-") or "run"
         while True:
             try:
                 (path := parent / f"{name}-{number}").mkdir()

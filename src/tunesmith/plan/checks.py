@@ -93,9 +93,10 @@ def step_problems(config: RunConfig) -> Iterator[str]:
             f"train.warmup_steps = {warmup} is longer than the run of {total} optimizer steps; "
             f"the learning rate would never be reached. Use at most {total}, or train.warmup_ratio"
         )
-    if beyond := [step for step in config.monitor.trace_steps if step > steps]:
-        asked = list(config.monitor.trace_steps)
-        yield f"monitor.trace_steps = {asked}: the run ends after step {steps}, before {beyond[0]}; name earlier steps"
+    for key in ("trace_steps", "profile_steps"):
+        asked: list[int] = list(getattr(config.monitor, key))
+        if beyond := [step for step in asked if step > steps]:
+            yield f"monitor.{key} = {asked}: the run ends after step {steps}, before {beyond[0]}; name earlier steps"
     if not isinstance(config, RLConfig):
         return
     critic, every = config.critic, config.algorithm.reference_every
@@ -181,7 +182,7 @@ def _check_eval(config: RunConfig) -> Iterator[str]:
 
 FOR_SAMPLING = (
     *("eval.samples", "eval.temperature", "eval.pass_at", *SAMPLER_KEYS),
-    *("monitor.samples", "data.max_prompt_tokens", "train.passes_per_batch"),
+    *("monitor.samples", "monitor.rollouts_size", "data.max_prompt_tokens", "train.passes_per_batch"),
 )
 
 

@@ -28,7 +28,15 @@ _GENERATE_IGNORES = (
 """Keys, and what begins them."""
 _RFT_IGNORES = (
     *("data.completion", "data.loss_on", "data.max_tokens", "eval.every", "eval.samples", "eval.temperature"),
-    *("eval.pass_at", "eval.metric", "eval.target", "eval.use_ema", "checkpoint.resume", "monitor.samples"),
+    *(
+        "eval.pass_at",
+        "eval.metric",
+        "eval.target",
+        "eval.use_ema",
+        "checkpoint.resume",
+        "monitor.samples",
+        "monitor.rollouts_size",
+    ),
     "train.passes_per_batch",
 )
 
@@ -81,8 +89,13 @@ def _check_generate(config: GenerateConfig) -> Iterator[str]:
         idle += [k for k in said if k.startswith("sampling.") or k == "output.logprobs"]
     elif config.data.completion is not None:
         idle.append("data.completion")
-    kinds = {"min_margin": "pairs", "reward_template": "conditional", "reward_levels": "conditional"}
-    idle += [f"output.{key}" for key, kind in kinds.items() if getattr(output, key) is not None and output.kind != kind]
+    kinds = {
+        "min_margin": ("pairs",),
+        "min_reward": ("best", "pairs"),
+        "reward_template": ("conditional",),
+        "reward_levels": ("conditional",),
+    }
+    idle += [f"output.{k}" for k, of in kinds.items() if getattr(output, k) is not None and output.kind not in of]
     for key in idle:
         yield f"{key} has no effect when output.kind = '{output.kind}' is generated; leave it out"
     if config.reward is None and output.kind != "completions":

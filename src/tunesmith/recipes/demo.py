@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tunesmith.build import run_rl, run_sft
 from tunesmith.build.opening import RunResult
@@ -24,7 +22,6 @@ from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_exa
 
 TRAIN, HELD_OUT = 20_000, 200
 WORKED_SHARE = 0.45
-SHOWN = 6
 
 SFT = """\
 run_dir = "{directory}/sft"
@@ -87,7 +84,6 @@ every = {eval_every}
 
 [monitor]
 every = 10
-samples = {shown}
 """
 
 
@@ -123,7 +119,6 @@ def run_demo(directory: Path, seed: int, sft_steps: int = 500, rl_steps: int = 4
         "rl_steps": rl_steps,
         "eval_every": max(1, rl_steps // 4),
         "pattern": ANSWER,
-        "shown": SHOWN,
     }
     for name, text in (("sft.toml", SFT), ("rl.toml", RL)):
         (directory / name).write_text(text.format(**numbers))
@@ -156,9 +151,9 @@ def _show(result: DemoResult, outcome: RunResult, directory: Path) -> None:
     _title(f"Greedy accuracy on {HELD_OUT} problems it never saw")
     print(f"  before RL  {_bar(result.accuracy_before)}")
     print(f"  after RL   {_bar(result.accuracy_after)}")
-    print(f"\n  {'problem':>8}   {'before':<32}   {'after'}")
-    for first, last in zip(*_evaluated(outcome.run_dir), strict=True):
-        print(f"  {first['prompt']:>8}   {_answer(first):<32}   {_answer(last)}")
+    print()
+    for example in outcome.examples:
+        print("\n".join(example.lines()))
     print("\nWhere the time of the second stage went\n")
     for line in time_table(outcome.seconds):
         print(f"  {line}")
@@ -166,17 +161,6 @@ def _show(result: DemoResult, outcome: RunResult, directory: Path) -> None:
     print(f"all of it   {result.seconds:.0f} s")
     command = sys.argv[0] if Path(sys.argv[0]).name == "tunesmith" else "tunesmith"
     print(f"try next    {command} rl {directory / 'rl.toml'} run_dir=rl-dapo algorithm.name=dapo", flush=True)
-
-
-def _evaluated(run_dir: Path) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """The same problems at the first and at the last evaluation."""
-    lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
-    seen = [line for line in lines if line["kind"] == "eval"]
-    return seen[:SHOWN], seen[-SHOWN:]
-
-
-def _answer(rollout: Mapping[str, Any]) -> str:
-    return f"{rollout['completion']} {'✓' if rollout['reward'] else '✗'}"
 
 
 def _bar(share: float) -> str:

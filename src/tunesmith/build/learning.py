@@ -1,0 +1,71 @@
+"""What ``monitor/learning.py`` has to know of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from tunesmith.algorithms.advantages import ESTIMATORS
+from tunesmith.algorithms.presets import algorithm_needs
+from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
+from tunesmith.data.preference import Comparison
+from tunesmith.monitor.learning import Facts
+from tunesmith.plan.checks import optimizer_steps
+from tunesmith.types import Sample, Task
+
+LOOKED_AT = 200
+"""Items of which the unknown tokens are counted."""
+
+
+def learning_facts(config: RunConfig, tokenizer: Any, items: Sequence[Any]) -> Facts:
+    """Of a resolved configuration and the items it trains on."""
+    train = config.train
+    assert train.steps and train.lr, "not resolved"
+    reach, unknown = train.lr * optimizer_steps(config, train.steps), unknown_share(tokenizer, items)
+    if not isinstance(config, RLConfig):
+        return Facts(reach=reach, lr=train.lr, unknown=unknown)
+    algorithm = config.algorithm
+    needs, reads = algorithm_needs(algorithm), ESTIMATORS[str(algorithm.advantage)].settings
+    by_turn = config.environment.used and "gamma" in reads
+    shaped = bool(algorithm.overlong_buffer) or algorithm.stop_properly is not None
+    return Facts(
+        rollouts=True,
+        rewarded=not isinstance(config, DistillConfig),
+        from_total=not (by_turn or shaped or "reward_weights" in needs),
+        compares_group="group" in needs,
+        full_reward=_full_reward(config.reward) if not config.environment.used else None,
+        frozen_steps=config.critic.freeze_actor_steps,
+        reach=reach,
+        lr=train.lr,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        unknown=unknown,
+    )
+
+
+def unknown_share(tokenizer: Any, items: Iterable[Any]) -> float:
+    """Share of the tokens of the first prompts, or samples, that are the tokenizer's token for the unknown."""
+    unknown: int | None = tokenizer.unk_token_id
+    tokens = [token for item in islice(items, LOOKED_AT) for token in _tokens(item)]
+    return tokens.count(unknown) / len(tokens) if unknown is not None and tokens else 0.0
+
+
+def _tokens(item: Any) -> Sequence[int]:
+    match item:
+        case Task():
+            return item.prompt_ids
+        case Sample():
+            return item.token_ids
+        case Comparison():
+            return item.samples[0].token_ids
+        case _:
+            return item.token_ids
+
+
+def _full_reward(section: RewardSection) -> float | None:
+    """What functions give together that are 1 where all is right; models and servers have no such number."""
+    if not section.functions or section.models or section.remote:
+        return None
+    return sum(w for w in section.weights or [1.0] * len(section.functions) if w > 0)

@@ -1,0 +1,151 @@
+"""The port that every sink fulfils, and the thread that keeps a slow or broken one away from the run."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.monitor.catalogue import with_aliases
+
+CLOSE_SECONDS = 60.0
+"""What a sink may take at the end of a run for what it has not sent yet."""
+WAITING = 10_000
+"""Records that may wait for a sink."""
+_IDS = "sinks.json"
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a sink is told of the run."""
+
+    name: str
+    directory: Path
+    """The run's own; a sink may write below it."""
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Every setting by dotted key, as plain values without secrets."""
+    project: str | None = None
+    tags: tuple[str, ...] = ()
+    resume_step: int | None = None
+    """The step after which the run continues; None for a new one."""
+
+    def known_id(self, sink: str) -> str | None:
+        """What a service called this run when it began; None for a new one."""
+        return self._ids().get(sink) if self.resume_step is not None else None
+
+    def keep_id(self, sink: str, identity: str) -> None:
+        """Note what a service calls this run, so that a resumed run continues there."""
+        file = self.directory / _IDS
+        with boundary(StorageError, f"cannot write {file}", OSError):
+            file.write_text(json.dumps({**self._ids(), sink: identity}), encoding="utf-8")
+
+    def _ids(self) -> dict[str, str]:
+        file = self.directory / _IDS
+        with boundary(StorageError, f"cannot read {file}", (OSError, ValueError)):
+            return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+class Sink(Protocol):
+    """Takes what a run writes. Called from one thread; what it raises ends it, and not the run."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step, or of an evaluation after it."""
+
+    def show(self, step: int, rows: Sequence[Row]) -> None:
+        """Some rollouts of a step: records with prompt, completion, reward and the like."""
+
+    def close(self, failed: bool) -> None:
+        """The run has ended; ``failed``: by an error."""
+
+
+class Background:
+    """A sink behind a thread of its own: neither its failures nor its waits reach the run.
+
+    Args:
+        report: where a failure is told, once.
+    """
+
+    def __init__(self, name: str, sink: Sink, report: Callable[[str], None]) -> None:
+        self.name, self._sink, self._report = name, sink, report
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING)
+        self._broken = False
+        self._thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        named = with_aliases(metrics)
+        self._put(lambda: self._sink.write(step, named))
+
+    def show(self, step: int, rows: Sequence[Row]) -> None:
+        self._put(lambda: self._sink.show(step, rows))
+
+    def close(self, failed: bool) -> None:
+        self._put(lambda: self._sink.close(failed))
+        try:
+            self._calls.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._fail(f"it did not take its last records within {CLOSE_SECONDS:.0f} s")
+
+    def _put(self, call: Callable[[], None]) -> None:
+        if self._broken:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._fail(f"{WAITING} records wait for it")
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if self._broken:
+                continue
+            try:
+                call()
+            except (Exception, SystemExit) as error:
+                self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        if not self._broken:
+            self._broken = True
+            self._report(
+                f"monitor.sinks: {self.name} gets nothing more: {why}. The run goes on; metrics.jsonl has everything"
+            )
+
+
+def require(module: str, extra: str) -> Any:
+    """An optional module.
+
+    Raises:
+        ConfigError: it is not installed, naming the extra that brings it.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"monitor.sinks asks for {extra}, which is not installed: pip install 'tunesmith[{extra}]', or leave it out"
+        ) from error
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """Rows as a list of fields, each value in a block, so that nothing in it is taken for markup."""
+    return "\n\n---\n\n".join(
+        "\n\n".join(
+            f"**{name}**\n\n" + "\n".join(f"    {line}" for line in _lines(value)) for name, value in row.items()
+        )
+        for row in rows
+    )
+
+
+def _lines(value: Any) -> list[str]:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text.splitlines() or [""]

@@ -1,0 +1,88 @@
+"""Text for a terminal: what a model wrote cannot steer it, and paths are no longer than they need be."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""All control characters but tab and new line, and marks that turn the direction of text."""
+
+
+def printable(text: str) -> str:
+    """Control characters as their escapes: ``\\x1b[31m`` is five characters and no colour."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def shown_path(path: Path | str) -> str:
+    """From the working directory, where it lies below; else as it is."""
+    text, here = str(path), os.getcwd()
+    return text[len(here) + 1 :] if here != "/" and text.startswith(here + "/") else text
+
+
+def width() -> int:
+    """Columns of the terminal; 80 where there is none."""
+    return shutil.get_terminal_size().columns
+
+
+def one_line(text: str, most: int) -> str:
+    """A text in one line of at most ``most`` characters; what is too long loses its middle."""
+    line = printable(" ".join(text.split()))
+    if len(line) <= most:
+        return line
+    head = (most - 1) * 2 // 3
+    return f"{line[:head]}…{line[len(line) - (most - 1 - head) :]}"
+
+
+def beside_or_below(first: str, second: str, columns: int | None) -> str:
+    """Two texts in one line where that has room for both; else the second one wrapped below the first.
+
+    Args:
+        columns: None is no limit, as in a file.
+    """
+    if not second:
+        return first.rstrip()
+    line = f"{first}  {second}"
+    if columns is None or len(line) <= columns:
+        return line
+    below = textwrap.TextWrapper(columns, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    return f"{first.rstrip()}\n{below.fill(second)}"
+
+
+def last_message(prompt: str | list[Mapping[str, Any]]) -> str:
+    """What a prompt asks: its text, or the last message of a conversation."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "") if prompt else ""
+
+
+def answers_shown(best: Mapping[str, Any], worst: Mapping[str, Any]) -> str:
+    """Two answers to one prompt, lines of ``rollouts.jsonl``, each with its reward."""
+    columns = width()
+    asked = f"sample of step {best['step']}, {printable(str(best['task']))}:"
+    lines = [f"{asked} {one_line(last_message(best['prompt']), max(20, columns - len(asked) - 1))}"]
+    for line in (best, worst):
+        label = f"  reward {line['reward']:.3g}"
+        lines.append(f"{label:14} {one_line(line['completion'], columns - 16)}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A prompt that is not trained on, and its (answer, reward) before training and after it."""
+
+    prompt: str
+    before: tuple[str, float | None]
+    after: tuple[str, float | None]
+
+    def lines(self) -> list[str]:
+        room = width() - 26
+        rows = [f"  {one_line(self.prompt, width() - 2)}"]
+        for name, (answer, reward) in (("before", self.before), ("after", self.after)):
+            judged = "failed" if reward is None else f"reward {reward:.3g}"
+            rows.append(f"    {name:6}  {judged:12}  {one_line(answer, room)}")
+        return rows
