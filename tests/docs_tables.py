@@ -18,10 +18,11 @@ from tunesmith.algorithms.corrections import CORRECTIONS
 from tunesmith.algorithms.losses import POLICY_LOSSES
 from tunesmith.algorithms.presets import NEEDS, PRESETS
 from tunesmith.algorithms.registry import Entry
+from tunesmith.models.families import KNOWN, REFUSED
 from tunesmith.monitor.catalogue import CATALOGUE
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = (DOCS / "algorithms.md", DOCS / "observability.md", DOCS / "coming-from.md", DOCS / "hardware.md")
+PAGES = tuple(DOCS / f"{name}.md" for name in ("algorithms", "observability", "coming-from", "hardware", "models"))
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -109,9 +110,23 @@ def hardware() -> str:
     return _table(("model", "training", "takes", *GPUS), rows())
 
 
+def families() -> str:
+    names = sorted(KNOWN)
+    rows = [[f"`{name}`" for name in names[place : place + 4]] for place in range(0, len(names), 4)]
+    return _table(("", "", "", ""), [[*row, *[""] * (4 - len(row))] for row in rows])
+
+
+def families_refused() -> str:
+    reasons: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    return _table(("architectures", "why"), [(", ".join(names), reason) for reason, names in reasons.items()])
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
-    "hardware": hardware,
-    **{made.__name__: made for made in (presets, losses, estimators, corrections)},
+    **{
+        made.__name__: made for made in (presets, losses, estimators, corrections, families, families_refused, hardware)
+    },
     **{f"metrics_{kind}": partial(metrics, kind) for kind in CATALOGUE},
     **{name: partial(_foreign, name) for name in FOREIGN},
 }
