@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
+
+HOME = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"] + "/blob/main/"
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
@@ -62,8 +65,11 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 def links(document: Path) -> list[str]:
-    """Targets of the links, code blocks left out."""
-    return _LINK.findall(_FENCE.sub("", document.read_text(encoding="utf-8")))
+    """Targets of the links, code blocks left out; the project's own pages as paths.
+
+    The front page is read on package indexes too, so it names them by their address.
+    """
+    return [link.removeprefix(HOME) for link in _LINK.findall(_FENCE.sub("", document.read_text(encoding="utf-8")))]
 
 
 def anchors(document: Path) -> set[str]:

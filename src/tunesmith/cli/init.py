@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tunesmith.errors import ConfigError
+
 
 def init(
     task: Annotated[
@@ -20,18 +22,30 @@ def init(
         bool, typer.Option("--tiny-model", help="Also make a tiny untrained model, to try the files offline.")
     ] = False,
 ) -> None:
-    """Write a run file to start from, with example data and, where the task has them, a reward and tools.
+    """Write a run file to start from, with data and, where the task has them, a reward and tools; or an example.
 
     Example: tunesmith init rl my-task --tiny-model
     """
-    from tunesmith.recipes.start import STARTS, write_start
+    from tunesmith.recipes.start import STARTS, copy_example, examples, write_start
 
+    found = examples()
     if task is None:
-        for name, start in STARTS.items():
-            print(f"{name:9} {start.text}")
+        for name, text in [
+            *((name, start.text) for name, start in STARTS.items()),
+            ("", "complete examples:"),
+            *found.items(),
+        ]:
+            print(f"{name:16} {text}".rstrip())
         print("\nWrite one of them with: tunesmith init TASK DIR")
         return
     directory = directory or Path(task)
+    if task in found:
+        if model or tiny_model:
+            raise ConfigError(f"'{task}' is an example that makes its own model; leave --model and --tiny-model out")
+        for file in copy_example(task, directory):
+            print(f"wrote {file}")
+        print(f"{directory / 'README.md'} says how to go on")
+        return
     for file in write_start(task, directory, model, tiny_model):
         print(f"wrote {file}")
     run = directory / "run.toml"

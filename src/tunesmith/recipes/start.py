@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 """Small, and its chat template lists tools."""
 TRAIN, HELD_OUT = 200, 20
 _FILES = Path(__file__).parent / "start"
+_EXAMPLES = Path(__file__).parent.parent / "examples"
 
 Line = dict[str, Any]
 
@@ -60,7 +62,7 @@ def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> li
         StorageError: they cannot be written.
     """
     if task not in STARTS:
-        raise ConfigError(f"there is no task '{task}'.{nearest(task, STARTS)}")
+        raise ConfigError(f"there is no task '{task}'.{nearest(task, [*STARTS, *examples()])}")
     if tiny and model:
         raise ConfigError("--tiny-model makes a model, and --model names one: give one of them")
     start = STARTS[task]
@@ -78,6 +80,30 @@ def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> li
     if tiny:
         make_tiny_model(directory / "model")
     return wanted
+
+
+def examples() -> dict[str, str]:
+    """The complete examples that come with the package: name and title."""
+    readmes = sorted(_EXAMPLES.glob("*/README.md"))
+    return {file.parent.name: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in readmes}
+
+
+def copy_example(name: str, directory: Path) -> list[Path]:
+    """Copy an example's files into a new or empty directory; what was written.
+
+    Raises:
+        ConfigError: the directory holds something.
+        StorageError: they cannot be written.
+    """
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"{directory} is not empty; choose another directory")
+    written: list[Path] = []
+    with boundary(StorageError, f"cannot write to {directory}", OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in sorted((_EXAMPLES / name).iterdir()):
+            if file.suffix in (".py", ".toml", ".md"):
+                written.append(Path(shutil.copy(file, directory / file.name)))
+    return written
 
 
 def make_tiny_model(directory: Path) -> Path:
