@@ -43,9 +43,9 @@ class Sum:
 
 
 def load(folder: Path, code: str, **section: Any) -> EnvironmentSet:
-    """The environments of a section, whose files are all ``env.py``."""
+    """The environments of a section, whose files are all ``env.py``, on threads where nothing else is said."""
     (folder / "env.py").write_text(code)
-    return load_environments(EnvironmentSection(**section), folder)
+    return load_environments(EnvironmentSection(**{"isolation": "thread", **section}), folder)
 
 
 def made_task(

@@ -166,6 +166,10 @@ class EnvironmentSection(Section):
     """Longest conversation of an episode; None: prompt and ``max_turns`` turns with answers."""
     timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that one call of ``reset``, ``step`` or a tool may take; an episode has ``rollout.timeout``."""
+    isolation: Literal["process", "thread"] | None = None
+    """Where environments and tools run: each episode in a process that can be killed, or on a thread of the run."""
+    memory: Size | None = None
+    """Of an episode's process, beside what your files import; None: half of the machine's."""
     concurrency: PositiveInt = 128
     """Episodes that are played at once."""
     bad_call: Literal["tell", "end"] = "tell"

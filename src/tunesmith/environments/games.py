@@ -11,13 +11,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tunesmith.environments.multi_turn import Observation, Step, as_observation, as_reward, as_step
-from tunesmith.environments.tools import Tool
+from tunesmith.environments.tools import Tool, answer_of
 from tunesmith.environments.user_calls import EpisodeCode, taken
 from tunesmith.errors import EpisodeError, shortened
 from tunesmith.types import Message, Task
@@ -49,17 +49,31 @@ def columns_of(task: Task) -> dict[str, Any]:
     return {**task.columns, "prompt": task.prompt}
 
 
+class Code(Protocol):
+    """Runs the user's code; what it raises becomes an EpisodeError."""
+
+    async def run(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any: ...
+
+
 @dataclass(slots=True)
 class Game:
     """One episode, played with an object ``it`` of the user's class."""
 
-    code: EpisodeCode
+    code: Code
     tools: Mapping[str, Tool]
     it: Any = None
     name: str = ""
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         return await self.code.run(f"{self.name}.{method}", getattr(self.it, method), *args, **kwargs)
+
+    async def call_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+        """Its answer, or what it raised, for the policy, which may know better next time."""
+        try:
+            return answer_of(await self.code.run(f"the tool '{tool.name}'", tool.function, **arguments))
+        except (EpisodeError, TypeError, ValueError, RecursionError) as error:  # also of a result that is no JSON
+            cause = error.__cause__ or error
+            return f"Error: {type(cause).__name__}: {cause}"
 
     async def reset(self, task: Task, prompt: list[Message]) -> Observation:
         """``prompt`` is the task's as messages."""
@@ -146,7 +160,14 @@ class OpenRLHF(Game):
 SHAPES = {"native": Native, "trl": TRL, "openrlhf": OpenRLHF}
 
 
-async def open_game(loaded: Loaded, code: EpisodeCode) -> Game:
+@asynccontextmanager
+async def open_game(loaded: Loaded, timeout: float) -> AsyncGenerator[Game]:
+    """An episode on threads of its own."""
+    with EpisodeCode(timeout) as code:
+        yield await make_game(loaded, code)
+
+
+async def make_game(loaded: Loaded, code: Code) -> Game:
     """An episode with an object of its own of the user's class; TRL's methods are that object's."""
     if loaded.kind == "tools":
         return Game(code, loaded.tools)

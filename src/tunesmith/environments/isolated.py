@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunesmith.config.schema import EnvironmentSection
 from tunesmith.config.sizes import parse_size
+from tunesmith.environments.games import Game, Loaded
 from tunesmith.environments.killable import Program, Worker, WorkerError, WorkerLost, Workers
+from tunesmith.environments.multi_turn import Observation, Step
 from tunesmith.environments.reward_types import ItemFailure, Notes, RewardFunction
+from tunesmith.environments.tools import Tool
 from tunesmith.environments.user_calls import ANSWER_SECONDS, FarFunction, RaisedInCall, Turns, done_within
-from tunesmith.errors import ConfigError, DeadlineExceeded
-from tunesmith.types import Status
+from tunesmith.errors import ConfigError, DeadlineExceeded, EpisodeError
+from tunesmith.types import Message, Status, Task
 
 ATTEMPTS = 3
 """How often a call is made whose worker was killed from outside."""
@@ -160,3 +166,72 @@ async def answered(worker: Worker, asked: Sequence[Any], timeout: float, *, canc
     finally:
         if not result.done() and not given_up:
             worker.kill()
+
+
+@dataclass(slots=True)
+class FarGame(Game):
+    """An episode in a worker process."""
+
+    worker: Worker | None = None
+    timeout: float = 0.0
+
+    async def ask(self, do: str, *given: Any, what: str = "") -> Any:
+        """The answer. EpisodeError where the code raised or its process ended, DeadlineExceeded where it overran."""
+        assert self.worker is not None
+        try:
+            found = await answered(self.worker, (do, *given), self.timeout)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{what or f'{self.name}.{do}'} {error}") from None
+        except WorkerError as error:
+            raise EpisodeError(f"{what or f'{self.name}.{do}'}: {error}") from None
+        if "error" in found:
+            raise EpisodeError(found["error"])
+        return found["value"]
+
+    async def call_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+        return await self.ask("call", tool.name, dict(arguments), what=f"the tool '{tool.name}'")
+
+    async def reset(self, task: Task, prompt: list[Message]) -> Observation:
+        return await self.ask("reset", (task.id, task.prompt, (), dict(task.columns)), prompt)
+
+    async def step(self, text: str) -> Step:
+        return Step(*await self.ask("step", text))
+
+    async def finish(self) -> float | None:
+        return await self.ask("finish")
+
+    async def close(self) -> None:
+        await self.ask("close")
+
+
+class IsolatedGames:
+    """Episodes of the user's environments, each in a worker process; one that ended well takes the next episode."""
+
+    def __init__(self, section: EnvironmentSection, base_dir: Path) -> None:
+        given = (section.model_dump(), str(base_dir))
+        self._workers = Workers(user_program("environment_program.py", "EnvironmentProgram", given, section.memory))
+
+    @asynccontextmanager
+    async def open_game(self, loaded: Loaded, timeout: float) -> AsyncGenerator[Game]:
+        try:
+            worker = self._workers.take()
+        except WorkerError as error:
+            raise EpisodeError(f"{loaded.reference}: {error}") from None
+        methods = {tool.name: tool for tool in loaded.methods.values()}
+        name = loaded.name if loaded.code is None else loaded.code.__name__
+        game = FarGame(_NoCode(), {**loaded.tools, **methods}, None, name, worker, timeout)
+        try:
+            await game.ask("open", loaded.name, what=f"{name}()")
+            yield game
+        except BaseException:
+            worker.kill()  # who knows what was left undone
+            raise
+        self._workers.give_back(worker)
+
+    def close(self) -> None:
+        self._workers.close()
+
+
+class _NoCode:
+    async def run(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"{what} runs in its worker: {function}, {args}, {kwargs}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from tunesmith.environments import user_code, verifiers
 from tunesmith.environments.agents import GIVEN, Agent, is_agent
 from tunesmith.environments.base import Environment, SingleTurn
 from tunesmith.environments.conversation import Setting
-from tunesmith.environments.games import TRL_RESERVED, Loaded, open_game
+from tunesmith.environments.games import TRL_RESERVED, Game, Loaded, open_game
 from tunesmith.environments.multi_turn import MultiTurn
 from tunesmith.environments.rendering import ChatRenderer, PlainRenderer, Tools
 from tunesmith.environments.tools import Tool, make_tool, parser_for
@@ -27,6 +28,7 @@ from tunesmith.types import Message, Task
 
 if TYPE_CHECKING:
     from tunesmith.environments.endpoint import Endpoint
+    from tunesmith.environments.isolated import IsolatedGames
 
 SINGLE_TURN = "single_turn"
 """The environment of tasks that no environment of the user's plays; may stand in the routing column."""
@@ -37,6 +39,8 @@ def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
     references = references_of(section)
     if SINGLE_TURN in references and isinstance(section.path, dict):
         raise ConfigError(f"environment.path: the name '{SINGLE_TURN}' is taken: it is a prompt and one answer.")
+    if section.memory is not None and section.isolation == "thread":
+        raise ConfigError('environment.memory has no effect with environment.isolation = "thread".')
     for reference in (*references.values(), *section.tools):
         user_code.check_reference(reference, base_dir)
 
@@ -67,7 +71,7 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
             "environment.tools is set, but none of the environments would use them: an agent brings its own, "
             "and OpenRLHF's form has none."
         )
-    return EnvironmentSet(section, loaded)
+    return EnvironmentSet(section, loaded, base_dir)
 
 
 def _load(reference: str, base_dir: Path) -> Any:
@@ -126,9 +130,10 @@ def _methods(kind: type[Any], reference: str) -> dict[str, Tool]:
 class EnvironmentSet:
     """The environments of a run."""
 
-    def __init__(self, section: EnvironmentSection, loaded: Sequence[Loaded]) -> None:
+    def __init__(self, section: EnvironmentSection, loaded: Sequence[Loaded], base_dir: Path) -> None:
         self.section = section
         self.loaded = tuple(loaded)
+        self._base_dir = base_dir
 
     def route(self, tasks: Sequence[Task]) -> list[Task]:
         """The tasks, each with the environment that plays it; and what they lack refused.
@@ -202,7 +207,7 @@ class EnvironmentSet:
                 made[one.name] = Agent(one.name, one.code, setting, model, lambda: self._endpoint)
             else:
                 own = verbatim if one.kind == "openrlhf" else setting
-                made[one.name] = MultiTurn(partial(open_game, one), own, one.schemas or None)
+                made[one.name] = MultiTurn(partial(self._open, one), own, one.schemas or None)
         return made
 
     def template(self, tokenizer: Any, *, chat: bool) -> ChatTemplate | None:
@@ -227,7 +232,21 @@ class EnvironmentSet:
 
         return Endpoint()
 
+    def _open(self, loaded: Loaded, timeout: float) -> AbstractAsyncContextManager[Game]:
+        if self.section.isolation == "thread":
+            return open_game(loaded, timeout)
+        return self._isolated.open_game(loaded, timeout)
+
+    @cached_property
+    def _isolated(self) -> IsolatedGames:
+        from tunesmith.environments.isolated import IsolatedGames
+
+        return IsolatedGames(self.section, self._base_dir)
+
     def close(self) -> None:
+        if "_isolated" in vars(self):
+            self._isolated.close()
+            del self._isolated
         if "_endpoint" in vars(self):
             self._endpoint.close()
             del self._endpoint

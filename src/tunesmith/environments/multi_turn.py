@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,7 @@ from tunesmith.environments.base import Generate
 from tunesmith.environments.conversation import Conversation, OutOfRoom, Reply, Setting
 from tunesmith.environments.rendering import Tools
 from tunesmith.environments.reward_types import LARGEST_REWARD
-from tunesmith.environments.tools import BadCall, Tool, answer_of, find
-from tunesmith.environments.user_calls import EpisodeCode
+from tunesmith.environments.tools import BadCall, find
 from tunesmith.errors import EpisodeError, TunesmithError, shortened
 from tunesmith.types import Message, Rollout, Task
 
@@ -58,7 +58,8 @@ class Step:
 class MultiTurn:
     """Fulfils ``Environment`` with the user's code."""
 
-    open: Callable[[EpisodeCode], Awaitable[Game]]
+    open: Callable[[float], AbstractAsyncContextManager[Game]]
+    """Given the seconds that one call of it may take."""
     setting: Setting
     schemas: Tools = None
     """Of the game's tools; the prompts of its tasks have them."""
@@ -68,11 +69,10 @@ class MultiTurn:
         # What follows plain text is plain text, whatever its data says of tools.
         tools = self.schemas or (told_by(rollout.task) if self.setting.parse else None)
         conversation = Conversation(rollout, generate, self.setting, prompt, tools)
-        with EpisodeCode(self.setting.timeout) as code:
-            game = await self.open(code)
+        async with self.open(self.setting.timeout) as game:
             try:
                 messages = opening(prompt, await game.reset(rollout.task, prompt))
-                rewards = await self._turns(game, code, conversation, messages, tools)
+                rewards = await self._turns(game, conversation, messages, tools)
                 rewards.append(await game.finish())
             finally:
                 conversation.close()
@@ -83,7 +83,7 @@ class MultiTurn:
         rollout.metrics["forks"] = float(len(rollout.records) - 1)
 
     async def _turns(
-        self, game: Game, code: EpisodeCode, conversation: Conversation, messages: list[Message], schemas: Tools
+        self, game: Game, conversation: Conversation, messages: list[Message], schemas: Tools
     ) -> list[float | None]:
         """Play to the end; the turns' rewards. An episode that its limits end keeps what it has."""
         metrics = conversation.rollout.metrics
@@ -99,7 +99,7 @@ class MultiTurn:
                 return rewards
             messages = [*messages, reply.message]
             if reply.calls:
-                answers, bad = await _answer(reply, game.tools, code)
+                answers, bad = await _answer(reply, game)
                 metrics["bad_calls"] += bad
                 messages += answers
                 if bad and self.setting.bad_call == "end":
@@ -122,7 +122,7 @@ def told_by(task: Task) -> Tools:
     return found or None
 
 
-async def _answer(reply: Reply, tools: Mapping[str, Tool], code: EpisodeCode) -> tuple[list[Message], int]:
+async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:
     """Run the calls of a turn, in order; the tools' messages, and how many calls were bad ones.
 
     What a tool raises is told to the policy, which may know better next time.
@@ -132,17 +132,13 @@ async def _answer(reply: Reply, tools: Mapping[str, Tool], code: EpisodeCode) ->
     bad = 0
     for call in reply.calls:
         made = {"role": "tool"} if isinstance(call, BadCall) else {"role": "tool", "tool_call_id": next(ids)["id"]}
-        tool = find(call, tools)
+        tool = find(call, game.tools)
         if isinstance(tool, BadCall):
             bad += 1
             answers.append({**made, "content": f"Error: {tool.reason}"})
             continue
         assert not isinstance(call, BadCall)
-        try:
-            text = answer_of(await code.run(f"the tool '{tool.name}'", tool.function, **call.arguments))
-        except (EpisodeError, TypeError, ValueError, RecursionError) as error:  # also of a result that is no JSON
-            cause = error.__cause__ or error
-            text = f"Error: {type(cause).__name__}: {cause}"
+        text = await game.call_tool(tool, call.arguments)
         answers.append({**made, "name": tool.name, "content": text})
     return answers, bad
 
@@ -187,7 +183,7 @@ def as_reward(value: Any, what: str, meant: str = "reward") -> float | None:
         return None
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+    except Exception:
         number = math.nan
     if not abs(number) <= LARGEST_REWARD:
         raise EpisodeError(

@@ -159,7 +159,7 @@ def _score(value: object, index: int) -> Score:
     if isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, str | bytes):
         try:
             number = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
+        except Exception as error:
             wrong = f": {error}"
         else:
             if abs(number) <= LARGEST_REWARD:

@@ -184,14 +184,19 @@ def _derive_episode(filling: Filling[Any], facts: Facts) -> None:
 
 
 def _derive_isolation(filling: Filling[Any], facts: Facts) -> None:
-    """Where the user's reward functions run; what of ``[reward]`` is built in keeps processes of its own."""
-    reward: RewardSection | None = getattr(filling.config, "reward", None)
-    if reward is None or not any(":" in entry for entry in reward.functions):
-        return
-    reason = "a function that hangs, crashes or eats memory fails its own rollouts and not the run"
-    filling.fill("reward.isolation", "process", reason)
-    if filling.get("reward.isolation") == "process":
-        filling.fill("reward.memory", format_size(facts.hardware.memory_total // 2), "half of the machine's memory")
+    """Where the user's code runs; what of ``[reward]`` is built in keeps processes of its own."""
+    config = filling.config
+    reward: RewardSection | None = getattr(config, "reward", None)
+    used = {
+        "reward": reward is not None and any(":" in entry for entry in reward.functions),
+        "environment": isinstance(config, RLConfig) and config.environment.used,
+    }
+    half = format_size(facts.hardware.memory_total // 2)
+    reason = "code that hangs, crashes or eats memory fails its own rollouts and not the run"
+    for section in (name for name, is_used in used.items() if is_used):
+        filling.fill(f"{section}.isolation", "process", reason)
+        if filling.get(f"{section}.isolation") == "process":
+            filling.fill(f"{section}.memory", half, "half of the machine's memory")
 
 
 def _room(config: RunConfig, facts: Facts) -> list[tuple[int, str]]:

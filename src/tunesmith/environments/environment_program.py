@@ -1,0 +1,72 @@
+"""An environment of the user's in a worker process: one episode at a time, played call by call."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.schema import EnvironmentSection
+from tunesmith.environments.games import Game, make_game
+from tunesmith.environments.loading import load_environments
+from tunesmith.environments.user_calls import RaisedInCall, is_async
+from tunesmith.errors import EpisodeError
+from tunesmith.monitor.plain import plain
+from tunesmith.types import Task
+
+
+class InlineCode:
+    """Runs the user's code where it stands; the process is killed where it overruns."""
+
+    async def run(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            made = function(*args, **kwargs)
+            return await made if is_async(function) else made
+        except BaseException as error:
+            raise EpisodeError(f"{what} raised\n{RaisedInCall(error).trace}") from error
+
+
+class EnvironmentProgram:
+    """Called with what is to be done and its arguments; gives ``{"value": ...}`` or ``{"error": ...}``."""
+
+    def __init__(self, section: Mapping[str, Any], base_dir: str) -> None:
+        self._loaded = {
+            one.name: one for one in load_environments(EnvironmentSection(**section), Path(base_dir)).loaded
+        }
+        self._game: Game | None = None
+        self._loop: tuple[int, asyncio.AbstractEventLoop] | None = None
+
+    def __call__(self, do: str, *given: Any) -> dict[str, Any]:
+        if self._loop is None or self._loop[0] != os.getpid():  # a loop does not outlive a fork
+            self._loop = os.getpid(), asyncio.new_event_loop()
+        try:
+            return {"value": self._loop[1].run_until_complete(self._do(do, *given))}
+        except EpisodeError as error:
+            return {"error": str(error)}
+
+    async def _do(self, do: str, *given: Any) -> Any:
+        if do == "open":
+            (name,) = given
+            self._game = None
+            self._game = await make_game(self._loaded[name], InlineCode())
+            return None
+        game = self._game
+        assert game is not None, "an episode is opened first"
+        match do:
+            case "reset":
+                task, prompt = given
+                return plain(await game.reset(Task(*task), prompt))
+            case "step":
+                step = await game.step(given[0])
+                return [plain(step.observation), step.reward, step.done, dict(step.metrics)]
+            case "call":
+                name, arguments = given
+                return plain(await game.call_tool(game.tools[name], arguments))
+            case "finish":
+                return await game.finish()
+            case _:
+                await game.close()
+                self._game = None
+                return None
