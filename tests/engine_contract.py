@@ -87,6 +87,20 @@ async def check_stop_string_across_tokens(s: Subject) -> None:
     assert cut.finish_reason == "stop"
 
 
+async def check_nothing_ends_too_early(s: Subject) -> None:
+    free = await s.write()
+    text, stop = s.decode(free.token_ids[:3]), free.token_ids[3]
+    ends = replace(FREE, min_new_tokens=7, stop_token_ids=(stop,), max_new_tokens=40)
+    try:
+        done = await s.write(ends)
+    except UserError as refused:  # by a server that cannot do it as transformers does
+        assert "min_new_tokens" in str(refused)
+        return
+    assert stop not in done.token_ids[:7] and done.token_ids[:3] == free.token_ids[:3]
+    assert all(p <= 0 for p in done.logprobs)
+    assert (await s.write(replace(FREE, min_new_tokens=12, stop=(text,)))).token_ids == free.token_ids
+
+
 async def check_context_limit_ends_with_length(s: Subject) -> None:
     prompt = [21] * (s.context - 3)
     done = await s.write(replace(FREE, max_new_tokens=50), prompt)
@@ -102,6 +116,9 @@ async def check_bad_requests_are_refused(s: Subject) -> None:
         s.write(replace(FREE, top_p=0.0)),
         s.write(replace(FREE, top_k=-1)),
         s.write(replace(FREE, min_p=1.0)),
+        s.write(replace(FREE, repetition_penalty=0.0)),
+        s.write(replace(FREE, min_new_tokens=-1)),
+        s.write(replace(FREE, min_new_tokens=13)),
         s.write(replace(FREE, stop=("",))),
     ]
     for result in await asyncio.gather(*bad, return_exceptions=True):

@@ -165,6 +165,8 @@ def test_what_tgi_cannot_do_is_refused(tgi: Tgi, model: CausalLM) -> None:
             await engine.take(1, {})
         for changed, reason in (
             ({"min_p": 0.1}, "min_p"),
+            ({"repetition_penalty": 1.1}, "repetition_penalty"),
+            ({"min_new_tokens": 2}, "min_new_tokens"),
             ({"ignore_eos": True}, "ignore_eos"),
             ({"max_new_tokens": 1025}, "max_new_tokens = 1025"),
         ):
@@ -548,9 +550,15 @@ def test_another_model_is_refused(sglang: Sglang, tgi: Tgi, model: CausalLM, tmp
 def test_what_sglang_has_no_log_probabilities_of_is_refused(sglang: Sglang, model: CausalLM) -> None:
     async def run() -> None:
         engine = sglang_engine(sglang.url, model)
-        for changed in ({"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
-            with pytest.raises(UserError, match="leave them out with this engine"):
-                await engine.generate(PROMPT, replace(FREE, **changed))
+        for name, value in (
+            ("top_p", 0.9),
+            ("top_k", 3),
+            ("min_p", 0.1),
+            ("repetition_penalty", 1.1),
+            ("min_new_tokens", 2),
+        ):
+            with pytest.raises(UserError, match=f"sampling: {name} = {value}"):
+                await engine.generate(PROMPT, replace(FREE, **{name: value}))
         await engine.close()
 
     asyncio.run(run())

@@ -157,10 +157,10 @@ def bytes_decode(ids: Sequence[int]) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def tokens_until(text: str | bytes, *stop: str) -> int | None:
+def tokens_until(text: str | bytes, *stop: str, least: int = 0) -> int | None:
     """How many byte tokens are taken before one of ``stop`` is complete."""
     data = text.encode() if isinstance(text, str) else text
-    watch = StopStrings(stop, bytes_decode)
+    watch = StopStrings(stop, bytes_decode, least)
     return next((n for n in range(1, len(data) + 1) if watch.completed_by(data[:n])), None)
 
 
@@ -180,3 +180,14 @@ def test_stop_strings_are_found_as_soon_as_they_are_written(text: str, stop: str
     at = text.find(stop)
     expected = None if at < 0 else len(text[: at + len(stop)].encode())
     assert tokens_until(text, stop) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text("ab\n", max_size=30),
+    st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=2),
+    st.integers(0, 12),
+)
+def test_stop_strings_that_are_complete_too_early_are_passed_over(text: str, stop: list[str], least: int) -> None:
+    ends = [at + len(s) for s in stop for at in range(len(text)) if text.startswith(s, at) and at + len(s) > least]
+    assert tokens_until(text, *stop, least=least) == min(ends, default=None)

@@ -77,6 +77,8 @@ def mixed_requests() -> list[tuple[list[int], Sampling]]:
         {},
         {"temperature": 0.3, "top_p": 0.7},
         {"temperature": 0.5, "top_k": 4, "min_p": 0.1},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"repetition_penalty": 0.8, "min_new_tokens": 9, "stop_token_ids": tuple(range(100))},
         {"temperature": 0.0, "stop": ("a", "7")},
         {"temperature": 0.2, "stop_token_ids": tuple(range(5, 60))},
     ]

@@ -44,9 +44,18 @@ class Task:
     environment: str = "single_turn"
 
 
-UNALTERED: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+UNALTERED: Mapping[str, float] = {
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+}
 """The sampling settings that alter the distribution, each with the value that leaves it alone. (The temperature is
 not one of them: training divides by it, too.)"""
+
+
+_ALTER_GREEDY = ("repetition_penalty", "min_new_tokens")
 
 
 def altering(settings: object) -> dict[str, float]:
@@ -58,9 +67,12 @@ def altering(settings: object) -> dict[str, float]:
 class Sampling:
     """How an engine draws tokens. ``temperature=0`` is greedy.
 
-    The log-probabilities an engine returns are those of the distribution the token was drawn from:
-    after the temperature and after ``top_k``, ``top_p`` and ``min_p``; for greedy decoding, of the
-    distribution at temperature 1.
+    ``repetition_penalty`` and ``min_new_tokens`` are those of transformers: the logits of tokens in the prompt or in
+    what was written are divided by the former (multiplied where negative), and before so many new tokens those that
+    end a completion have no probability. Stop strings are looked for behind them.
+
+    The log-probabilities an engine returns are those of the distribution the token was drawn from: after those two,
+    the temperature, ``top_k``, ``top_p`` and ``min_p``; for greedy decoding, of the distribution at temperature 1.
     """
 
     max_new_tokens: int
@@ -72,11 +84,14 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
 
     @property
-    def cuts(self) -> bool:
-        """Whether the distribution is altered, so that training scores another one than was sampled."""
-        return self.temperature > 0 and bool(altering(self))
+    def altered(self) -> dict[str, float]:
+        """The settings that alter the distribution drawn from, so that it is not the one that training scores."""
+        found = altering(self)
+        return found if self.temperature > 0 else {k: v for k, v in found.items() if k in _ALTER_GREEDY}
 
 
 @dataclass(frozen=True, slots=True)

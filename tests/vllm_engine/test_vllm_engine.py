@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine_contract import CHECKS, FREE, PROMPT, Subject
+from test_penalties import by_transformers, requests
 from tiny import save_model
 from tunesmith.engines.base import EngineStats
 from tunesmith.engines.vllm.engine import VllmEngine
@@ -252,3 +253,15 @@ async def _complete_and_close(engine: VllmEngine) -> Completion:
     done = await engine.generate(PROMPT, replace(FREE, max_new_tokens=12))
     await engine.close()
     return done
+
+
+def test_penalties_are_those_of_transformers(directory: Path) -> None:
+    async def run() -> None:
+        made = subject(directory)
+        wanted = [(prompt, sampling) for prompt, sampling in requests() if len(prompt) > 1]
+        found = await asyncio.gather(*(made.write(sampling, prompt) for prompt, sampling in wanted))
+        await made.engine.close()
+        for (prompt, sampling), done in zip(wanted, found, strict=True):
+            assert done.logprobs == pytest.approx(by_transformers(plain(directory), prompt, done, sampling), abs=1e-3)
+
+    asyncio.run(run())

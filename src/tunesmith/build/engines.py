@@ -176,6 +176,8 @@ def make_sampling(
         top_p=section.top_p,
         top_k=section.top_k,
         min_p=section.min_p,
+        repetition_penalty=section.repetition_penalty,
+        min_new_tokens=section.min_new_tokens,
         stop=section.stop + stop,
         stop_token_ids=section.stop_token_ids + (() if end_of_turn is None else (end_of_turn,)),
     )

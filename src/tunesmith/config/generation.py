@@ -21,6 +21,10 @@ class SamplingSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Count = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits of tokens in the prompt or written before (multiplies negative ones), as in transformers."""
+    min_new_tokens: Count = 0
+    """No completion ends before it has so many tokens."""
     stop: tuple[Text, ...] = ()
     stop_token_ids: tuple[Count, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 3600.0

@@ -181,6 +181,11 @@ def check_sampling(sampling: Sampling) -> None:
         "temperature": (0 <= sampling.temperature < float("inf"), "0 (greedy) or a positive number"),
         "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
         "top_k": (sampling.top_k >= 0, "0 (off) or a positive number"),
+        "repetition_penalty": (0 < sampling.repetition_penalty < float("inf"), "a positive number; 1 is off"),
+        "min_new_tokens": (
+            0 <= sampling.min_new_tokens <= sampling.max_new_tokens,
+            "at least 0 and at most max_new_tokens",
+        ),
         "min_p": (0 <= sampling.min_p < 1, "at least 0 and below 1"),
         "stop": (all(sampling.stop), "strings of at least one character"),
     }

@@ -76,21 +76,27 @@ class FakeEngine:
         stops = frozenset(sampling.stop_token_ids) | (frozenset[int]() if sampling.ignore_eos else self._eos)
         seed = 0 if sampling.temperature == 0 else sampling.seed
         seed = next(self._fresh_seed) if seed is None else seed
+        held_back = [0 <= token < self._vocab_size for token in stops].count(True)
         tokens = iter(self._script(prompt_ids, sampling) if self._script else self._hashed(prompt_ids, seed))
         done = Completion([], [], [], "length")
         interruptions = self._interruptions
         for token in tokens:
             await asyncio.sleep(0)
+            early = len(done.token_ids) < sampling.min_new_tokens
+            if early and not self._script and token in stops:
+                token = next(t for t in range(token + 1, token + self._vocab_size) if t % self._vocab_size not in stops)
+                token %= self._vocab_size
             if self._interruptions > interruptions:
                 return Completion(done.token_ids, done.logprobs, done.versions, "abort")
             if self._unavailable:
                 raise EngineError(self._unavailable)
             done.token_ids.append(token)
-            done.logprobs.append(0.0 if self._script else -math.log(self._vocab_size))
+            choices = self._vocab_size - (held_back if early else 0)
+            done.logprobs.append(0.0 if self._script else -math.log(choices))
             done.versions.append(self._version)
             self._sampled += 1
-            text = self._decode(done.token_ids) if sampling.stop else ""
-            if token in stops or any(s in text for s in sampling.stop):
+            text = self._decode(done.token_ids[sampling.min_new_tokens :]) if sampling.stop else ""
+            if not early and (token in stops or any(s in text for s in sampling.stop)):
                 return Completion(done.token_ids, done.logprobs, done.versions, "stop")
             if len(done.token_ids) >= limit:
                 return done

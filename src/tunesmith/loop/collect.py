@@ -96,9 +96,11 @@ class Collector:
         ) -> Completion:
             DEADLINE.set(deadline)
             number, seed = next(calls), sampling.seed
+            most = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
             changed = replace(
                 sampling,
-                max_new_tokens=min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens),
+                max_new_tokens=most,
+                min_new_tokens=min(sampling.min_new_tokens, most),
                 stop=sampling.stop + stop,
                 seed=seed if seed is None or number == 0 else derive_seed(seed, number),
             )

@@ -125,4 +125,5 @@ def _rest(sampling: Sampling, written: int) -> Sampling:
     if not written:
         return sampling
     seed = None if sampling.seed is None else derive_seed(sampling.seed, "after", written)
-    return replace(sampling, max_new_tokens=sampling.max_new_tokens - written, seed=seed)
+    left, least = sampling.max_new_tokens - written, max(0, sampling.min_new_tokens - written)
+    return replace(sampling, max_new_tokens=left, min_new_tokens=least, seed=seed)

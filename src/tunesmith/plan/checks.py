@@ -34,7 +34,7 @@ def check(config: RunConfig) -> None:
         *_check_lora(config),
         *generation_problems(config),
     ]
-    problems += [*engine_problems(config), *hybrid_problems(config)]
+    problems += [*_check_lengths(config), *engine_problems(config), *hybrid_problems(config)]
     problems += distill_problems(config)
     if isinstance(config, RLConfig):
         if too_many := [*step_size_problems(config)]:
@@ -156,6 +156,16 @@ def _check_lora(config: RunConfig) -> Iterator[str]:
             f"model.quantize = '{config.model.quantize}' needs bitsandbytes, which is not installed: "
             "pip install 'tunesmith[quantize]', or leave model.quantize out"
         )
+
+
+def _check_lengths(config: RunConfig) -> Iterator[str]:
+    sections = {"rollout": getattr(config, "rollout", None), "sampling": getattr(config, "sampling", None)}
+    for name, section in sections.items():
+        if section is not None and section.min_new_tokens > section.max_new_tokens:
+            yield (
+                f"{name}.min_new_tokens = {section.min_new_tokens} is more than {name}.max_new_tokens = "
+                f"{section.max_new_tokens}; lower it"
+            )
 
 
 def _check_eval(config: RunConfig) -> Iterator[str]:

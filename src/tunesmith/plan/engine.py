@@ -41,6 +41,15 @@ LAUNCH = {
 """The command that starts such a server."""
 LONGEST_OF_TGI = 1024
 """Tokens after which TGI's router tokenises its own text anew (``DEFAULT_GENERATION_LENGTH``)."""
+UNALTERED_ONLY = (
+    "SGLang gives log-probabilities of the whole distribution, not of one that is cut, penalises repetitions of what "
+    "was written but not of the prompt, and stops at stop strings however early"
+)
+UNKNOWN_TO_TGI = {
+    "min_p": "TGI knows no min_p",
+    "min_new_tokens": "TGI knows no least length",
+    "repetition_penalty": "TGI also penalises the token it fills shorter sequences of a batch up with",
+}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -111,8 +120,8 @@ def _check_sglang(config: RunConfig) -> Iterator[str]:
     sampling = config.rollout if rl else config.sampling if isinstance(config, SamplingConfig) else None
     for key, value in (altering(sampling) if sampling else {}).items():
         yield (
-            f'{"rollout" if rl else "sampling"}.{key} = {value:g} does not go with system.engine = "sglang", which '
-            "gives log-probabilities of the whole distribution, not of the cut one; leave it out"
+            f'{"rollout" if rl else "sampling"}.{key} = {value:g} does not go with system.engine = "sglang": '
+            f"{UNALTERED_ONLY}; leave it out"
         )
     far = [url for url in system.engine_urls if urlsplit(url).hostname not in _LOOPBACK]
     if far and system.engine_directory is None:
@@ -138,8 +147,9 @@ def _check_tgi(config: RunConfig) -> Iterator[str]:
         )
     if config.system.engine_directory is not None:
         yield 'system.engine_directory has no effect with system.engine = "tgi", which takes no weights; leave it out'
-    if config.sampling.min_p > 0:
-        yield f'sampling.min_p = {config.sampling.min_p:g}: system.engine = "tgi" knows no min_p; leave it out'
+    for key, why in UNKNOWN_TO_TGI.items():
+        if (value := altering(config.sampling).get(key)) is not None:
+            yield f'sampling.{key} = {value:g} does not go with system.engine = "tgi": {why}; leave it out'
     if config.sampling.max_new_tokens > LONGEST_OF_TGI:
         yield (
             f'sampling.max_new_tokens = {config.sampling.max_new_tokens}: system.engine = "tgi" tokenises its own text '

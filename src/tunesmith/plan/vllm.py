@@ -20,6 +20,7 @@ from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.memory import bytes_per_number, longest_sample
 from tunesmith.plan.weights import engines_apart
+from tunesmith.types import altering
 
 VLLM_KEYS = tuple(f"system.vllm.{name}" for name in VllmSection.model_fields)
 SUPPORTED = (0, 32)
@@ -129,11 +130,12 @@ def _check_sampling(config: RunConfig) -> Iterator[str]:
     elif isinstance(config, SamplingConfig):
         asked = {"sampling": config.sampling}
     for name, section in asked.items():
-        if speculative != "off" and getattr(section, "min_p", 0.0) > 0:
-            yield (
-                f'{name}.min_p = {section.min_p:g} does not go with system.speculative = "{speculative}" in vLLM; '
-                "leave one out"
-            )
+        for key in ("min_p", "repetition_penalty", "min_new_tokens") if speculative != "off" and name != "eval" else ():
+            if (value := altering(section).get(key)) is not None:
+                yield (
+                    f'{name}.{key} = {value:g} does not go with system.speculative = "{speculative}" in vLLM; '
+                    "leave one out"
+                )
         if 0 < (section.temperature or 0.0) < LEAST_TEMPERATURE:
             yield (
                 f"{name}.temperature = {section.temperature:g}: vLLM would raise it to {LEAST_TEMPERATURE:g}; say at "

@@ -21,7 +21,7 @@ from typing import Any, cast
 from tunesmith.engines.http.client import Refused, short
 from tunesmith.engines.http.engine import HOT, START_PATIENCE, Draft, HttpEngine, Served
 from tunesmith.errors import EngineError, UserError
-from tunesmith.plan.engine import LAUNCH
+from tunesmith.plan.engine import LAUNCH, UNALTERED_ONLY
 from tunesmith.types import FinishReason, Sampling
 from tunesmith.weights.base import Offer
 
@@ -86,12 +86,9 @@ class SglangEngine(HttpEngine):
             await self._push()
 
     def _check_sampling(self, sampling: Sampling) -> None:
-        if sampling.cuts:
-            raise UserError(
-                "SGLang gives the log-probabilities of the whole distribution, not of one that top_p, top_k or min_p "
-                f"has cut: leave them out with this engine (here top_p = {sampling.top_p:g}, top_k = {sampling.top_k}, "
-                f"min_p = {sampling.min_p:g})"
-            )
+        if altered := sampling.altered:
+            found = ", ".join(f"{name} = {value:g}" for name, value in altered.items())
+            raise UserError(f"sampling: {found}: {UNALTERED_ONLY}; leave out what alters the distribution")
 
     async def _open(self) -> int:
         model, server = await self._first(self._info("model_info")), await self._first(self._info("server_info"))

@@ -16,7 +16,7 @@ from typing import Any, cast
 from tunesmith.engines.http.client import Unavailable, short
 from tunesmith.engines.http.engine import HOT, START_PATIENCE, Draft, HttpEngine
 from tunesmith.errors import EngineError, UserError
-from tunesmith.plan.engine import LAUNCH, LONGEST_OF_TGI
+from tunesmith.plan.engine import LAUNCH, LONGEST_OF_TGI, UNKNOWN_TO_TGI
 from tunesmith.types import Sampling
 from tunesmith.weights.base import Offer
 
@@ -47,8 +47,9 @@ class TgiEngine(HttpEngine):
             raise EngineError(_UNFIXED)
 
     def _check_sampling(self, sampling: Sampling) -> None:
-        if sampling.min_p > 0:
-            raise UserError(f"sampling.min_p = {sampling.min_p:g}: TGI knows no min_p; leave it out")
+        for name, why in UNKNOWN_TO_TGI.items():
+            if name in sampling.altered:
+                raise UserError(f"sampling.{name} = {getattr(sampling, name):g}: {why}; leave it out")
         if sampling.ignore_eos:
             raise UserError("sampling.ignore_eos: TGI always stops at the end of a sequence")
         if sampling.max_new_tokens > LONGEST_OF_TGI:

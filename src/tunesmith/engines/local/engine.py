@@ -182,7 +182,9 @@ class LocalEngine:
             stop_token_ids=eos | frozenset(sampling.stop_token_ids),
             future=asyncio.get_running_loop().create_future(),
             uniforms=Uniforms(sampling.seed),
-            stop_strings=StopStrings(sampling.stop, self._decode_text) if sampling.stop else None,
+            stop_strings=StopStrings(sampling.stop, self._decode_text, sampling.min_new_tokens)
+            if sampling.stop
+            else None,
         )
         cache = self._scheduler.cache
         needed = cache.padded(prompt) + cache.padded(request.kv_length)
@@ -230,7 +232,7 @@ class LocalEngine:
         self, prompts: Sequence[CachedPrompt], rows: Sequence[Request], started: float
     ) -> dict[Request, FinishReason]:
         hidden, pieces = self._runner.prefill(prompts, rows, self._scheduler.running)
-        drawn = self._runner.draw(hidden, rows, [len(r.token_ids) for r in rows])
+        drawn = self._runner.draw(hidden, rows, [[] for _ in rows])
         if self._speculator is not None:
             self._speculator.drafter.fill(pieces)
         self._meter.prefilled(pieces, rows, self._scheduler.cache.used, time.perf_counter() - started)
@@ -244,8 +246,8 @@ class LocalEngine:
         tokens = [[r.token_ids[-1], *draft] for r, draft in zip(rows, drafts, strict=True)]
         hidden = self._runner.decode(rows, [r.cached for r in rows], tokens)
         requests = [r for r, new in zip(rows, tokens, strict=True) for _ in new]
-        places = [len(r.token_ids) + i for r, new in zip(rows, tokens, strict=True) for i in range(len(new))]
-        ended, accepted = self._append(rows, drafts, *self._runner.draw(hidden, requests, places))
+        drafted = [draft[:i] for draft in drafts for i in range(len(draft) + 1)]
+        ended, accepted = self._append(rows, drafts, *self._runner.draw(hidden, requests, drafted))
         seconds = time.perf_counter() - started
         self._meter.decoded(rows, sum(map(len, drafts)), accepted, self._scheduler.cache.used, seconds)
         if self._speculator is not None:

@@ -79,6 +79,9 @@ class Request:
     """Own tokens of which the same is true in a draft model's bank."""
     draft: list[int] = field(default_factory=list[int])
     """What the draft model last proposed behind those; in its bank stands all but the last."""
+    seen: Tensor | None = None
+    """``[V]`` bool, where repetition is penalised: the prompt's tokens and the first ``marked`` of its own."""
+    marked: int = 0
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])

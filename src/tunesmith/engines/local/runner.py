@@ -13,6 +13,7 @@ from tunesmith.engines.local.decode_attention import DecodeAttention, Grouping
 from tunesmith.engines.local.decode_model import FEW_ROWS, DecodeModel
 from tunesmith.engines.local.kv_cache import KVCache, KVLayout
 from tunesmith.engines.local.metering import ModelCost
+from tunesmith.engines.local.penalties import penalise
 from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention
 from tunesmith.engines.local.requests import CachedPrompt, Request
 from tunesmith.engines.local.sampler import SamplingPlan, sample
@@ -157,17 +158,19 @@ class Runner:
             alike = [r.prompt.length for r, n in zip(running, counts, strict=True) if r.prompt for _ in range(n)]
         return self._decoder.for_rows(len(places)).hidden(flat, positions, attention, alike)
 
-    def draw(self, hidden: Tensor, requests: Sequence[Request], places: Sequence[int]) -> tuple[list[int], list[float]]:
+    def draw(
+        self, hidden: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]]
+    ) -> tuple[list[int], list[float]]:
         """Sample a token from each hidden state, and its log-probability.
 
         Args:
             hidden: ``[N, d]``.
             requests: whose states they are.
-            places: which of its request's tokens each state predicts; the token depends on the state, the
-                request's seed and this number alone.
+            drafted: tokens that each state has read behind those that its request has written. The token drawn depends
+                on the state, on what was read before it, and on the request's seed and the token's place.
         """
-        logits = self._logits(hidden)
-        numbers = [r.uniforms[place] for r, place in zip(requests, places, strict=True)]
+        logits = penalise(self._logits(hidden), requests, drafted)
+        numbers = [r.uniforms[len(r.token_ids) + len(ahead)] for r, ahead in zip(requests, drafted, strict=True)]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
         tokens, logprobs = sample(logits, self._sampling_plan(requests, logits), uniforms)
         return tokens.tolist(), logprobs.tolist()

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tunesmith.types import Sampling
 
+CUTS = ("top_k", "top_p", "min_p")
 _BLOCK = 64
 _ONE_LEVEL = 65536  # below this many numbers one pass is faster than blocks
 
@@ -34,7 +35,7 @@ class SamplingPlan:
     def of(cls, samplings: Sequence[Sampling], vocab_size: int, device: torch.device) -> SamplingPlan:
         temperatures = [s.temperature if s.temperature > 0 else 1.0 for s in samplings]
         greedy = [s.temperature == 0 for s in samplings]
-        cut = [i for i, s in enumerate(samplings) if s.cuts]
+        cut = [i for i, s in enumerate(samplings) if not s.altered.keys().isdisjoint(CUTS)]
 
         def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)

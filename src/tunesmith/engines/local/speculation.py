@@ -212,7 +212,7 @@ class DraftModel(Drafter):
             ends = list(accumulate(len(tokens[i]) for i in drawing))
             last = hidden.index_select(0, torch.tensor(ends, device=hidden.device) - 1)
             requests = [running[i] for i in drawing]
-            drawn, _ = self._runner.draw(last, requests, [len(r.token_ids) + step for r in requests])
+            drawn, _ = self._runner.draw(last, requests, [drafts[i] for i in drawing])
             for i, token in zip(drawing, drawn, strict=True):
                 lengths[i] += len(tokens[i])
                 tokens[i] = [token]

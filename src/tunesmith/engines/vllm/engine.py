@@ -286,6 +286,8 @@ def _parameters(sampling: Sampling) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        min_tokens=sampling.min_new_tokens,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
