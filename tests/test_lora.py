@@ -347,7 +347,6 @@ def test_quantising_without_bitsandbytes_is_refused_before_anything_loads(monkey
 
 @pytest.mark.parametrize("quantize", ["int8", "nf4"])
 def test_an_adapter_on_a_quantised_base(tmp_path: Path, quantize: Any) -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     wide = save_model(tmp_path / "wide", hidden_size=64, intermediate_size=128)
     model = CausalLM.load(wide, quantize=quantize)
     adapters.attach(model, LoraSection(rank=4))

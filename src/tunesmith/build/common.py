@@ -39,8 +39,12 @@ def load_tokenizer(config: RunConfig) -> Any:
     return tokenizer
 
 
-def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | None = None) -> M:
-    """The run's model, or another one at ``path``, with the adapter that ``[lora]`` asks for."""
+def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | None = None, *, frozen: bool = False) -> M:
+    """The run's model, or another one at ``path``, with the adapter that ``[lora]`` asks for.
+
+    Args:
+        frozen: it samples and is never trained.
+    """
     import torch
 
     if config.system.threads is not None:
@@ -64,7 +68,10 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
 
         torch.manual_seed(config.train.seed)
         start = None if path else lora.path
-        trained, total = adapters.attach(model, lora, path=start, trust_remote_code=trust_remote_code).counts()
+        adapter = adapters.attach(model, lora, path=start, trust_remote_code=trust_remote_code, frozen=frozen)
+        if frozen:
+            return model
+        trained, total = adapter.counts()
         print(f"LoRA: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})", flush=True)
     return model
 

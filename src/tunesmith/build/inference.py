@@ -67,7 +67,7 @@ def generate(
     max_running: int = 256,
     max_prefill_tokens: int = 8192,
 ) -> list[Generation]:
-    """Complete prompts together; each gets what it would get alone.
+    """Complete prompts together; each gets what it would get alone, up to rounding.
 
     ``max_running`` bounds what is decoded together, ``max_prefill_tokens`` what is prefilled together.
     Sampled completions depend on ``seed`` and the prompt's place.
@@ -112,7 +112,9 @@ def generate(
 def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Sequence[Prompt]) -> list[Generation]:
     from tunesmith.models.causal_lm import CausalLM
 
-    loaded = load_model(CausalLM, config, load_tokenizer(config)) if isinstance(model, str | Path) else model
+    loaded = (
+        load_model(CausalLM, config, load_tokenizer(config), frozen=True) if isinstance(model, str | Path) else model
+    )
     section, tokenizer = config.sampling, cast("Any", loaded.tokenizer)
     assert section.n is not None and section.temperature is not None, "not resolved"
     encoder = PromptEncoder.of(config.data, tokenizer, prompts)

@@ -103,7 +103,7 @@ def answer_tasks(
     section, rewards = config.sampling, run.rewards
     assert section.n is not None and section.temperature is not None, "not resolved"
     n, temperature = (1, 0.0) if greedy else (section.n, section.temperature)
-    model = load_model(CausalLM, config, run.tokenizer) if loads_model(config) else None
+    model = load_model(CausalLM, config, run.tokenizer, frozen=True) if loads_model(config) else None
     engine = make_engine(config, model, partial(print, flush=True))
     if rewards is not None:
         add_rewards(rewards, config, run.tokenizer, partial(print, flush=True))

@@ -33,8 +33,8 @@ from tunesmith.config.values import (
 class ModelSection(Section):
     path: str
     """A directory or a hub name, in Hugging Face format."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Of computation. With bfloat16 the optimizer keeps float32 master weights."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of computation. With bfloat16 the optimizer keeps float32 master weights. float16 is for batch inference."""
     trust_remote_code: bool = False
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own template."""

@@ -129,20 +129,26 @@ class Adapter:
 
 
 def attach(
-    model: Decoder, section: LoraSection, *, path: Path | None = None, trust_remote_code: bool = False
+    model: Decoder,
+    section: LoraSection,
+    *,
+    path: Path | None = None,
+    trust_remote_code: bool = False,
+    frozen: bool = False,
 ) -> Adapter:
     """Put an adapter into ``model`` and freeze the rest of it, but for a new score head.
 
     Args:
         section: resolved.
         path: a saved adapter to continue.
+        frozen: nothing is trained, so that no copy of the saved adapter is kept as the reference.
 
     Raises:
         ConfigError: a target that the model does not have.
         ModelError: the saved adapter is of another kind or of another model.
     """
     kind = "SEQ_CLS" if isinstance(model, ScoreModel) else "CAUSAL_LM"
-    peft = _fresh(model, section, kind) if path is None else _continued(model, section, kind, path)
+    peft = _fresh(model, section, kind) if path is None else _continued(model, section, kind, path, frozen)
     model.adapter = Adapter(peft, section.save_merged, trust_remote_code)
     return model.adapter
 
@@ -163,7 +169,7 @@ def _fresh(model: Decoder, section: LoraSection, kind: str) -> PeftModel:
         return cast(PeftModel, get_peft_model(model.module, config))
 
 
-def _continued(model: Decoder, section: LoraSection, kind: str, path: Path) -> PeftModel:
+def _continued(model: Decoder, section: LoraSection, kind: str, path: Path, frozen: bool) -> PeftModel:
     config = _read_config(path)
     if config.task_type != kind:
         raise ModelError(f"{path} is an adapter for {config.task_type}, and this model is a {kind}")
@@ -176,9 +182,11 @@ def _continued(model: Decoder, section: LoraSection, kind: str, path: Path) -> P
         )
     config.lora_dropout = section.dropout
     with boundary(ModelError, f"the adapter {path} does not fit the model", _FOREIGN):
-        name = {"adapter_name": TRAINED, "is_trainable": True}
+        name = {"adapter_name": TRAINED, "is_trainable": not frozen}
         peft = PeftModel.from_pretrained(model.module, path, config=config, **cast(Any, name))
         check_adapter_names(path, peft, TRAINED)
+        if frozen:
+            return peft
         peft.load_adapter(str(path), START, is_trainable=False)
         peft.set_adapter(TRAINED)
     return peft

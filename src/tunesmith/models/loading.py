@@ -93,6 +93,8 @@ def load_module(
     for key, value in {**dict.fromkeys(dropouts, 0.0), **settings}.items():
         setattr(config, key, value)
     placed = quantised_settings(quantize, dtype, device) if quantize else {}
+    if takes_tf32(dtype, device):
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
     with boundary(ModelError, f"cannot load the weights of model '{path}'", _FOREIGN):
         loaded, info = auto.from_pretrained(
             path,
@@ -146,6 +148,14 @@ def check_names(
                 f"the files of {what} {problem}: {shown} ({len(names)} in all), and {remedy}. "
                 "config.json and the files do not belong together, or a file is incomplete: get the model again"
             )
+
+
+def takes_tf32(dtype: torch.dtype, device: str | torch.device) -> bool:
+    """Whether matrix products round their inputs to 10 bits of mantissa (bfloat16 has 7) on GPUs that have TF32.
+
+    Older GPUs compute in float32 all the same, and so do all with ``NVIDIA_TF32_OVERRIDE=0`` in the environment.
+    """
+    return dtype == torch.float32 and torch.device(device).type == "cuda"
 
 
 def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:

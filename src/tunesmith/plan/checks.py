@@ -8,6 +8,7 @@ from math import ceil
 
 from tunesmith.algorithms.presets import Reasons, algorithm_needs, resolve_algorithm
 from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig, ScoreConfig
 from tunesmith.config.resolved import said_of, settings, unread
 from tunesmith.config.schema import AlgorithmSection, RLConfig, RunConfig, SFTConfig
@@ -34,7 +35,7 @@ def check(config: RunConfig) -> None:
         *_check_lora(config),
         *generation_problems(config),
     ]
-    problems += [*_check_lengths(config), *engine_problems(config), *hybrid_problems(config)]
+    problems += [*_check_dtype(config), *_check_lengths(config), *engine_problems(config), *hybrid_problems(config)]
     problems += distill_problems(config)
     if isinstance(config, RLConfig):
         if too_many := [*step_size_problems(config)]:
@@ -130,12 +131,20 @@ def _check_train(config: RunConfig) -> Iterator[str]:
     yield from step_problems(config)
 
 
+def _check_dtype(config: RunConfig) -> Iterator[str]:
+    if config.model.dtype == "float16" and not isinstance(config, GenerateConfig):
+        yield (
+            'model.dtype = "float16" is for tunesmith generate only: without loss scaling, which is not here, small '
+            'gradients vanish in it; train in "bfloat16", or in "float32" on a GPU without it'
+        )
+
+
 def _check_lora(config: RunConfig) -> Iterator[str]:
     lora, said = config.lora, said_of(config, "lora")
     if not lora.on:
         if idle := [k for k in said if k != "lora.save_merged" or lora.save_merged]:
             yield f"{' and '.join(idle)} without an adapter to train: say lora.rank, such as 16, or lora.path"
-        if config.model.quantize:
+        if config.model.quantize and not isinstance(config, GenerateConfig):
             yield (
                 f"model.quantize = '{config.model.quantize}' keeps the weights in a form that cannot be trained; "
                 "train an adapter on them: say lora.rank, such as 16"

@@ -68,6 +68,8 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
     if native:
         filling.fill("model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32")
+    elif here and isinstance(filling.config, GenerateConfig):
+        filling.fill("model.dtype", "float16", f"{name} does not compute bfloat16 natively")
     filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
     if not isinstance(filling.config, GenerateConfig):
         _derive_checkpointing(filling, facts)

@@ -16,7 +16,7 @@ import psutil
 
 from tunesmith.errors import DeviceMemoryError
 
-DType = Literal["float32", "bfloat16"]
+DType = Literal["float32", "bfloat16", "float16"]
 
 _NATIVE_BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"})
 _NO_LIMIT = 2**60
