@@ -281,7 +281,7 @@ def test_bad_settings_are_refused(llama: CausalLM, tmp_path: Path) -> None:
     [
         (["system.speculative_tokens=3"], "system.speculative_tokens has no effect with system.speculative = "),
         (["system.speculative=draft"], 'system.speculative = "draft" needs system.draft_model'),
-        (["system.speculative=ngram", "system.draft_model=m"], "system.draft_model has no effect"),
+        (["system.speculative=ngram", "system.draft_model=org/m"], "system.draft_model has no effect"),
         (["system.speculative=guess"], "'off', 'ngram', 'draft'"),
     ],
 )
