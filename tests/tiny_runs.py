@@ -26,9 +26,9 @@ async def sometimes(completions, **columns):
 
 TIMES = (
     "time", "seconds", "tokens_per_second", "limit_share", "attainable_seconds", "idle", "engine_tokens_per_second",
-    "samples_per_second", "memory/",
+    "samples_per_second", "memory/", "kv_",
 )  # fmt: skip
-"""Metrics that depend on the clock, by how their names begin."""
+"""Metrics that depend on the clock, or on what the process has cached before, by how their names begin."""
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> Path:

@@ -21,7 +21,8 @@ def print_outcome(outcome: RunResult) -> None:
         first, last = outcome.evaluations[0], outcome.evaluations[-1]
         for name in (n for n in last if n.startswith("eval/")):
             before = f"{_number(first[name])} → " if first is not last and name in first else ""
-            facts[name.removeprefix("eval/")] = before + _number(last[name])
+            if name != "eval/failed" or first.get(name) or last[name]:
+                facts[name.removeprefix("eval/")] = before + _number(last[name])
     facts = {f"eval {names}": value for names, value in each_once(facts).items()}
     facts |= {"run": shown_path(outcome.run_dir), "model": shown_path(outcome.checkpoint)}
     if outcome.best:

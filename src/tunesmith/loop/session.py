@@ -202,7 +202,11 @@ class Session:
             raise ConfigError(
                 f"eval.metric: no evaluation gives '{self.best.metric}'.{nearest(self.best.metric, metrics)}"
             )
-        numbers = {name.removeprefix("eval/"): f"{value:.3g}" for name, value in metrics.items()}
+        numbers = {
+            name.removeprefix("eval/"): f"{value:.3g}"
+            for name, value in metrics.items()
+            if value or name != "eval/failed"
+        }
         shown = (f"{names} {value}" for names, value in each_once(numbers).items())
         self.note(f"evaluation after step {self.step}: {'  '.join(shown)}")
 
