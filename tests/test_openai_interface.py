@@ -239,3 +239,28 @@ def test_the_stream_says_what_the_response_says(reason: str, status: str) -> Non
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == response["output"] and [item["type"] for item in done] == ["message", "function_call"]
     assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == "so"
+
+
+def test_variables_of_the_chat_template_are_set_by_request(tmp_path: Path) -> None:
+    body = """
+short = await ask(messages=START, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+said = [*START, short.choices[0].message, {"role": "user", "content": "More."}]
+await ask(messages=said, chat_template_kwargs={"enable_thinking": False})
+await ask(messages=START)
+return 1.0
+"""
+    seen: list[str] = []
+
+    def policy(text: str) -> str:
+        seen.append(text)
+        return "ok<|im_end|>"
+
+    rollout = ok(played(byte_level(template("qwen3")), tmp_path, body, policy))
+    assert [text.endswith("<think>\n\n</think>\n\n") for text in seen] == [True, True, False]
+    assert rollout.status is Status.OK
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    body = "await ask(messages=START, chat_template_kwargs={'enable_thinking': False})"
+    rollout = played(tokenizer, tmp_path, body, says("x<|im_end|>"))
+    assert rollout.status is Status.ENVIRONMENT_FAILED and "enable_thinking" in str(rollout.error)

@@ -79,6 +79,11 @@ class ChatTemplate:
         )
         return replace(plain, turn_end=plain.probe_turn_end())
 
+    def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """The template with further variables set; a ConfigError for one that it does not read."""
+        check_options(options, self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map)
+        return replace(self, options={**self.options, **options})
+
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
         """The conversation as text; with ``prompt``, up to where the assistant begins to write.
 

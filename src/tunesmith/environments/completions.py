@@ -70,12 +70,12 @@ class Session:
         messages = _messages(request)
         tools = _tools(request)
         find_calls = request.get("tool_choice") != "none"
-        limit, stop = _limit(request), _stop(request)
+        limit, stop, options = _limit(request), _stop(request), _options(request)
 
         def ask() -> Awaitable[Reply]:
             return self._conversation.reply(
-                messages, tools, max_new_tokens=limit, stop=stop, find_calls=find_calls
-            )  # fmt: skip
+                messages, tools, max_new_tokens=limit, stop=stop, find_calls=find_calls, options=options
+            )
 
         replies = await self._answers(request, ask)
         with_logprobs = bool(request.get("logprobs"))
@@ -236,6 +236,14 @@ def _stop(request: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
         raise BadRequest(f"'stop' is {given!r}; it must be text of at least one character, or a list of such")
     return tuple(stop)
+
+
+def _options(request: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    options = request.get("chat_template_kwargs")
+    if options is not None and not isinstance(options, Mapping):
+        raise BadRequest(f"'chat_template_kwargs' is {options!r}; it must be an object")
+    _check_text(options)
+    return options
 
 
 def _text_prompt(request: Mapping[str, Any]) -> str | list[int]:

@@ -107,6 +107,7 @@ class Conversation:
         max_new_tokens: int | None = None,
         stop: tuple[str, ...] = (),
         find_calls: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> Reply:
         """The policy's next turn after ``messages``.
 
@@ -114,6 +115,7 @@ class Conversation:
             max_new_tokens: a limit for this turn, beside the run's own.
             stop: strings that end this turn. The record keeps them; the reply is cut before them.
             find_calls: whether tool calls in the turn are parsed or left as text.
+            options: variables for the chat template, beside the run's own.
 
         Raises:
             OutOfRoom: ``max_turns`` or ``max_tokens`` are reached.
@@ -121,10 +123,11 @@ class Conversation:
             EngineError: generation failed.
         """
         self._check_turns()
-        record, said = self._record_of(messages, tools)
+        renderer = self.setting.renderer.with_options(options) if options else self.setting.renderer
+        record, said = self._record_of(messages, tools, renderer, options)
         prompt_tokens = len(record.token_ids)
         completion = await self._sample(record, max_new_tokens, stop)
-        renderer, parse = self.setting.renderer, self.setting.parse
+        parse = self.setting.parse
         written, ids = renderer.text(completion.token_ids), completion.token_ids
         raw, text = before_stop(written, stop), before_stop(renderer.plain(ids), stop)
         content, calls = parse(raw, text) if parse and tools and find_calls else (text, [])
@@ -133,7 +136,7 @@ class Conversation:
         message = _assistant(content, calls, self.turns)
         shown = (*messages, message)
         said = (*said, {"role": "assistant", "content": written})
-        self._places.append(_Place(record, len(record.token_ids), _key(shown, tools), said))
+        self._places.append(_Place(record, len(record.token_ids), _key(shown, tools, options), said))
         self.rollout.messages = [dict(m) for m in self._after_prompt(shown)]
         return Reply(message, text, calls, prompt_tokens, completion)
 
@@ -220,9 +223,11 @@ class Conversation:
         place.record.observe(rest)
         return place.record
 
-    def _record_of(self, messages: Sequence[Message], tools: Tools) -> tuple[Record, tuple[Message, ...]]:
+    def _record_of(
+        self, messages: Sequence[Message], tools: Tools, renderer: Renderer, options: Mapping[str, Any] | None
+    ) -> tuple[Record, tuple[Message, ...]]:
         """The record that says ``messages`` at its end, gone on with or begun; and its messages for the template."""
-        key, renderer = _key(messages, tools), self.setting.renderer
+        key = _key(messages, tools, options)
         held = [p for p in self._places if key[: len(p.key)] == p.key]
         if not held:
             said = tuple(map(for_template, messages))
@@ -306,9 +311,9 @@ def _assistant(content: str, calls: Sequence[ToolCall | BadCall], turn: int) -> 
     return {"role": "assistant", "content": content, **({"tool_calls": made} if made else {})}
 
 
-def _key(messages: Sequence[Message], tools: Tools) -> tuple[str, ...]:
-    """Tools and messages as comparable text; names and ids, which an agent may leave out, do not count."""
-    return (json.dumps(tools, sort_keys=True), *map(_message_key, messages))
+def _key(messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    """What a rendering depends on as comparable text; names and ids, which an agent may leave out, do not count."""
+    return (json.dumps([tools, options or {}], sort_keys=True), *map(_message_key, messages))
 
 
 def _message_key(message: Message) -> str:

@@ -7,13 +7,13 @@ differently once the conversation goes on (Qwen3 drops their thinking) gives no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
 from tunesmith.data.chat import ChatTemplate
 from tunesmith.data.tokens import Tokenizer, decode, encode, encode_after, leading_ids, with_leading
-from tunesmith.errors import DataError, EpisodeError, boundary
+from tunesmith.errors import ConfigError, DataError, EpisodeError, boundary
 from tunesmith.types import Message
 
 TAIL = 16
@@ -39,6 +39,10 @@ class Renderer:
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Tokens of a conversation up to where the policy writes."""
         raise NotImplementedError
+
+    def with_options(self, options: Mapping[str, Any]) -> Renderer:
+        """The renderer whose chat template has these variables set as well; an EpisodeError where it reads none."""
+        raise EpisodeError(f"there is no chat template to read {', '.join(options)} (chat_template_kwargs)")
 
     def following(
         self, token_ids: Sequence[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
@@ -89,6 +93,13 @@ class ChatRenderer(Renderer):
         there = decode(self.tokenizer, token_ids)
         rest = behind(there, self._render([*said, *new], tools))
         return None if rest is None else encode_after(self.tokenizer, decode(self.tokenizer, token_ids[-1:]), rest)
+
+    def with_options(self, options: Mapping[str, Any]) -> Renderer:
+        with boundary(EpisodeError, "chat_template_kwargs", Exception):
+            try:
+                return ChatRenderer(self.template.with_options(options))
+            except ConfigError as error:  # one request was wrong, not the run
+                raise EpisodeError(str(error)) from error
 
     def _render(self, messages: Sequence[Message], tools: Tools) -> str:
         with boundary(EpisodeError, "this conversation cannot go through the chat template", Exception):
