@@ -201,9 +201,10 @@ return 1.0
     environments = load(tmp_path, code, path="env.py:agent")
 
     def policy(text: str) -> str:
-        return "x" * (3000 if text.count("Go.") == 2 else 1) + "<|im_end|>"
+        return "x" * (50_000 if text.count("Go.") == 2 else 1) + "<|im_end|>"
 
-    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], policy, max_new_tokens=4000)
+    long = {"max_new_tokens": 60_000, "max_tokens": 90_000}
+    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], policy, **long)
     check_tokens(ok(rollout), engine)
     assert len(rollout.records) == 1 and len(engine.exchanges) == 1
 
