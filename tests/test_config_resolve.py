@@ -466,3 +466,15 @@ def test_keys_values_and_reasons_are_whole(
         assert not wide
     else:
         assert not any(line.startswith("    ") for line in lines)
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(40, True), (30, False)])
+def test_rollouts_that_grow_past_a_switch_of_frequencies_are_scored_anew(longest: int, expected: bool) -> None:
+    """What was drawn with the short frequencies is scored with the long ones: the first ratio would not be 1."""
+    model = ModelFacts(1_000_000, 2, 32, 64, 4, 2, 8, 300, 512, switch=64)
+    found = resolve(rl("rollout.max_new_tokens=32"), facts(model=model, longest=longest))
+    value, reason = derived(found, "algorithm.decoupled")
+    assert value is expected and ("64 tokens" in reason) is expected
+    if expected:
+        with pytest.raises(ConfigError, match="64 tokens"):
+            resolve(rl("rollout.max_new_tokens=32", "algorithm.decoupled=false"), facts(model=model, longest=longest))

@@ -136,7 +136,7 @@ def resolve_algorithm(
     """Fill in every key that was left out; return the section and ``(key, value, reason)`` for each.
 
     With ``max_staleness`` what an older policy sampled is corrected for (truncated importance sampling) unless another
-    thing is said. ``altered_by`` names sampling settings that alter the distribution (``types.altering``): what the
+    thing is said. ``altered_by`` names what alters the distribution that is sampled: what the
     sampler reports is then no old log-probability of the distribution that is trained.
 
     Raises:
@@ -249,7 +249,7 @@ def _fill_correction(filling: _Filling, altered_by: Collection[str]) -> None:
 
 def _fill_for_altered(filling: _Filling, by: Collection[str]) -> None:
     """The loss's ratio has to start at 1, and the sampler's log-probabilities are those of another distribution."""
-    cause = " and ".join(f"rollout.{name}" for name in by) + (" alters" if len(by) == 1 else " alter")
+    cause = " and ".join(by) + (" alters" if len(by) == 1 else " alter")
     reason = f"{cause} the distribution that is sampled, and the old log-probabilities are those of the whole one"
     if filling.fill("decoupled", True, reason) is False:
         raise ConfigError(

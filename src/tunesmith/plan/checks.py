@@ -54,14 +54,22 @@ def raise_all(problems: list[str]) -> None:
         raise ConfigError(*problems)
 
 
-def resolved_algorithm(config: RLConfig) -> tuple[AlgorithmSection, Reasons]:
-    """``[algorithm]`` as ``[rollout]`` lets it resolve; see ``resolve_algorithm``."""
+def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[AlgorithmSection, Reasons]:
+    """``[algorithm]`` as ``[rollout]`` lets it resolve; see ``resolve_algorithm``.
+
+    Args:
+        switch: the length at which the model changes its rotary frequencies, where rollouts may grow past it.
+    """
     rollout = config.rollout
+    altered_by = [f"rollout.{name}" for name in altering(rollout)]
+    if switch is not None:
+        # What was sampled before the switch is scored with the frequencies of the whole, longer sequence.
+        altered_by.append(f"the change of the model's rotary frequencies at {switch} tokens (longrope)")
     return resolve_algorithm(
         config.algorithm,
         max_new_tokens=rollout.max_new_tokens,
         max_staleness=rollout.max_staleness,
-        altered_by=altering(rollout),
+        altered_by=altered_by,
     )
 
 

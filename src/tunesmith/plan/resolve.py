@@ -21,7 +21,7 @@ from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.generation import derive_sampler_memory, derive_sampling
 from tunesmith.plan.limits import limit_problems
-from tunesmith.plan.memory import memory_notes, memory_problems
+from tunesmith.plan.memory import longest_sample, memory_notes, memory_problems
 from tunesmith.plan.vllm import derive_vllm, vllm_misfits
 from tunesmith.plan.weights import derive_weights, weight_problems
 
@@ -52,7 +52,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     samples_only, sampling = isinstance(config, GenerateConfig), isinstance(config, SamplingConfig)
     if sampling:
         derive_sampling(filling)
-    _derive_algorithm(filling)
+    _derive_algorithm(filling, facts)
     if not samples_only:
         _derive_length(filling, facts)
         if (rank := config.lora.rank) is not None:
@@ -77,11 +77,13 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     return Resolved(filling.config, said, tuple(filling.derived), tuple(_notes(filling.config, facts)))
 
 
-def _derive_algorithm(filling: Filling[Any]) -> None:
+def _derive_algorithm(filling: Filling[Any], facts: Facts) -> None:
     config = filling.config
     if not isinstance(config, RLConfig):
         return
-    section, reasons = resolved_algorithm(config)
+    switch, longest = facts.model.switch if facts.model else None, longest_sample(config, facts)
+    crossed = switch is not None and longest is not None and longest > switch
+    section, reasons = resolved_algorithm(config, switch if crossed else None)
     filling.config = config.model_copy(update={"algorithm": section})
     filling.derived += [Derived(key, value, reason) for key, value, reason in reasons]
 
