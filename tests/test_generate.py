@@ -29,6 +29,7 @@ from tunesmith.loop.collect import Collector
 from tunesmith.loop.generation import LineWriter, Unscored, answer, given_records, read_lines, repair
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.selection import MADE
+from tunesmith.loop.usage import seconds_of
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
@@ -188,6 +189,27 @@ def test_columns_and_order_are_kept_and_a_second_run_changes_nothing(tmp_path: P
     with pytest.raises(ConfigError, match="begun with chat template"):
         generate(tmp_path, model, f"model.chat_template={tmp_path / 'other.jinja'}")
     assert done.output.read_bytes() == before
+
+
+def test_a_report_says_what_all_calls_took_also_of_one_that_failed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ConfigError("no")
+
+    report = tmp_path / "out" / "report.json"
+    with monkeypatch.context() as patched, pytest.raises(ConfigError):
+        patched.setattr("tunesmith.build.generate._outcome", fail)
+        generate(tmp_path, model)
+    first = json.loads(report.read_text())
+    assert list(first) == ["usage"] and first["usage"]["seconds/sampling"] > 0
+    done = generate(tmp_path, model, "output.kind=best")
+    found = json.loads(report.read_text())
+    assert found["usage"] == done.usage and found["output"] == "best.jsonl" and found["lines"] == 30
+    assert set(seconds_of(done.usage)) == {"sampling", "selection", "setup"}
+    assert done.usage["seconds/sampling"] >= first["usage"]["seconds/sampling"]
+    assert done.earlier == pytest.approx(sum(seconds_of(first["usage"]).values()))
+    assert done.usage["kv_peak"] > 0 and 0 < done.usage["kv_used"] <= 1 and done.usage["memory/host_peak"] > 0
 
 
 def test_best_pairs_and_conditional_are_made_of_the_same_completions(tmp_path: Path, model: Path) -> None:

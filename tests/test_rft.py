@@ -20,9 +20,11 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import DataSection
 from tunesmith.data.prepare import load_samples, load_tasks
 from tunesmith.data.prompts import PromptEncoder, read_shots
+from tunesmith.engines.base import EngineStats
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.loop.generation import read_lines
 from tunesmith.loop.rft import check_prompts
+from tunesmith.loop.usage import Usage, seconds_of, total_of
 from tunesmith.monitor.interrupts import Interrupted
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.generation import derive_rft_warmup
@@ -205,9 +207,22 @@ def test_a_whole_run_of_two_rounds_and_again_changes_nothing(tmp_path: Path, mod
     assert "round-1/sft/checkpoints" in second
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["evaluations"]["base"]["questions"] == 5
+    took = report["usage"]
+    assert list(took) == ["total", "setup", "base", "round-1", "round-2"]
+    assert {name for name in took["round-2"] if name.startswith("seconds/")} == {
+        "seconds/sampling", "seconds/training", "seconds/evaluation", "seconds/setup"
+    }  # fmt: skip
+    assert took["base"]["seconds/evaluation"] > 0 and "seconds/sampling" not in took["base"]
+    assert took["base"]["kv_peak"] > 0 and 0 < took["round-2"]["kv_used"] <= 1
+    assert took["total"]["memory/host_peak"] == max(took[part]["memory/host_peak"] for part in list(took)[2:])
+    assert done.usage == took["total"] and done.earlier == 0
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.jsonl")}
-    assert rft("run", tmp_path, model, *more) == done
+    again = rft("run", tmp_path, model, *more)
+    assert again == done
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.jsonl")} == before
+    assert again.earlier == pytest.approx(sum(seconds_of(done.usage).values()))
+    assert sum(seconds_of(again.usage).values()) > again.earlier, "what an earlier call took is added"
+    assert again.usage["seconds/training"] == pytest.approx(done.usage["seconds/training"], abs=0.1)
     with pytest.raises(ConfigError, match=r"all 2 rounds.*are trained"):
         rft("generate", tmp_path, model, *more)
 
@@ -225,6 +240,7 @@ def test_the_steps_one_by_one_end_where_a_run_ends_even_when_cut_off(tmp_path: P
         rft("generate", tmp_path, model, "sampling.n=5")
     rft("train", tmp_path, model)
     done = rft("evaluate", tmp_path, model)
+    assert {"sampling", "training", "evaluation", "setup"} == set(seconds_of(done.usage)), "of all calls"
     assert list(done.evaluations) == ["round-1"]
     fewer = rft("evaluate", tmp_path, model, "sampling.n=5", "sampling.seed=9", "eval.max_prompts=3")
     assert fewer.evaluations["round-1"]["questions"] == 3, "greedy answers do not depend on how samples are drawn"
@@ -234,6 +250,20 @@ def test_the_steps_one_by_one_end_where_a_run_ends_even_when_cut_off(tmp_path: P
     other = rft("run", straight, model, f"data.train={tmp_path / 'train.jsonl'}", "eval.at_start=false")
     assert (straight / "run" / "round-1" / "samples.jsonl").read_bytes() == whole
     assert other.evaluations == done.evaluations
+
+
+def test_usage_divides_the_time_of_a_call_among_parts_and_adds_earlier_calls() -> None:
+    moments = iter([0.0, 1.0, 3.0, 7.0, 12.0, 20.0])
+    usage = Usage(lambda: next(moments))
+    usage.add_earlier({"round-1": {"seconds/sampling": 100.0, "kv_peak": 50.0}})
+    with usage.phase("sampling", "round-1"), usage.phase("setup"):
+        usage.add_engine(EngineStats(peak_kv_bytes=40, kv_budget_bytes=80))
+    parts = usage.parts()
+    assert {k: v for k, v in parts["round-1"].items() if "memory" not in k} == {
+        "seconds/sampling": 107.0, "seconds/setup": 4.0, "kv_peak": 50.0, "kv_used": 0.5
+    }  # fmt: skip
+    assert parts["setup"] == {"seconds/setup": 9.0} and usage.earlier == 100
+    assert seconds_of(total_of(parts.values())) == {"sampling": 107.0, "setup": 13.0}
 
 
 def test_evaluation_needs_questions(tmp_path: Path, model: Path) -> None:

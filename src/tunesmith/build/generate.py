@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,16 +24,21 @@ from tunesmith.loop.generation import (
     answer,
     claim,
     given_records,
+    read_json,
     read_lines,
     records_of,
     repair,
     score_given,
     scored_line,
     window_of,
+    write_json,
     write_whole,
 )
 from tunesmith.loop.selection import MADE, Choice, level_borders, usable
+from tunesmith.loop.usage import Usage, total_of
 from tunesmith.monitor.run_dir import RunDir
+
+_PART = "run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +49,44 @@ class Generated:
     output: Path
     lines: int
     counts: dict[str, float]
+    usage: dict[str, float] = field(default_factory=dict[str, float], compare=False)
+    """Seconds by phase and peak memory of all calls, by the names of metrics; see ``Usage``."""
+    earlier: float = field(default=0.0, compare=False)
+    """Seconds that calls before this one took."""
 
 
 def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
     """``tunesmith generate``: answer, or score, every line of a data file; called again, it continues."""
+    usage = Usage()
     with checked(GenerateConfig, path, overrides) as config, opened(config, path, "generate") as run:
         resolved = resolve_sampling(config, run.tasks)
         scoring = config.output.kind == "score"
         out = run.run_dir.path / ("scores.jsonl" if scoring else "completions.jsonl")
         claim(out, identity(resolved.config, run.train.fingerprint, run.tokenizer))
         config = announce(resolved, run.run_dir, run.train)
-        if scoring:
-            _score(config, run, out)
-        else:
-            decode: Callable[[Sequence[int]], str] = partial(run.tokenizer.decode, skip_special_tokens=True)
-            flat, made = config.sampling.n == 1, MADE.get(config.output.kind, ())
-            writer = LineWriter(decode, flat, run.rewards is not None, config.output.logprobs, made)
-            answer_tasks(config, run, run.tasks, writer, out)
-        return _outcome(config, run.run_dir, out)
+        file, done = run.run_dir.path / "report.json", None
+        usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
+        try:
+            with usage.phase("scoring" if scoring else "sampling", _PART):
+                _write(config, run, out, usage)
+            with usage.phase("selection", _PART):
+                done = _outcome(config, run.run_dir, out)
+        finally:
+            found = total_of(usage.parts().values())
+            counted = {"output": done.output.name, "lines": done.lines, "counts": done.counts} if done else {}
+            write_json(file, {**counted, "usage": found})
+        assert done is not None
+        return replace(done, usage=found, earlier=usage.earlier)
+
+
+def _write(config: GenerateConfig, run: Opened, out: Path, usage: Usage) -> None:
+    if config.output.kind == "score":
+        _score(config, run, out)
+        return
+    decode: Callable[[Sequence[int]], str] = partial(run.tokenizer.decode, skip_special_tokens=True)
+    flat, made = config.sampling.n == 1, MADE.get(config.output.kind, ())
+    writer = LineWriter(decode, flat, run.rewards is not None, config.output.logprobs, made)
+    answer_tasks(config, run, run.tasks, writer, out, usage)
 
 
 def _score(config: GenerateConfig, run: Opened, out: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from tunesmith.environments.multi_turn import told_by
 from tunesmith.environments.user_code import located
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.loop.checkpoint import Checkpoints, read_state
-from tunesmith.loop.generation import Json, LineWriter, claim
+from tunesmith.loop.generation import Json, LineWriter, claim, read_json, write_json
 from tunesmith.loop.rft import (
     Round,
     adopt_answers,
@@ -34,17 +35,18 @@ from tunesmith.loop.rft import (
     evaluate_file,
     examples,
     fallen,
-    read_json,
     report_of,
     select_answers,
-    write_json,
 )
+from tunesmith.loop.usage import Usage, total_of
+from tunesmith.monitor.metrics import read_metrics
 from tunesmith.monitor.text import Example
 from tunesmith.plan.engine import SAMPLER_KEYS
 from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup
 from tunesmith.types import Task
 
 Step = Literal["generate", "train", "evaluate", "run"]
+_TOTAL = "total"
 _TRAINING = ("model.", "lora.", "train.", "system.", "monitor.", "checkpoint.")
 
 
@@ -60,24 +62,32 @@ class RFTOutcome:
     yields: dict[str, Json]
     examples: list[Example]
     """Held-out questions, answered by the base model and by the last one."""
+    usage: dict[str, float] = field(default_factory=dict[str, float], compare=False)
+    """Seconds by phase and peak memory of all calls and rounds, by the names of metrics; see ``Usage``."""
+    earlier: float = field(default=0.0, compare=False)
+    """Seconds that calls before this one took."""
 
 
 def run_rft(step: Step, path: Path | None, overrides: Sequence[str] = ()) -> RFTOutcome:
     """One step, or with ``run`` all of them; what is done already is not done again."""
+    usage = Usage()
     with checked(RFTConfig, path, overrides) as config:
         if step == "evaluate" and config.data.eval is None:
             raise ConfigError("data.eval is missing: name the questions to evaluate on")
         with opened(config, path, "rft") as run:
-            return _opened_run(config, run, path.parent if path else Path.cwd()).do(step)
+            return _opened_run(config, run, path.parent if path else Path.cwd(), usage).do(step)
 
 
-def _opened_run(config: RFTConfig, run: Opened, base_dir: Path) -> _Run:
+def _opened_run(config: RFTConfig, run: Opened, base_dir: Path, usage: Usage) -> _Run:
     shots = read_shots(config.rft.few_shot) if config.rft.few_shot else ()
     first = _first_sampler(config, run, shots)
     resolved = resolve_sampling(config, [*first.tasks, *(run.held_out.items if run.held_out else [])], count=False)
     announce(resolved, run.run_dir, run.train, run.held_out)
     rounds = [Round(run.run_dir.path / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
-    return _Run(run, resolved, first, rounds, base_dir)
+    report = run.run_dir.path / "report.json"
+    earlier: Json = read_json(report).get("usage", {}) if report.exists() else {}
+    usage.add_earlier({part: found for part, found in earlier.items() if part != _TOTAL})
+    return _Run(run, resolved, first, rounds, base_dir, usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,7 @@ class _Run:
     first: Sampler
     rounds: list[Round]
     base_dir: Path
+    usage: Usage
 
     @property
     def config(self) -> RFTConfig:
@@ -167,25 +178,43 @@ class _Run:
             if step == "train":
                 self.train(number)
         last = next((r.model for r in reversed(self.rounds) if r.model), None)
-        report = report_of(run_dir, self.rounds)
-        write_json(run_dir / "report.json", report)
+        report = self._report()
         newest = next((r for r in reversed(self.rounds) if r.evaluation.exists()), None)
         shown = examples(base, newest, SHOWN) if newest and base.evaluation.exists() else []
-        return RFTOutcome(run_dir, last, report["evaluations"], report["yields"], shown)
+        return RFTOutcome(
+            run_dir, last, report["evaluations"], report["yields"], shown, report["usage"][_TOTAL], self.usage.earlier
+        )
+
+    def _report(self) -> dict[str, dict[str, Json]]:
+        """What the run has and took so far, which is written to ``report.json``."""
+        run_dir, parts = self.opened.run_dir.path, self.usage.parts()
+        report = report_of(run_dir, self.rounds)
+        report["usage"] = {_TOTAL: total_of(parts.values()), **parts}
+        write_json(run_dir / "report.json", report)
+        return report
+
+    @contextmanager
+    def _phase(self, name: str, this: Round) -> Generator[None]:
+        try:
+            with self.usage.phase(name, this.directory.name):
+                yield
+        finally:
+            self._report()
 
     def generate(self, number: int) -> None:
         """Sample answers with the last model, and keep right ones. Worked examples are for the first round."""
         this, config = self.rounds[number], self.config
         if this.model is not None:
             return
-        if config.rft.answers is not None:
-            adopt_answers(config.rft.answers, this, self.opened.train.items)
-        elif number:
-            model, train = self.rounds[number - 1].model, self.opened.train
-            self._sample(this.samples, _with_model(config, model), self.opened, train.items, train.fingerprint)
-        else:
-            self._sample_first(this)
-        found = select_answers(this, config.rft.select, self.threshold, config.sampling.n or 1)
+        with self._phase("sampling", this):
+            if config.rft.answers is not None:
+                adopt_answers(config.rft.answers, this, self.opened.train.items)
+            elif number:
+                model, train = self.rounds[number - 1].model, self.opened.train
+                self._sample(this.samples, _with_model(config, model), self.opened, train.items, train.fingerprint)
+            else:
+                self._sample_first(this)
+            found = select_answers(this, config.rft.select, self.threshold, config.sampling.n or 1)
         print("\n".join(describe_yield(this.directory.name, found)), flush=True)
 
     def _sample_first(self, this: Round) -> None:
@@ -204,6 +233,13 @@ class _Run:
             return this.model
         if not this.train.exists():
             raise ConfigError(f"there is no {this.train} to train on; make it with: tunesmith rft generate")
+        with self._phase("training", this):
+            model = self._trained(number)
+        this.finish(model)
+        return model
+
+    def _trained(self, number: int) -> Path:
+        this = self.rounds[number]
         data = self._training_data(this)
         samples = load_samples(data, data.train, self.opened.tokenizer)
         check_prompts(this.train, samples.items, self.opened.train.items)
@@ -213,8 +249,14 @@ class _Run:
         model = self._begun(this)
         if model is None:
             release_memory()
-            model = run_sft(run_file, ['checkpoint.resume="auto"']).checkpoint
-        this.finish(model)
+            done = run_sft(run_file, ['checkpoint.resume="auto"'])
+            model, setup = done.checkpoint, done.seconds.get("setup", 0.0)
+            found = {"seconds/setup": setup, "seconds/training": -setup}
+            # Every step of the training begins a new peak, so that what is left at its end is that of its last one.
+            peaks = [line.get("memory/device_peak") for line in read_metrics(this.sft / "metrics.jsonl")]
+            if known := [peak for peak in peaks if peak is not None]:
+                found["memory/device_peak"] = max(known)
+            self.usage.add(this.directory.name, found)
         return model
 
     def _begun(self, this: Round) -> Path | None:
@@ -233,8 +275,9 @@ class _Run:
         assert held_out is not None
         tasks = held_out.items[: self.config.eval.max_prompts]
         config = _with_model(self.config, model)
-        self._sample(this.evaluation, config, self.opened, tasks, held_out.fingerprint, greedy=True)
-        found = evaluate_file(this, self.threshold, len(tasks))
+        with self._phase("evaluation", this):
+            self._sample(this.evaluation, config, self.opened, tasks, held_out.fingerprint, greedy=True)
+            found = evaluate_file(this, self.threshold, len(tasks))
         print(describe(this.directory.name, found), flush=True)
         before = self.opened.run_dir.path / "base" / "evaluation.json"
         if model is not None and before.exists() and fallen(read_json(before), found):
@@ -264,7 +307,7 @@ class _Run:
         claim(out, source)
         writer = LineWriter(_decoder(opened.tokenizer, separator), flat=False, scored=True)
         stop = (separator,) if separator else ()
-        answer_tasks(config, opened, tasks, writer, out, greedy=greedy, stop=stop)
+        answer_tasks(config, opened, tasks, writer, out, self.usage, greedy=greedy, stop=stop)
 
     def _training_data(self, this: Round) -> DataSection:
         """The questions as they were sampled: in ``train.jsonl`` they stand as in the data, not templated."""

@@ -21,11 +21,13 @@ from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import DataSection, RewardSection, RunConfig
 from tunesmith.data.loader import fingerprint_of
 from tunesmith.data.prepare import Prepared, load_tasks
+from tunesmith.engines.base import EngineStats, RolloutEngine
 from tunesmith.environments.base import SingleTurn
 from tunesmith.environments.rewards import RewardSet, load_rewards
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.generation import LineWriter, Unscored, answer, repair, window_of
 from tunesmith.loop.seeds import derive_seed
+from tunesmith.loop.usage import Usage
 from tunesmith.monitor.run_dir import RunDir, open_run_dir
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
@@ -84,6 +86,7 @@ def answer_tasks(
     tasks: Sequence[Task],
     writer: LineWriter,
     out: Path,
+    usage: Usage,
     *,
     greedy: bool = False,
     stop: tuple[str, ...] = (),
@@ -92,34 +95,36 @@ def answer_tasks(
 
     Args:
         config: resolved.
+        usage: a phase of it is open.
         greedy: one completion per prompt at temperature 0, whatever ``[sampling]`` says.
         stop: further strings to stop at.
     """
     writer.check_columns(tasks)
     if repair(out) >= len(tasks):
         return
-    from tunesmith.models.causal_lm import CausalLM
-
-    section, rewards = config.sampling, run.rewards
+    section = config.sampling
     assert section.n is not None and section.temperature is not None, "not resolved"
     n, temperature = (1, 0.0) if greedy else (section.n, section.temperature)
-    model = load_model(CausalLM, config, run.tokenizer, frozen=True) if loads_model(config) else None
-    engine = make_engine(config, model, partial(print, flush=True))
-    if rewards is not None:
-        add_rewards(rewards, config, run.tokenizer, partial(print, flush=True))
+    with usage.phase("setup"):
+        engine = _engine(config, run)
     sampling = make_sampling(section, run.tokenizer, temperature, stop)
-    environments = {"single_turn": SingleTurn()}
-    collector = Collector(engine, rewards or Unscored(), environments, writer.decode, section.timeout)
+    scorer, environments = run.rewards or Unscored(), {"single_turn": SingleTurn()}
+    collector = Collector(engine, scorer, environments, writer.decode, section.timeout)
 
     async def produce(place: int, task: Task) -> RolloutGroup:
         [group] = await collector.collect([task], sampling, n, derive_seed(section.seed, place))
         return group
 
+    def stats() -> EngineStats:
+        usage.add_engine(found := engine.stats())
+        return found
+
     async def write() -> None:
         try:
             # Engines of other makers start from the model's files, without the adapter; SGLang takes what it is given.
             if weights_apart(config) and (config.lora.on or config.system.engine == "sglang"):
-                await engine.load_weights(0)
+                with usage.phase("setup"):
+                    await engine.load_weights(0)
             await answer(
                 out,
                 tasks,
@@ -128,12 +133,24 @@ def answer_tasks(
                 window=window_of(config.system.max_running, n),
                 max_failed_share=(config.reward or RewardSection()).max_failed_share,
                 live=config.monitor.progress,
-                stats=engine.stats,
+                stats=stats,
             )
+            stats()
         finally:
             await engine.close()
 
     run_async(write())
+
+
+def _engine(config: SamplingConfig, run: Opened) -> RolloutEngine:
+    """With the model that it needs; the models of rewards are loaded too."""
+    from tunesmith.models.causal_lm import CausalLM
+
+    model = load_model(CausalLM, config, run.tokenizer, frozen=True) if loads_model(config) else None
+    engine = make_engine(config, model, partial(print, flush=True))
+    if run.rewards is not None:
+        add_rewards(run.rewards, config, run.tokenizer, partial(print, flush=True))
+    return engine
 
 
 def release_memory() -> None:

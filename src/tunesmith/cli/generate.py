@@ -11,8 +11,9 @@ def generate(run: RunFile, overrides: Overrides = None) -> None:
     Example: tunesmith generate run.toml sampling.n=4 output.kind=best
     """
     from tunesmith.build.generate import run_generate
+    from tunesmith.cli.outcome import print_usage
 
     done = run_generate(run, overrides or ())
-    for name, count in done.counts.items():
-        print(f"{name:12} {count:,.4g}" if count % 1 else f"{name:12} {count:,.0f}")
+    counts = {name: f"{count:,.4g}" if count % 1 else f"{count:,.0f}" for name, count in done.counts.items()}
+    print_usage(done.usage, done.earlier, counts)
     print(f"{done.lines} lines in {done.output}", flush=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tunesmith.monitor.progress import each_once, print_summary
+from tunesmith.monitor.progress import duration, each_once, print_summary, share
 from tunesmith.monitor.text import shown_path
 
 if TYPE_CHECKING:
@@ -30,6 +30,29 @@ def print_outcome(outcome: RunResult) -> None:
     if outcome.warning:
         facts["warning"] = outcome.warning
     print_summary(outcome.seconds, facts)
+
+
+def print_usage(usage: Mapping[str, float], earlier: float, facts: Mapping[str, str]) -> None:
+    """Where the time of all calls of a run went, its peak memory, and ``facts``.
+
+    Args:
+        usage: as ``loop.usage.Usage`` counts it.
+        earlier: seconds of calls before this one.
+    """
+    from tunesmith.config.sizes import format_size
+    from tunesmith.loop.usage import seconds_of
+
+    found = {"earlier calls": duration(earlier)} if earlier else {}
+    for name, metric in (
+        ("memory", "memory/host_peak"),
+        ("GPU memory", "memory/device_peak"),
+        ("KV memory", "kv_peak"),
+    ):
+        if metric in usage:
+            found[name] = f"{format_size(usage[metric])} at most"
+    if "kv_used" in usage:
+        found["KV memory"] += f", {share(usage['kv_used'])} of system.kv_memory"
+    print_summary(seconds_of(usage), found | dict(facts))
 
 
 def print_examples(examples: Sequence[Example]) -> None:

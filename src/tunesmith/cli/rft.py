@@ -22,7 +22,7 @@ def rft(
     Example: tunesmith rft run run.toml sampling.n=8 rft.rounds=2
     """
     from tunesmith.build.rft import run_rft
-    from tunesmith.cli.outcome import print_examples
+    from tunesmith.cli.outcome import print_examples, print_usage
     from tunesmith.loop.rft import describe
     from tunesmith.monitor.text import shown_path
 
@@ -31,5 +31,5 @@ def rft(
     print()
     for name, found in done.evaluations.items():
         print(describe(name, found))
-    model = f"\nmodel  {shown_path(done.model)}" if done.model else ""
-    print(f"run    {shown_path(done.run_dir)}{model}", flush=True)
+    facts = {"run": shown_path(done.run_dir)} | ({"model": shown_path(done.model)} if done.model else {})
+    print_usage(done.usage, done.earlier, facts)

@@ -154,6 +154,19 @@ def write_whole(path: Path, lines: Iterator[Json]) -> int:
     return count
 
 
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """There whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with boundary(StorageError, f"cannot write {path}", OSError):
+        unfinished.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+
+
+def read_json(path: Path) -> Json:
+    with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
 def claim(path: Path, identity: Mapping[str, Any]) -> None:
     """Note beside an output file what its lines come from, or compare with what was noted.
 

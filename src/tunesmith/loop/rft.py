@@ -16,15 +16,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tunesmith.errors import ConfigError, DataError, StorageError, boundary
-from tunesmith.loop.generation import Json, read_lines, records_of, write_whole
+from tunesmith.errors import ConfigError, DataError, boundary
+from tunesmith.loop.generation import Json, read_json, read_lines, records_of, write_json, write_whole
 from tunesmith.loop.selection import Yield, accuracy, correct_answers, select, usable
 from tunesmith.monitor.text import Example, last_message
 from tunesmith.types import Sample, Task
@@ -70,19 +69,6 @@ def report_of(run_dir: Path, rounds: Sequence[Round]) -> dict[str, dict[str, Jso
         paths = [r.directory / file for r in places]
         found[kind] = {path.parent.name: read_json(path) for path in paths if path.exists()}
     return found
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """There whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with boundary(StorageError, f"cannot write {path}", OSError):
-        unfinished.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-
-
-def read_json(path: Path) -> Json:
-    with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
-        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def adopt_answers(answers: Path, this: Round, tasks: Sequence[Task]) -> None:

@@ -1,0 +1,81 @@
+"""What the parts of a command took: seconds by phase, peak memory, and memory for keys and values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+
+from tunesmith.engines.base import EngineStats
+from tunesmith.monitor.clock import Clock
+from tunesmith.monitor.memory import memory_metrics
+
+COMMON = "setup"
+"""The part, and its only phase, of all time that is outside any phase: reading settings, data and rewards."""
+_SECONDS = "seconds/"
+
+
+class Usage:
+    """By part, and in it by the names of metrics: ``{"round-1": {"seconds/sampling": 4.2, "kv_peak": 1e6}}``.
+
+    Seconds add up; of memory the highest is kept.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = Clock(now)
+        self._parts: dict[str, dict[str, float]] = {COMMON: {}}
+        self.earlier = 0.0
+        """Seconds of earlier calls of the same run."""
+
+    def add_earlier(self, parts: Mapping[str, Mapping[str, float]]) -> None:
+        """Add what ``parts`` gave at the end of an earlier call."""
+        for part, found in parts.items():
+            self.add(part, found)
+            self.earlier += sum(value for name, value in found.items() if name.startswith(_SECONDS))
+
+    @contextmanager
+    def phase(self, name: str, part: str | None = None) -> Generator[None]:
+        """Time inside goes to a phase of ``part``; None is the part of the phase around it."""
+        part = part or self._current
+        with self._clock.phase(f"{part}/{name}"):
+            try:
+                yield
+            finally:
+                self.add(part, memory_metrics())
+
+    def add(self, part: str, found: Mapping[str, float]) -> None:
+        self._parts[part] = total_of([self._parts.get(part, {}), found])
+
+    def add_engine(self, stats: EngineStats) -> None:
+        """Of the part whose phase is open."""
+        if stats.peak_kv_bytes:
+            self.add(self._current, {"kv_peak": float(stats.peak_kv_bytes)})
+        if stats.kv_budget_bytes:
+            self.add(self._current, {"kv_used": stats.peak_kv_bytes / stats.kv_budget_bytes})
+
+    def parts(self) -> dict[str, dict[str, float]]:
+        """Until now, to the millisecond."""
+        for place, seconds in self._clock.lap().items():
+            part, _, name = place.partition("/")
+            part, name = (part, name) if name else (COMMON, COMMON)
+            self.add(part, {_SECONDS + name: seconds})
+        return {part: {name: round(value, 3) for name, value in found.items()} for part, found in self._parts.items()}
+
+    @property
+    def _current(self) -> str:
+        part, _, phase = self._clock.current.partition("/")
+        return part if phase else COMMON
+
+
+def total_of(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """All of them together."""
+    total: dict[str, float] = {}
+    for name, value in (entry for found in parts for entry in found.items()):
+        before = total.get(name, 0.0)
+        total[name] = round(before + value, 6) if name.startswith(_SECONDS) else max(before, value)
+    return total
+
+
+def seconds_of(found: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase."""
+    return {name.removeprefix(_SECONDS): value for name, value in found.items() if name.startswith(_SECONDS)}
