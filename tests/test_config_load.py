@@ -153,7 +153,7 @@ def test_what_is_no_override_is_refused(text: str) -> None:
         ('[system]\nkv_memory = "5 apples"\n', "system.kv_memory: '5 apples' is no size"),
         (f'[system]\nkv_memory = "{"9" * 400}GB"\n', "is no size"),
         ("[system]\nkv_memory = 5\n", "system.kv_memory is 5; it must be a size such as '512MB'"),
-        ('[monitor]\nsinks = "tensorbord"\n', "monitor.sinks[0] is \"tensorbord\"; it must be one of 'tensorboard'"),
+        ('[monitor]\nsinks = "tensorbord"\n', "there is no sink 'tensorbord'. Did you mean 'tensorboard'?"),
         ("[algorithm]\ncliprange = 0.2\n", "is called algorithm.clip_low and algorithm.clip_high here"),
         (
             "[train]\nmicro_batch_size = 4\n",

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,16 @@ from tunesmith.loop.collect import Collector
 from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
 from tunesmith.monitor.interrupts import Interrupted
+
+
+@pytest.fixture(autouse=True)
+def signals_as_in_a_terminal() -> Iterator[None]:
+    """Whoever runs the tests (``nohup``, a script's background job) may have set signals to be ignored."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def script(body: str) -> list[str]:

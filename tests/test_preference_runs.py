@@ -189,7 +189,7 @@ def test_bad_input_ends_with_code_2_before_a_model_is_loaded(tmp_path: Path, mod
         ("rm", {"dpo__beta": 0.1}, ["dpo"]),
         ("rm", {"eval__samples": 4}, ["eval.samples", "no effect"]),
         ("dpo", {"train__rpo_alpha": 1}, ["train.rpo_alpha is called dpo.nll_coef here"]),
-        ("rm", {"rm__compute_fp32_loss": True}, ["always computed in float32"]),
+        ("rm", {"rm__compute_fp32_loss": True}, ["always float32"]),
     ]
     commands = [
         [command, "none.toml", *preference_settings(command, tmp_path, model, **changed)]

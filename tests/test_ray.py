@@ -488,7 +488,7 @@ def slurm(folder: Path, *arguments: str) -> Path:
 
     (folder / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     (folder / "run.toml").write_text(
-        '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n[reward]\nfunctions = ["exact_match"]\n'
+        '[model]\npath = "org/model"\n[data]\ntrain = "train.jsonl"\n[reward]\nfunctions = ["exact_match"]\n'
     )
     script = folder / "job.sh"
     told = CliRunner().invoke(

@@ -280,7 +280,7 @@ APART = {"system.engine_process": "true"}
 )
 def test_ways_that_cannot_be_are_refused(tmp_path: Path, settings: dict[str, str], words: str) -> None:
     data = write_lines(tmp_path / "d.jsonl", sums(2))
-    said = {"model.path": '"m"', "data.train": f'"{data}"', "reward.functions": '["exact_match"]', **settings}
+    said = {"model.path": '"org/m"', "data.train": f'"{data}"', "reward.functions": '["exact_match"]', **settings}
     with pytest.raises(ConfigError, match=words):
         check(load_config(RLConfig, None, [f"{key}={value}" for key, value in said.items()]))
 
