@@ -233,7 +233,8 @@ def test_a_run_that_a_signal_ends_keeps_its_last_whole_step(
     same_tensors(straight / "checkpoints/step-000004", again.checkpoint.parent)
     assert read_state(straight / "checkpoints/step-000004") == read_state(again.checkpoint.parent)
     assert untimed(straight / "metrics.jsonl") == untimed(cut / "metrics.jsonl")
-    assert (straight / "rollouts.jsonl").read_bytes() == (cut / "rollouts.jsonl").read_bytes()
+    if kind != "sft":
+        assert (straight / "rollouts.jsonl").read_bytes() == (cut / "rollouts.jsonl").read_bytes()
 
 
 def test_a_step_that_does_not_end_in_time_is_lost_and_the_checkpoint_before_stays(
