@@ -266,6 +266,23 @@ def test_usage_divides_the_time_of_a_call_among_parts_and_adds_earlier_calls() -
     assert seconds_of(total_of(parts.values())) == {"sampling": 107.0, "setup": 13.0}
 
 
+def test_the_training_of_a_round_shows_as_said_only_what_was_said(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rft("generate", tmp_path, model)
+    capsys.readouterr()
+    rft("train", tmp_path, model, "monitor.run_name=mine")
+    shown = capsys.readouterr().out
+    training = shown[shown.index("round-1/train.jsonl") :].splitlines()
+    reasons = {line.split()[0]: line.partition("  ")[2].strip() for line in training if "." in line.split("  ")[0]}
+    as_said = {key for key, rest in reasons.items() if rest.endswith("as you said")}
+    assert as_said == {"model.path", "model.dtype", "data.chat", "train.epochs", "train.lr", "system.threads"}
+    assert "profile balanced" in reasons["train.batch_size"] and "profile balanced" in reasons["checkpoint.keep"]
+    assert reasons["train.warmup_steps"].endswith("no more than a tenth of 1 steps")
+    for key in ("data.train", "data.prompt", "monitor.run_name", "checkpoint.resume"):
+        assert reasons[key].endswith("round 1 of tunesmith rft")
+
+
 def test_evaluation_needs_questions(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval is missing"):
         run_rft("evaluate", None, [s for s in said(tmp_path, model) if not s.startswith("data.eval")])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -116,6 +116,7 @@ def make_ready(
     load: Callable[[DataSection, Sources], Prepared[T]],
     sizes: Callable[[T], tuple[int, int]],
     check_data: Callable[[list[T], str], None] = lambda _, __: None,
+    reasons: Mapping[str, str] | None = None,
 ) -> Ready[C, T]:
     """Read the data, derive what was left open, and say it.
 
@@ -123,6 +124,7 @@ def make_ready(
         load: reads one source of data.
         sizes: of an item: tokens of its longest sequence, and tokens that have to share a micro-batch.
         check_data: refuses the items of a key of ``[data]``.
+        reasons: see ``Resolved``.
     """
     data = limited_data(config)
     train = load(data, data.train)
@@ -143,7 +145,8 @@ def make_ready(
         together=together,
         frozen_parameters=frozen_parameters(config),
     )
-    return Ready(announce(resolve(config, facts), run_dir, train, held_out), tokenizer, train, held_out)
+    resolved = replace(resolve(config, facts), reasons=reasons or {})
+    return Ready(announce(resolved, run_dir, train, held_out), tokenizer, train, held_out)
 
 
 def announce(resolved: Resolved[C], run_dir: RunDir, *loaded: Prepared[Any] | None) -> C:

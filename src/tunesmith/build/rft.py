@@ -244,12 +244,13 @@ class _Run:
         samples = load_samples(data, data.train, self.opened.tokenizer)
         check_prompts(this.train, samples.items, self.opened.train.items)
         run_file = this.directory / "sft.toml"
+        said, reasons = self._training_settings(number, data, len(samples))
         with boundary(StorageError, f"cannot write {run_file}", OSError):
-            run_file.write_text(self._training_text(number, data, len(samples)), encoding="utf-8")
+            run_file.write_text(config_text(Resolved(self.config, said, ())), encoding="utf-8")
         model = self._begun(this)
         if model is None:
             release_memory()
-            done = run_sft(run_file, ['checkpoint.resume="auto"'])
+            done = run_sft(run_file, ['checkpoint.resume="auto"'], reasons)
             model, setup = done.checkpoint, done.seconds.get("setup", 0.0)
             found = {"seconds/setup": setup, "seconds/training": -setup}
             # Every step of the training begins a new peak, so that what is left at its end is that of its last one.
@@ -324,11 +325,11 @@ class _Run:
             seed=data.seed,
         )
 
-    def _training_text(self, number: int, data: DataSection, samples: int) -> str:
-        """The run file of a round's training."""
+    def _training_settings(self, number: int, data: DataSection, samples: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """What the run file of a round's training says, by dotted key; and why, where nobody set it."""
         config, said = self.config, dict(self.resolved.said)
-        values = settings(config)
-        known = {*said, *(d.key for d in self.resolved.derived)}
+        values, derived = settings(config), {d.key: d.reason for d in self.resolved.derived}
+        known = {*said, *derived}
         kept = {k: values[k] for k in values if k in known and k.startswith(_TRAINING) and k not in SAMPLER_KEYS}
         start = self.rounds[number - 1].model if number and config.rft.start == "last" else None
         if start is not None and (start / ADAPTER_CONFIG).is_file():
@@ -337,15 +338,16 @@ class _Run:
         elif start is not None:
             kept["model.path"] = str(start)
         if warmup := derive_rft_warmup(config, said, samples):
-            kept["train.warmup_steps"] = warmup[0]
-            print(f"train.warmup_steps = {warmup[0]}: {warmup[1]}", flush=True)
+            kept["train.warmup_steps"], derived["train.warmup_steps"] = warmup
         kept |= {f"data.{k}": v for k, v in data.model_dump(mode="json", exclude_unset=True).items()}
-        kept["monitor.sinks"] = [
-            name if name in ADAPTERS else located(name, self.base_dir) for name in config.monitor.sinks
-        ]
+        if config.monitor.sinks:
+            names = config.monitor.sinks
+            kept["monitor.sinks"] = [name if name in ADAPTERS else located(name, self.base_dir) for name in names]
         kept["run_dir"] = str(self.rounds[number].sft)
         kept["monitor.run_name"] = f"{config.monitor.run_name or self.opened.run_dir.path.name}-round-{number + 1}"
-        return config_text(Resolved(config, kept, ()))
+        of_round = dict.fromkeys([*kept, "checkpoint.resume"], f"round {number + 1} of tunesmith rft")
+        as_said = {key for key in said if key in kept and kept[key] == values[key]}
+        return kept, {key: derived.get(key, why) for key, why in of_round.items() if key not in as_said - {*derived}}
 
 
 def _with_model(config: RFTConfig, model: Path | None) -> RFTConfig:

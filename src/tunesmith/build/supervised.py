@@ -5,7 +5,7 @@ What is built of the data, once a model may load, is in ``supervised_parts``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -37,9 +37,13 @@ from tunesmith.monitor.run_dir import open_run_dir
 from tunesmith.types import Sample
 
 
-def run_sft(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
-    """``tunesmith sft``: supervised fine-tuning as a run file says."""
-    return _run(SFTConfig, path, overrides)
+def run_sft(path: Path | None, overrides: Sequence[str] = (), reasons: Mapping[str, str] | None = None) -> RunResult:
+    """``tunesmith sft``: supervised fine-tuning as a run file says.
+
+    Args:
+        reasons: by dotted key, where another command wrote the run file: why a key that nobody set has its value.
+    """
+    return _run(SFTConfig, path, overrides, reasons)
 
 
 def run_rm(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
@@ -73,7 +77,9 @@ def run_distill(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
     return run_rl(path, overrides, kind if issubclass(kind, DistillConfig) else DistillConfig)
 
 
-def _run(kind: type[RunConfig], path: Path | None, overrides: Sequence[str]) -> RunResult:
+def _run(
+    kind: type[RunConfig], path: Path | None, overrides: Sequence[str], reasons: Mapping[str, str] | None = None
+) -> RunResult:
     """Check, load data, derive, say, build, train."""
     reading = READINGS[kind]
     with ExitStack() as stack:
@@ -85,7 +91,7 @@ def _run(kind: type[RunConfig], path: Path | None, overrides: Sequence[str]) -> 
         checkpoint = checkpoint_to_resume(config, run_dir)
         tokenizer = load_tokenizer(config)
         load, sizes = partial(reading.load, config, tokenizer), partial(reading.sizes, config)
-        run = make_ready(config, run_dir, tokenizer, load, sizes)
+        run = make_ready(config, run_dir, tokenizer, load, sizes, reasons=reasons)
         session = open_session(stack, run, run_dir, base_dir, checkpoint, run.config.eval.metric or reading.metric)
         from tunesmith.build.supervised_parts import make_parts
         from tunesmith.loop import supervised

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -31,12 +31,16 @@ class Derived:
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[C]):
-    """``said`` is what file and overrides set, by dotted key; ``notes`` are worth knowing but no errors."""
+    """``said`` is what file and overrides set, by dotted key; ``notes`` are worth knowing but no errors.
+
+    ``reasons`` has those keys of ``said`` that another command filled in and not a person, and why.
+    """
 
     config: C
     said: Mapping[str, Any]
     derived: tuple[Derived, ...]
     notes: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def settings(config: RunConfig, *, said_only: bool = False) -> dict[str, Any]:
@@ -73,7 +77,8 @@ def print_resolved(resolved: Resolved[Any]) -> None:
     from rich.text import Text
 
     changed = {d.key for d in resolved.derived}
-    rows = [(key, value, "as you said") for key, value in resolved.said.items() if key not in changed]
+    said = ((key, value) for key, value in resolved.said.items() if key not in changed)
+    rows = [(key, value, resolved.reasons.get(key, "as you said")) for key, value in said]
     rows += [(entry.key, entry.value, entry.reason) for entry in resolved.derived]
     shown = [(key, printable(_in_short(value)), printable(reason)) for key, value, reason in rows]
     keys, values = (max((len(row[i]) for row in shown), default=0) for i in (0, 1))
