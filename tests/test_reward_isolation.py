@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tunesmith.config.schema import RewardSection
+from tunesmith.environments.killable import Program, Workers
 from tunesmith.environments.rewards import RewardSet, load_rewards
 from tunesmith.environments.trainer_state import TrainerState
 from tunesmith.errors import ConfigError
@@ -76,7 +77,7 @@ def by_text(completions):
         if text == "exits":
             os._exit(0)
         if text == "crashes":
-            os.kill(os.getpid(), signal.SIGSEGV)
+            signal.raise_signal(signal.SIGSEGV)  # of this thread, which does not go on
         if text == "eats":
             held = bytearray(3 << 30)
         if text == "sleeps":
@@ -91,6 +92,11 @@ def by_text(completions):
 async def by_text_later(completions):
     await asyncio.sleep(0.2)
     return by_text(completions)
+
+async def held(completions):
+    if completions[0] == "backtracks":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    return [1.0] * len(completions)
 
 def process(completions, log_extra):
     log_extra("process", [os.getpid()] * len(completions))
@@ -251,3 +257,47 @@ def test_a_worker_killed_between_calls_is_replaced(make: Make) -> None:
     os.kill(int(one.metrics["process"]), signal.SIGKILL)
     (two,) = score(rewards, ["a"])
     assert two.status is Status.OK and two.metrics["process"] != one.metrics["process"]
+
+
+def test_a_worker_that_reads_nothing_holds_up_nobody(make: Make) -> None:
+    rewards = make("held", timeout=1.5)
+    found = score(rewards, ["backtracks"], *(["x" * 300_000] for _ in range(4)))
+    assert [r.status for r in found] == [Status.TIMED_OUT, *[Status.OK] * 4]
+
+
+NETWORK = """
+import os, threading, torch
+imported_in = os.getpid()
+assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+torch.set_num_threads(2)
+torch.randn(2_000_000).exp().sum()  # starts OpenMP's threads
+
+def judged(completions, log_extra):
+    torch.randn(2_000_000).exp().sum()
+    log_extra("here", [float(os.getpid() == imported_in)] * len(completions))
+    log_extra("threads", [float(torch.get_num_threads())] * len(completions))
+    return [1.0] * len(completions)
+"""
+
+
+def test_a_network_that_is_loaded_with_the_file_computes(tmp_path: Path) -> None:
+    (tmp_path / "network.py").write_text(NETWORK)
+    section = RewardSection(functions=("network.py:judged",), isolation="process", timeout=20)
+    rewards = load_rewards(section, tmp_path)
+    (one,) = score(rewards, ["a"])
+    rewards.close()
+    assert one.status is Status.OK, one.error
+    assert one.metrics == {"here": 1.0, "threads": 2.0}  # loaded once, and used with all threads
+
+
+def test_a_fork_computes_without_the_threads_of_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "network.py").write_text(NETWORK)
+    (tmp_path / "program.py").write_text(
+        "import sys\nclass Program:\n    def __init__(self, place):\n        sys.path.insert(0, place)\n"
+        "        import network\n        self.network = network\n"
+        "    def __call__(self):\n        return self.network.judged(['a'], lambda *_: None)\n"
+    )
+    workers = Workers(Program(tmp_path / "program.py", "Program", arguments=(str(tmp_path),)))
+    assert workers.host().forks
+    assert workers.take().ask()[1].result(20) == [1.0]
+    workers.close()

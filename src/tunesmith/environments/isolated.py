@@ -38,7 +38,8 @@ def memory_of(size: str | None) -> int:
 def user_program(file: str, function: str, arguments: tuple[Any, ...], memory: str | None) -> Program:
     """One of the programs beside this file, which loads code of the user's."""
     path = Path(__file__).with_name(file)
-    return Program(path, function, 0.0, arguments, memory_of(memory), IMPORT_SECONDS, shows=True)
+    alone = function == "RewardProgram"
+    return Program(path, function, 0.0, arguments, memory_of(memory), IMPORT_SECONDS, shows=True, alone=alone)
 
 
 class IsolatedRewards:

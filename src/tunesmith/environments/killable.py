@@ -71,6 +71,9 @@ class Program:
     startup: float = STARTUP_SECONDS
     shows: bool = False
     """Whether what it prints is printed here."""
+    alone: bool = False
+    """Whether there is one worker at a time, which is then no fork where libraries have started threads: it could use
+    only one thread."""
 
 
 class Host:
@@ -89,11 +92,12 @@ class Host:
         self._readers = [self._forward(self._process.stdout, False), self._forward(self._process.stderr, True)]
         setup = {"file": str(program.file), "function": program.function, "arguments": program.arguments}
         self._lock = threading.Lock()
+        self._used = False
         self._forked: SimpleQueue[int | None] = SimpleQueue()
         self._codes: dict[int, Future[int]] = {}
         try:
             with suppress(OSError):
-                self._pipe.send_bytes(pickle.dumps({**setup, "path": sys.path}))
+                self._pipe.send_bytes(pickle.dumps({**setup, "alone": program.alone, "path": sys.path}))
             self._ready(program)
         except BaseException:
             self.close()
@@ -122,9 +126,10 @@ class Host:
         return "".join(self._said)[-2000:].strip()
 
     def worker(self) -> Worker:
-        """A new worker: a fork, or a process of its own where the program cannot be forked."""
+        """A new worker: a fork, or where the program cannot be forked this process or, once that is used, another."""
         if not self.forks:
-            alone = Host(self._program)
+            with self._lock:
+                alone, self._used = (Host(self._program) if self._used else self), True
             return Worker(alone, alone._order(fork=False), alone.close)
         return Worker(self, self._order(fork=True))
 
@@ -210,8 +215,10 @@ class Worker:
         self._numbers = count()
         self._asked: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
+        self._sending: SimpleQueue[bytes | None] = SimpleQueue()
         self.alive = True
-        threading.Thread(target=self._listen, name="worker", daemon=True).start()
+        for work in (self._listen, self._send):
+            threading.Thread(target=work, name="worker", daemon=True).start()
 
     def ask(self, *arguments: Any) -> tuple[int, Future[Any]]:
         """The call's number, and its result; the future raises WorkerError, or WorkerLost where the process ended."""
@@ -224,22 +231,26 @@ class Worker:
         with self._lock:
             self._asked[number] = result
             alive = self.alive
-            with suppress(OSError):
-                self._pipe.send_bytes(message)
+            self._sending.put(message)
         if not alive:
             self._lose()
         return number, result
 
     def cancel(self, number: int) -> None:
         """Of a coroutine: its future then raises WorkerError, if the worker still answers."""
-        with self._lock, suppress(OSError):
-            self._pipe.send_bytes(pickle.dumps((number, None)))
+        self._sending.put(pickle.dumps((number, None)))
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self.alive = False
         self._on_kill()
+
+    def _send(self) -> None:
+        """On a thread of its own: a worker that is stuck in native code reads nothing, and a full pipe blocks."""
+        with self._pipe, suppress(OSError):
+            for message in iter(self._sending.get, None):
+                self._pipe.send_bytes(message)
 
     def _listen(self) -> None:
         while True:
@@ -262,7 +273,7 @@ class Worker:
         with self._lock:
             self.alive = False
             asked, self._asked = self._asked, {}
-            self._pipe.close()
+        self._sending.put(None)
         for result in asked.values():
             result.set_exception(lost)
 

@@ -40,12 +40,16 @@ def main(pipe: int, parent: int) -> None:
     asking = Connection(pipe)
     setup = pickle.loads(asking.recv_bytes())
     sys.path[:] = setup["path"]
+    # Asking whether there is a GPU would otherwise keep every fork from using it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     call = _load(setup["file"], setup["function"])
+    before = _threads()
     if setup["arguments"] is not None:
         call = call(*setup["arguments"])
     sys.stdout.flush()
     # A thread of the program's would be missing in a fork, and so would a GPU that it holds.
-    forks = threading.active_count() == 1 and not _has_gpu()
+    pool = _threads() > before
+    forks = threading.active_count() == 1 and not _has_gpu() and not (pool and setup["alone"])
     _send(asking, {"value": getattr(call, "description", None), "forks": forks})
     ended, child = os.pipe()
     os.set_blocking(child, False)
@@ -70,6 +74,8 @@ def main(pipe: int, parent: int) -> None:
                 if order["fork"]:
                     end_with_parent(here)
                     asking.close()
+                    if pool:
+                        _use_one_thread()
                 _reseed()
                 _limit(order["memory"])
                 _serve(Connection(handle), call)
@@ -153,6 +159,20 @@ def _load(file: str, function: str) -> Any:
 def _has_gpu() -> bool:
     torch: Any = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def _threads() -> int:
+    """Threads of this process, those of native libraries too; 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/task"))
+    return 0
+
+
+def _use_one_thread() -> None:
+    """A fork has none of PyTorch's OpenMP threads, and would wait for them forever."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 def _reseed() -> None:
