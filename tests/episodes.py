@@ -11,7 +11,7 @@ from typing import Any
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.engines.fake import FakeEngine
 from tunesmith.environments.loading import EnvironmentSet, load_environments
-from tunesmith.loop.collect import Collector
+from tunesmith.loop.collect import Collector, Scorer
 from tunesmith.types import Completion, Message, Rollout, Sampling, Status, Task
 
 Policy = Callable[[str], str]
@@ -73,6 +73,7 @@ def play(
     chat: bool = True,
     end: str = "<|im_end|>",
     slot: Callable[[], Any] | None = None,
+    scorer: Scorer | None = None,
 ) -> tuple[list[Rollout], RecordingEngine]:
     """Play tasks out; what the engine saw is with it."""
     engine = RecordingEngine(tokenizer, policy)
@@ -90,7 +91,7 @@ def play(
 
     async def run() -> list[Rollout]:
         made = environments.build(tokenizer, prompt_of, chat=chat, max_tokens=max_tokens, model="policy")
-        collector = Collector(engine, Sum(), made, tokenizer.decode, timeout, *([slot()] if slot else []))
+        collector = Collector(engine, scorer or Sum(), made, tokenizer.decode, timeout, *([slot()] if slot else []))
         prepared = [with_tools(task) for task in environments.route(tasks)]
         sampling = Sampling(max_new_tokens, seed=1, stop_token_ids=tuple(ends))
         groups = await collector.collect(prepared, sampling, group_size, 0)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +14,8 @@ import pytest
 
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
+from tunesmith.environments.endpoint import Endpoint
+from tunesmith.environments.http_limits import Limits
 from tunesmith.types import Status
 
 
@@ -142,3 +149,33 @@ def test_an_episode_that_is_over_is_not_answered(tokenizer: Any, tmp_path: Path)
     )[0]  # fmt: skip
     assert ok(first).reward == 1.0
     assert second.status is Status.ENVIRONMENT_FAILED and "401" in str(second.error)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint(Limits(head_seconds=0.4, body_seconds=0.4))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"POST /v1/responses HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{", 408),
+        (b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", 421),
+        (b"GET /v1/models HTTP/1.1\r\nHost: localhost:1\r\n\r\n", 401),
+        (b"POST /v1/responses HTT", None),
+        (b"", None),
+    ],
+)
+def test_connections_have_limits(endpoint: Endpoint, sent: bytes, status: int | None) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as connection:
+        connection.sendall(sent)
+        if status is None:
+            with suppress(ConnectionResetError):
+                assert not connection.recv(1), "it is closed without an answer"
+            return
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == status and answer.headers["Connection"] == "close"
+        assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"

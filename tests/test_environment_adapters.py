@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
 
+import tiny
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
 from test_tools import call, said
+from tunesmith.build.checking import check_run
+from tunesmith.build.environments import hand_instances
+from tunesmith.config.load import load_config
+from tunesmith.config.resolved import Resolved
+from tunesmith.config.schema import RewardSection, RLConfig
+from tunesmith.environments.loading import EnvironmentSet
+from tunesmith.environments.rewards import RewardSet, load_rewards
+from tunesmith.errors import ConfigError
 from tunesmith.types import Status
 
 TRL = '''
@@ -171,3 +184,116 @@ def test_a_wrong_dictionary_is_told(tokenizer: Any, tmp_path: Path) -> None:
     (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], lambda _: "x<|im_end|>")
     assert rollout.status is Status.ENVIRONMENT_FAILED
     assert "expected a dictionary with 'rewards', 'environment_feedback' and 'done'" in str(rollout.error)
+
+
+JUDGES = """
+import weakref
+
+seen = []
+
+def totals(environments, **columns):
+    seen.extend(weakref.ref(one) for one in environments if one is not None)
+    return [None if one is None else float(one.total) for one in environments]
+
+def maybe(completions, environments=None):
+    return [-1.0 if environments is None else float(environments[i].total) for i in range(len(completions))]
+
+def blind(completions):
+    return [0.0 for _ in completions]
+"""
+
+
+def rewarded(tmp_path: Path, environments: EnvironmentSet, *names: str, isolation: str = "thread") -> RewardSet:
+    (tmp_path / "judges.py").write_text(JUDGES)
+    section = {"functions": [f"judges.py:{name}" for name in names], "isolation": isolation}
+    rewards = load_rewards(RewardSection.model_validate(section), tmp_path, instances=True)
+    hand_instances(rewards, environments)
+    return rewards
+
+
+def test_rewards_get_the_instances_that_played(tokenizer: Any, tmp_path: Path) -> None:
+    environments = load(tmp_path, TRL, path={"count": "env.py:CounterEnv"})
+    rewards = rewarded(tmp_path, environments, "totals", "maybe")
+    routes = ["count", "count", "single_turn"]
+    tasks = [made_task(tokenizer, str(n), identity=str(n), goal=7, environment=to) for n, to in enumerate(routes)]
+    turns = count()
+
+    def policy(text: str) -> str:
+        """Each episode that calls adds a number of its own."""
+        if "user\n2<|im_end|>" in text or "counter:" in text:
+            return "done<|im_end|>"
+        return call("add", number=next(turns)) + "<|im_end|>"
+
+    rollouts, _ = play(environments, tokenizer, tasks, policy, group_size=2, scorer=rewards)
+    heard = [str(m["content"]) for r in rollouts[:4] for m in ok(r).messages or () if m["role"] == "tool"]
+    assert sorted(heard) == [f"counter: {n}" for n in range(4)]
+    assert [f"counter: {r.rewards['totals']:g}" for r in rollouts[:4]] == heard, "in the order of the completions"
+    assert all(r.rewards["maybe"] == r.rewards["totals"] for r in rollouts[:4])
+    assert all(r.status is Status.REWARD_FAILED for r in rollouts[4:]), "maybe has none there, and does not look"
+    assert all(r.instance is None for r in rollouts)
+    seen = vars(sys.modules[rewards.functions[0].function.__module__])["seen"]
+    deadline = monotonic() + 20
+    while any(one() is not None for one in seen) and monotonic() < deadline:  # an episode's thread may still end
+        gc.collect()
+        sleep(0.01)
+    assert len(seen) == 4 and all(one() is None for one in seen), "dropped with their rewards"
+    rewards.close()
+
+
+@pytest.mark.parametrize("name", ["maybe", "blind"])
+def test_instances_are_not_kept_where_nothing_takes_them(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    native = "class E:\n    def reset(self, **columns): ...\n    def step(self, action): return None, 1.0, True\n"
+    environments = load(
+        tmp_path, native if name == "maybe" else TRL, path="env.py:" + ("E", "NoReset")[name == "blind"]
+    )
+    rewards = rewarded(tmp_path, environments, name)
+    assert not environments.keeps_instances
+    (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], said([]), scorer=rewards)
+    assert ok(rollout).rewards[name] == (-1.0 if name == "maybe" else 0.0)
+    rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "path", "reward", "environment"),
+    [
+        ("async def agent(client): return 1.0", "env.py:agent", "thread", "thread"),
+        (TRL, "env.py:CounterEnv", "process", "thread"),
+        (TRL, "env.py:CounterEnv", "thread", "process"),
+    ],
+)
+def test_instances_that_cannot_be_handed_are_refused(
+    code: str, path: str, reward: str, environment: str, tmp_path: Path
+) -> None:
+    environments = load(tmp_path, code, path=path, isolation=environment)
+    with pytest.raises(ConfigError, match=r"judges.py:totals.*'environments'"):
+        rewarded(tmp_path, environments, "totals", isolation=reward)
+
+
+def test_functions_that_take_instances_derive_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env.py").write_text(TRL)
+    (tmp_path / "judges.py").write_text(JUDGES)
+    model = tiny.save_model(tmp_path / "model")
+    (tmp_path / "t.jsonl").write_text('{"prompt": "a", "goal": 7}\n')
+
+    def resolved(function: str, **changed: str) -> Resolved[RLConfig]:
+        settings = [
+            f"model.path={model}",
+            f"data.train={tmp_path / 't.jsonl'}",
+            "rollout.max_new_tokens=8",
+            "environment.path=env.py:CounterEnv",
+            f"reward.functions=['judges.py:{function}']",
+            *(f"{key}={value}" for key, value in changed.items()),
+        ]
+        return check_run(load_config(RLConfig, None, settings), tmp_path)
+
+    for function, kind in (("totals", "thread"), ("maybe", "thread"), ("blind", "process")):
+        found = resolved(function)
+        assert found.config.reward.isolation == found.config.environment.isolation == kind
+        reasons = [d.reason for d in found.derived if d.key.endswith(".isolation")]
+        assert len(reasons) == 2 and all((f"judges.py:{function}" in r) == (kind == "thread") for r in reasons)
+    for section in ("reward", "environment"):
+        with pytest.raises(ConfigError, match=f"{section}.isolation.*judges.py:totals"):
+            resolved("totals", **{f"{section}.isolation": "process"})
+        with pytest.raises(ConfigError, match=f"{section}.memory"):
+            resolved("totals", **{f"{section}.memory": "1GB"})

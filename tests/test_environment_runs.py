@@ -189,3 +189,30 @@ def test_training_tokens_are_bit_for_bit_those_of_the_engine(
             tokens, logprobs = sample.token_ids, sample.columns["behaviour_logprobs"]
             exchanges.remove((tokens[:start], tokens[start:stop], logprobs[start:stop]))
     assert not exchanges, "every turn is learned once"
+
+
+def test_a_run_hands_the_environments_to_its_rewards(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "env.py").write_text('''
+class Door:
+    def reset(self, secret, **columns):
+        self.solved = secret
+
+    def knock(self) -> str:
+        """Knock."""
+        return "come in"
+''')
+    settings = rl_settings(
+        tmp_path, model, data__train=str(write_lines(tmp_path / "doors.jsonl", LINES)), data__chat=None,
+        environment__path=f"{tmp_path / 'env.py'}:Door", reward__functions=[f"{tmp_path / 'judge.py'}:solved"],
+        reward__isolation=None, train__steps=1,
+    )  # fmt: skip
+    page = blocks_of(ROOT / "docs" / "rewards.md")
+    (tmp_path / "judge.py").write_text(next(block.text for block in page if "def solved(environments" in block.text))
+    run_dir = run_rl(None, settings).run_dir
+    (step,) = metrics(run_dir)
+    assert step["reward/solved/mean"] == 3.0 and step["rollouts/failed"] == 0.0
+    assert "Door object" not in (run_dir / "rollouts.jsonl").read_text()
+    said = [line for line in capsys.readouterr().out.splitlines() if "isolation" in line]
+    assert len(said) == 2 and all("thread" in line and "environments" in line for line in said)

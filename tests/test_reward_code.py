@@ -115,7 +115,7 @@ def test_not_a_function(directory: Path) -> None:
     ("source", "words"),
     [
         ("def f(completions, /): return []", "by position only"),
-        ("def f(completions, environments): return []", "'environments'"),
+        ("def f(completions, environments): return []", "'environments'.*environment.path"),
     ],
 )
 def test_signatures_that_cannot_be_called(directory: Path, source: str, words: str) -> None:

@@ -199,6 +199,9 @@ class Rollout:
     """What was said after the prompt, where an environment kept a conversation."""
     advantage: float | None = None
     """The mean over its tokens; None while, or where, nothing is learned from it."""
+    instance: Any = field(default=None, repr=False, compare=False)
+    """The user's environment that played it, from the end of the episode until the rewards are computed, where one of
+    them takes it."""
 
     def observe(self, token_ids: list[int] | tuple[int, ...]) -> None:
         """Append tokens the policy did not write to the last record."""

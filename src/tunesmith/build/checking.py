@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from tunesmith.build.environments import check_run_rewards
+from tunesmith.build.environments import check_run_rewards, instances_for, sharing_process
 from tunesmith.build.sinks import check_sinks
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.generation import RFTConfig, SamplingConfig
@@ -52,11 +53,11 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: it cannot work.
     """
-    resolved = resolve(config, facts_of_run(config))
+    resolved = resolve(config, replace(facts_of_run(config), instances_for=instances_for(config, base_dir)))
     _check_device(resolved.config)
     if isinstance(config, RLConfig):
-        check_run_rewards(config, base_dir)
-        check_environment(config.environment, base_dir)
+        check_run_rewards(sharing_process(config, base_dir), base_dir)
+        check_environment(sharing_process(config, base_dir).environment, base_dir)
     elif isinstance(config, SamplingConfig) and config.reward is not None:
         check_rewards(config.reward, base_dir)
     check_sinks(config.monitor.sinks, base_dir)

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.distillation import DistillConfig
-from tunesmith.config.schema import DataSection, RLConfig
+from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.prepare import Prepared, Sources, load_tasks
 from tunesmith.data.prompts import with_system
 from tunesmith.environments.base import Environment
 from tunesmith.environments.loading import EnvironmentSet
-from tunesmith.environments.rewards import RewardSet, check_rewards, load_rewards
+from tunesmith.environments.reward_types import INSTANCES
+from tunesmith.environments.rewards import INSTANCES_NEED, RewardSet, check_rewards, load_rewards
+from tunesmith.environments.user_code import parameters_in_source
+from tunesmith.errors import ConfigError
 from tunesmith.types import Message, Rollout, Status, Task
 
 
@@ -20,6 +23,37 @@ def check_run_rewards(config: RLConfig, base_dir: Path) -> None:
     """As ``check_rewards``; a run whose environment gives the rewards needs no others."""
     if _has_rewards(config):
         check_rewards(config.reward, base_dir)
+
+
+def instances_for(config: RunConfig, base_dir: Path) -> str | None:
+    """The first reward function whose source takes ``environments``, in a run that has some."""
+    if not isinstance(config, RLConfig) or config.environment.path is None:
+        return None
+    own = (entry for entry in config.reward.functions if ":" in entry)
+    return next((entry for entry in own if INSTANCES in parameters_in_source(entry, base_dir)), None)
+
+
+def sharing_process(config: RLConfig, base_dir: Path) -> RLConfig:
+    """With rewards and environments in the run's own process, where a reward takes the environments."""
+    if instances_for(config, base_dir) is None:
+        return config
+    sections = {"reward": config.reward, "environment": config.environment}
+    own = {name: section.model_copy(update={"isolation": "thread"}) for name, section in sections.items()}
+    return config.model_copy(update=own)
+
+
+def hand_instances(rewards: RewardSet, environments: EnvironmentSet) -> None:
+    """Let the rewards that take ``environments`` have the instances of TRL's form that play.
+
+    Raises:
+        ConfigError: there are none, or they are in other processes.
+    """
+    asking = [f for f in rewards.functions if f.instances]
+    there = any(one.kind == "trl" for one in environments.loaded)
+    near = environments.section.isolation == "thread"
+    if refused := next((f for f in asking if f.instances == "needed" and not (there and near)), None):
+        raise ConfigError(f"'{refused.reference}' needs '{INSTANCES}'. {INSTANCES_NEED}")
+    rewards.hands_instances = environments.keeps_instances = bool(asking) and there and near
 
 
 class Unrewarded(RewardSet):
@@ -37,7 +71,7 @@ class Unrewarded(RewardSet):
 
 def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
     if _has_rewards(config):
-        return load_rewards(config.reward, base_dir)
+        return load_rewards(config.reward, base_dir, instances=config.environment.path is not None)
     kind = Unrewarded if isinstance(config, DistillConfig) and config.environment.path is None else RewardSet
     return kind({}, config.reward.timeout)
 

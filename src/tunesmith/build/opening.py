@@ -117,6 +117,7 @@ def make_ready(
     sizes: Callable[[T], tuple[int, int]],
     check_data: Callable[[list[T], str], None] = lambda _, __: None,
     reasons: Mapping[str, str] | None = None,
+    instances_for: str | None = None,
 ) -> Ready[C, T]:
     """Read the data, derive what was left open, and say it.
 
@@ -125,6 +126,7 @@ def make_ready(
         sizes: of an item: tokens of its longest sequence, and tokens that have to share a micro-batch.
         check_data: refuses the items of a key of ``[data]``.
         reasons: see ``Resolved``.
+        instances_for: as in ``Facts``.
     """
     data = limited_data(config)
     train = load(data, data.train)
@@ -144,6 +146,7 @@ def make_ready(
         longest=longest,
         together=together,
         frozen_parameters=frozen_parameters(config),
+        instances_for=instances_for,
     )
     resolved = replace(resolve(config, facts), reasons=reasons or {})
     return Ready(announce(resolved, run_dir, train, held_out), tokenizer, train, held_out)

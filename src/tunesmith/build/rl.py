@@ -13,7 +13,14 @@ from tunesmith.build.checking import checked
 from tunesmith.build.cluster import open_cluster, remote_engines, remote_trainer, run_with_restarts
 from tunesmith.build.common import data_seed, load_model, load_tokenizer, make_learner
 from tunesmith.build.engines import make_engine, make_sampling
-from tunesmith.build.environments import load_run_rewards, load_run_tasks, make_environments
+from tunesmith.build.environments import (
+    hand_instances,
+    instances_for,
+    load_run_rewards,
+    load_run_tasks,
+    make_environments,
+    sharing_process,
+)
 from tunesmith.build.opening import (
     Ready,
     RunResult,
@@ -51,13 +58,23 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
         run_dir = stack.enter_context(open_run_dir(config.run_dir, name, config.checkpoint.resume))
         forget_adjustments(run_dir.path)
         checkpoint = checkpoint_to_resume(config, run_dir)
-        rewards = load_run_rewards(config, base_dir)
+        own = sharing_process(config, base_dir)
+        rewards = load_run_rewards(own, base_dir)
         stack.callback(rewards.close)
-        environments = load_environments(config.environment, base_dir)
+        environments = load_environments(own.environment, base_dir)
         stack.callback(environments.close)
+        hand_instances(rewards, environments)
         tokenizer = load_tokenizer(config)
         load = partial(load_run_tasks, environments, tokenizer)
-        run = make_ready(config, run_dir, tokenizer, load, lambda task: (len(task.prompt_ids), 0), rewards.check_tasks)
+        run = make_ready(
+            config,
+            run_dir,
+            tokenizer,
+            load,
+            lambda task: (len(task.prompt_ids), 0),
+            rewards.check_tasks,
+            instances_for=instances_for(config, base_dir),
+        )
         config = run.config
         cluster, metric = stack.enter_context(open_cluster(config)), config.eval.metric or "eval/reward"
 

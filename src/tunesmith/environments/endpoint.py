@@ -19,24 +19,27 @@ from aiohttp import web
 
 from tunesmith.environments.completions import Session
 from tunesmith.environments.conversation import OutOfRoom
+from tunesmith.environments.http_limits import Gate, Limits, guarded, quiet
 from tunesmith.environments.responses import stream_of
 from tunesmith.errors import EpisodeError, TunesmithError
 
 HOST = "127.0.0.1"
 START_SECONDS = 30.0
 LARGEST_BODY = 64 * 2**20
-BODY_SECONDS = 60.0
-"""How long a client may take to send a request."""
+LIMITS = Limits(connections=4096)
+"""Each episode may have several calls under way."""
 SERVED = "GET /v1/models, POST /v1/chat/completions, /v1/completions, /v1/responses"
 
 
 class Endpoint:
     """Serves ``SERVED``; a streamed answer comes as one chunk."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits = limits
         self._sessions: dict[str, Session] = {}
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
         threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
         self.port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(START_SECONDS)
 
@@ -52,6 +55,8 @@ class Endpoint:
 
     def close(self) -> None:
         async def stop() -> None:
+            if self._listening is not None:
+                self._listening.close()
             if self._runner is not None:
                 await self._runner.cleanup()
 
@@ -59,7 +64,8 @@ class Endpoint:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _start(self) -> int:
-        app = web.Application(client_max_size=LARGEST_BODY)
+        gate = Gate(self.limits)
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[guarded(gate, None, refusal=_error)])
         app.on_response_prepare.append(_close_connection)
         for prefix in ("", "/{key}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
@@ -68,11 +74,14 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/completions", partial(self._serve, _text))
             app.router.add_post(f"{prefix}/v1/responses", partial(self._serve, _response))
         app.router.add_route("*", "/{path:.*}", _not_served)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=quiet, handler_cancellation=True, shutdown_timeout=1.0
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0)
-        await site.start()
-        return self._runner.addresses[0][1]
+        assert self._runner.server is not None
+        factory = gate.around(self._runner.server)
+        self._listening = await self._loop.create_server(factory, HOST, 0, backlog=gate.backlog)
+        return self._listening.sockets[0].getsockname()[1]
 
     def _session(self, request: web.Request) -> Session | None:
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
@@ -92,10 +101,7 @@ class Endpoint:
         if session is None:
             return _unknown()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await request.json()
-        except TimeoutError:
-            return _error(408, f"the request did not arrive within {BODY_SECONDS:g} s")
+            body = await request.json()
         except (ValueError, RecursionError) as error:
             return _error(400, f"the request is not JSON: {error}")
         if not isinstance(body, dict):

@@ -21,6 +21,8 @@ from aiohttp import web
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Factory = Callable[[], asyncio.Protocol]
+REFUSAL_SECONDS = 5.0
+"""For a client to take the answer that its request came too late."""
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 quiet = logging.getLogger("tunesmith.http")
@@ -56,6 +58,11 @@ class Gate:
     def around(self, factory: Factory) -> Factory:
         """A protocol factory whose connections are counted."""
         return lambda: _Connection(self, factory())
+
+    def body_begins(self, transport: asyncio.BaseTransport | None) -> None:
+        """The head of a request has arrived: its body has a time limit, after which there is an answer to send."""
+        if transport and (connection := self._inside.get(transport)):
+            connection.wait_for(self.limits.body_seconds + REFUSAL_SECONDS)
 
     @contextmanager
     def busy(self, transport: asyncio.BaseTransport | None) -> Generator[None]:
@@ -134,11 +141,20 @@ class _Connection(asyncio.Protocol):
         self.wait_for(None)
 
 
-def guarded(gate: Gate, token: str | None, open_paths: tuple[str, ...] = ()) -> Any:
+def in_words(status: int, problem: str) -> web.Response:
+    return web.json_response({"error": problem}, status=status)
+
+
+def guarded(
+    gate: Gate,
+    token: str | None,
+    open_paths: tuple[str, ...] = (),
+    refusal: Callable[[int, str], web.Response] = in_words,
+) -> Any:
     """Middleware: the request is meant for this server, may be made, has arrived in time, and fails in words.
 
     Without a token only names of this machine are answered, so that a web page whose name was bound to 127.0.0.1 cannot
-    ask. With one it is asked for as ``Authorization: Bearer``, except on ``open_paths``.
+    ask. With one it is asked for as ``Authorization: Bearer``, except on ``open_paths``. ``refusal`` makes the answer.
     """
 
     @web.middleware
@@ -148,6 +164,7 @@ def guarded(gate: Gate, token: str | None, open_paths: tuple[str, ...] = ()) -> 
                 raise web.HTTPMisdirectedRequest(text=f"this server is not {request.host!a}")
             if token is not None and request.path not in open_paths and not has_token(request, token):
                 raise web.HTTPUnauthorized(text="send the server's token, as Authorization: Bearer TOKEN")
+            gate.body_begins(request.transport)
             try:
                 async with asyncio.timeout(gate.limits.body_seconds):
                     await request.read()
@@ -162,12 +179,12 @@ def guarded(gate: Gate, token: str | None, open_paths: tuple[str, ...] = ()) -> 
             with gate.busy(request.transport):
                 return await handler(request)
         except web.HTTPException as error:
-            answer = web.json_response({"error": error.text or error.reason}, status=error.status)
+            answer = refusal(error.status, error.text or error.reason)
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:
             print(f"{request.path}: {type(error).__name__}: {error}", file=sys.stderr)
-            answer = web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
+            answer = refusal(500, f"{type(error).__name__}: {error}")
         if not request.content.at_eof():
             answer.force_close()  # what is left of the request is not waited for
         return answer

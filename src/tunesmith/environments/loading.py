@@ -133,6 +133,8 @@ class EnvironmentSet:
     def __init__(self, section: EnvironmentSection, loaded: Sequence[Loaded], base_dir: Path) -> None:
         self.section = section
         self.loaded = tuple(loaded)
+        self.keeps_instances = False
+        """Whether instances of TRL's form stay on their rollouts until the rewards are computed."""
         self._base_dir = base_dir
 
     def route(self, tasks: Sequence[Task]) -> list[Task]:
@@ -207,7 +209,8 @@ class EnvironmentSet:
                 made[one.name] = Agent(one.name, one.code, setting, model, lambda: self._endpoint)
             else:
                 own = verbatim if one.kind == "openrlhf" else setting
-                made[one.name] = MultiTurn(partial(self._open, one), own, one.schemas or None)
+                keeps = self.keeps_instances and one.kind == "trl"
+                made[one.name] = MultiTurn(partial(self._open, one), own, one.schemas or None, keeps)
         return made
 
     def template(self, tokenizer: Any, *, chat: bool) -> ChatTemplate | None:

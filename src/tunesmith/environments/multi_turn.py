@@ -63,6 +63,8 @@ class MultiTurn:
     setting: Setting
     schemas: Tools = None
     """Of the game's tools; the prompts of its tasks have them."""
+    keeps: bool = False
+    """Whether the user's instance stays on the rollout, for its rewards."""
 
     async def play(self, rollout: Rollout, generate: Generate) -> None:
         prompt = self.setting.prompt_of(rollout.task)
@@ -81,6 +83,7 @@ class MultiTurn:
         rollout.reward = as_reward(sum(given), "the episode", "sum of its rewards") if given else None
         rollout.metrics["turns"] = float(conversation.turns)
         rollout.metrics["forks"] = float(len(rollout.records) - 1)
+        rollout.instance = game.it if self.keeps else None
 
     async def _turns(
         self, game: Game, conversation: Conversation, messages: list[Message], schemas: Tools

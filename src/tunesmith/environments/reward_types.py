@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 from tunesmith.environments.conversation import text_of_content
 from tunesmith.environments.trainer_state import TrainerState
@@ -15,8 +15,12 @@ from tunesmith.errors import ConfigError, shortened
 from tunesmith.monitor.plain import plain
 from tunesmith.types import Rollout, Status
 
-RESERVED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
-"""What every call can be given besides the data's columns: TRL 1.16's keywords."""
+INSTANCES = "environments"
+"""TRL's keyword for the environments that played, one instance per completion."""
+RESERVED = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", INSTANCES}
+)
+"""What a call can be given besides the data's columns: TRL 1.16's keywords."""
 NOT_COLUMNS = frozenset({"prompt", "completion"}) | RESERVED
 
 LARGEST_REWARD = 1e15
@@ -53,6 +57,8 @@ class RewardFunction:
     """Why a value of the answer column cannot be used, if it cannot."""
     one_of: frozenset[str] = frozenset()
     """Columns of which it needs one."""
+    instances: Literal["needed", "optional"] | None = None
+    """Whether it takes ``environments``."""
 
 
 def required_columns(function: Callable[..., Any], reference: str) -> frozenset[str]:
@@ -66,8 +72,6 @@ def required_columns(function: Callable[..., Any], reference: str) -> frozenset[
     for p in required:
         if p.kind is p.POSITIONAL_ONLY:
             raise ConfigError(f"'{reference}' takes '{p.name}' by position only; {expected}.")
-        if p.name == "environments":
-            raise ConfigError(f"'{reference}' requires 'environments', which reward functions are not given.")
     return frozenset(p.name for p in required) - RESERVED
 
 
@@ -89,12 +93,17 @@ class Notes:
 
 
 def arguments_for(
-    function: RewardFunction, rollouts: Sequence[Rollout], texts: Sequence[str], state: TrainerState, notes: Notes
+    function: RewardFunction,
+    rollouts: Sequence[Rollout],
+    texts: Sequence[str],
+    state: TrainerState,
+    notes: Notes,
+    instances: bool,
 ) -> dict[str, Any]:
     """Keywords of a call: lists with one entry per rollout, a column that a task lacks as None.
 
     Conversational prompts give completions as ``[{"role": "assistant", "content": text}]``, text prompts as
-    the text.
+    the text. With ``instances`` there are ``environments``, None where no class of TRL's form played.
     """
     given: dict[str, Any] = {
         "prompts": [deepcopy(r.task.prompt) for r in rollouts],  # a function may put something behind it
@@ -104,6 +113,7 @@ def arguments_for(
         "log_extra": notes.log_extra,
         "log_metric": notes.log_metric,
         **batch_columns(rollouts, function.columns),
+        **({INSTANCES: [r.instance for r in rollouts]} if instances else {}),
     }
     return taken(function.function, given)
 

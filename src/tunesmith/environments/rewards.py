@@ -15,6 +15,7 @@ unusable item of a good list fails its rollout only. A failed rollout has no rew
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -30,6 +31,7 @@ from tunesmith.environments.builtin_rewards import BUILTINS, check_builtins
 from tunesmith.environments.foreign_rewards import VERL, VERL_GOLD, from_verl, hint, is_verl
 from tunesmith.environments.reward_stats import check_reward_model
 from tunesmith.environments.reward_types import (
+    INSTANCES,
     LARGEST_REWARD,
     ItemFailure,
     Notes,
@@ -49,6 +51,10 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "environment"
 """The name under which ``Rollout.rewards`` has what the environment paid, with a weight of 1."""
+INSTANCES_NEED = (
+    "Those are the instances that played the episodes. They need `tunesmith rl`, an environment.path that is a class "
+    'of TRL\'s form (public methods as tools, no step), and reward.isolation and environment.isolation = "thread".'
+)
 
 
 def check_rewards(section: RewardSection, base_dir: Path) -> None:
@@ -88,11 +94,12 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
             )
 
 
-def load_rewards(section: RewardSection, base_dir: Path) -> RewardSet:
+def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = False) -> RewardSet:
     """Check the section, import the user's files and make the built-ins ready (their processes start later).
 
     ``weights`` has every reward of the section; models and remote ones are to be added with ``add``. ConfigError
-    also where a file does not import, or a function cannot be called.
+    also where a file does not import, or a function cannot be called. With ``instances`` the run has environments,
+    and functions may need them.
     """
     check_rewards(section, base_dir)
     made = RewardSet(_weights(section), section.timeout)
@@ -103,16 +110,24 @@ def load_rewards(section: RewardSection, base_dir: Path) -> RewardSet:
         if entry in BUILTINS:
             made.add(BUILTINS[entry](section))
         else:
-            made.add(users.get(name) or user_reward(name, entry, user_code.load_function(entry, base_dir)))
+            made.add(users.get(name) or user_reward(name, entry, user_code.load_function(entry, base_dir), instances))
     return made
 
 
-def user_reward(name: str, reference: str, function: Callable[..., Any]) -> RewardFunction:
-    """A function of the user's as a reward. ConfigError if it cannot be called as one."""
+def user_reward(name: str, reference: str, function: Callable[..., Any], instances: bool = False) -> RewardFunction:
+    """A function of the user's as a reward. ConfigError if it cannot be called as one.
+
+    Args:
+        instances: it may need ``environments``, which are in this process.
+    """
     columns = required_columns(function, reference)
     if is_verl(function):
         return RewardFunction(name, reference, from_verl(function), columns - VERL, one_of=VERL_GOLD)
-    return RewardFunction(name, reference, function, columns)
+    asked = inspect.signature(function).parameters.get(INSTANCES)
+    need = None if asked is None else "needed" if asked.default is asked.empty else "optional"
+    if need == "needed" and not instances:
+        raise ConfigError(f"'{reference}' needs '{INSTANCES}'. {INSTANCES_NEED}")
+    return RewardFunction(name, reference, function, columns, instances=need)
 
 
 def _weights(section: RewardSection) -> dict[str, float]:
@@ -156,6 +171,8 @@ class RewardSet:
         self.weights = weights
         self.state = TrainerState()
         """What functions see as ``trainer_state``; the loop replaces it each step."""
+        self.hands_instances = False
+        """Whether functions get the ``environments`` that played."""
         self._timeout = timeout
         self._calls = UserCalls()
         self._isolated: IsolatedRewards | None = None
@@ -257,7 +274,7 @@ class RewardSet:
         notes = Notes(size)
         if f.builtin:
             return scores_from(await f.function(rollouts, texts, notes), size), notes
-        arguments = arguments_for(f, rollouts, texts, self.state, notes)
+        arguments = arguments_for(f, rollouts, texts, self.state, notes, self.hands_instances)
         try:
             if isinstance(f.function, FarFunction):
                 assert self._isolated is not None

@@ -268,15 +268,19 @@ class _Thread:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            work, result = call
-            if not result.set_running_or_notify_cancel():
-                continue
-            try:
-                value = work()
-            except BaseException as error:
-                result.set_exception(RaisedInCall(error))
-            else:
-                result.set_result(value)
+            _make(*call)
+            del call  # while it waits, the thread holds nothing of the user's
+
+
+def _make(work: Callable[[], object], result: Future[object]) -> None:
+    if not result.set_running_or_notify_cancel():
+        return
+    try:
+        value = work()
+    except BaseException as error:
+        result.set_exception(RaisedInCall(error))
+    else:
+        result.set_result(value)
 
 
 class _LoopThread:

@@ -6,6 +6,7 @@ source text, so a wrong name is refused before anything is imported; ``load_func
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -89,6 +90,25 @@ def check_reference(reference: str, base_dir: Path) -> None:
         f"{location.file} has no function '{location.function}'"
         f" (asked for by '{reference}').{nearest(location.function, functions)}"
     )
+
+
+def parameters_in_source(reference: str, base_dir: Path) -> frozenset[str]:
+    """Names of a function's parameters, read from its source; none where it is not defined there by ``def``.
+
+    Raises:
+        ConfigError: as ``locate``.
+    """
+    location = locate(reference, base_dir)
+    if location.file is None or location.file.suffix != ".py":
+        return frozenset()
+    try:
+        body = ast.parse(location.file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # refused where the reference is checked
+        return frozenset()
+    found = [
+        d.args for d in body if isinstance(d, ast.FunctionDef | ast.AsyncFunctionDef) and d.name == location.function
+    ]
+    return frozenset(p.arg for args in found[-1:] for p in (*args.args, *args.kwonlyargs))
 
 
 def load_function(reference: str, base_dir: Path) -> Callable[..., Any]:

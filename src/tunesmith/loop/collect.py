@@ -54,9 +54,13 @@ class Collector:
         samplings = [replace(sampling, seed=derive_seed(seed, member)) for member in range(size)]
         rollouts = await all_or_error([self._rollout(task, s) for s in samplings])
         played = [r for r in rollouts if r.status is Status.OK]
-        if played:
-            with self._span(REWARD, "score", task):
-                await self.scorer.score(played, [self.decode(r.answer_ids) for r in played])
+        try:
+            if played:
+                with self._span(REWARD, "score", task):
+                    await self.scorer.score(played, [self.decode(r.answer_ids) for r in played])
+        finally:
+            for rollout in rollouts:
+                rollout.instance = None
         return RolloutGroup(task, rollouts)
 
     async def _rollout(self, task: Task, sampling: Sampling) -> Rollout:

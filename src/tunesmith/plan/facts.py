@@ -70,6 +70,8 @@ class Facts:
     together: int | None = None
     frozen_parameters: int = 0
     """Of the run's reward models and its teacher, together."""
+    instances_for: str | None = None
+    """The reward function that takes the environments' instances."""
 
 
 def read_model_facts(directory: Path) -> ModelFacts | None:

@@ -194,9 +194,11 @@ def _derive_isolation(filling: Filling[Any], facts: Facts) -> None:
         "environment": isinstance(config, RLConfig) and config.environment.used,
     }
     half = format_size(facts.hardware.memory_total // 2)
-    reason = "code that hangs, crashes or eats memory fails its own rollouts and not the run"
+    kind, reason = "process", "code that hangs, crashes or eats memory fails its own rollouts and not the run"
+    if facts.instances_for:
+        kind, reason = "thread", f"{facts.instances_for} takes `environments`, the instances that played"
     for section in (name for name, is_used in used.items() if is_used):
-        filling.fill(f"{section}.isolation", "process", reason)
+        filling.fill(f"{section}.isolation", kind, reason)
         if filling.get(f"{section}.isolation") == "process":
             filling.fill(f"{section}.memory", half, "half of the machine's memory")
 
@@ -241,6 +243,7 @@ def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
         section = "rollout" if rl else "sampling"
         yield f"{section}.max_new_tokens = {new} leaves no room in the model's context of {context}"
     if rl:
+        yield from _isolation_problems(config, facts)
         prompt, limit = facts.longest, config.data.max_prompt_tokens
         if not crowded and prompt is not None and limit is not None and prompt > limit:
             yield (
@@ -267,6 +270,15 @@ def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
         yield (
             f"system.max_tokens_per_microbatch = {cap} is a hard cap, and one sample may take {sample} "
             f"tokens; raise it to at least {sample}"
+        )
+
+
+def _isolation_problems(config: RLConfig, facts: Facts) -> Iterator[str]:
+    isolation = {"reward": config.reward.isolation, "environment": config.environment.isolation}
+    for section in (name for name, kind in isolation.items() if kind == "process" and facts.instances_for):
+        yield (
+            f'{section}.isolation = "process" does not go with {facts.instances_for}, which takes `environments`: the '
+            f"instances that played cannot leave the run's process; leave {section}.isolation out"
         )
 
 
