@@ -18,6 +18,7 @@ from tunesmith.errors import EngineLostError, RewardError, TrainerLostError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.run_dir import RunDir
 from tunesmith.monitor.timeline import Timeline
+from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cluster import bundles, processes
 from tunesmith.plan.hardware import PeakRates
 
@@ -134,7 +135,8 @@ def open_cluster(config: RLConfig) -> AbstractContextManager[Cluster | None]:
 
     wanted = bundles(config)
     print(f"Ray: {', '.join(f'{n} {role}' for role, n in processes(config).items())}", flush=True)
-    return Cluster.open(config.system, wanted)
+    with long_wait("starting or joining the Ray cluster"):
+        return Cluster.open(config.system, wanted)
 
 
 def remote_trainer(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, PeakRates]:
@@ -145,7 +147,8 @@ def remote_trainer(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, Peak
     reference = None
     if "ref" in processes(config):
         reference = cluster.spawn("ref", TrainerLostError)
-        reference.make(partial(host_reference, config))
+        with long_wait("starting the reference's process"):
+            reference.make(partial(host_reference, config))
     return RayBackend(replicas, reference), _limits(replicas)
 
 
@@ -164,7 +167,8 @@ def _replicas(
 
     world = config.system.trainer_ranks
     replicas = [cluster.spawn(role, TrainerLostError) for _ in range(world)]
-    Remote.results([(remote, remote.make_ref(partial(host, config, rank))) for rank, remote in enumerate(replicas)])
+    with long_wait(f"starting the {role}'s processes"):
+        Remote.results([(remote, remote.make_ref(partial(host, config, rank))) for rank, remote in enumerate(replicas)])
     if world > 1:
         place = replicas[0].call("open_store")
         Remote.results([(remote, remote.call_ref("join", rank, world, *place)) for rank, remote in enumerate(replicas)])
@@ -207,7 +211,8 @@ def remote_reward_model(
 
     def start() -> Remote:
         remote = cluster.spawn("reward", RewardError)
-        remote.make(partial(load_reward_model, config, entry))
+        with long_wait(f"starting the process of reward model {entry.path}", report):
+            remote.make(partial(load_reward_model, config, entry))
         return remote
 
     return RayRewardModel.of(RestartingRemote(start, config.system.trainer_restarts, report))

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.hardware import PeakRates, measure_limits
 
 if TYPE_CHECKING:
@@ -32,9 +33,10 @@ def load_tokenizer(config: RunConfig) -> Any:
     logging.disable_progress_bar()  # its bars would be drawn over ours
 
     section = config.model
-    tokenizer: Any = loading.load_tokenizer(
-        section.path, trust_remote_code=section.trust_remote_code, chat_template=section.chat_template
-    )
+    with long_wait(f"loading the tokenizer of {section.path}"):
+        tokenizer: Any = loading.load_tokenizer(
+            section.path, trust_remote_code=section.trust_remote_code, chat_template=section.chat_template
+        )
     tokenizer.chat_template_kwargs = config.data.chat_template_kwargs
     return tokenizer
 
@@ -55,14 +57,15 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
         from tunesmith.models import adapters
 
         adapters.check_targets(path or config.model.path, lora, trust_remote_code=trust_remote_code)
-    model = kind.load(
-        path or config.model.path,
-        dtype=getattr(torch, config.model.dtype),
-        device=config.system.device,
-        trust_remote_code=trust_remote_code,
-        tokenizer=tokenizer,
-        quantize=config.model.quantize,
-    )
+    with long_wait(f"loading {path or config.model.path}"):
+        model = kind.load(
+            path or config.model.path,
+            dtype=getattr(torch, config.model.dtype),
+            device=config.system.device,
+            trust_remote_code=trust_remote_code,
+            tokenizer=tokenizer,
+            quantize=config.model.quantize,
+        )
     if lora.on:
         from tunesmith.models import adapters
 
@@ -83,13 +86,14 @@ def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM
     from tunesmith.models.causal_lm import CausalLM
 
     assert config.model.dtype is not None and config.system.device is not None, "not resolved"
-    model = CausalLM.load(
-        path,
-        dtype=getattr(torch, config.model.dtype),
-        device=config.system.device,
-        trust_remote_code=config.model.trust_remote_code,
-        tokenizer=tokenizer,
-    )
+    with long_wait(f"loading {path}"):
+        model = CausalLM.load(
+            path,
+            dtype=getattr(torch, config.model.dtype),
+            device=config.system.device,
+            trust_remote_code=config.model.trust_remote_code,
+            tokenizer=tokenizer,
+        )
     model.module.requires_grad_(False)
     return model
 

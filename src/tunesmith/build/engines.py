@@ -15,6 +15,7 @@ from tunesmith.config.sizes import parse_size
 from tunesmith.data.chat import end_of_turn_id
 from tunesmith.engines.timed import timed
 from tunesmith.monitor.timeline import Timeline, engine_lane
+from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.checks import raise_all
 from tunesmith.plan.device import engine_threads
 from tunesmith.plan.devices import device_problems, own_devices, visible_names
@@ -57,7 +58,8 @@ def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[
         from tunesmith.engines.vllm.start import VllmSettings
 
         weights = published(model, as_stored=True) if model else dict[str, Any]().items
-        return VllmEngine(VllmSettings(**_vllm_settings(config)), weights)
+        with long_wait("starting vLLM", report):
+            return VllmEngine(VllmSettings(**_vllm_settings(config)), weights)
     from tunesmith.engines.local.engine import LocalEngine
 
     assert model is not None, "it samples with the trainer's"
@@ -103,7 +105,8 @@ def make_pool(
     from tunesmith.engines.pool import EnginePool
 
     async def start_timed(number: int) -> Member:
-        engine = await start(number)
+        with long_wait(f"starting engine {number}", report):
+            engine = await start(number)
         return timed(engine, timeline, engine_lane(number)) if timeline else engine
 
     system = config.system

@@ -33,6 +33,7 @@ from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir, how_to_continue
 from tunesmith.monitor.text import Example, shown_path
 from tunesmith.monitor.timeline import Timeline
+from tunesmith.monitor.waits import long_wait
 from tunesmith.monitor.watchdog import Watchdog
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
@@ -129,8 +130,10 @@ def make_ready(
         instances_for: as in ``Facts``.
     """
     data = limited_data(config)
-    train = load(data, data.train)
-    held_out = load(data, data.eval) if data.eval else None
+    with long_wait("reading data.train"):
+        train = load(data, data.train)
+    with long_wait("reading data.eval"):
+        held_out = load(data, data.eval) if data.eval else None
     check_data(train.items, "data.train")
     if held_out:
         check_data(held_out.items, "data.eval")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.schema import ModelReward, RLConfig
 from tunesmith.environments.rewards import RewardSet
+from tunesmith.monitor.waits import long_wait
 
 if TYPE_CHECKING:
     from tunesmith.cluster.ray_cluster import Cluster
@@ -70,11 +71,12 @@ def load_reward_model(config: RLConfig | SamplingConfig, entry: ModelReward) -> 
 
     system = config.system
     assert config.model.dtype and system.device and system.max_tokens_per_microbatch, "not resolved"
-    return RewardModel.load(
-        entry,
-        dtype=getattr(torch, config.model.dtype),
-        device=system.device,
-        max_tokens=system.max_tokens_per_microbatch,
-        chat=config.data.chat,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    with long_wait(f"loading {entry.path}"):
+        return RewardModel.load(
+            entry,
+            dtype=getattr(torch, config.model.dtype),
+            device=system.device,
+            max_tokens=system.max_tokens_per_microbatch,
+            chat=config.data.chat,
+            trust_remote_code=config.model.trust_remote_code,
+        )

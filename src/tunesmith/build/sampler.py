@@ -29,6 +29,7 @@ from tunesmith.loop.generation import LineWriter, Unscored, answer, repair, wind
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.usage import Usage
 from tunesmith.monitor.run_dir import RunDir, open_run_dir
+from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.hub import known_model_facts
@@ -72,8 +73,10 @@ def opened(config: SamplingConfig, path: Path | None, name: str) -> Generator[Op
         if rewards is not None:
             stack.callback(rewards.close)
         tokenizer = load_tokenizer(config)
-        train = load_tasks(data, data.train, tokenizer)
-        held_out = load_tasks(data, data.eval, tokenizer) if data.eval else None
+        with long_wait("reading data.train"):
+            train = load_tasks(data, data.train, tokenizer)
+        with long_wait("reading data.eval"):
+            held_out = load_tasks(data, data.eval, tokenizer) if data.eval else None
         run = Opened(run_dir, data, tokenizer, rewards, train, held_out)
         if rewards is not None:
             rewards.check_tasks(run.tasks)

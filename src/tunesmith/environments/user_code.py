@@ -26,6 +26,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from tunesmith.errors import ConfigError, nearest
+from tunesmith.monitor.waits import long_wait
 
 TRACEBACK_CHARACTERS = 6000
 
@@ -238,6 +239,11 @@ def _importable(directories: Sequence[str]) -> Generator[None]:
 
 
 def _import(location: Location) -> ModuleType:
+    with long_wait(f"importing {location.place}"):
+        return _imported(location)
+
+
+def _imported(location: Location) -> ModuleType:
     if location.module is not None:
         return importlib.import_module(location.module)
     assert location.file is not None

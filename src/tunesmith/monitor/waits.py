@@ -1,0 +1,43 @@
+"""No long silence: a line while something takes long that shows no progress itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, count
+
+AFTER = (10.0, 30.0, 60.0)
+"""Seconds until the first lines; then there is one per minute."""
+
+
+@contextmanager
+def long_wait(
+    doing: str,
+    report: Callable[[str], None] | None = None,
+    after: Sequence[float] | None = None,
+) -> Generator[None]:
+    """While the body runs, report ``still {doing}: 10 s`` from a thread; nothing once it has ended.
+
+    Args:
+        report: None prints.
+        after: when to report, in seconds since the begin; from the last one on, again after as long. None is ``AFTER``.
+    """
+    report, after = report or partial(print, flush=True), after or AFTER
+    ended, begun = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        for moment in chain(after, count(2 * after[-1], after[-1])):
+            if ended.wait(begun + moment - time.monotonic()):
+                return
+            report(f"still {doing}: {moment:g} s")
+
+    teller = threading.Thread(target=tell, name="long wait", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()

@@ -1,0 +1,88 @@
+"""What takes long says so, in one line now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+import threading
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from tiny_runs import sums, write_lines
+from tunesmith.build import engines
+from tunesmith.build.generate import run_generate
+from tunesmith.build.planes import NoPlane
+from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.load import load_config
+from tunesmith.environments.user_code import load_function
+from tunesmith.monitor import waits
+from tunesmith.monitor.waits import long_wait
+
+
+def test_lines_come_while_it_takes_long_and_none_afterwards() -> None:
+    told: list[str] = []
+    third = threading.Event()
+
+    def report(line: str) -> None:
+        told.append(line)
+        if len(told) == 3:
+            third.set()
+
+    with long_wait("counting", report, (0.001, 0.002)):
+        assert third.wait(20)
+    count = len(told)
+    assert told[:3] == ["still counting: 0.001 s", "still counting: 0.002 s", "still counting: 0.004 s"]
+    assert not [t for t in threading.enumerate() if t.name == "long wait"]
+    with pytest.raises(KeyError), long_wait("failing", report):
+        raise KeyError
+    assert len(told) == count, "what ends in time says nothing"
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was waited for, wherever it is."""
+    found: list[str] = []
+
+    def noted(doing: str, *more: Any) -> Any:
+        found.append(doing)
+        return long_wait(doing, *more)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tunesmith.") and getattr(module, "long_wait", None) is long_wait:
+            monkeypatch.setattr(module, "long_wait", noted)
+    return found
+
+
+async def start(number: int) -> Any:
+    return number
+
+
+def test_models_data_and_engines_are_waited_for_aloud(tmp_path: Path, seen: list[str]) -> None:
+    model = tiny.save_model(tmp_path / "model")
+    write_lines(tmp_path / "in.jsonl", sums(2))
+    settings = [
+        f"run_dir={tmp_path / 'out'}", f"model.path={model}", f"data.train={tmp_path / 'in.jsonl'}", "data.chat=false",
+        "sampling.max_new_tokens=2", "system.threads=1",
+    ]  # fmt: skip
+    run_generate(None, settings)
+    config = load_config(GenerateConfig, None, settings)
+    pool: Any = engines.make_pool(config, start, NoPlane(), print, None)
+    asyncio.run(pool._start(0))
+    for doing in (f"loading the tokenizer of {model}", "reading data.train", "starting engine 0", f"loading {model}"):
+        assert doing in seen
+
+
+def test_a_slow_import_of_user_code_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line goes where other notes go, and comes while the module is still running."""
+    monkeypatch.setattr(waits, "AFTER", (0.01, 1000.0))
+    code = "import sys, time\nend = time.monotonic() + 20\n"
+    code += "while 'still' not in sys.stdout.getvalue() and time.monotonic() < end:\n    time.sleep(0.01)\n"
+    (tmp_path / "slow.py").write_text(code + "def f():\n    return 1\n")
+    with redirect_stdout(io.StringIO()) as out:
+        assert load_function(f"{tmp_path / 'slow.py'}:f", tmp_path)() == 1
+    assert out.getvalue() == f"still importing {tmp_path / 'slow.py'}: 0.01 s\n"
