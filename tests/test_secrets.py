@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tunesmith.errors import ConfigError, EngineError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.loop.generation import claim
 from tunesmith.monitor.metrics import JsonLines
+from tunesmith.monitor.run_dir import how_to_continue, shown_command
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
@@ -66,6 +68,18 @@ def test_messages_have_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
             guarded(fail)()
     told = capsys.readouterr()
     assert "***@host" in told.err and clean(told.err + told.out)
+
+
+def test_a_command_is_shown_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a model card on the hub, and in how to continue."""
+    dotted = ["system.vllm.extra.hf_token=T0KEN", "system.ray_runtime_env.env_vars.WANDB=S3CRET", "x.password='T0KEN'"]
+    plain = ["train.lr=1e-5", "data.train=my data.jsonl", "data.max_tokens=5", 'rollout.stop=["=", "T"]']
+    shown = shown_command(["tunesmith", "rl", *SETTINGS, *dotted, *plain])
+    assert clean(shown), shown
+    words = shlex.split(shown)
+    assert "system.vllm.extra.hf_token=***" in words and words[-4:] == plain
+    monkeypatch.setattr("sys.argv", ["tunesmith", "rl", *dotted])
+    assert clean(how_to_continue(tmp_path))
 
 
 def test_what_holds_data_is_private_and_weights_are_as_other_new_files(tmp_path: Path) -> None:

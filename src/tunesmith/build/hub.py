@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -13,8 +12,7 @@ from tunesmith.config.preference import ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.monitor.run_dir import RunDir, own_command
-from tunesmith.redact import redact
+from tunesmith.monitor.run_dir import RunDir, own_command, shown_command
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelCard
@@ -83,7 +81,7 @@ class Hub:
 
         config, path = self.config, self.config.model.path
         algorithm = config.algorithm.name if isinstance(config, RLConfig) else None
-        command = redact(shlex.join(own_command() or []))
+        command = shown_command(own_command() or [])
         local = Path(path).is_absolute()
         data = ModelCardData(
             base_model=None if local else path,

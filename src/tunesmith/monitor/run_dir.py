@@ -26,15 +26,17 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Generator
+import tomllib
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from tunesmith.config.toml import toml_value
 from tunesmith.errors import CheckpointError, ConfigError, StorageError, boundary
 from tunesmith.monitor.interrupts import Interrupted
-from tunesmith.redact import redact
+from tunesmith.redact import redact, redact_values
 
 LATEST = "latest"
 """A link in ``runs/`` to the newest directory that was made there."""
@@ -105,15 +107,33 @@ def how_to_continue(path: Path) -> str:
     if (said := own_command()) is None:
         return f"Continue with the same command and run_dir={shlex.quote(str(path))} {resume}"
     if said[1:2] in (["rft"], ["generate"]):  # which find out themselves what is done
-        return f"Continue with: {redact(shlex.join(said))}"
+        return f"Continue with: {shown_command(said)}"
     kept = [word for word in said if not word.startswith(("run_dir=", "checkpoint.resume="))]
-    return f"Continue with: {redact(shlex.join([*kept, f'run_dir={path}', resume]))}"
+    return f"Continue with: {shown_command([*kept, f'run_dir={path}', resume])}"
 
 
 def own_command() -> list[str] | None:
     """The words of the command that this process is; None where somebody else's program is running."""
     name, *said = sys.argv or [""]
     return ["tunesmith", *said] if Path(name).name in ("tunesmith", "__main__.py") else None
+
+
+def shown_command(words: Sequence[str]) -> str:
+    """A command's words as a shell takes them, with the secrets of its settings hidden."""
+    return shlex.join(map(_without_secret, words))
+
+
+def _without_secret(word: str) -> str:
+    key, equals, text = word.partition("=")
+    value: Any = text
+    if equals and text.lstrip().startswith(("{", "[")):
+        with suppress(tomllib.TOMLDecodeError):
+            value = tomllib.loads(f"value = {text}")["value"]
+    *tables, name = key.split(".")
+    found = redact_values({name: value}, "env_vars" if "env_vars" in tables else "")[name]
+    if found == value:
+        return redact(word)
+    return f"{key}={found if isinstance(found, str) else toml_value(found)}"
 
 
 def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
