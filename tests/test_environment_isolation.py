@@ -118,3 +118,26 @@ def test_what_would_end_the_run_ends_its_own_episode(tokenizer: Any, tmp_path: P
 def test_a_limit_that_no_thread_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environment\.memory"):
         load(tmp_path, CODE, path="env.py:Guess", isolation="thread", memory="1GB")
+
+
+DRAWS = """
+import numpy, random, torch
+
+class Draws:
+    def reset(self, **columns):
+        return None
+
+    def step(self, action):
+        metrics = {"numpy": numpy.random.rand(), "random": random.random(), "torch": float(torch.rand(()))}
+        from tunesmith.environments.multi_turn import Step
+        return Step(reward=0.0, done=True, metrics=metrics)
+"""
+
+
+def test_episodes_side_by_side_draw_their_own_numbers(tmp_path: Path) -> None:
+    tokenizer = byte_level(template("qwen2"))
+    environments = load(tmp_path, DRAWS, path="env.py:Draws", isolation="process")
+    tasks = [made_task(tokenizer, identity=str(number)) for number in range(3)]
+    rollouts, _ = play(environments, tokenizer, tasks, lambda _: "x<|im_end|>", timeout=60.0)
+    for name in ("numpy", "random", "torch"):
+        assert len({ok(rollout).metrics[name] for rollout in rollouts}) == 3, name

@@ -176,10 +176,13 @@ def _use_one_thread() -> None:
 
 
 def _reseed() -> None:
-    """Python reseeds ``random`` in a fork, NumPy does not: workers would draw the same numbers."""
+    """Python reseeds ``random`` in a fork, NumPy and PyTorch do not: workers would draw the same numbers."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
 
 
 def _limit(memory: int) -> None:
