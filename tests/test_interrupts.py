@@ -57,6 +57,7 @@ def ended(body: str, *signals: int, ignored: bool = False, pause: float = 0.0) -
 
 GUARDED = """
 from tunesmith.cli.guard import guarded
+interrupts.own_process()
 def command():
     print("ready", flush=True)
     WORK
@@ -86,7 +87,10 @@ def test_a_second_signal_ends_what_the_first_has_to_wait_for() -> None:
 
 
 def test_a_closing_terminal_sends_several_that_count_as_one() -> None:
-    waiting = GUARDED.replace("WORK", "\n    with interrupts.held(): time.sleep(1.0); print('whole', file=sys.stderr)")
+    inside = "print('ready', flush=True); time.sleep(1.0); print('whole', file=sys.stderr)"
+    waiting = GUARDED.replace('print("ready", flush=True)', f"with interrupts.held(): {inside}").replace(
+        "    WORK\n", ""
+    )
     found, said = ended(waiting, signal.SIGHUP, signal.SIGHUP, pause=0.1)
     assert found == 129 and "whole" in said
 
@@ -265,3 +269,19 @@ def test_auto_needs_a_directory_and_begins_where_there_is_nothing_to_continue(tm
     assert build.run_sft(None, [*said, "train.steps=2"]).checkpoint.parent.name == "step-000002"
     with pytest.raises(ConfigError, match="run_dir"):
         build.run_sft(None, [word for word in said if not word.startswith("run_dir")])
+
+
+def test_a_process_that_goes_on_after_a_command_is_not_ended() -> None:
+    """A notebook or a test may call a command; only the command's own process may be ended from inside."""
+    body = """
+import typer
+from tunesmith.cli.guard import guarded
+interrupts.GRACE = interrupts.TEARDOWN = 0.2
+print("ready", flush=True)
+try:
+    guarded(lambda: signal.raise_signal(signal.SIGTERM))()
+except typer.Exit:
+    time.sleep(1.5)
+sys.exit(0 if not [t for t in threading.enumerate() if t.name == "signals"] else 1)
+"""
+    assert ended(body)[0] == 0

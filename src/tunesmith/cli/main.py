@@ -23,6 +23,7 @@ from tunesmith.cli.rl import distill, rl
 from tunesmith.cli.serve_reward import serve_reward
 from tunesmith.cli.show_config import show_config
 from tunesmith.cli.supervised import dpo, kto, prm, rm, sft
+from tunesmith.monitor.interrupts import own_process
 
 app = typer.Typer(
     name="tunesmith",
@@ -60,4 +61,5 @@ def root(
 
 def main() -> None:
     """Entry point of the ``tunesmith`` script."""
+    own_process()
     app()

@@ -52,6 +52,7 @@ class _State:
 
 
 _state = _State()
+_own = False
 
 
 def asked() -> bool:
@@ -145,13 +146,20 @@ def keep_now() -> str | None:
             _state.closing_since = time.monotonic()
 
 
+def own_process() -> None:
+    """This process runs one command and then ends: a command that does not obey may end it from inside."""
+    global _own
+    _own = True
+
+
 @contextmanager
 def handled(*, may_exit: bool = False) -> Generator[None]:
     """Take the signals as above while inside; nothing where they are taken already, or outside the main thread.
 
     Args:
-        may_exit: this process is the command's own: it may be ended from inside.
+        may_exit: a signal may end the process from inside, where it is the command's own (``own_process``).
     """
+    may_exit = may_exit and _own
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == _on_signal:
         yield
         return
@@ -172,6 +180,8 @@ def handled(*, may_exit: bool = False) -> Generator[None]:
             signal.signal(number, before[number])
         signal.set_wakeup_fd(waker)
         os.close(writing)  # which ends the thread
+        if not may_exit:
+            _state = _State()  # nobody waits for the main thread any more
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
