@@ -94,7 +94,7 @@ def test_the_divergence_is_between_zero_and_the_whole_one(seed: int, k: int, sha
     top = theirs.topk(k)
     found = forward_kl(top.values, ours.gather(1, top.indices))
     whole = (theirs.exp() * (theirs - ours)).sum(-1)
-    assert (found > -1e-9).all() and (found <= whole + 1e-9).all()
+    assert (found > -1e-9).all() and (found <= whole * (1 + 1e-6) + 1e-9).all()
     if k == 8:
         torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-9)
     (grad,) = torch.autograd.grad(found.sum(), ours)
