@@ -97,6 +97,9 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
         except BaseException as error:
             begun = has_checkpoint(path) or (isinstance(error, Interrupted) and holds_run(path))
             if begun and not isinstance(error, CheckpointError):
+                newest = newest_checkpoint(path)
+                if newest and isinstance(error, StorageError) and "last good checkpoint" not in str(error):
+                    error.add_note(f"the last good checkpoint is {newest}")
                 error.add_note(how_to_continue(path))
             raise
 
@@ -174,8 +177,14 @@ def point(link: Path, target: Path) -> None:
 
 
 def has_checkpoint(path: Path) -> bool:
+    return newest_checkpoint(path) is not None
+
+
+def newest_checkpoint(path: Path) -> Path | None:
+    """The newest whole checkpoint in a run directory."""
     folder = path / "checkpoints"
-    return folder.is_dir() and any(not p.name.startswith(".") for p in folder.iterdir())
+    whole = [p for p in folder.iterdir() if not p.name.startswith(".")] if folder.is_dir() else []
+    return max(whole, default=None, key=lambda p: p.name)
 
 
 def holds_run(path: Path) -> bool:
