@@ -419,7 +419,7 @@ class Seen:
     def gpus(self):
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
-ray.init(num_cpus=6, num_gpus=4, include_dashboard=False, logging_level="error", _node_ip_address="127.0.0.1")
+ray.init("local", num_cpus=6, num_gpus=4, include_dashboard=False, logging_level="error", _node_ip_address="127.0.0.1")
 place = Bundle(("actor", "actor", "rollout"), 3.0, 2.0)
 with Cluster.open(SystemSection(weight_plane="memory"), [place, place]) as cluster:
     for role in ("actor",) * 4 + ("rollout",) * 2:
