@@ -113,7 +113,8 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
 
 def _switch(config: Mapping[str, Any]) -> int | None:
     """Of the rotary embedding, under its name in transformers 5 or the older one, for all layers or by their kinds."""
-    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    rope: Mapping[str, Any] = given if isinstance(given, dict) else {}  # transformers itself refuses what is none
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
     found = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")]
     name = "original_max_position_embeddings"
