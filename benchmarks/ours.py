@@ -16,9 +16,9 @@ import tunesmith.engines.local.engine as local_engine
 from benchmarks.protocol import Measure, Result, answer, peak_memory_mb
 from benchmarks.workload import FIRST_WORD, VOCABULARY, WORKLOADS, Workload
 from tunesmith.algorithms.objective import policy_objective
+from tunesmith.assembly import run_rl
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
-from tunesmith.build import run_rl
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.sizes import parse_size

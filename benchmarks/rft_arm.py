@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.protocol import peak_memory_mb
-from tunesmith.build.rft import run_rft
-from tunesmith.build.supervised import run_sft
+from tunesmith.assembly.rft import run_rft
+from tunesmith.assembly.supervised import run_sft
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.report import BEGIN, END, readme_results
 from benchmarks.run import machine
-from tunesmith.build.planes import read_offer
+from tunesmith.assembly.planes import read_offer
 from tunesmith.weights.base import Offer, Plane
 from tunesmith.weights.broadcast import BroadcastPlane
 from tunesmith.weights.files import FilePlane, shared_directory

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from engine_contract import CHECKS, Subject
 from tiny import save_model
-from tunesmith.build.planes import file_plane
+from tunesmith.assembly.planes import file_plane
 from tunesmith.engines.base import Member
 from tunesmith.engines.pool import EnginePool
 from tunesmith.models.causal_lm import CausalLM

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tiny_runs import write_lines
-from tunesmith import build
-from tunesmith.build.opening import RunResult
+from tunesmith import assembly
+from tunesmith.assembly.opening import RunResult
 from tunesmith.config.toml import toml_value
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.recipes.arithmetic import make_model
@@ -49,7 +49,7 @@ def taught(folder: Path, seed: int, head_dim: int = 16, steps: int = 600) -> Pat
         "run_dir": folder / "sft", "model.path": make_model(folder / "model", seed, 64, 2, head_dim=head_dim),
         "data.train": folder / "examples.jsonl", "train.seed": seed, "train.steps": steps,
     }  # fmt: skip
-    return build.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
+    return assembly.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
 
 
 def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, Any]) -> RunResult:
@@ -58,7 +58,7 @@ def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, A
     settings = {
         "run_dir": folder / run, "model.path": model, "data.train": tasks, "data.eval": tasks, "train.seed": seed,
     }  # fmt: skip
-    return build.run_rl(None, overrides(COMMON | RL | settings | changed))
+    return assembly.run_rl(None, overrides(COMMON | RL | settings | changed))
 
 
 def check_learned_as(local: RunResult, outcome: RunResult, *, staleness: int, same_start: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from test_learner import backend_of, learner_of
 from tiny import save_model
-from tunesmith.build.planes import file_plane, read_offer
+from tunesmith.assembly.planes import file_plane, read_offer
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import EngineError

@@ -9,9 +9,9 @@ import pytest
 
 import tiny
 from tiny_runs import rl_settings, write_lines
-from tunesmith import build
-from tunesmith.build.common import load_tokenizer
-from tunesmith.build.sampler import identity
+from tunesmith import assembly
+from tunesmith.assembly.common import load_tokenizer
+from tunesmith.assembly.sampler import identity
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
@@ -74,10 +74,10 @@ def test_a_run_takes_it_and_refuses_what_nothing_reads(tmp_path: Path, model: Pa
     def settings(run: str, **changed: Any) -> list[str]:
         return rl_settings(tmp_path, model, run, data__chat=None, train__steps=1, **changed)
 
-    outcome = build.run_rl(None, [*settings("run"), "data.chat_template_kwargs={shout=true}"])
+    outcome = assembly.run_rl(None, [*settings("run"), "data.chat_template_kwargs={shout=true}"])
     written = load_config(RLConfig, outcome.run_dir / "config.toml", [])
     assert written.data.chat_template_kwargs == {"shout": True}
     with pytest.raises(ConfigError, match=r"'shot'.*shout"):
-        build.run_rl(None, [*settings("typo"), "data.chat_template_kwargs={shot=true}"])
+        assembly.run_rl(None, [*settings("typo"), "data.chat_template_kwargs={shot=true}"])
     with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs has no effect"):
-        build.run_rl(None, [*settings("plain"), "data.chat=false", "data.chat_template_kwargs={shout=true}"])
+        assembly.run_rl(None, [*settings("plain"), "data.chat=false", "data.chat_template_kwargs={shout=true}"])

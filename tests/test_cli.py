@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from tunesmith.build.opening import RunResult
+from tunesmith.assembly.opening import RunResult
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.outcome import print_outcome
 from tunesmith.errors import ConfigError, RewardError, StorageError

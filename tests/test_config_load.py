@@ -17,8 +17,8 @@ from tunesmith.config.problems import key_lines, line_of
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.toml import toml_key, toml_value
-from tunesmith.environments.user_code import load_function
 from tunesmith.errors import ConfigError
+from tunesmith.usercode.loading import load_function
 
 RUN = """\
 [model]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tiny import save_model
 from tiny_rewards import save_reward_model
 from tiny_runs import rl_settings, sft_settings, tensors
-from tunesmith import build
+from tunesmith import assembly
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.cli.main import app
 from tunesmith.errors import CheckpointError, DivergedError, ModelError
@@ -36,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Pat
     """A run with checkpoints of steps 1 and 2, and its settings."""
     folder = tmp_path_factory.mktemp("finished")
     said = sft_settings(folder, model, train__steps=2, checkpoint__every=1, train__ema_decay=0.9)
-    return build.run_sft(None, said).run_dir, said
+    return assembly.run_sft(None, said).run_dir, said
 
 
 def flip(path: Path, place: int = -100) -> None:
@@ -80,9 +80,9 @@ def test_a_damaged_file_is_named_and_a_whole_checkpoint_offered(
     here = [word for word in said if not word.startswith("run_dir=")] + [f'run_dir="{run}"', "train.steps=3"]
     for resume in ("true", '"auto"', f'"{newest}"'):
         with pytest.raises(CheckpointError) as raised:
-            build.run_sft(None, [*here, f"checkpoint.resume={resume}"])
+            assembly.run_sft(None, [*here, f"checkpoint.resume={resume}"])
         assert named in str(raised.value) and str(run / "checkpoints/step-000001") in str(raised.value)
-    outcome = build.run_sft(None, [*here, f'checkpoint.resume="{run}/checkpoints/step-000001"'])
+    outcome = assembly.run_sft(None, [*here, f'checkpoint.resume="{run}/checkpoints/step-000001"'])
     assert outcome.checkpoint.parent.name == "step-000003"
 
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_of_an_earlier_version_has_no_checksums_and_is_told_so(
     (old / "manifest.json").unlink()
     assert not has_manifest(old)
     here = [word for word in said if not word.startswith("run_dir=")] + [f'run_dir="{tmp_path / "on"}"']
-    build.run_sft(None, [*here, f'checkpoint.resume="{old}"'])
+    assembly.run_sft(None, [*here, f'checkpoint.resume="{old}"'])
     assert "has no checksums" in capsys.readouterr().out
 
 
@@ -120,7 +120,7 @@ def test_without_checksums_damage_is_an_error_too(
     (old / name).write_bytes(content.encode("latin-1"))
     here = [word for word in said if not word.startswith("run_dir=")] + [f'run_dir="{tmp_path / "on"}"']
     with pytest.raises(CheckpointError, match=name):
-        build.run_sft(None, [*here, f'checkpoint.resume="{old}"'])
+        assembly.run_sft(None, [*here, f'checkpoint.resume="{old}"'])
 
 
 def changed(model: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], Any], **config: Any) -> Path:
@@ -163,14 +163,14 @@ def test_weights_that_are_rightly_missing_are_not(tmp_path: Path, model: Path) -
 
 
 def test_an_adapter_that_lacks_weights_is_refused(tmp_path: Path, model: Path) -> None:
-    first = build.run_sft(None, sft_settings(tmp_path, model, train__steps=1, lora__rank=2))
+    first = assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=1, lora__rank=2))
     weights = load_file(first.checkpoint / "adapter_model.safetensors")
     gone = sorted(weights)[0]
     del weights[gone]
     save_file(weights, first.checkpoint / "adapter_model.safetensors")
     again = sft_settings(tmp_path, model, "again", lora__path=str(first.checkpoint), train__steps=1)
     with pytest.raises(ModelError) as raised:
-        build.run_sft(None, again)
+        assembly.run_sft(None, again)
     assert gone in str(raised.value)
 
 
@@ -181,7 +181,7 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(
     """They come of the last step, after which nothing else would look at them."""
     monkeypatch.setattr("tunesmith.backends.optimizer.learning_rate", lambda step, **_: lr if step == 2 else 1e-3)
     with pytest.raises(DivergedError, match="is not finite") as raised:
-        build.run_sft(None, sft_settings(tmp_path, model, train__steps=3, checkpoint__every=1))
+        assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=3, checkpoint__every=1))
     assert raised.value.exit_code == 2
     saved = Checkpoints(tmp_path / "sft/checkpoints", 2)
     assert saved.steps() == [1, 2]
@@ -214,11 +214,11 @@ def test_rare_gradients_that_are_not_finite_are_skipped_and_others_end_the_run(
     poison(monkeypatch, steps)
     said = sft_settings(tmp_path, model, checkpoint__every=1, checkpoint__keep=9)
     if ends_at is None:
-        build.run_sft(None, said)
+        assembly.run_sft(None, said)
         assert capsys.readouterr().out.count("was skipped") == 3
         return
     with pytest.raises(DivergedError, match=f"optimizer step {ends_at}"):
-        build.run_sft(None, said)
+        assembly.run_sft(None, said)
     saved = Checkpoints(tmp_path / "sft/checkpoints", 9)
     assert saved.steps() == list(range(1, ends_at))
     assert all(t.isfinite().all() for step in saved.steps() for t in tensors(saved.path(step)).values())
@@ -226,13 +226,13 @@ def test_rare_gradients_that_are_not_finite_are_skipped_and_others_end_the_run(
 
 def test_a_model_without_its_optimizer_is_no_place_to_go_on_from(tmp_path: Path, model: Path) -> None:
     said = sft_settings(tmp_path, model, train__steps=2, checkpoint__every=1, checkpoint__model_only="last")
-    outcome = build.run_sft(None, said)
+    outcome = assembly.run_sft(None, said)
     first, last = (outcome.run_dir / f"checkpoints/step-00000{n}" for n in (1, 2))
     assert (first / "optimizer.safetensors").exists() and not (last / "optimizer.safetensors").exists()
     assert read_state(last)["finished"] and damages(last) == []
     with pytest.raises(CheckpointError, match="model_only"):
-        build.run_sft(None, [*said, "checkpoint.resume=true", "train.steps=3"])
-    build.run_sft(None, [*said, f'checkpoint.resume="{first}"', "checkpoint.model_only=true", "train.steps=3"])
+        assembly.run_sft(None, [*said, "checkpoint.resume=true", "train.steps=3"])
+    assembly.run_sft(None, [*said, f'checkpoint.resume="{first}"', "checkpoint.model_only=true", "train.steps=3"])
     assert not (outcome.run_dir / "checkpoints/step-000003/optimizer.safetensors").exists()
 
 
@@ -240,7 +240,7 @@ def test_a_run_s_directory_stands_for_its_newest_model(
     tmp_path: Path, finished: tuple[Path, list[str]], model: Path
 ) -> None:
     said = rl_settings(tmp_path, finished[0], train__steps=1)
-    outcome = build.run_rl(None, said)
+    outcome = assembly.run_rl(None, said)
     resolved = json.loads((outcome.run_dir / "resolved.json").read_text())["settings"]
     assert resolved["model.path"]["value"] == str(finished[0] / "checkpoints/step-000002/model")
     assert str(model) not in resolved["model.path"]["value"]
@@ -259,7 +259,7 @@ def test_deleted_files_of_a_running_run_are_told_and_begun_again(
             (tmp_path / "sft/metrics.jsonl").unlink()
 
     monkeypatch.setattr(Session, "finish_step", finish_step)
-    build.run_sft(None, sft_settings(tmp_path, model, train__steps=4))
+    assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=4))
     lines = [json.loads(line) for line in (tmp_path / "sft/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 4]
     assert "was deleted or replaced" in capsys.readouterr().out
@@ -270,5 +270,5 @@ def test_a_link_in_a_new_run_s_directory_is_not_followed(tmp_path: Path, model: 
     mine.write_text("kept")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/rollouts.jsonl").symlink_to(mine)
-    build.run_rl(None, rl_settings(tmp_path, model, train__steps=1))
+    assembly.run_rl(None, rl_settings(tmp_path, model, train__steps=1))
     assert mine.read_text() == "kept"

@@ -239,7 +239,7 @@ def test_a_place_is_free_when_its_process_is_no_more(line: str, how: str, monkey
 
 
 def test_a_run_on_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tunesmith.build.engines import make_engine
+    from tunesmith.assembly.engines import make_engine
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     wanted = config("system.engines=2")

@@ -20,7 +20,7 @@ from documents import DOCUMENTS, ROOT, Block, KeyRow, anchors, blocks, blocks_of
 from tiny_preferences import lines_of
 from tiny_rewards import save_reward_model
 from tiny_runs import write_lines
-from tunesmith.build.environments import check_run_rewards
+from tunesmith.assembly.environments import check_run_rewards
 from tunesmith.config.describe import describe_at
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import find_kind, load_config, parse_override
@@ -247,7 +247,7 @@ def test_documents_name_no_place_of_one_machine() -> None:
 
 
 def test_every_built_in_reward_has_its_row() -> None:
-    from tunesmith.environments.builtin_rewards import BUILTINS
+    from tunesmith.rewards.builtin import BUILTINS
 
     page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
     table = page.split("## Built-in rewards", 1)[1].split("\n\n", 2)[1]

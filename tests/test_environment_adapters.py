@@ -16,14 +16,14 @@ import tiny
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
 from test_tools import call, said
-from tunesmith.build.checking import check_run
-from tunesmith.build.environments import hand_instances
+from tunesmith.assembly.checking import check_run
+from tunesmith.assembly.environments import hand_instances
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RewardSection, RLConfig
 from tunesmith.environments.loading import EnvironmentSet
-from tunesmith.environments.rewards import RewardSet, load_rewards
 from tunesmith.errors import ConfigError
+from tunesmith.rewards.reward_set import RewardSet, load_rewards
 from tunesmith.types import Status
 
 TRL = '''

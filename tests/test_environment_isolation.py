@@ -129,7 +129,7 @@ class Draws:
 
     def step(self, action):
         metrics = {"numpy": numpy.random.rand(), "random": random.random(), "torch": float(torch.rand(()))}
-        from tunesmith.environments.multi_turn import Step
+        from tunesmith.environments.steps import Step
         return Step(reward=0.0, done=True, metrics=metrics)
 """
 

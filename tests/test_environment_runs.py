@@ -13,8 +13,8 @@ import tiny
 from data_tokenizers import byte_level, template
 from documents import ROOT, Block, blocks_of
 from tiny_runs import rl_settings, write_lines
-from tunesmith.build import run_rl
-from tunesmith.build.environments import load_run_tasks
+from tunesmith.assembly import run_rl
+from tunesmith.assembly.environments import load_run_tasks
 from tunesmith.config.schema import DataSection, EnvironmentSection
 from tunesmith.data.prepare import Prepared
 from tunesmith.engines.local.engine import LocalEngine

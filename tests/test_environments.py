@@ -190,7 +190,7 @@ def test_an_episode_ends_where_there_is_no_room_left(tokenizer: Any, tmp_path: P
 
 FAILING = """
 import asyncio, threading, time
-from tunesmith.environments.multi_turn import Step
+from tunesmith.environments.steps import Step
 
 class Failing:
     def __init__(self):

@@ -19,19 +19,19 @@ import tiny
 import tunesmith
 from tiny_rewards import direct_scores, save_reward_model
 from tiny_runs import REWARDS, sums, write_lines
-from tunesmith.build.generate import Generated, run_generate
+from tunesmith.assembly.generate import Generated, run_generate
 from tunesmith.config.schema import LoraSection
 from tunesmith.config.toml import toml_value
 from tunesmith.engines.fake import FakeEngine, numbers
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import ConfigError, DataError, RewardError, UserError
 from tunesmith.loop.collect import Collector
-from tunesmith.loop.generation import LineWriter, Unscored, answer, given_records, read_lines, repair
 from tunesmith.loop.seeds import derive_seed
-from tunesmith.loop.selection import MADE
 from tunesmith.loop.usage import seconds_of
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.offline.generation import LineWriter, Unscored, answer, given_records, read_lines, repair
+from tunesmith.offline.selection import MADE
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
 
@@ -199,7 +199,7 @@ def test_a_report_says_what_all_calls_took_also_of_one_that_failed(
 
     report = tmp_path / "out" / "report.json"
     with monkeypatch.context() as patched, pytest.raises(ConfigError):
-        patched.setattr("tunesmith.build.generate._outcome", fail)
+        patched.setattr("tunesmith.assembly.generate._outcome", fail)
         generate(tmp_path, model)
     first = json.loads(report.read_text())
     assert list(first) == ["usage"] and first["usage"]["seconds/sampling"] > 0

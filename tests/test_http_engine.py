@@ -19,7 +19,7 @@ from engine_contract import CHECKS, FREE, PROMPT, Subject
 from http_engine_servers import Sglang, Tgi, serving
 from http_servers import unused_url
 from tiny import save_model
-from tunesmith.build.http_engines import make_served, weight_files
+from tunesmith.assembly.http_engines import make_served, weight_files
 from tunesmith.engines.http.sglang import SglangEngine
 from tunesmith.engines.http.tgi import TgiEngine
 from tunesmith.errors import EngineError, EngineLostError, UserError

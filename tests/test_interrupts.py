@@ -15,7 +15,7 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, sums, untimed, write_lines
-from tunesmith import build
+from tunesmith import assembly
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.errors import ConfigError
 from tunesmith.loop.checkpoint import Checkpoints, read_state
@@ -220,7 +220,7 @@ def test_a_run_that_a_signal_ends_keeps_its_last_whole_step(
     folder: Path, model: Path, place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     what, kind, owner, name, number, after, kept = place
-    run, cut = build.run_sft if kind == "sft" else build.run_rl, folder / f"cut {what}"
+    run, cut = assembly.run_sft if kind == "sft" else assembly.run_rl, folder / f"cut {what}"
     said = settings(folder, model, cut.name, kind)
     with monkeypatch.context() as patched, pytest.raises(Interrupted) as raised:
         at_call(patched, owner, name, number, after)
@@ -248,27 +248,27 @@ def test_a_step_that_does_not_end_in_time_is_lost_and_the_checkpoint_before_stay
     with monkeypatch.context() as patched, pytest.raises(Interrupted):
         patched.setattr(interrupts, "GRACE", -1.0)
         at_call(patched, TorchBackend, "step", 6, after=True)
-        build.run_rl(None, said)
+        assembly.run_rl(None, said)
     assert Checkpoints(tmp_path / "cut/checkpoints", 2).steps() == [1]
     assert "half done" in capsys.readouterr().out
 
 
 def test_a_checkpoint_is_due_by_time_and_by_passes_over_the_data(tmp_path: Path, model: Path) -> None:
-    outcome = build.run_sft(
+    outcome = assembly.run_sft(
         None, sft_settings(tmp_path, model, train__steps=7, checkpoint__every="epoch", checkpoint__keep=9)
     )
     assert Checkpoints(outcome.run_dir / "checkpoints", 9).steps() == [3, 6, 7]  # 24 lines, 8 to a step
     timed = sft_settings(tmp_path, model, "timed", checkpoint__minutes=1e-9, checkpoint__keep=9)
-    outcome = build.run_sft(None, timed)
+    outcome = assembly.run_sft(None, timed)
     assert Checkpoints(outcome.run_dir / "checkpoints", 9).steps() == [1, 2, 3, 4, 5, 6]
 
 
 def test_auto_needs_a_directory_and_begins_where_there_is_nothing_to_continue(tmp_path: Path, model: Path) -> None:
     said = [*sft_settings(tmp_path, model, train__steps=1), "checkpoint.resume=auto"]
-    assert build.run_sft(None, said).checkpoint.parent.name == "step-000001"
-    assert build.run_sft(None, [*said, "train.steps=2"]).checkpoint.parent.name == "step-000002"
+    assert assembly.run_sft(None, said).checkpoint.parent.name == "step-000001"
+    assert assembly.run_sft(None, [*said, "train.steps=2"]).checkpoint.parent.name == "step-000002"
     with pytest.raises(ConfigError, match="run_dir"):
-        build.run_sft(None, [word for word in said if not word.startswith("run_dir")])
+        assembly.run_sft(None, [word for word in said if not word.startswith("run_dir")])
 
 
 def test_a_process_that_goes_on_after_a_command_is_not_ended() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tiny import CHATML, save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, tensors, untimed
-from tunesmith import build
+from tunesmith import assembly
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.objective import sft_objective
 from tunesmith.backends.optimizer import AdamWSettings
@@ -189,7 +189,7 @@ def test_saved_loaded_and_merged_it_is_the_same_model(base: Path, tmp_path: Path
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     size = plain.num_parameters()
     torch.testing.assert_close(hugging_face(PeftModel.from_pretrained(plain, tmp_path / "adapter")), ours)
-    assert build.run_merge(tmp_path / "adapter", tmp_path / "merged") == str(base)
+    assert assembly.run_merge(tmp_path / "adapter", tmp_path / "merged") == str(base)
     merged = CausalLM.load(tmp_path / "merged")
     assert merged.module.num_parameters() == size
     found = TorchBackend(merged, AdamWSettings(), CausalLM.predict).score(forest()).logprobs
@@ -222,14 +222,14 @@ def test_a_reward_model_trains_its_head_beside_the_adapter(base: Path, tmp_path:
     losses = [backend.forward_backward(sequences, objective)["loss"] for _ in range(20) if backend.step(0.005)]
     assert losses[-1] < losses[0] / 2
     model.save(tmp_path / "adapter")
-    build.run_merge(tmp_path / "adapter", tmp_path / "merged")
+    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
     with torch.no_grad():
         merged = ScoreModel.load(tmp_path / "merged").scores(sequences)
         torch.testing.assert_close(merged, model.scores(sequences), rtol=0, atol=1e-5)
 
 
-def run(settings: list[str], kind: str = "rl") -> build.RunResult:
-    return getattr(build, f"run_{kind}")(None, settings)
+def run(settings: list[str], kind: str = "rl") -> assembly.RunResult:
+    return getattr(assembly, f"run_{kind}")(None, settings)
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft"])
@@ -305,12 +305,12 @@ def test_paths_that_hold_something_else_are_told(tmp_path: Path, base: Path) -> 
     with pytest.raises(ConfigError, match=r"lora\.rank has no effect with lora\.path"):
         run(sft_settings(tmp_path, base, lora__path=str(tmp_path / "adapter"), lora__rank=8), "sft")
     with pytest.raises(StorageError, match="exists already"):
-        build.run_merge(tmp_path / "adapter", base)
+        assembly.run_merge(tmp_path / "adapter", base)
     with pytest.raises(ModelError, match="there is no adapter_config"):
-        build.run_merge(base, tmp_path / "merged")
+        assembly.run_merge(base, tmp_path / "merged")
     other = save_model(tmp_path / "other", hidden_size=16)
     with pytest.raises(ModelError, match="does not fit"):
-        build.run_merge(tmp_path / "adapter", tmp_path / "merged", base=str(other))
+        assembly.run_merge(tmp_path / "adapter", tmp_path / "merged", base=str(other))
     with pytest.raises(ModelError, match="CAUSAL_LM"):
         adapters.attach(ScoreModel.load(base), LoraSection(), path=tmp_path / "adapter")
 
@@ -331,7 +331,7 @@ def test_a_saved_adapter_with_more_than_low_rank_matrices_is_refused(
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ModelError, match=rf"\({named}\); .*tunesmith merge"):
         adapters.attach(CausalLM.load(base), LoraSection(), path=tmp_path / "adapter")
-    build.run_merge(tmp_path / "adapter", tmp_path / "merged")
+    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_quantising_without_bitsandbytes_is_refused_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +364,6 @@ def test_an_adapter_on_a_quantised_base(tmp_path: Path, quantize: Any) -> None:
     torch.testing.assert_close(torch.cat([a for a in alone if a is not None]), before, rtol=0, atol=1e-4)
     assert (logprobs(backend) - before).abs().max() > 0.1
     model.save(tmp_path / "adapter")
-    build.run_merge(tmp_path / "adapter", tmp_path / "merged")
+    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
     merged = TorchBackend(CausalLM.load(tmp_path / "merged"), AdamWSettings(), CausalLM.predict)
     torch.testing.assert_close(logprobs(merged), logprobs(backend), rtol=0, atol=0.2)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hardware_table import FLOAT32, GPUS, MODELS, TOKENS, WAYS, fits, needed
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings
-from tunesmith import build
+from tunesmith import assembly
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
 from tunesmith.cli.main import app
 from tunesmith.config.distillation import DistillConfig
@@ -270,8 +270,8 @@ def test_the_formula_counts_as_the_weights_do(family: str, options: dict[str, An
 def test_every_step_says_what_memory_it_took_and_how_fast_it_was(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     runs = (
-        build.run_sft(None, sft_settings(tmp_path, model, train__steps=1)),
-        build.run_rl(None, rl_settings(tmp_path, model, train__steps=1)),
+        assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=1)),
+        assembly.run_rl(None, rl_settings(tmp_path, model, train__steps=1)),
     )
     sft, rl = (read_metrics(run.run_dir / "metrics.jsonl")[0] for run in runs)
     for line, count in ((sft, sft["samples"]), (rl, rl["rollouts"])):

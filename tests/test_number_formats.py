@@ -15,7 +15,7 @@ import torch
 import tiny
 from test_config_resolve import CPU, facts
 from tiny_runs import write_lines
-from tunesmith.build.generate import run_generate
+from tunesmith.assembly.generate import run_generate
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tiny import save_model
 from tiny_runs import rl_settings
-from tunesmith import build
+from tunesmith import assembly
 from tunesmith.algorithms.advantages import ESTIMATORS, AdvantageParams
 from tunesmith.algorithms.corrections import CORRECTIONS
 from tunesmith.algorithms.losses import POLICY_LOSSES, LossParams
@@ -189,7 +189,7 @@ def test_every_preset_runs_from_end_to_end(tmp_path: Path, model: Path, name: st
         tmp_path, model, algorithm__name=name, train__steps=2, reward__functions=rewards, reward__weights=[1.0, 0.5],
         train__batch_size=8, train__lr=1e-2,
     )  # fmt: skip
-    outcome = build.run_rl(None, settings)
+    outcome = assembly.run_rl(None, settings)
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(

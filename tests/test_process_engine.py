@@ -24,8 +24,8 @@ from engine_contract import FREE, Subject
 from pool_bench import LAST, PoolBench, each_check
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
-from tunesmith.build import engine_worker
-from tunesmith.build.planes import file_plane, published
+from tunesmith.assembly import engine_worker
+from tunesmith.assembly.planes import file_plane, published
 from tunesmith.config.schema import LoraSection
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.pool import EnginePool
@@ -38,7 +38,7 @@ from tunesmith.weights.base import Offer, Plane
 from tunesmith.weights.broadcast import BroadcastPlane
 from tunesmith.weights.files import MEMORY
 
-COMMAND = [sys.executable, "-m", "tunesmith.build.engine_worker", str(os.getpid())]
+COMMAND = [sys.executable, "-m", "tunesmith.assembly.engine_worker", str(os.getpid())]
 
 
 class Bench(PoolBench):
@@ -220,7 +220,7 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
 
     Up to rounding, because what is decoded together depends on when it arrives.
     """
-    from tunesmith import build
+    from tunesmith import assembly
 
     model = save_model(tmp_path / "model")
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
@@ -228,8 +228,8 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
         "train__steps": 3, "train__ema_decay": 0.5, "eval__use_ema": True, "eval__every": 1,
         "data__eval": str(held_out),
     }  # fmt: skip
-    inside = build.run_rl(None, rl_settings(tmp_path, model, "inside", **changed))
-    apart = build.run_rl(None, rl_settings(tmp_path, model, "apart", system__engine_process=True, **changed))
+    inside = assembly.run_rl(None, rl_settings(tmp_path, model, "inside", **changed))
+    apart = assembly.run_rl(None, rl_settings(tmp_path, model, "apart", system__engine_process=True, **changed))
     weights = [load_file(outcome.checkpoint / "model.safetensors") for outcome in (inside, apart)]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-3, atol=1e-5)
@@ -250,12 +250,12 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
     ],
 )
 def test_engines_that_cannot_be_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
-    from tunesmith import build
+    from tunesmith import assembly
 
     if "not installed" in words and find_spec("vllm"):
         pytest.skip("vLLM is installed here")
     with pytest.raises(ConfigError, match=words):
-        build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
+        assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
 
 
 def test_weights_of_a_killed_trainer_do_not_stay_in_memory(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from tiny import save_model
 from tiny_runs import rl_settings
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.objective import policy_objective
+from tunesmith.assembly.cluster import remote_trainer
+from tunesmith.assembly.common import load_model, load_tokenizer
+from tunesmith.assembly.engine_worker import make_engine_worker
+from tunesmith.assembly.policy import policy_backend
 from tunesmith.backends.base import TrainBackend
-from tunesmith.build.cluster import remote_trainer
-from tunesmith.build.common import load_model, load_tokenizer
-from tunesmith.build.engine_worker import make_engine_worker
-from tunesmith.build.policy import policy_backend
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.system import SystemSection

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tunesmith.config.schema import RewardSection
-from tunesmith.environments.killable import KillablePool, Program, WorkerError
-from tunesmith.environments.rewards import RewardSet, load_rewards
 from tunesmith.errors import DataError, DeadlineExceeded
+from tunesmith.rewards.reward_set import RewardSet, load_rewards
 from tunesmith.types import Rollout, Status, Task
+from tunesmith.usercode.killable import KillablePool, Program, WorkerError
 
 
 def judge(rewards: RewardSet, pairs: Sequence[tuple[Any, str]], prompt: Any = "q") -> list[Rollout]:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tunesmith.config.schema import RewardSection
-from tunesmith.environments.killable import Program, Workers
-from tunesmith.environments.rewards import RewardSet, load_rewards
-from tunesmith.environments.trainer_state import TrainerState
 from tunesmith.errors import ConfigError
+from tunesmith.rewards.reward_set import RewardSet, load_rewards
+from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import Completion, Rollout, Status, Task
+from tunesmith.usercode.killable import Program, Workers
 
 CODE = r"""
 import asyncio, os, re, signal, sys, time

@@ -23,12 +23,12 @@ from documents import ROOT, blocks_of
 from tunesmith.algorithms.advantages import AdvantageParams, compute_advantages, outcomes
 from tunesmith.algorithms.filtering import filter_groups
 from tunesmith.config.schema import RewardSection
-from tunesmith.environments import user_calls
-from tunesmith.environments.reward_types import RewardFunction, required_columns
-from tunesmith.environments.rewards import RewardSet, check_failed, check_rewards, reward_metrics, user_reward
-from tunesmith.environments.trainer_state import TrainerState
 from tunesmith.errors import ConfigError, DataError, RewardError
+from tunesmith.rewards.base import RewardFunction, required_columns
+from tunesmith.rewards.reward_set import RewardSet, check_failed, check_rewards, reward_metrics, user_reward
+from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import Completion, Message, Rollout, RolloutGroup, Status, Task
+from tunesmith.usercode import calls as user_calls
 
 
 def rollout(task: str = "t", prompt: str | list[Message] = "q", ids: Sequence[int] = (7, 2), **columns: Any) -> Rollout:
@@ -444,7 +444,7 @@ def test_the_process_ends_although_a_reward_hangs(tmp_path: Path) -> None:
         import asyncio
         from pathlib import Path
         from tunesmith.config.schema import RewardSection
-        from tunesmith.environments.rewards import load_rewards
+        from tunesmith.rewards.reward_set import load_rewards
         from tunesmith.types import Rollout, Task
         rewards = load_rewards(RewardSection(functions=("rewards.py:f",), timeout=0.1, isolation="thread"), Path("."))
         one = Rollout(Task("t", "q", ()))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import tiny
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sums, tensors, untimed, write_lines
-from tunesmith import build
+from tunesmith import assembly
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.objective import actor_critic_objective, policy_objective, value_objective
 from tunesmith.algorithms.presets import resolve_algorithm
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rl(folder: Path, model: Path, run: str = "run", *more: str, **changed: Any) -> tuple[Path, list[dict[str, Any]]]:
-    outcome = build.run_rl(None, [*rl_settings(folder, model, run, **changed), *more])
+    outcome = assembly.run_rl(None, [*rl_settings(folder, model, run, **changed), *more])
     return outcome.checkpoint.parent, read_metrics(outcome.run_dir / "metrics.jsonl")
 
 

@@ -15,9 +15,9 @@ from tunesmith.config.resolved import changes, print_resolved, save_resolved
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.loop.checkpoint import Checkpoints
-from tunesmith.loop.generation import claim
 from tunesmith.monitor.metrics import JsonLines
 from tunesmith.monitor.run_dir import how_to_continue, shown_command
+from tunesmith.offline.generation import claim
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.errors import ConfigError
-from tunesmith.loop.rft import Round, select_answers
-from tunesmith.loop.selection import (
+from tunesmith.offline.rft import Round, select_answers
+from tunesmith.offline.selection import (
     Choice,
     accuracy,
     correct_answers,

@@ -25,16 +25,16 @@ from typer.testing import CliRunner
 from documents import ROOT
 from http_servers import running
 from tiny_rewards import direct_scores, save_reward_model
-from tunesmith.build.serve_reward import ServeOptions, read_token, serve_reward
+from tunesmith.assembly.serve_reward import ServeOptions, read_token, serve_reward
 from tunesmith.cli.main import app
 from tunesmith.config.schema import ModelReward, RemoteReward
-from tunesmith.environments.http_limits import Gate, Limits, is_loopback
-from tunesmith.environments.remote_reward import remote_reward
-from tunesmith.environments.reward_server import RewardService, make_app
-from tunesmith.environments.reward_types import RewardFunction, required_columns
-from tunesmith.environments.rewards import RewardSet
 from tunesmith.errors import ConfigError
-from tunesmith.models.reward_model import RewardModel, model_reward
+from tunesmith.rewards.base import RewardFunction, required_columns
+from tunesmith.rewards.http_limits import Gate, Limits, is_loopback
+from tunesmith.rewards.model import RewardModel, model_reward
+from tunesmith.rewards.remote import remote_reward
+from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.rewards.server import RewardService, make_app
 from tunesmith.types import Completion, Message, Rollout, Status, Task
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tiny import save_model
 from tiny_runs import rl_settings
-from tunesmith.build import run_rl
+from tunesmith.assembly import run_rl
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import EngineStats

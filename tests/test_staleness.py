@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
-from tunesmith import build
+from tunesmith import assembly
 from tunesmith.engines.fake import FakeEngine
 from tunesmith.environments.base import Generate
 from tunesmith.errors import ConfigError
@@ -242,7 +242,7 @@ def test_runs_that_play_ahead(name: str, tmp_path: Path) -> None:
     """All steps are taken with full batches, no token is too old, and the correction is on."""
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
     settings = RUNS[name] | {"train__steps": 5, "data__eval": str(held_out), "eval__every": 2}
-    outcome = build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **settings))
+    outcome = assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **settings))
     lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "optimizer_steps" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     oldest = [line["staleness/max"] for line in lines]
@@ -263,26 +263,26 @@ def test_runs_that_play_ahead(name: str, tmp_path: Path) -> None:
 )
 def test_settings_that_would_do_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
+        assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
 
 
 def test_a_run_is_adjusted_while_it_goes_on(tmp_path: Path) -> None:
     reward = """
-import pathlib, tunesmith.build as build
+import pathlib, tunesmith.assembly as build
 def share(completions, trainer_state, **columns):
     if trainer_state.global_step == 2:
-        build.run_adjust(pathlib.Path(__file__).parent / "run", ["rollout.queue_size=1", "system.engines=2"])
+        assembly.run_adjust(pathlib.Path(__file__).parent / "run", ["rollout.queue_size=1", "system.engines=2"])
     return [float(len(text) % 3) for text in completions]
 """
     changed = {"system__engine_process": True, "rollout__max_staleness": 2, "train__steps": 9}
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), **changed)
     (tmp_path / "rewards.py").write_text(reward)
-    outcome = build.run_rl(None, settings)
+    outcome = assembly.run_rl(None, settings)
     lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "optimizer_steps" in line]
     assert "idle/engine/1" in lines[-1] and "idle/engine/1" not in lines[1]
     assert lines[-1]["queue/max"] <= 4 < max(line["queue/max"] for line in lines)
     with pytest.raises(ConfigError, match="no process works on the run"):
-        build.run_adjust(outcome.run_dir, ["rollout.queue_size=1"])
+        assembly.run_adjust(outcome.run_dir, ["rollout.queue_size=1"])
 
 
 @pytest.mark.parametrize(
@@ -296,19 +296,19 @@ def share(completions, trainer_state, **columns):
     ],
 )
 def test_what_cannot_be_adjusted_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
-    outcome = build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), train__steps=1))
+    outcome = assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), train__steps=1))
     with pytest.raises(ConfigError, match=words):
-        build.run_adjust(outcome.run_dir, overrides)
+        assembly.run_adjust(outcome.run_dir, overrides)
     with pytest.raises(ConfigError, match="no directory of a run"):
-        build.run_adjust(tmp_path, overrides)
+        assembly.run_adjust(tmp_path, overrides)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["inside", "apart"])
 def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path, apart: bool) -> None:
     """The engine's memory is given back before every training step; the curve is the same."""
     model, changed = save_model(tmp_path / "model"), {"system__engine_process": apart}
-    plain = build.run_rl(None, rl_settings(tmp_path, model, "plain", **changed))
-    turns = build.run_rl(None, rl_settings(tmp_path, model, "turns", system__hybrid=True, **changed))
+    plain = assembly.run_rl(None, rl_settings(tmp_path, model, "plain", **changed))
+    turns = assembly.run_rl(None, rl_settings(tmp_path, model, "turns", system__hybrid=True, **changed))
     losses = [
         [line["loss"] for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
         for outcome in (plain, turns)
@@ -319,7 +319,7 @@ def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path, apart: bool) -
 def test_turns_and_working_at_once_exclude_each_other(tmp_path: Path) -> None:
     changed = {"system__engine_process": True, "rollout__max_staleness": 1, "system__hybrid": True}
     with pytest.raises(ConfigError, match="leave one of the two out"):
-        build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
+        assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
 
 
 AGENT = """
@@ -338,7 +338,7 @@ def test_an_evaluation_has_turns_of_its_own(tmp_path: Path, partial: bool) -> No
         "environment__path": str(tmp_path / "agent.py") + ":answer", "environment__concurrency": 1, "data__chat": True,
         "data__eval": str(held_out), "eval__every": 1, "train__steps": 3,
     }  # fmt: skip
-    outcome = build.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
+    outcome = assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
     assert len(outcome.evaluations) == 4
 
 
@@ -346,7 +346,7 @@ def test_a_short_epoch_makes_no_short_batches(tmp_path: Path) -> None:
     """As many tasks as a step takes: every step is full, and nothing is older than it may be."""
     changed = {"rollout__prompts_per_step": 12, "rollout__group_size": 2, "train__steps": 6, "monitor__samples": 99}
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), **RUNS["one behind"], **changed)
-    run = build.run_rl(None, settings).run_dir
+    run = assembly.run_rl(None, settings).run_dir
     assert max(line["staleness/max"] for line in read_metrics(run / "metrics.jsonl")) <= 1
     steps = Counter(json.loads(line)["step"] for line in (run / "rollouts.jsonl").read_text().splitlines())
     assert steps == dict.fromkeys(range(1, 7), 12 * 2)

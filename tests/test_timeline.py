@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.environments.user_calls import EpisodeCode
 from tunesmith.monitor.timeline import REWARD, TRAINER, Span, Timeline, covered, mean_level
 from tunesmith.monitor.trace import rows
 from tunesmith.monitor.watchdog import Watchdog, threads_at
+from tunesmith.usercode.calls import EpisodeCode
 
 
 class Hand:

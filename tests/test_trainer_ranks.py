@@ -31,11 +31,11 @@ from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
 from tunesmith.data.forest import Forest, Predictions, build_forest
 from tunesmith.data.packing import CostModel, num_forest_tokens, pack
+from tunesmith.distributed.process_group import open_store
 from tunesmith.errors import DeviceMemoryError, ModelError, TrainerLostError
 from tunesmith.loop.learner import Learner
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.process_group import open_store
 from tunesmith.types import Sample
 
 HERE = "127.0.0.1"

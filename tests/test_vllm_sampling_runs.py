@@ -11,9 +11,9 @@ import pytest
 
 import tiny
 from tiny_runs import sums, write_lines
-from tunesmith.build import sampler
-from tunesmith.build.generate import run_generate
-from tunesmith.build.rft import run_rft
+from tunesmith.assembly import sampler
+from tunesmith.assembly.generate import run_generate
+from tunesmith.assembly.rft import run_rft
 from tunesmith.engines.fake import FakeEngine
 from tunesmith.engines.vllm.start import VllmSettings
 

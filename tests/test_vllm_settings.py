@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tunesmith.build.engines import engine_settings
+from tunesmith.assembly.engines import engine_settings
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import config_text, settings

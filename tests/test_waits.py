@@ -14,14 +14,14 @@ import pytest
 
 import tiny
 from tiny_runs import sums, write_lines
-from tunesmith.build import engines
-from tunesmith.build.generate import run_generate
-from tunesmith.build.planes import NoPlane
+from tunesmith.assembly import engines
+from tunesmith.assembly.generate import run_generate
+from tunesmith.assembly.planes import NoPlane
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
-from tunesmith.environments.user_code import load_function
 from tunesmith.monitor import waits
 from tunesmith.monitor.waits import long_wait
+from tunesmith.usercode.loading import load_function
 
 
 def test_lines_come_while_it_takes_long_and_none_afterwards() -> None:

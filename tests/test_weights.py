@@ -19,14 +19,14 @@ from torch import Tensor
 
 from tiny import save_model
 from tiny_runs import sums, write_lines
-from tunesmith.build.planes import published, read_offer
+from tunesmith.assembly.planes import published, read_offer
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig
+from tunesmith.distributed.flat_weights import checksum, flatten
+from tunesmith.distributed.process_group import open_store
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.flat_weights import checksum, flatten
-from tunesmith.models.process_group import open_store
 from tunesmith.plan.checks import check
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.broadcast import LOOPBACK, BroadcastPlane

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tiny_runs import write_lines
-from tunesmith import build
+from tunesmith import assembly
 
-RUNS: dict[str, Callable[[Path | None, Sequence[str]], build.RunResult]] = {
-    "rm": build.run_rm,
-    "dpo": build.run_dpo,
-    "kto": build.run_kto,
-    "prm": build.run_prm,
+RUNS: dict[str, Callable[[Path | None, Sequence[str]], assembly.RunResult]] = {
+    "rm": assembly.run_rm,
+    "dpo": assembly.run_dpo,
+    "kto": assembly.run_kto,
+    "prm": assembly.run_prm,
 }
 
 

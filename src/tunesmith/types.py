@@ -10,8 +10,22 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
+from tunesmith.errors import EpisodeError
+
 Message = dict[str, Any]
 """A chat message: at least ``role`` and ``content``."""
+
+
+def text_of_content(content: Any) -> str:
+    """The text of a message's ``content``: text, nothing, or a list of text parts; else an EpisodeError."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
+        return "".join(p["text"] for p in content)
+    raise EpisodeError(f"a message's content is {type(content).__name__}; only text can be trained")
+
 
 Prompt = str | list[Message]
 """Text, or a conversation, in the shape that it has in the data. What the policy sees is ``prompt_ids``."""

@@ -9,7 +9,7 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings
-from tunesmith import build
+from tunesmith import assembly
 from tunesmith.monitor.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A student, and a teacher of its size that has learned to double numbers."""
     folder = tmp_path_factory.mktemp("models")
     student = save_model(folder / "student")
-    return student, build.run_sft(None, sft_settings(folder, student, train__steps=150)).checkpoint
+    return student, assembly.run_sft(None, sft_settings(folder, student, train__steps=150)).checkpoint
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -38,6 +38,6 @@ def test_the_divergence_from_the_teacher_falls(
         made = sft_settings(tmp_path, models[0], **settings, distill__alpha=1.0)
     else:
         made = rl_settings(tmp_path, models[0], **settings, reward__functions=None, rollout__group_size=16)
-    outcome = build.run_distill(None, made)
+    outcome = assembly.run_distill(None, made)
     found = [line["teacher_kl"] for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "teacher_kl" in line]
     assert sum(found[-5:]) / 5 < share * found[0]

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from sums import check_learned_as, learned, taught
-from tunesmith.build.opening import RunResult
+from tunesmith.assembly.opening import RunResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ import pytest
 from tiny import save_model
 from tiny_preferences import RUNS, lines_of, preference_settings
 from tiny_runs import sft_settings, write_lines
-from tunesmith import build
+from tunesmith import assembly
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -40,7 +40,7 @@ def test_sft_loss_falls(tmp_path: Path, seed: int) -> None:
         tmp_path, model, data__train=str(data), data__eval=str(held_out), train__batch_size=32, train__steps=60,
         train__lr=5e-3, train__seed=seed,
     )  # fmt: skip
-    losses = [row["eval/loss"] for row in build.run_sft(None, settings).evaluations]
+    losses = [row["eval/loss"] for row in assembly.run_sft(None, settings).evaluations]
     assert losses[0] == pytest.approx(5.7, abs=0.3) and losses[-1] < 1.6
 
 

@@ -12,12 +12,12 @@ from http_servers import running
 from tiny import save_model
 from tiny_rewards import save_reward_model
 from tiny_runs import rl_settings
-from tunesmith import build
+from tunesmith import assembly
 from tunesmith.config.schema import ModelReward
-from tunesmith.environments.reward_server import RewardService, make_app
-from tunesmith.environments.rewards import RewardSet
-from tunesmith.models.reward_model import RewardModel, model_reward
 from tunesmith.monitor.metrics import read_metrics
+from tunesmith.rewards.model import RewardModel, model_reward
+from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.rewards.server import RewardService, make_app
 
 pytestmark = pytest.mark.slow
 
@@ -32,14 +32,14 @@ def test_the_reward_rises_by_more_than_half_of_its_spread(tmp_path: Path, seed: 
         rollout__group_size=8,
     )  # fmt: skip
     if not remote:
-        outcome = build.run_rl(None, [*settings, f'reward.models=[{{path = "{path}", name = "judge"}}]'])
+        outcome = assembly.run_rl(None, [*settings, f'reward.models=[{{path = "{path}", name = "judge"}}]'])
     else:
         entry = ModelReward(path=str(path))
         model = RewardModel.load(entry, dtype=torch.float32, device="cpu", max_tokens=2048, chat=False)
         rewards = RewardSet({"rm": 1.0}, 30.0)
         rewards.add(model_reward("rm", model, exact=False, in_thread=True))
         with running(make_app(RewardService(rewards, 0.002), 2**20)) as url:
-            outcome = build.run_rl(None, [*settings, f'reward.remote=[{{urls = ["{url}/reward"], name = "judge"}}]'])
+            outcome = assembly.run_rl(None, [*settings, f'reward.remote=[{{urls = ["{url}/reward"], name = "judge"}}]'])
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     means = [line["reward/judge/mean"] for line in lines]
     assert fmean(means[-5:]) > means[0] + 0.5 * lines[0]["reward/judge/std"]

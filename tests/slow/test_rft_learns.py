@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import tiny
 from documents import ROOT
 from tiny_runs import sums, write_lines
-from tunesmith.build.rft import run_rft
-from tunesmith.build.supervised import run_sft
+from tunesmith.assembly.rft import run_rft
+from tunesmith.assembly.supervised import run_sft
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tiny_runs import write_lines
-from tunesmith import build
+from tunesmith import assembly
 from tunesmith.config.toml import toml_value
 from tunesmith.recipes.arithmetic import make_model
 
@@ -52,7 +52,7 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     settings = {
         "run_dir": folder / "sft", "model.path": model, "data.train": folder / "train.jsonl", "train.seed": seed
     }  # fmt: skip
-    return build.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint, seed
+    return assembly.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint, seed
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:
@@ -67,6 +67,6 @@ def test_the_held_out_reward_rises(start: tuple[Path, int], kind: str, tmp_path:
         "run_dir": tmp_path / "rl", "model.path": model, "data.train": folder / "train.jsonl", "train.seed": seed,
         "data.eval": folder / "held_out.jsonl", "reward.functions": [f"{folder / 'rewards.py'}:right"],
     }  # fmt: skip
-    outcome = build.run_rl(None, overrides(COMMON | RL | KINDS[kind] | settings))
+    outcome = assembly.run_rl(None, overrides(COMMON | RL | KINDS[kind] | settings))
     before, after = (outcome.evaluations[place]["eval/reward"] for place in (0, -1))
     assert before < 0.7 and after > 0.85

@@ -28,9 +28,9 @@ from aiohttp import web
 
 from http_servers import answering
 from tunesmith.config.schema import RemoteReward
-from tunesmith.environments import remote_reward as module
-from tunesmith.environments.remote_reward import remote_reward
-from tunesmith.environments.rewards import RewardSet
+from tunesmith.rewards import remote as module
+from tunesmith.rewards.remote import remote_reward
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Completion, Rollout, Status, Task
 
 SEED = int(os.environ.get("TRIES_SEED", "0"))

@@ -97,9 +97,9 @@ def wait(process: int, seconds: float = 120.0) -> int:
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     import torch
 
-    import tunesmith.build.engine_worker
-    import tunesmith.build.rl
-    import tunesmith.build.supervised_parts
+    import tunesmith.assembly.engine_worker
+    import tunesmith.assembly.rl
+    import tunesmith.assembly.supervised_parts
     import tunesmith.loop.rl  # noqa: F401  (imported before the copies are made)
 
     torch.set_num_threads(1)

@@ -15,8 +15,8 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import sft_settings
-from tunesmith.build import run_sft
-from tunesmith.build.checking import check_run
+from tunesmith.assembly import run_sft
+from tunesmith.assembly.checking import check_run
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig
 from tunesmith.errors import TunesmithError

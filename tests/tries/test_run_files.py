@@ -22,8 +22,8 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import REWARDS, sums, write_lines
-from tunesmith.build import generate, rft, rl, supervised
-from tunesmith.build.checking import check_run
+from tunesmith.assembly import generate, rft, rl, supervised
+from tunesmith.assembly.checking import check_run
 from tunesmith.config.describe import choices_at, describe_at
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.generation import GenerateConfig, RFTConfig

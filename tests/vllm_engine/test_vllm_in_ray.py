@@ -9,7 +9,7 @@ import pytest
 
 from engine_contract import Subject
 from pool_bench import LAST, PoolBench, each_check
-from tunesmith.build.engine_worker import make_engine_worker
+from tunesmith.assembly.engine_worker import make_engine_worker
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import EngineLostError
 from tunesmith.plan.cluster import Bundle

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sums import check_learned_as, learned, taught
-from tunesmith.build.opening import RunResult
+from tunesmith.assembly.opening import RunResult
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 

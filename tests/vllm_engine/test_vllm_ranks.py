@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 class Bench(PoolBench):
     async def start(self) -> ProcessEngine:
         return await ProcessEngine.start(
-            [sys.executable, "-m", "tunesmith.build.engine_worker", str(os.getpid())], self.settings
+            [sys.executable, "-m", "tunesmith.assembly.engine_worker", str(os.getpid())], self.settings
         )
 
 

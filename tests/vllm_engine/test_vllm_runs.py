@@ -9,7 +9,7 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import rl_settings, write_lines
-from tunesmith import build
+from tunesmith import assembly
 from tunesmith.monitor.metrics import read_metrics
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps(folder: Path, model: Path, name: str, **changed: Any) -> list[dict[str, Any]]:
     """The metrics of a run's steps."""
-    outcome = build.run_rl(None, rl_settings(folder, model, name, **changed))
+    outcome = assembly.run_rl(None, rl_settings(folder, model, name, **changed))
     return [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "grad_norm" in line]
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tunesmith.backends.memory import is_out_of_memory
+from tunesmith.distributed.flat_weights import checksum
+from tunesmith.distributed.process_group import process_group
 from tunesmith.errors import ModelError, TrainerLostError, TunesmithError, boundary
-from tunesmith.models.flat_weights import checksum
-from tunesmith.models.process_group import process_group
 
 BUCKET = 64 << 20
 """Bytes that are summed at a time; a larger gradient is by itself."""

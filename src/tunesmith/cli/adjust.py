@@ -1,4 +1,4 @@
-"""``tunesmith adjust``. From here: ``build.run_adjust``, ``loop/rollouts.py``."""
+"""``tunesmith adjust``. From here: ``assembly.run_adjust``, ``loop/rollouts.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def adjust(
 
     Example: tunesmith adjust runs/arithmetic-1 rollout.over_generation=1.5
     """
-    from tunesmith.build import run_adjust
+    from tunesmith.assembly import run_adjust
 
     for key, value in run_adjust(run_dir, overrides).items():
         print(f"{key} = {value} from the next step on")

@@ -1,4 +1,4 @@
-"""``tunesmith generate``. From here: ``build.generate`` builds, ``loop/generation.py:answer`` writes."""
+"""``tunesmith generate``. From here: ``assembly.generate`` builds, ``offline/generation.py:answer`` writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def generate(run: RunFile, overrides: Overrides = None) -> None:
 
     Example: tunesmith generate run.toml sampling.n=4 output.kind=best
     """
-    from tunesmith.build.generate import run_generate
+    from tunesmith.assembly.generate import run_generate
     from tunesmith.cli.outcome import print_usage
 
     done = run_generate(run, overrides or ())

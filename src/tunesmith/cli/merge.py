@@ -1,4 +1,4 @@
-"""``tunesmith merge``. From here: ``build.run_merge``, ``models/adapters.py:merge``."""
+"""``tunesmith merge``. From here: ``assembly.run_merge``, ``models/adapters.py:merge``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def merge(
 
     Example: tunesmith merge runs/sft-1/checkpoints/step-000100/model merged
     """
-    from tunesmith.build import run_merge
+    from tunesmith.assembly import run_merge
 
     found = run_merge(adapter, out, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
     print(f"{out}: {found} with {adapter} merged in")

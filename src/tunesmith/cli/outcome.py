@@ -9,7 +9,7 @@ from tunesmith.monitor.progress import duration, each_once, print_summary, share
 from tunesmith.monitor.text import shown_path
 
 if TYPE_CHECKING:
-    from tunesmith.build.opening import RunResult
+    from tunesmith.assembly.opening import RunResult
     from tunesmith.monitor.text import Example
 
 

@@ -1,4 +1,4 @@
-"""The commands with rollouts. From here: ``build.run_rl`` builds, ``loop/rl.py:run`` trains."""
+"""The commands with rollouts. From here: ``assembly.run_rl`` builds, ``loop/rl.py:run`` trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def rl(run: RunFile, overrides: Overrides = None) -> None:
 
     Example: tunesmith rl run.toml train.lr=1e-5 rollout.group_size=16
     """
-    from tunesmith.build import run_rl
+    from tunesmith.assembly import run_rl
 
     print_outcome(run_rl(run, overrides or ()))
 
@@ -21,6 +21,6 @@ def distill(run: RunFile, overrides: Overrides = None) -> None:
 
     Example: tunesmith distill run.toml rollout.prompts_per_step=32
     """
-    from tunesmith.build import run_distill
+    from tunesmith.assembly import run_distill
 
     print_outcome(run_distill(run, overrides or ()))

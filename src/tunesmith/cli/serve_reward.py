@@ -1,4 +1,4 @@
-"""``tunesmith serve-reward``. From here: ``build.serve_reward`` builds, ``environments/reward_server.py`` serves."""
+"""``tunesmith serve-reward``. From here: ``assembly.serve_reward`` builds, ``rewards/server.py`` serves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def serve_reward(
 
     Example: tunesmith serve-reward rewards.py:correct --port 8100
     """
-    from tunesmith.build.serve_reward import ServeOptions, serve_reward
+    from tunesmith.assembly.serve_reward import ServeOptions, serve_reward
     from tunesmith.errors import ConfigError
 
     if dtype not in (None, "float32", "bfloat16"):

@@ -16,7 +16,7 @@ def show_config(run: RunFile, overrides: Overrides = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tunesmith.build.checking import check_run, facts_of_run
+    from tunesmith.assembly.checking import check_run, facts_of_run
     from tunesmith.config.load import find_kind, load_config
     from tunesmith.config.places import placed
     from tunesmith.config.resolved import print_resolved

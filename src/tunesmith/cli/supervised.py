@@ -1,4 +1,4 @@
-"""The commands that train on given data. From here: ``build/supervised.py``, ``loop/supervised.py:run`` trains."""
+"""The commands that train on given data. From here: ``assembly/supervised.py``, ``loop/supervised.py:run`` trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def sft(run: RunFile, overrides: Overrides = None) -> None:
 
     Example: tunesmith sft run.toml train.epochs=2
     """
-    from tunesmith.build import run_sft
+    from tunesmith.assembly import run_sft
 
     print_outcome(run_sft(run, overrides or ()))
 
@@ -21,7 +21,7 @@ def rm(run: RunFile, overrides: Overrides = None) -> None:
 
     Example: tunesmith rm run.toml train.epochs=1
     """
-    from tunesmith.build import run_rm
+    from tunesmith.assembly import run_rm
 
     print_outcome(run_rm(run, overrides or ()))
 
@@ -31,7 +31,7 @@ def dpo(run: RunFile, overrides: Overrides = None) -> None:
 
     Example: tunesmith dpo run.toml dpo.beta=0.05
     """
-    from tunesmith.build import run_dpo
+    from tunesmith.assembly import run_dpo
 
     print_outcome(run_dpo(run, overrides or ()))
 
@@ -41,7 +41,7 @@ def kto(run: RunFile, overrides: Overrides = None) -> None:
 
     Example: tunesmith kto run.toml kto.desirable_weight=1.5
     """
-    from tunesmith.build import run_kto
+    from tunesmith.assembly import run_kto
 
     print_outcome(run_kto(run, overrides or ()))
 
@@ -51,6 +51,6 @@ def prm(run: RunFile, overrides: Overrides = None) -> None:
 
     Example: tunesmith prm run.toml train.epochs=1
     """
-    from tunesmith.build import run_prm
+    from tunesmith.assembly import run_prm
 
     print_outcome(run_prm(run, overrides or ()))

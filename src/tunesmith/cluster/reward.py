@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from tunesmith.cluster.remote import Remote
-from tunesmith.environments.reward_types import Score
 from tunesmith.errors import TunesmithError
-from tunesmith.models.reward_model import RewardModel
+from tunesmith.rewards.base import Score
+from tunesmith.rewards.model import RewardModel
 
 
 class RestartingRemote:

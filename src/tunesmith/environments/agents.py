@@ -21,10 +21,11 @@ from tunesmith.environments.base import Generate
 from tunesmith.environments.completions import Client, Session
 from tunesmith.environments.conversation import Conversation, Setting
 from tunesmith.environments.games import columns_of
-from tunesmith.environments.multi_turn import Step, as_reward, as_step, told_by
-from tunesmith.environments.user_calls import EpisodeCode, is_async, taken
+from tunesmith.environments.multi_turn import told_by
+from tunesmith.environments.steps import Step, as_reward, as_step
 from tunesmith.errors import ConfigError, EpisodeError
 from tunesmith.types import Rollout
+from tunesmith.usercode.calls import EpisodeCode, is_async, taken
 
 if TYPE_CHECKING:
     from tunesmith.environments.endpoint import Endpoint

@@ -20,7 +20,7 @@ from tunesmith.environments.base import Generate
 from tunesmith.environments.rendering import Renderer, Tools
 from tunesmith.environments.tools import BadCall, Parse, ToolCall
 from tunesmith.errors import EpisodeError, shortened
-from tunesmith.types import Completion, FinishReason, Message, Record, Rollout, Task
+from tunesmith.types import Completion, FinishReason, Message, Record, Rollout, Task, text_of_content
 
 TEXT = "text"
 """The key of a place that no conversation of messages goes on from."""
@@ -265,17 +265,6 @@ class Conversation:
 def before_stop(text: str, stop: Sequence[str]) -> str:
     """``text`` up to the first of the strings ``stop`` in it."""
     return text[: min((place for end in stop if (place := text.find(end)) >= 0), default=len(text))]
-
-
-def text_of_content(content: Any) -> str:
-    """The text of a message's ``content``: text, nothing, or a list of text parts; else an EpisodeError."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
-        return "".join(p["text"] for p in content)
-    raise EpisodeError(f"a message's content is {type(content).__name__}; only text can be trained")
 
 
 def for_template(message: Message) -> Message:

@@ -19,9 +19,9 @@ from aiohttp import web
 
 from tunesmith.environments.completions import Session
 from tunesmith.environments.conversation import OutOfRoom
-from tunesmith.environments.http_limits import Gate, Limits, guarded, quiet
 from tunesmith.environments.responses import stream_of
 from tunesmith.errors import EpisodeError, TunesmithError
+from tunesmith.rewards.http_limits import Gate, Limits, guarded, quiet
 
 HOST = "127.0.0.1"
 START_SECONDS = 30.0

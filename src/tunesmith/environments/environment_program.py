@@ -11,10 +11,10 @@ from typing import Any
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.environments.games import Game, make_game
 from tunesmith.environments.loading import load_environments
-from tunesmith.environments.user_calls import RaisedInCall, is_async
 from tunesmith.errors import EpisodeError
 from tunesmith.monitor.plain import plain
 from tunesmith.types import Task
+from tunesmith.usercode.calls import RaisedInCall, is_async
 
 
 class InlineCode:

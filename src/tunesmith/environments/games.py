@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from tunesmith.environments.multi_turn import Observation, Step, as_observation, as_reward, as_step
+from tunesmith.environments.steps import Observation, Step, as_observation, as_reward, as_step
 from tunesmith.environments.tools import Tool, answer_of
-from tunesmith.environments.user_calls import EpisodeCode, taken
 from tunesmith.errors import EpisodeError, shortened
 from tunesmith.types import Message, Task
+from tunesmith.usercode.calls import EpisodeCode, taken
 
 TRL_RESERVED = ("reset", "get_reward")
 

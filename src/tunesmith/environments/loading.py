@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.data.chat import ChatTemplate
 from tunesmith.data.formats import Example
-from tunesmith.environments import user_code, verifiers
+from tunesmith.environments import verifiers
 from tunesmith.environments.agents import GIVEN, Agent, is_agent
 from tunesmith.environments.base import Environment, SingleTurn
 from tunesmith.environments.conversation import Setting
@@ -22,9 +22,10 @@ from tunesmith.environments.games import TRL_RESERVED, Game, Loaded, open_game
 from tunesmith.environments.multi_turn import MultiTurn
 from tunesmith.environments.rendering import ChatRenderer, PlainRenderer, Tools
 from tunesmith.environments.tools import Tool, make_tool, parser_for
-from tunesmith.environments.user_calls import check_keywords
 from tunesmith.errors import ConfigError, DataError, boundary, nearest
 from tunesmith.types import Message, Task
+from tunesmith.usercode import loading as user_code
+from tunesmith.usercode.calls import check_keywords
 
 if TYPE_CHECKING:
     from tunesmith.environments.endpoint import Endpoint

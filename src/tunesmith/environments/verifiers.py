@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tunesmith.environments.multi_turn import Step
+from tunesmith.environments.steps import Step
 from tunesmith.errors import ConfigError, EpisodeError
 
 LOADER = "load_environment"

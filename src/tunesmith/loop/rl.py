@@ -4,64 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tunesmith.algorithms.kl import AdaptiveKLController
 from tunesmith.algorithms.objective import policy_objective
-from tunesmith.backends.base import LossFn, TrainBackend
 from tunesmith.config.distillation import DistillConfig
-from tunesmith.config.schema import RLConfig
-from tunesmith.engines.base import RolloutEngine
-from tunesmith.environments.rewards import RewardSet, check_failed
-from tunesmith.loop.canary import Canary
-from tunesmith.loop.collect import Collector
-from tunesmith.loop.critic import Critic
-from tunesmith.loop.curriculum import Curriculum
-from tunesmith.loop.evaluate import EvaluationPlan, evaluate
+from tunesmith.loop.evaluate import evaluate
 from tunesmith.loop.experience import make_experience
-from tunesmith.loop.learner import Learner, Metrics
+from tunesmith.loop.learner import Metrics
+from tunesmith.loop.parts import RLParts
 from tunesmith.loop.rollouts import RolloutSource, open_rollout_source
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
-from tunesmith.types import RolloutGroup, Sample, Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class RLParts:
-    """What the loop is given; built by ``tunesmith.build``."""
-
-    config: RLConfig
-    sampling: Sampling
-    tasks: Curriculum
-    rewards: RewardSet
-    collector: Collector
-    """Its engine is a ``Gate`` where rollouts are played ahead of the steps."""
-    learner: Learner
-    critic: Critic | None
-    kl: AdaptiveKLController
-    evaluation: EvaluationPlan | None
-    canary: Canary | None = None
-    """Compares sampler and trainer after each sync, where they do not share their weights."""
-    objective: LossFn | None = None
-    """Minimised on the samples in place of the algorithm's loss."""
-
-    @property
-    def engine(self) -> RolloutEngine:
-        return self.collector.engine
-
-    @property
-    def backend(self) -> TrainBackend:
-        return self.learner.backend
-
-    @property
-    def backends(self) -> list[TrainBackend]:
-        """The policy's, and a critic's of its own."""
-        critic = self.critic and self.critic.learner.backend
-        return [self.backend] if critic is None or critic is self.backend else [self.backend, critic]
+from tunesmith.rewards.reward_set import check_failed
+from tunesmith.types import RolloutGroup, Sample
 
 
 async def run(parts: RLParts, session: Session) -> None:

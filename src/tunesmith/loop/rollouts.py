@@ -9,12 +9,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import ceil
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from tunesmith.engines.base import Resizable, RolloutEngine
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.gate import Gate
 from tunesmith.loop.learner import Metrics
+from tunesmith.loop.parts import RLParts
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.loop.staleness import Bound
@@ -22,9 +23,6 @@ from tunesmith.loop.step_batch import check_failures, collect_step_batch, inform
 from tunesmith.monitor import interrupts
 from tunesmith.plan.weights import weights_apart
 from tunesmith.types import RolloutGroup, Task
-
-if TYPE_CHECKING:
-    from tunesmith.loop.rl import RLParts
 
 P = ParamSpec("P")
 R = TypeVar("R")

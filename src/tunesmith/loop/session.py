@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
+from tunesmith.loop.adjustments import Adjustments
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.loop.profiling import StepProfiler
 from tunesmith.loop.rollout_log import RolloutLog, contrast, summary
 from tunesmith.monitor import interrupts
-from tunesmith.monitor.adjustments import Adjustments
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.learning import Facts, LearningWatch
 from tunesmith.monitor.memory import memory_metrics

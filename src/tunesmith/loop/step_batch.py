@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tunesmith.algorithms.filtering import filter_groups
 from tunesmith.algorithms.presets import algorithm_needs
-from tunesmith.environments.rewards import check_failed
-from tunesmith.environments.trainer_state import TrainerState
 from tunesmith.loop.collect import all_or_error
 from tunesmith.loop.learner import Metrics
+from tunesmith.loop.parts import RLParts
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
+from tunesmith.rewards.reward_set import check_failed
+from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import RolloutGroup, Task
-
-if TYPE_CHECKING:
-    from tunesmith.loop.rl import RLParts
 
 
 async def collect_step_batch(parts: RLParts, session: Session) -> tuple[list[RolloutGroup], Metrics]:

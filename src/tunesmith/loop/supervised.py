@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SupervisedParts(Generic[T]):
-    """What the loop is given; built by ``tunesmith.build``. A ``T`` is one line of data, ready for use."""
+    """What the loop is given; built by ``tunesmith.assembly``. A ``T`` is one line of data, ready for use."""
 
     items: Loader[T]
     learner: Learner

@@ -43,7 +43,7 @@ _FOREIGN = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeErr
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class LoraAdapter:
     """The adapter in a model's module; ``attach`` makes one."""
 
     peft: PeftModel
@@ -135,7 +135,7 @@ def attach(
     path: Path | None = None,
     trust_remote_code: bool = False,
     frozen: bool = False,
-) -> Adapter:
+) -> LoraAdapter:
     """Put an adapter into ``model`` and freeze the rest of it, but for a new score head.
 
     Args:
@@ -149,7 +149,7 @@ def attach(
     """
     kind = "SEQ_CLS" if isinstance(model, ScoreModel) else "CAUSAL_LM"
     peft = _fresh(model, section, kind) if path is None else _continued(model, section, kind, path, frozen)
-    model.adapter = Adapter(peft, section.save_merged, trust_remote_code)
+    model.adapter = LoraAdapter(peft, section.save_merged, trust_remote_code)
     return model.adapter
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -19,8 +20,28 @@ from tunesmith.models.loading import load_config, load_module, load_tokenizer
 from tunesmith.models.quantised import Quantize
 from tunesmith.models.rope import LengthRule, apart_by_length, rotate_by_length, rotated_by
 
-if TYPE_CHECKING:
-    from tunesmith.models.adapters import Adapter
+
+class Adapter(Protocol):
+    """Weights that are trained in place of the module's own (``adapters.LoraAdapter``)."""
+
+    def reference(self) -> AbstractContextManager[None]:
+        """The model as it was before training."""
+
+    def merged(self) -> PreTrainedModel:
+        """A frozen float32 copy of the model with the adapter merged in."""
+
+    def own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained weights, by their names in the module."""
+
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of base and adapter together, under the base's names."""
+
+    def save(self, directory: Path) -> None: ...
+
+    def load(self, directory: Path) -> None: ...
+
+    def counts(self) -> tuple[int, int]:
+        """Parameters that are trained, and all of them."""
 
 
 @dataclass(slots=True)

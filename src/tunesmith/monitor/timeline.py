@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tunesmith.monitor.span import FinishedStep, Span
 from tunesmith.monitor.trace import write_trace
 
 Interval = tuple[float, float]
@@ -20,35 +21,6 @@ LOOP, TRAINER, REWARD, ROLLOUTS = "loop", "trainer", "reward", "rollouts"
 
 def engine_lane(number: int) -> str:
     return f"engine {number}"
-
-
-@dataclass(slots=True, eq=False)
-class Span:
-    """Something that took time, in seconds of the timeline's clock.
-
-    ``lane`` names who did it; spans of one lane may overlap.
-    """
-
-    lane: str
-    name: str
-    start: float
-    stop: float | None = None
-    """None while it goes on."""
-    waits_for: str | None = None
-    """Set where the time was spent waiting, and for what. Such a span is no work."""
-    details: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What happened between two calls of ``finish_step``; spans that went on beyond are cut at its ends."""
-
-    number: int
-    start: float
-    stop: float
-    spans: tuple[Span, ...]
-    levels: Mapping[str, list[tuple[float, float]]]
-    """(time, value) by name."""
 
 
 class Timeline:
@@ -155,7 +127,7 @@ class Timeline:
             self._spans.append(span)
         self.progress()
 
-    def _cut(self, number: int) -> tuple[Step, set[str]]:
+    def _cut(self, number: int) -> tuple[FinishedStep, set[str]]:
         with self._lock:
             start, stop = self._since, self.now()
             # A span that ends while this is read is open for this step, and goes on in the next.
@@ -169,14 +141,16 @@ class Timeline:
                 )
                 for span, end in spans
             )
-            step = Step(number, start, stop, cut, {name: list(changes) for name, changes in self._levels.items()})
+            step = FinishedStep(
+                number, start, stop, cut, {name: list(changes) for name, changes in self._levels.items()}
+            )
             self._spans = [span for span, end in spans if end is None]
             self._levels = {name: [(stop, changes[-1][1])] for name, changes in self._levels.items()}
             self._since = stop
             return step, set(self._engines)
 
 
-def step_metrics(step: Step, engines: Sequence[str], beside: Collection[str]) -> dict[str, float]:
+def step_metrics(step: FinishedStep, engines: Sequence[str], beside: Collection[str]) -> dict[str, float]:
     """See ``Timeline.finish_step``."""
     apart = [_ends(s) for s in step.spans if s.lane == LOOP and s.name in beside]
     left_out = covered(apart, step.start, step.stop)

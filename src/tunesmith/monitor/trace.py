@@ -9,19 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tunesmith.errors import StorageError, boundary
-
-if TYPE_CHECKING:
-    from tunesmith.monitor.timeline import Span, Step
+from tunesmith.monitor.span import FinishedStep, Span
 
 Event = dict[str, Any]
 
 _ORDER = ("loop", "trainer", "engine", "reward", "rollouts")
 
 
-def write_trace(step: Step, directory: Path) -> Path:
+def write_trace(step: FinishedStep, directory: Path) -> Path:
     """Write ``step-000012.json``.
 
     Raises:
@@ -35,7 +33,7 @@ def write_trace(step: Step, directory: Path) -> Path:
     return path
 
 
-def chrome_trace(step: Step) -> dict[str, Any]:
+def chrome_trace(step: FinishedStep) -> dict[str, Any]:
     """The object of the file. Time begins with the step."""
     lanes = sorted({span.lane for span in step.spans}, key=_place)
     events: list[Event] = []

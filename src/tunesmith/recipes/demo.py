@@ -14,8 +14,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tunesmith.build import run_rl, run_sft
-from tunesmith.build.opening import RunResult
+from tunesmith.assembly import run_rl, run_sft
+from tunesmith.assembly.opening import RunResult
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.progress import time_table
 from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks

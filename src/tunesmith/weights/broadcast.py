@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tunesmith.distributed.flat_weights import BUCKET, FlatWeights, checksum, flatten
+from tunesmith.distributed.process_group import GroupKind, open_store, process_group
 from tunesmith.errors import EngineError, boundary
-from tunesmith.models.flat_weights import BUCKET, FlatWeights, checksum, flatten
-from tunesmith.models.process_group import GroupKind, open_store, process_group
 from tunesmith.weights.base import NamedTensors, Offer
 
 REACHING = 5.0

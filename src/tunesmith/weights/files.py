@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tunesmith.distributed.flat_weights import checksum
 from tunesmith.errors import EngineError, StorageError, boundary
-from tunesmith.models.flat_weights import checksum
 from tunesmith.monitor.children import owned_name, remove_at_end, remove_stale
 from tunesmith.weights.base import NamedTensors, Offer
 

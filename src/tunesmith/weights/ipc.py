@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tunesmith.distributed.flat_weights import BUCKET, FlatWeights, checksum, flatten
 from tunesmith.errors import EngineError, boundary
-from tunesmith.models.flat_weights import BUCKET, FlatWeights, checksum, flatten
 from tunesmith.weights.base import NamedTensors, Offer
 
 

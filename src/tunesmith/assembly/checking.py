@@ -1,0 +1,138 @@
+"""What every command refuses before it runs the user's code or loads anything heavy; ``config`` is this alone."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from tunesmith.assembly.environments import check_run_rewards, instances_for, sharing_process
+from tunesmith.assembly.sinks import check_sinks
+from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
+from tunesmith.config.generation import RFTConfig, SamplingConfig
+from tunesmith.config.load import load_config
+from tunesmith.config.places import placed
+from tunesmith.config.resolved import Resolved
+from tunesmith.config.schema import DataSection, RLConfig, RunConfig
+from tunesmith.data.prepare import peek
+from tunesmith.data.prompts import read_shots
+from tunesmith.environments.loading import check_environment
+from tunesmith.errors import CheckpointError, ConfigError
+from tunesmith.loop.checkpoint import Checkpoints
+from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.hub import known_model_facts, known_parameters
+from tunesmith.plan.interpreter import check_interpreter
+from tunesmith.plan.resolve import resolve
+from tunesmith.rewards.reward_set import check_rewards
+
+C = TypeVar("C", bound=RunConfig)
+
+
+@contextmanager
+def checked(kind: type[C], path: Path | None, overrides: Sequence[str]) -> Generator[C]:
+    """A run's configuration, refused where that can be told before anything loads.
+
+    Errors about settings, from here and from what is done inside, say where the settings stand.
+    """
+    with placed(path, overrides):
+        config = load_config(kind, path, overrides)
+        check_run(config, path.parent if path else Path.cwd())
+        yield config
+
+
+def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
+    """Refuse what settings, files and machine show, without running the user's code; else what can be derived so far.
+
+    Args:
+        hub: also look at data sets of the hub, which are fetched for that.
+
+    Raises:
+        ConfigError, DataError, ModelError, CheckpointError: it cannot work.
+    """
+    resolved = resolve(config, replace(facts_of_run(config), instances_for=instances_for(config, base_dir)))
+    _check_device(resolved.config)
+    if isinstance(config, RLConfig):
+        check_run_rewards(sharing_process(config, base_dir), base_dir)
+        check_environment(sharing_process(config, base_dir).environment, base_dir)
+    elif isinstance(config, SamplingConfig) and config.reward is not None:
+        check_rewards(config.reward, base_dir)
+    check_sinks(config.monitor.sinks, base_dir)
+    check_interpreter(config)
+    _check_data(config, hub)
+    if config.run_dir is not None:
+        check_run_dir(config.run_dir, config.checkpoint.resume)
+        if is_running(config.run_dir.resolve()):
+            raise ConfigError(f"run_dir = '{config.run_dir}' is in use by another process: wait for it to end")
+        checkpoint_to_continue(config, RunDir(config.run_dir))
+    return resolved
+
+
+def facts_of_run(config: RunConfig) -> Facts:
+    """What is known before the data is read."""
+    frozen = frozen_parameters(config)
+    return Facts(read_hardware(), known_model_facts(config.model.path), frozen_parameters=frozen)
+
+
+def frozen_parameters(config: RunConfig) -> int:
+    """Of reward models and a teacher, as far as their sizes can be told."""
+    reward = config.reward if isinstance(config, RLConfig | SamplingConfig) else None
+    rewards = sum(known_parameters(model.path) or 0 for model in (reward.models if reward else ()))
+    if not isinstance(config, DistillConfig | OfflineDistillConfig):
+        return rewards
+    # A teacher is no smaller than its student.
+    return rewards + (known_parameters(config.teacher.path) or known_parameters(config.model.path) or 0)
+
+
+def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
+    """The checkpoint that ``checkpoint.resume`` means; None where a run begins.
+
+    Raises:
+        CheckpointError: there is none yet.
+    """
+    resume = config.checkpoint.resume
+    if resume is False:
+        return None
+    checkpoint = (
+        resume if isinstance(resume, Path) else Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest()
+    )
+    if checkpoint is None and resume == "auto":
+        return None
+    if checkpoint is None:
+        raise CheckpointError(
+            f"checkpoint.resume: there is no checkpoint to resume in {run_dir.checkpoints}: the run ended before its "
+            "first one. Start it anew without checkpoint.resume, in another run_dir or after deleting this one"
+        )
+    return checkpoint
+
+
+def task_data(config: SamplingConfig) -> DataSection:
+    """The data section as tasks are loaded with it."""
+    return config.data.model_copy(update={"completion": None, "loss_on": None, "max_tokens": None})
+
+
+def _check_data(config: RunConfig, hub: bool) -> None:
+    """Read each source as far as its first usable line."""
+    sampling = isinstance(config, SamplingConfig)
+    data, goal = (task_data(config), "rl") if sampling else (config.data, config.goal)
+    for source in (data.train, data.eval):
+        if source is not None:
+            peek(data, source, goal, hub=hub)
+    if isinstance(config, RFTConfig) and config.rft.few_shot is not None:
+        read_shots(config.rft.few_shot)
+
+
+def _check_device(config: RunConfig) -> None:
+    """Ask torch for a GPU that nothing else has seen."""
+    device = config.system.device or "cpu"
+    if device == "cpu" or config.system.cluster != "none" or read_hardware().gpus:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if int(device.partition(":")[2] or 0) >= count:
+        found = f"torch sees {count} GPUs" if count else f"torch {torch.__version__} sees no GPU"
+        raise ConfigError(f"system.device = '{device}', and {found} here; say 'cpu', or leave it out")

@@ -1,0 +1,85 @@
+"""The critic of a run, where its algorithm has one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tunesmith.algorithms.objective import value_objective
+from tunesmith.algorithms.presets import algorithm_needs
+from tunesmith.assembly.cluster import remote_critic
+from tunesmith.assembly.common import limits_of, load_model, load_tokenizer, make_backend, make_learner
+from tunesmith.backends.torch import TorchBackend
+from tunesmith.config.schema import LoraSection, RLConfig
+from tunesmith.errors import ConfigError
+from tunesmith.loop.critic import Critic
+from tunesmith.loop.learner import Learner
+from tunesmith.loop.session import Session
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.score_model import ScoreModel
+from tunesmith.plan.checks import critic_steps
+from tunesmith.plan.cost import USUAL_RANK
+
+if TYPE_CHECKING:
+    from tunesmith.cluster.ray_cluster import Cluster
+
+
+def make_value_head(config: RLConfig, model: CausalLM) -> nn.Linear | None:
+    """A head on the policy's trunk that finds every state worth 0, where the critic shares it."""
+    if not config.critic.shared_trunk:
+        return None
+    wide = torch.promote_types(model.dtype, torch.float32)
+    head = nn.Linear(model.head.in_features, 1, bias=False, dtype=wide, device=model.device)
+    nn.init.zeros_(head.weight)
+    return head
+
+
+def make_critic(
+    config: RLConfig, session: Session, tokenizer: Any, policy: Learner, cluster: Cluster | None = None
+) -> Critic | None:
+    """A value model of its own, or what reads the head on the policy's trunk; None where nothing needs one.
+
+    Raises:
+        ConfigError: ``critic.path`` reads other tokens than the policy.
+        ModelError: it cannot be loaded.
+    """
+    if "critic" not in algorithm_needs(config.algorithm):
+        return None
+    section, clip = config.critic, config.algorithm.value_clip or None
+    if section.shared_trunk:
+        assert section.value_coef is not None, "not resolved"
+        return Critic(policy, 0, clip, section.value_coef)
+    assert section.passes_per_batch and config.train.steps, "not resolved"
+    _check_tokens(config, tokenizer)
+    shared = ("lr", "schedule", "min_lr_ratio", "warmup_steps", "max_grad_norm", "passes_per_batch")
+    train = {"ema_decay": None, **{key: getattr(section, key) for key in shared}}
+    own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": _new_adapter(config.lora)})
+    backend, limits = remote_critic(cluster, own) if cluster else (critic_backend(own, tokenizer), limits_of(own))
+    steps = critic_steps(config, config.train.steps)
+    learner = make_learner(own, session, backend, value_objective(clip), "token_mean", steps, limits=limits)
+    return Critic(learner, section.passes_per_batch, clip)
+
+
+def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]:
+    """Of the critic's own configuration: its ``train`` and ``lora``."""
+    return make_backend(config, load_model(ScoreModel, config, tokenizer, config.critic.path), ScoreModel.predict)
+
+
+def _new_adapter(section: LoraSection) -> LoraSection:
+    """The critic's adapter is like the policy's, and new where the policy continues a saved one."""
+    if section.path is None:
+        return section
+    return section.model_copy(update={"path": None, "rank": section.rank or USUAL_RANK})
+
+
+def _check_tokens(config: RLConfig, tokenizer: Any) -> None:
+    if (path := config.critic.path) is None:
+        return
+    theirs = load_tokenizer(config.model_copy(update={"model": config.model.model_copy(update={"path": path})}))
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"critic.path: '{path}' has another vocabulary than the policy, whose tokens it has to judge. "
+            "Take a model of the policy's family, or leave critic.path out."
+        )

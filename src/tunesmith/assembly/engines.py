@@ -1,0 +1,186 @@
+"""The engine a run samples with, and how it draws."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tunesmith.assembly.common import limits_of, load_frozen
+from tunesmith.config.generation import SamplingSection
+from tunesmith.config.schema import RolloutSection, RunConfig
+from tunesmith.config.sizes import parse_size
+from tunesmith.data.chat import end_of_turn_id
+from tunesmith.engines.timed import timed
+from tunesmith.monitor.timeline import Timeline, engine_lane
+from tunesmith.monitor.waits import long_wait
+from tunesmith.plan.checks import raise_all
+from tunesmith.plan.device import engine_threads
+from tunesmith.plan.devices import device_problems, own_devices, visible_names
+from tunesmith.plan.weights import engines_apart
+from tunesmith.types import Sampling
+
+if TYPE_CHECKING:
+    from tunesmith.engines.base import Member, RolloutEngine
+    from tunesmith.engines.local.speculation import Speculation
+    from tunesmith.engines.pool import Start
+    from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.weights.base import Plane
+
+
+def make_engine(
+    config: RunConfig, model: CausalLM | None, report: Callable[[str], None], timeline: Timeline | None = None
+) -> RolloutEngine:
+    """The engine of ``[system]``. ``report`` is told what a reader of the run should know.
+
+    Args:
+        model: the trainer's; None for an engine that reads the model's files and is never given other weights.
+    """
+    if config.system.served:
+        assert model is not None, "servers are compared with it"
+        from tunesmith.assembly.http_engines import make_http_engine
+
+        return make_http_engine(config, model, report, timeline)
+    if config.system.engine_process:
+        return _processes(config, model, report, timeline)
+    engine = _engine_inside(config, model, report)
+    return timed(engine, timeline, engine_lane(0)) if timeline else engine
+
+
+def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[str], None]) -> RolloutEngine:
+    """An engine in this process."""
+    system = config.system
+    if system.engine == "vllm":
+        from tunesmith.assembly.planes import published
+        from tunesmith.engines.vllm.engine import VllmEngine
+        from tunesmith.engines.vllm.start import VllmSettings
+
+        weights = published(model, as_stored=True) if model else dict[str, Any]().items
+        with long_wait("starting vLLM", report):
+            return VllmEngine(VllmSettings(**_vllm_settings(config)), weights)
+    from tunesmith.engines.local.engine import LocalEngine
+
+    assert model is not None, "it samples with the trainer's"
+    speculation = _speculation(config, report)
+    return LocalEngine(model, **_local_settings(config), limits=limits_of(config), speculation=speculation)
+
+
+def _processes(
+    config: RunConfig, model: CausalLM | None, report: Callable[[str], None], timeline: Timeline | None
+) -> RolloutEngine:
+    """Engines in processes of their own, each with GPUs of its own where there are several."""
+    from torch.cuda import device_count
+
+    from tunesmith.assembly.planes import NoPlane, make_plane
+    from tunesmith.engines.gpu_slots import GpuSlots
+    from tunesmith.engines.process import ProcessEngine
+
+    command = [str(config.system.engine_python or sys.executable), "-m", "tunesmith.assembly.engine_worker"]
+    command.append(str(os.getpid()))
+    gpus = device_count()
+    raise_all([*device_problems(config, gpus)])
+    devices = own_devices(config, visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus))
+    places = GpuSlots(devices) if devices else None
+    settings = engine_settings(config, "cuda" if places else None)  # where it sees its own alone
+    if config.system.engine == "local":
+        settings["threads"] = engine_threads(config)
+        if places is None:  # on the trainer's device
+            settings["limits"] = asdict(limits_of(config))
+
+    async def start(number: int) -> ProcessEngine:
+        del number  # they differ in nothing but their place
+        if places is None:
+            return await ProcessEngine.start(command, settings)
+        return await places.start(lambda there: ProcessEngine.start(command, settings, environment=there))
+
+    return make_pool(config, start, make_plane(config, model) if model else NoPlane(), report, timeline)
+
+
+def make_pool(
+    config: RunConfig, start: Start, plane: Plane, report: Callable[[str], None], timeline: Timeline | None
+) -> RolloutEngine:
+    """``system.engines`` of what ``start`` starts."""
+    from tunesmith.engines.pool import EnginePool
+
+    async def start_timed(number: int) -> Member:
+        with long_wait(f"starting engine {number}", report):
+            engine = await start(number)
+        return timed(engine, timeline, engine_lane(number)) if timeline else engine
+
+    system = config.system
+    return EnginePool(start_timed, plane, size=system.engines, restarts=system.engine_restarts, report=report)
+
+
+def engine_settings(config: RunConfig, device: str | None = None) -> dict[str, Any]:
+    """What an engine elsewhere is built from (``assembly.engine_worker``); ``device``: if it is not called as here."""
+    system = config.system
+    if system.engine == "vllm":
+        return {"engine": "vllm", **_vllm_settings(config)}
+    assert system.device is not None, "not resolved"
+    own = {"model": config.model.path, "dtype": config.model.dtype, "device": device or system.device}
+    trusted = config.model.trust_remote_code
+    lora = config.lora.model_dump(mode="json") if system.adapter_sync == "adapter" else None
+    own |= {"quantize": config.model.quantize, "lora": lora}
+    return {"engine": "local", **own, "trust_remote_code": trusted, **_local_settings(config)}
+
+
+def _local_settings(config: RunConfig) -> dict[str, Any]:
+    system = config.system
+    assert system.kv_memory, "not resolved"
+    return {
+        "kv_bytes": parse_size(system.kv_memory),
+        "max_running": system.max_running,
+        "max_prefill_tokens": system.max_prefill_tokens,
+    }
+
+
+def _vllm_settings(config: RunConfig) -> dict[str, Any]:
+    system, model = config.system, config.model
+    assert (system.kv_memory or system.vllm.memory_share) and system.vllm.eager is not None, "not resolved"
+    return {
+        "model": model.path,
+        "dtype": model.dtype,
+        "kv_bytes": None if system.kv_memory is None else parse_size(system.kv_memory),
+        "max_running": system.max_running,
+        "trust_remote_code": model.trust_remote_code,
+        # Only with the trainer on the same GPU is there anyone to give memory to.
+        "sleeps": system.device != "cpu" and (bool(system.hybrid) or not engines_apart(config)),
+        "speculative": system.speculative,
+        "speculative_tokens": system.speculative_tokens,
+        "draft_model": system.draft_model,
+        **system.vllm.model_dump(),
+    }
+
+
+def _speculation(config: RunConfig, report: Callable[[str], None]) -> Speculation | None:
+    """How the local engine guesses ahead; None where it shall not."""
+    from tunesmith.engines.local.speculation import Speculation
+
+    system = config.system
+    if system.speculative == "off":
+        return None
+    draft = None if system.draft_model is None else load_frozen(config, system.draft_model)
+    return Speculation(system.speculative_tokens, draft, report)
+
+
+def make_sampling(
+    section: RolloutSection | SamplingSection, tokenizer: Any, temperature: float, stop: tuple[str, ...] = ()
+) -> Sampling:
+    """A turn ends where the chat template ends it, even if that token is not the model's EOS.
+
+    ``stop`` are strings to stop at besides the section's own.
+    """
+    end_of_turn = end_of_turn_id(tokenizer)
+    return Sampling(
+        max_new_tokens=section.max_new_tokens,
+        temperature=temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        repetition_penalty=section.repetition_penalty,
+        min_new_tokens=section.min_new_tokens,
+        stop=section.stop + stop,
+        stop_token_ids=section.stop_token_ids + (() if end_of_turn is None else (end_of_turn,)),
+    )

@@ -1,0 +1,122 @@
+"""The environments of a run, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.schema import DataSection, RLConfig, RunConfig
+from tunesmith.data.prepare import Prepared, Sources, load_tasks
+from tunesmith.data.prompts import with_system
+from tunesmith.environments.base import Environment
+from tunesmith.environments.loading import EnvironmentSet
+from tunesmith.errors import ConfigError
+from tunesmith.rewards.base import INSTANCES
+from tunesmith.rewards.reward_set import INSTANCES_NEED, RewardSet, check_rewards, load_rewards
+from tunesmith.types import Message, Rollout, Status, Task
+from tunesmith.usercode.loading import parameters_in_source
+
+
+def check_run_rewards(config: RLConfig, base_dir: Path) -> None:
+    """As ``check_rewards``; a run whose environment gives the rewards needs no others."""
+    if _has_rewards(config):
+        check_rewards(config.reward, base_dir)
+
+
+def instances_for(config: RunConfig, base_dir: Path) -> str | None:
+    """The first reward function whose source takes ``environments``, in a run that has some."""
+    if not isinstance(config, RLConfig) or config.environment.path is None:
+        return None
+    own = (entry for entry in config.reward.functions if ":" in entry)
+    return next((entry for entry in own if INSTANCES in parameters_in_source(entry, base_dir)), None)
+
+
+def sharing_process(config: RLConfig, base_dir: Path) -> RLConfig:
+    """With rewards and environments in the run's own process, where a reward takes the environments."""
+    if instances_for(config, base_dir) is None:
+        return config
+    sections = {"reward": config.reward, "environment": config.environment}
+    own = {name: section.model_copy(update={"isolation": "thread"}) for name, section in sections.items()}
+    return config.model_copy(update=own)
+
+
+def hand_instances(rewards: RewardSet, environments: EnvironmentSet) -> None:
+    """Let the rewards that take ``environments`` have the instances of TRL's form that play.
+
+    Raises:
+        ConfigError: there are none, or they are in other processes.
+    """
+    asking = [f for f in rewards.functions if f.instances]
+    there = any(one.kind == "trl" for one in environments.loaded)
+    near = environments.section.isolation == "thread"
+    if refused := next((f for f in asking if f.instances == "needed" and not (there and near)), None):
+        raise ConfigError(f"'{refused.reference}' needs '{INSTANCES}'. {INSTANCES_NEED}")
+    rewards.hands_instances = environments.keeps_instances = bool(asking) and there and near
+
+
+class Unrewarded(RewardSet):
+    """For samples that teach by themselves: each counts, with a reward of 0 that nobody reads."""
+
+    async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
+        del texts
+        for rollout in rollouts:
+            if rollout.status is Status.OK and rollout.reward is None:
+                rollout.reward = 0.0
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        return {name: value for name, value in super().metrics(rollouts).items() if not name.startswith("reward")}
+
+
+def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
+    if _has_rewards(config):
+        return load_rewards(config.reward, base_dir, instances=config.environment.path is not None)
+    kind = Unrewarded if isinstance(config, DistillConfig) and config.environment.path is None else RewardSet
+    return kind({}, config.reward.timeout)
+
+
+def _has_rewards(config: RLConfig) -> bool:
+    needed = config.environment.path is None and not isinstance(config, DistillConfig)
+    return config.reward.given or needed
+
+
+def load_run_tasks(
+    environments: EnvironmentSet, tokenizer: Any, section: DataSection, source: Sources
+) -> Prepared[Task]:
+    """The tasks of a source, each with who plays it, and with the tools there are in its prompt.
+
+    Raises:
+        DataError, ConfigError: see ``load_tasks``, and ``route`` and ``template`` of ``EnvironmentSet``.
+    """
+    loaded = load_tasks(section, source, tokenizer, environments.tools_of)
+    chat, _ = _prompts(section, tokenizer, loaded)
+    environments.template(tokenizer, chat=chat)
+    loaded.items[:] = environments.route(loaded.items)
+    return loaded
+
+
+def make_environments(
+    config: RLConfig, environments: EnvironmentSet, tokenizer: Any, train: Prepared[Task]
+) -> dict[str, Environment]:
+    """Environments by name, as tasks are routed to them."""
+    chat, prompt_of = _prompts(config.data, tokenizer, train)
+    longest = max(len(t.prompt_ids) for t in train.items)
+    most = config.environment.max_tokens or longest + config.rollout.max_new_tokens
+    return environments.build(tokenizer, prompt_of, chat=chat, max_tokens=most, model=config.model.path)
+
+
+def _prompts(
+    section: DataSection, tokenizer: Any, data: Prepared[Task]
+) -> tuple[bool, Callable[[Task], list[Message]]]:
+    """Whether prompts go through the chat template (as ``data.prompts`` decides it), and a task's as messages."""
+    wanted = section.chat or (section.chat is None and tokenizer.chat_template)
+    chat = bool(wanted) or any(isinstance(t.prompt, list) for t in data.items)
+
+    def prompt_of(task: Task) -> list[Message]:
+        if chat:
+            return with_system(section, task.prompt)
+        assert isinstance(task.prompt, str), "a conversation needs a chat template"
+        return [{"role": "user", "content": task.prompt}]
+
+    return chat, prompt_of

@@ -1,0 +1,78 @@
+"""Engines behind HTTP: servers that were started elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tunesmith.assembly.planes import NoPlane, published
+from tunesmith.config.schema import RunConfig
+from tunesmith.engines.base import Member, RolloutEngine
+from tunesmith.engines.http.engine import Served
+from tunesmith.engines.http.sglang import SglangEngine
+from tunesmith.engines.http.tgi import TgiEngine
+from tunesmith.engines.local.engine import end_of_sequence_ids
+from tunesmith.engines.local.stopping import StopStrings
+from tunesmith.engines.pool import EnginePool
+from tunesmith.engines.timed import timed
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.monitor.timeline import Timeline, engine_lane
+from tunesmith.weights.base import Plane
+from tunesmith.weights.files import FilePlane, shared_directory
+
+
+def make_http_engine(
+    config: RunConfig, model: CausalLM, report: Callable[[str], None], timeline: Timeline | None = None
+) -> RolloutEngine:
+    """The servers of ``system.engine_urls`` as one engine."""
+    system, served = config.system, make_served(model, config.model.path)
+    kind = SglangEngine if system.engine == "sglang" else TgiEngine
+    plane = weight_files(model, system.engine_directory) if kind is SglangEngine else NoPlane()
+    used = Counter[str]()
+
+    async def start(number: int) -> Member:
+        # One that was lost may be there again, perhaps restarted by hand.
+        url = min(system.engine_urls, key=lambda url: used[url])
+        used[url] += 1
+        leave = partial(used.subtract, [url])
+        engine = kind(url, served, max_running=system.max_running, report=report, on_close=leave)
+        return timed(engine, timeline, engine_lane(number)) if timeline else engine
+
+    size, restarts = len(system.engine_urls), system.engine_restarts
+    return EnginePool(start, plane, size=size, restarts=restarts, report=report)
+
+
+def make_served(model: CausalLM, path: str = "") -> Served:
+    """What a server has to serve."""
+    tokenizer: Any = model.tokenizer
+    config = model.module.config
+
+    def decode(ids: Any) -> str:
+        return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+
+    return Served(
+        path=path or str(config.name_or_path),
+        model_type=config.model_type,
+        vocab_size=model.head.out_features,
+        context=config.get_text_config().max_position_embeddings,
+        eos_token_ids=frozenset(end_of_sequence_ids(model)),
+        bos_token_id=tokenizer.bos_token_id,
+        decode=decode,
+        watch=lambda stop: StopStrings(stop, decode).completed_by,
+    )
+
+
+def weight_files(model: CausalLM, directory: Path | None) -> Plane:
+    """Weights in the shape of a model directory, which is what SGLang loads.
+
+    Args:
+        directory: which the trainer and the servers see; None: memory or disk of this machine.
+    """
+    tensors = published(model, as_stored=True)
+    folder = shared_directory(sum(t.nbytes for _, t in tensors()), directory)
+    Path(folder.name).chmod(0o755)  # a server may belong to another user
+    model.module.config.save_pretrained(folder.name)
+    return FilePlane(tensors, folder)

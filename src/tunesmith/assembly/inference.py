@@ -1,0 +1,173 @@
+"""``tunesmith.generate``: prompts to completions from Python."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tunesmith.assembly.common import load_model, load_tokenizer
+from tunesmith.assembly.engines import make_sampling
+from tunesmith.assembly.sampler import run_async
+from tunesmith.config.generation import GenerateConfig, SamplingSection
+from tunesmith.config.schema import DataSection, ModelSection, SystemSection
+from tunesmith.data.prompts import PromptEncoder
+from tunesmith.errors import UserError, boundary
+from tunesmith.loop.seeds import derive_seed
+from tunesmith.offline.generation import window_of
+from tunesmith.plan.device import LEAST_KV_BYTES
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.resolve import resolve
+from tunesmith.types import Completion, FinishReason, Prompt, Sampling
+
+if TYPE_CHECKING:
+    from tunesmith.engines.local.engine import LocalEngine
+    from tunesmith.models.causal_lm import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The completions of one prompt; all lists have ``n`` entries."""
+
+    prompt: Prompt
+    texts: list[str]
+    """Without special tokens."""
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    """Of each token, in the distribution it was drawn from (greedy: at temperature 1)."""
+    finish_reasons: list[FinishReason]
+
+    @property
+    def text(self) -> str:
+        """The first completion."""
+        return self.texts[0]
+
+
+def generate(
+    model: str | Path | CausalLM,
+    prompts: Sequence[Prompt],
+    *,
+    n: int = 1,
+    max_new_tokens: int = 512,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    min_new_tokens: int = 0,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    seed: int = 0,
+    system_prompt: str | None = None,
+    chat: bool | None = None,
+    max_running: int = 256,
+    max_prefill_tokens: int = 8192,
+) -> list[Generation]:
+    """Complete prompts together; each gets what it would get alone, up to rounding.
+
+    ``max_running`` bounds what is decoded together, ``max_prefill_tokens`` what is prefilled together.
+    Sampled completions depend on ``seed`` and the prompt's place.
+
+    Args:
+        model: a directory or hub name, or a model that is loaded already.
+        prompts: texts, or conversations as lists of messages.
+        temperature: 0 is greedy; None: greedy for one completion per prompt, else 1.
+        chat: whether texts go through the chat template; None: if the tokenizer has one.
+
+    Raises UserError where a setting or a prompt cannot be used.
+
+    Example:
+        >>> tunesmith.generate("Qwen/Qwen2.5-0.5B-Instruct", ["What is 7 times 6?"])[0].text
+        '7 times 6 is 42.'
+    """
+    if isinstance(prompts, str):
+        raise UserError("prompts is one text; give a list of prompts, even of one")
+    temperature = float(n > 1) if temperature is None else temperature
+    with boundary(UserError, "tunesmith.generate", ValueError):
+        config = GenerateConfig(
+            model=ModelSection(path=str(model) if isinstance(model, str | Path) else "a loaded model"),
+            data=DataSection(train="prompts", system_prompt=system_prompt, chat=chat),
+            sampling=SamplingSection(
+                n=n,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                min_new_tokens=min_new_tokens,
+                stop=tuple(stop),
+                stop_token_ids=tuple(stop_token_ids),
+                seed=seed,
+            ),
+            system=SystemSection(max_running=max_running, max_prefill_tokens=max_prefill_tokens),
+        )
+    return _generate(resolve(config, Facts(read_hardware())).config, model, prompts) if prompts else []
+
+
+def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Sequence[Prompt]) -> list[Generation]:
+    from tunesmith.models.causal_lm import CausalLM
+
+    loaded = (
+        load_model(CausalLM, config, load_tokenizer(config), frozen=True) if isinstance(model, str | Path) else model
+    )
+    section, tokenizer = config.sampling, cast("Any", loaded.tokenizer)
+    assert section.n is not None and section.temperature is not None, "not resolved"
+    encoder = PromptEncoder.of(config.data, tokenizer, prompts)
+    prompt_ids = [encoder.ids(prompt) for prompt in prompts]
+    engine = _engine(config, loaded, max(map(len, prompt_ids)), len(prompts) * section.n)
+    groups = run_async(_complete(engine, prompt_ids, make_sampling(section, tokenizer, section.temperature), config))
+    return [_generation(prompt, group, tokenizer) for prompt, group in zip(prompts, groups, strict=True)]
+
+
+def _generation(prompt: Prompt, group: Sequence[Completion], tokenizer: Any) -> Generation:
+    return Generation(
+        prompt,
+        [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group],
+        [c.token_ids for c in group],
+        [c.logprobs for c in group],
+        [c.finish_reason for c in group],
+    )
+
+
+def _engine(config: GenerateConfig, model: CausalLM, longest_prompt: int, requests: int) -> LocalEngine:
+    """With KV memory for all requests at once, or half of what is free."""
+    import torch
+
+    from tunesmith.engines.local.engine import LocalEngine
+    from tunesmith.engines.local.runner import probe
+
+    system, layout = config.system, probe(model)[0]
+    on_gpu = model.device.type == "cuda"
+    free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else read_hardware().memory_available
+    longest, together = longest_prompt + config.sampling.max_new_tokens, min(system.max_running, requests)
+    # A half more, because memory is given out in blocks and a moment's copy needs some too.
+    wanted = ceil(1.5 * together * longest * layout.token_bytes)
+    return LocalEngine(
+        model,
+        kv_bytes=max(LEAST_KV_BYTES, min(wanted, free // 2)),
+        max_running=system.max_running,
+        max_prefill_tokens=system.max_prefill_tokens,
+    )
+
+
+async def _complete(
+    engine: LocalEngine, prompt_ids: Sequence[list[int]], sampling: Sampling, config: GenerateConfig
+) -> list[list[Completion]]:
+    n = config.sampling.n or 1
+    room = asyncio.Semaphore(window_of(config.system.max_running, n))
+
+    async def group(place: int, ids: list[int]) -> list[Completion]:
+        seed = derive_seed(config.sampling.seed, place)
+        drawn = [replace(sampling, seed=derive_seed(seed, member)) for member in range(n)]
+        async with room:
+            return await asyncio.gather(*(engine.generate(ids, one) for one in drawn))
+
+    try:
+        return await asyncio.gather(*(group(place, ids) for place, ids in enumerate(prompt_ids)))
+    finally:
+        await engine.close()

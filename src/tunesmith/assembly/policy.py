@@ -1,0 +1,52 @@
+"""What trains the policy: its backend, with a reference and a value head where the algorithm asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tunesmith.algorithms.objective import needs_entropy, needs_reference
+from tunesmith.assembly.common import load_model, make_backend
+from tunesmith.assembly.critic import make_value_head
+from tunesmith.assembly.teacher import compare_with, load_teacher
+from tunesmith.config.distillation import DistillConfig, SampledDistillConfig
+from tunesmith.config.schema import RLConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tunesmith.backends.torch import TorchBackend
+    from tunesmith.data.forest import Forest, Predictions
+    from tunesmith.models.causal_lm import CausalLM
+
+
+def policy_backend(
+    config: RLConfig, tokenizer: Any, model: CausalLM, *, reference: bool = True
+) -> TorchBackend[CausalLM]:
+    """Args: reference: keep a frozen reference beside the model, where the algorithm needs one."""
+    from tunesmith.models.causal_lm import CausalLM
+
+    # With an adapter the reference is the same model without it.
+    frozen = reference and needs_reference(config.algorithm) and not config.lora.on
+    teacher = load_teacher(config, tokenizer) if isinstance(config, DistillConfig) else None
+    # Distilling on the student's samples is a KL penalty in the reward: the teacher takes the reference's place.
+    reference_model = teacher or (load_model(CausalLM, config, tokenizer) if frozen else None)
+    head = make_value_head(config, model)
+    predict = policy_predict(config, head)
+    if teacher and isinstance(config, SampledDistillConfig):
+        predict, reference_model = compare_with(teacher, config), None
+    return make_backend(config, model, predict, reference_model, head)
+
+
+def policy_predict(config: RLConfig, value_head: nn.Linear | None = None) -> Callable[[CausalLM, Forest], Predictions]:
+    """How the policy is run on a forest."""
+    from tunesmith.models.causal_lm import CausalLM
+
+    return partial(
+        CausalLM.predict,
+        temperature=config.rollout.temperature,
+        entropy=needs_entropy(config.algorithm),
+        chunk=config.system.logprob_chunk,
+        value_head=value_head,
+    )

@@ -1,0 +1,48 @@
+"""The teacher of a run, and what a run does with one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tunesmith.algorithms.objective import distillation_objective
+from tunesmith.assembly.common import load_frozen, load_tokenizer
+from tunesmith.backends.base import LossFn
+from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
+from tunesmith.data.forest import Forest, Predictions
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.teacher import check_same_vocabulary, predict_with_teacher
+
+
+def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -> CausalLM:
+    """The frozen teacher.
+
+    Raises:
+        ModelError: it cannot be loaded, or its tokens are not the student's.
+    """
+    path, section = config.teacher.path, config.model
+    there = section.model_copy(update={"path": path, "chat_template": None})
+    theirs = load_tokenizer(config.model_copy(update={"model": there}))
+    check_same_vocabulary(tokenizer, theirs, (section.path, path))
+    return load_frozen(config, path, theirs)
+
+
+def compare_with(
+    teacher: CausalLM, config: SampledDistillConfig | OfflineDistillConfig
+) -> Callable[[CausalLM, Forest], Predictions]:
+    """The student's predictions with its distance from the teacher."""
+    assert config.distill.top_k, "not resolved"
+    temperature = config.rollout.temperature if isinstance(config, SampledDistillConfig) else 1.0
+    return partial(
+        predict_with_teacher,
+        teacher=teacher,
+        top_k=config.distill.top_k,
+        temperature=temperature,
+        chunk=config.system.logprob_chunk,
+    )
+
+
+def objective_with_teacher(config: Any) -> LossFn | None:
+    """What is minimised in place of a policy loss, where a run has such a thing."""
+    return distillation_objective(1.0) if isinstance(config, SampledDistillConfig) else None

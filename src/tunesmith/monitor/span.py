@@ -1,0 +1,36 @@
+"""Spans of time, and the finished steps that they make up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Something that took time, in seconds of the timeline's clock.
+
+    ``lane`` names who did it; spans of one lane may overlap.
+    """
+
+    lane: str
+    name: str
+    start: float
+    stop: float | None = None
+    """None while it goes on."""
+    waits_for: str | None = None
+    """Set where the time was spent waiting, and for what. Such a span is no work."""
+    details: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """What happened between two calls of ``finish_step``; spans that went on beyond are cut at its ends."""
+
+    number: int
+    start: float
+    stop: float
+    spans: tuple[Span, ...]
+    levels: Mapping[str, list[tuple[float, float]]]
+    """(time, value) by name."""

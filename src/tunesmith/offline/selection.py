@@ -1,0 +1,229 @@
+"""Choosing among completions that were sampled and scored: pure functions over lines."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil, sqrt
+from typing import Any, cast
+
+from tunesmith.loop.evaluate import ROUNDING
+from tunesmith.offline.generation import FLAT, LOGPROBS, Json, records_of
+from tunesmith.types import Message, Prompt
+
+Z95 = 1.959963984540054
+"""Of the standard normal distribution: 95% lie within."""
+
+WRITTEN = (*FLAT, *LOGPROBS, "completions")
+MADE = {
+    "best": WRITTEN,
+    "pairs": (*WRITTEN, "chosen", "rejected", "chosen_reward", "rejected_reward"),
+    "conditional": WRITTEN,
+}
+"""Columns of the data that a file of a kind does not keep, since what was written stands under their names."""
+
+
+def usable(line: Mapping[str, Any]) -> list[Json]:
+    """The completions that have a reward."""
+    return [record for record in records_of(line) if record.get("reward") is not None]
+
+
+def _columns(line: Mapping[str, Any]) -> Json:
+    return {k: v for k, v in line.items() if k not in WRITTEN}
+
+
+@dataclass(slots=True)
+class Choice:
+    """Lines made out of lines, and how many lines gave none."""
+
+    skipped: Counter[str] = field(default_factory=Counter[str])
+
+    def best(self, lines: Iterator[Json], min_reward: float | None = None) -> Iterator[Json]:
+        """Best-of-n: each line with its completion of the highest reward, the first of equals."""
+        for line in lines:
+            best = max(usable(line), key=lambda r: r["reward"], default=None)
+            if best is None:
+                self.skipped["without a reward"] += 1
+            elif _too_low(best, min_reward):
+                self.skipped["below min_reward"] += 1
+            else:
+                yield _columns(line) | best
+
+    def pairs(self, lines: Iterator[Json], min_margin: float, min_reward: float | None = None) -> Iterator[Json]:
+        """Preference pairs for iterative DPO: the best completion against the worst."""
+        for line in lines:
+            scored = sorted(usable(line), key=lambda r: r["reward"])
+            if len(scored) < 2:
+                self.skipped["without two rewards"] += 1
+            elif not scored[-1]["reward"] - scored[0]["reward"] > min_margin:
+                self.skipped["tied"] += 1
+            elif _too_low(scored[-1], min_reward):
+                self.skipped["below min_reward"] += 1
+            else:
+                worst, best = scored[0], max(scored, key=lambda r: r["reward"])
+                yield _columns(line) | {
+                    "chosen": best["completion"],
+                    "rejected": worst["completion"],
+                    "chosen_reward": best["reward"],
+                    "rejected_reward": worst["reward"],
+                }
+
+    def conditional(self, lines: Iterator[Json], template: str, borders: Sequence[float] | None) -> Iterator[Json]:
+        """Conditional SFT: every completion, with its reward written into the prompt (OpenRLHF's ``csft``)."""
+        for line in lines:
+            scored = usable(line)
+            self.skipped["without a reward"] += not scored
+            for record in scored:
+                value = record["reward"]
+                word = f"{value:.2f}" if borders is None else str(level(value, borders))
+                prompt = _with_reward(line["prompt"], template, word)
+                yield _columns(line) | {"prompt": prompt, "completion": record["completion"], "reward": value}
+
+
+def _too_low(record: Json, min_reward: float | None) -> bool:
+    return min_reward is not None and record["reward"] < min_reward - ROUNDING
+
+
+def _with_reward(prompt: Prompt, template: str, word: str) -> Prompt:
+    """In a conversation, the last user message carries the reward."""
+    if isinstance(prompt, str):
+        # The prompt last, because it may hold braces itself.
+        return template.replace("{reward}", word).replace("{prompt}", prompt)
+    last = max((i for i, m in enumerate(prompt) if m["role"] == "user"), default=len(prompt) - 1)
+    changed: Message = {**prompt[last], "content": _with_reward(cast("str", prompt[last]["content"]), template, word)}
+    return [*prompt[:last], changed, *prompt[last + 1 :]]
+
+
+def level_borders(rewards: Sequence[float], levels: int) -> list[float]:
+    """The highest reward of each level but the last, where the levels hold about equally many rewards."""
+    ordered = sorted(rewards)
+    return [ordered[ceil(len(ordered) * k / levels) - 1] for k in range(1, levels)] if ordered else []
+
+
+def level(reward: float, borders: Sequence[float]) -> int:
+    """The level of a reward, from 1; equal rewards have the same level."""
+    return bisect_left(borders, reward) + 1
+
+
+def correct_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
+    """Completions that reach the threshold and came to their end."""
+    return [r for r in usable(line) if r["reward"] >= threshold - ROUNDING and r.get("finish_reason") == "stop"]
+
+
+def select(records: Sequence[Json], rule: str) -> list[Json]:
+    """What is learned of a question's correct answers, no text twice.
+
+    ``distinct`` keeps the first of each list of equations (Yuan et al. 2023, arXiv:2308.01825, section 3.2), or
+    of each text where there are none.
+    """
+    unique = _firsts(records, lambda r: r["completion"])
+    match rule:
+        case "first":
+            return unique[:1]
+        case "shortest":
+            return sorted(unique, key=lambda r: r["tokens"])[:1]
+        case "distinct":
+            return _firsts(unique, lambda r: reasoning_path(r["completion"]))
+        case _:
+            return unique
+
+
+def _firsts(records: Sequence[Json], key: Callable[[Json], Hashable]) -> list[Json]:
+    found: dict[Hashable, Json] = {}
+    for record in records:
+        found.setdefault(key(record), record)
+    return list(found.values())
+
+
+_OPERATORS = "+-*/×÷^"
+_LEFT = " \t0123456789.,()$%" + _OPERATORS
+_RIGHT = " \t0123456789.,$%-"
+_NOISE = str.maketrans({"×": "*", "÷": "/", **dict.fromkeys(" \t,$")})
+
+
+def reasoning_path(text: str) -> tuple[str, ...]:
+    """The equations of a text in their order, blanks and signs of money left out; without any, its words.
+
+    Example:
+        >>> reasoning_path("He has 3 × 4 = 12 and then 12+1=13 apples.")
+        ('3*4=12', '12+1=13')
+    """
+    equations: list[str] = []
+    for before, after in pairwise(text.split("=")):
+        left = before[len(before.rstrip(_LEFT)) :].translate(_NOISE)
+        right = after[: len(after) - len(after.lstrip(_RIGHT))].translate(_NOISE).rstrip(".-")
+        if any(c.isdigit() for c in left) and any(c in _OPERATORS for c in left[1:]) and right:
+            equations.append(f"{left}={right}")
+    return tuple(equations) or tuple(text.lower().split())
+
+
+@dataclass(slots=True)
+class Yield:
+    """What sampling gave, by question."""
+
+    samples_per_question: int
+    totals: Counter[str] = field(default_factory=Counter[str])
+    """Of the numbers in ``report``, and ``judged`` samples, of which it is known whether they hold an answer."""
+    answered: float = 0.0
+    histogram: Counter[int] = field(default_factory=Counter[int])
+    """Questions by their number of correct samples."""
+
+    def add(self, line: Mapping[str, Any], correct: int, kept: int) -> Json:
+        """Count a question; its line of the report."""
+        records = records_of(line)
+        known = answered_of(records)
+        found = {"samples": len(records), "correct": correct, "kept": kept}
+        failed = sum("error" in record for record in records)
+        self.totals.update(found, questions=1, solved=int(correct > 0), judged=len(known), failed=failed)
+        self.answered += sum(known)
+        self.histogram[correct] += 1
+        return {"prompt": line["prompt"], **found}
+
+    def report(self) -> Json:
+        found, judged = self.totals, self.totals["judged"]
+        return {
+            **{name: found[name] for name in ("questions", "solved", "samples", "correct", "failed", "kept")},
+            "solved_share": interval(found["solved"], found["questions"]),
+            "correct_share": interval(found["correct"], found["samples"]),
+            "answered_share": interval(round(self.answered), judged) if judged else None,
+            "questions_by_correct_samples": {str(n): self.histogram[n] for n in range(self.samples_per_question + 1)},
+        }
+
+
+def answered_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """For each completion whose reward told, whether it holds an answer."""
+    return [r["metrics"]["answered"] for r in records if "answered" in (r.get("metrics") or {})]
+
+
+def interval(hits: int, total: int) -> list[float]:
+    """``[share, low, high]``: a share and its 95% Wilson interval (Wilson 1927); zeros for nothing counted."""
+    if total == 0:
+        return [0.0, 0.0, 0.0]
+    share, z2 = hits / total, Z95**2
+    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = Z95 * sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
+    # Exact at the ends, where rounding would leave a hair.
+    low, high = centre - half if hits else 0.0, centre + half if hits < total else 1.0
+    return [share, low, high]
+
+
+def accuracy(lines: Iterator[Json], threshold: float) -> Json:
+    """Of an evaluation with one completion per line: shares with their 95% intervals.
+
+    A completion without an answer is not a wrong answer: ``answered`` says how many have one, and
+    ``accuracy_of_answered`` looks at those alone. A failed completion counts as neither answered nor right.
+    """
+    records = [record for line in lines for record in records_of(line)]
+    correct = [r for r in records if r.get("reward") is not None and r["reward"] >= threshold - ROUNDING]
+    judged = answered_of(records)
+    answered, right = (sum(known > 0 for known in found) for found in (judged, answered_of(correct)))
+    return {
+        "questions": len(records),
+        "accuracy": interval(len(correct), len(records)),
+        "answered": interval(answered, len(records)) if judged else None,
+        "accuracy_of_answered": interval(right, answered) if judged else None,
+        "failed": sum("error" in record for record in records),
+    }

@@ -1,0 +1,207 @@
+"""Built-in rewards: exact_match, numeric_match, regex_format and math.
+
+Each is made from the ``[reward]`` section. All but regex_format compare with the answer column and log
+``answered`` (the completion holds an answer at all) and ``correct``, so that "no answer" and "wrong" can be
+told apart. A task without an answer gets None: the reward does not apply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import operator
+import os
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.schema import RewardSection
+from tunesmith.errors import ConfigError, DeadlineExceeded
+from tunesmith.rewards.base import (
+    RESERVED,
+    ItemFailure,
+    Notes,
+    RewardFunction,
+    Score,
+    completions_of,
+    text_of,
+)
+from tunesmith.rewards.numeric import equal, last_number
+from tunesmith.types import Rollout, Status
+from tunesmith.usercode.killable import KillablePool, Program, WorkerError
+
+ITEM_SECONDS = 5.0
+"""Most that judging one completion may take in a worker process, when ``reward.timeout`` is longer."""
+
+Verdict = bool | None | ItemFailure
+"""Whether an answer is correct; None where there is none."""
+Judge = Callable[[list[str], list[str]], Awaitable[list[Verdict]]]
+"""From completions and what the answer column says, to a verdict each."""
+
+
+def check_builtins(section: RewardSection) -> None:
+    """Refuse settings (ConfigError) that the built-ins in use cannot work with, or that none of them reads."""
+    used = [name for name in section.functions if name in BUILTINS]
+    extracting = [name for name in used if name in ("exact_match", "numeric_match")]
+    if section.pattern is None:
+        if "regex_format" in used:
+            raise ConfigError("reward.pattern is missing; regex_format gives 1 where it matches a whole completion.")
+    else:
+        groups = _groups(section.pattern)
+        if "regex_format" not in used and not extracting:
+            raise ConfigError("reward.pattern is set, but regex_format, exact_match and numeric_match are not used.")
+        if "regex_format" not in used and not groups:
+            raise ConfigError(
+                f"reward.pattern has no group for {extracting[0]} to extract; "
+                "put parentheses around the answer, as in '#### (.+)'."
+            )
+    if section.answer in RESERVED:
+        raise ConfigError(f"reward.answer: '{section.answer}' is not a data column but an argument of every reward.")
+    labelled = any(entry.protocol == "openrlhf" for entry in section.remote)
+    if "answer" in section.model_fields_set and not labelled and not any(name in COMPARING for name in used):
+        raise ConfigError(
+            f"reward.answer is set, but none of {', '.join(COMPARING)} is in reward.functions; "
+            "your own functions get every column by its name."
+        )
+    if "math" in used and importlib.util.find_spec("math_verify") is None:
+        raise ConfigError("the built-in reward 'math' needs a package: pip install math-verify.")
+
+
+def _groups(pattern: str) -> int:
+    try:
+        return re.compile(pattern).groups
+    except re.error as error:
+        raise ConfigError(f"reward.pattern is not a regular expression: {error}: {pattern!r}") from error
+
+
+def _exact_match(section: RewardSection) -> RewardFunction:
+    """1 where completion and answer are equal but for whitespace at the ends and its amount inside."""
+    return _matching("exact_match", section, lambda text: " ".join(text.split()), operator.eq)
+
+
+def _numeric_match(section: RewardSection) -> RewardFunction:
+    """1 where the last number of the completion (or of what the pattern extracts) equals the answer's."""
+    return _matching("numeric_match", section, last_number, equal)
+
+
+def _matching(
+    name: str, section: RewardSection, read: Callable[[str], Any], same: Callable[[Any, Any], bool]
+) -> RewardFunction:
+    """Compares what is read of two texts. A pattern with a group says what of the completion is looked at."""
+    pattern = section.pattern
+    pool = _pool("pattern_program.py", "extract", section) if pattern and _groups(pattern) else None
+
+    def verdict(found: str | ItemFailure | None, gold: str) -> Verdict:
+        wanted = read(gold)
+        if wanted is None:
+            return _bad_gold(f"{gold!r} holds no number")
+        if isinstance(found, ItemFailure):
+            return found
+        answer = None if found is None else read(found)
+        return same(answer, wanted) if answer else None
+
+    async def judge(texts: list[str], golds: list[str]) -> list[Verdict]:
+        found = await _gather([pool.submit(pattern, text) for text in texts]) if pool else texts
+        return [verdict(one, gold) for one, gold in zip(found, golds, strict=True)]
+
+    def problem(gold: Any) -> str | None:
+        return _gold_problem(gold) or (f"{gold!r} holds no number" if read(str(gold)) is None else None)
+
+    return _comparing(name, section, judge, problem, pool)
+
+
+def _regex_format(section: RewardSection) -> RewardFunction:
+    """1 where the pattern matches the whole completion (write ``(?s)`` to let ``.`` match newlines)."""
+    pool = _pool("pattern_program.py", "matches", section)
+
+    async def regex_format(rollouts: Sequence[Rollout], texts: Sequence[str], notes: Notes) -> list[Score]:
+        del notes
+        return await _gather([pool.submit(section.pattern, text_of(c)) for c in completions_of(rollouts, texts)])
+
+    return RewardFunction("regex_format", "regex_format", regex_format, builtin=True, close=pool.close)
+
+
+def _math(section: RewardSection) -> RewardFunction:
+    """1 where math-verify finds the completion's answer equal to the answer column's."""
+    pool = _pool("math_program.py", "judge", section, workers=max(1, min(4, (os.cpu_count() or 1) // 2)))
+
+    def verdict(found: dict[str, bool] | ItemFailure, gold: str) -> Verdict:
+        if isinstance(found, ItemFailure):
+            return found
+        if not found["gold"]:
+            return _bad_gold(f"math-verify cannot parse {gold!r}")
+        return found["correct"] if found["answered"] else None
+
+    async def judge(texts: list[str], golds: list[str]) -> list[Verdict]:
+        found = await _gather([pool.submit(gold, text) for gold, text in zip(golds, texts, strict=True)])
+        return [verdict(one, gold) for one, gold in zip(found, golds, strict=True)]
+
+    return _comparing("math", section, judge, _gold_problem, pool)
+
+
+def _comparing(
+    name: str, section: RewardSection, judge: Judge, check_gold: Callable[[Any], str | None], pool: KillablePool | None
+) -> RewardFunction:
+    """A reward by comparison with the answer column. Only tasks that have an answer are judged."""
+
+    async def score(rollouts: Sequence[Rollout], texts: Sequence[str], notes: Notes) -> list[Score]:
+        golds = [r.task.columns.get(section.answer) for r in rollouts]
+        said = [text_of(c) for c in completions_of(rollouts, texts)]
+        asked = [i for i, gold in enumerate(golds) if gold is not None]
+        scores: list[Score] = [None] * len(golds)
+        answered: list[float | None] = [None] * len(golds)
+        verdicts = await judge([said[i] for i in asked], [str(golds[i]) for i in asked])
+        for i, verdict in zip(asked, verdicts, strict=True):
+            if isinstance(verdict, ItemFailure):
+                scores[i] = verdict
+            else:
+                scores[i], answered[i] = float(bool(verdict)), float(verdict is not None)
+        notes.log_extra("answered", answered)
+        notes.log_extra("correct", [s if isinstance(s, float) else None for s in scores])
+        return scores
+
+    close = pool.close if pool else lambda: None
+    columns = frozenset({section.answer})
+    return RewardFunction(name, name, score, columns, builtin=True, close=close, check_gold=check_gold)
+
+
+def _pool(program: str, function: str, section: RewardSection, workers: int = 1) -> KillablePool:
+    file = Path(__file__).with_name(program)
+    return KillablePool(Program(file, function, min(section.timeout, ITEM_SECONDS)), workers)
+
+
+async def _gather(jobs: Sequence[Future[Any]]) -> list[Any]:
+    """Results of the worker's jobs, an ``ItemFailure`` for each that was killed or raised."""
+
+    async def outcome(job: Future[Any]) -> Any:
+        try:
+            return await asyncio.wrap_future(job)
+        except DeadlineExceeded as error:
+            return ItemFailure(Status.TIMED_OUT, str(error))
+        except WorkerError as error:
+            return ItemFailure(Status.REWARD_FAILED, str(error))
+
+    return await asyncio.gather(*map(outcome, jobs))
+
+
+def _bad_gold(reason: str) -> ItemFailure:
+    return ItemFailure(Status.REWARD_FAILED, f"data error in the answer column: {reason}")
+
+
+def _gold_problem(gold: Any) -> str | None:
+    if gold is None:
+        return "is missing"
+    if not isinstance(gold, str | int | float):
+        return f"{gold!r} is of type {type(gold).__name__}; expected text or a number"
+    return None if str(gold).strip() else "is empty"
+
+
+BUILTINS: dict[str, Callable[[RewardSection], RewardFunction]] = {
+    "exact_match": _exact_match,
+    "numeric_match": _numeric_match,
+    "regex_format": _regex_format,
+    "math": _math,
+}
+COMPARING = ("exact_match", "numeric_match", "math")

@@ -1,0 +1,236 @@
+"""A reward behind HTTP: several servers of the same reward, which share the load.
+
+Each request is a JSON POST with a part of a batch. It goes to the server with the fewest outstanding requests;
+one that failed lately rests for a while. A failed connection, an overrun and an answer of 5xx are tried again,
+on another server where there is one, with pauses that grow. What remains is a failure of those rollouts.
+Addresses are redacted in all messages: they may hold passwords.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from tunesmith.config.schema import RemoteReward
+from tunesmith.errors import TunesmithError, shortened
+from tunesmith.monitor.plain import plain
+from tunesmith.redact import redact
+from tunesmith.rewards.base import (
+    ItemFailure,
+    Notes,
+    RewardFunction,
+    Score,
+    batch_columns,
+    completions_of,
+    scores_from,
+)
+from tunesmith.types import Rollout, Status
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
+"""Seconds before the first further attempt, doubled for each one after it."""
+AGAIN = frozenset({408, 425, 429})
+"""Answers below 500 after which it is worth trying again."""
+ANSWER_BYTES, ANSWER_BYTES_EACH = 1 << 20, 1 << 14
+"""An answer has at most the first, and the second for each completion: a number and the reason of a failure."""
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens included."""
+
+
+class BadAnswer(TunesmithError, RuntimeError):
+    """A server answered what cannot be used, and would again."""
+
+
+class Unavailable(TunesmithError, RuntimeError):
+    """A server answered that it cannot serve now."""
+
+
+def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunction:
+    """The reward function that asks the servers of ``entry``.
+
+    Args:
+        label: the column that is sent as OpenRLHF's ``labels``.
+        decode: makes OpenRLHF's ``query`` and ``prompts`` of a rollout's tokens.
+    """
+    client, headers = RewardClient(entry), request_headers(entry)
+
+    async def score(rollouts: Sequence[Rollout], texts: Sequence[str], notes: Notes) -> list[Score]:
+        del notes
+        parts = [slice(at, at + entry.batch_size) for at in range(0, len(rollouts), entry.batch_size)]
+        if entry.protocol == "openrlhf":
+            bodies = [openrlhf_body(rollouts[part], label, decode) for part in parts]
+        else:
+            bodies = [tunesmith_body(rollouts[part], texts[part]) for part in parts]
+        sizes = [len(rollouts[part]) for part in parts]
+        # A session of its own for each call: nothing is left open between steps or after the run.
+        timeout = aiohttp.ClientTimeout(total=entry.timeout)
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+            found = await asyncio.gather(*(client.ask(session, b, n) for b, n in zip(bodies, sizes, strict=True)))
+        return [score for part in found for score in part]
+
+    return RewardFunction(entry.name, entry.name, score, builtin=True)
+
+
+def request_headers(entry: RemoteReward) -> dict[str, str]:
+    """With the token, where there is one."""
+    headers = {"Content-Type": "application/json"}
+    if entry.token_env is not None:
+        headers["Authorization"] = f"Bearer {os.environ[entry.token_env].strip()}"
+    return headers
+
+
+def tunesmith_body(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:
+    """What a reward function is called with, but for tokens."""
+    return {
+        "prompts": [r.task.prompt for r in rollouts],
+        "completions": completions_of(rollouts, texts),
+        "columns": batch_columns(rollouts),
+    }
+
+
+def openrlhf_body(rollouts: Sequence[Rollout], label: str, decode: Decode) -> dict[str, Any]:
+    """OpenRLHF's request (0.5 and later): ``query`` is prompt and completion as the policy saw them, in one text."""
+    return {
+        "query": [decode(r.token_ids) for r in rollouts],
+        "prompts": [decode(r.task.prompt_ids) for r in rollouts],
+        "labels": ["" if (gold := r.task.columns.get(label)) is None else gold for r in rollouts],
+    }
+
+
+@dataclass(slots=True)
+class _Server:
+    outstanding: int = 0
+    sent: int = 0
+    failures: int = 0
+    """In a row."""
+    rests_until: float = 0.0
+
+
+class RewardClient:
+    """Asks one of several servers, and another one when that fails."""
+
+    def __init__(self, entry: RemoteReward) -> None:
+        self.entry = entry
+        self._servers = {url: _Server() for url in entry.urls}
+
+    async def ask(self, session: aiohttp.ClientSession, body: dict[str, Any], size: int) -> list[Score]:
+        """One score per completion of the request; the same failure for each where no server gave a usable answer."""
+        try:
+            data = json.dumps(body, default=str).encode()
+        except (ValueError, RecursionError) as error:
+            return [ItemFailure(Status.REWARD_FAILED, f"cannot be sent as JSON: {error}")] * size
+        most, begun = ANSWER_BYTES + size * ANSWER_BYTES_EACH, time.monotonic()
+        tried: list[str] = []
+        reason, status = "", Status.REWARD_FAILED
+        while len(tried) <= self.entry.retries:
+            if tried:
+                await asyncio.sleep(pause(len(tried)))
+            url = self._choose(tried)
+            tried.append(url)
+            try:
+                return scores_of(await self._post(session, url, data, most), size, url)
+            except BadAnswer as error:
+                reason, status = str(error), Status.REWARD_FAILED
+                break
+            except TimeoutError:
+                reason, status = f"{url} did not answer within {self.entry.timeout:g} s", Status.TIMED_OUT
+            except Unavailable as error:
+                reason, status = str(error), Status.REWARD_FAILED
+            except (aiohttp.ClientError, OSError) as error:
+                reason, status = f"could not be had from {url}: {error or type(error).__name__}", Status.REWARD_FAILED
+        if len(tried) > 1:
+            seconds = time.monotonic() - begun
+            reason += f" ({len(tried)} attempts in {seconds:.3g} s: {', '.join(dict.fromkeys(tried))})"
+        return [ItemFailure(status, redact(reason))] * size
+
+    def _choose(self, tried: Sequence[str]) -> str:
+        """Where this request has been least, then what does not rest, then the fewest outstanding, then sent."""
+        now = time.monotonic()
+
+        def load(url: str) -> tuple[int, bool, int, int]:
+            server = self._servers[url]
+            return tried.count(url), now < server.rests_until, server.outstanding, server.sent
+
+        return min(self._servers, key=load)
+
+    async def _post(self, session: aiohttp.ClientSession, url: str, data: bytes, most: int) -> Any:
+        """The JSON of an answer of at most ``most`` bytes.
+
+        Raises:
+            BadAnswer, Unavailable, TimeoutError, aiohttp.ClientError, OSError.
+        """
+        server = self._servers[url]
+        server.outstanding += 1
+        server.sent += 1
+        try:
+            async with session.post(url, data=data, allow_redirects=False) as response:
+                text = (await _read(response, most, url)).decode(errors="replace")
+                if response.status >= 500 or response.status in AGAIN:
+                    raise Unavailable(f"{url} answered {response.status}: {_short(text)}")
+        except (Unavailable, TimeoutError, aiohttp.ClientError, OSError):
+            # Else a dead server, which never has anything outstanding, would draw every request.
+            server.failures += 1
+            server.rests_until = time.monotonic() + pause(server.failures)
+            raise
+        finally:
+            server.outstanding -= 1
+        server.failures, server.rests_until = 0, 0.0
+        if response.status != 200:
+            raise BadAnswer(f"{url} answered {response.status}: {_short(text)}")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise BadAnswer(f"{url} answered what is no JSON: {_short(text)}") from None
+
+
+async def _read(response: aiohttp.ClientResponse, most: int, url: str) -> bytes:
+    """The body. Raises BadAnswer where it has more than ``most`` bytes, without reading the rest."""
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > most:
+            response.close()
+            raise BadAnswer(f"{url} answered more than {most} bytes, the most there may be for such a request")
+    return bytes(body)
+
+
+def pause(failures: int) -> float:
+    """Seconds to wait after so many failures; at random between half and all of it, so that callers spread."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
+
+
+def scores_of(answer: Any, size: int, url: str) -> list[Score]:
+    """The scores of an answer; an item that cannot be used fails alone.
+
+    Raises:
+        BadAnswer: it has no list of ``size`` rewards.
+    """
+    fields = answer if isinstance(answer, dict) else {}
+    if "rewards" not in fields:
+        shown = _short(json.dumps(plain(answer)))
+        raise BadAnswer(f'{url} answered {shown}; expected {{"rewards": [...]}} with {size} numbers')
+    try:
+        scores = scores_from(fields["rewards"], size)
+    except ValueError as error:
+        raise BadAnswer(f"{url} {error}") from None
+    errors: Any = fields.get("errors") or [None] * size
+    if not isinstance(errors, list) or len(errors) != size:
+        raise BadAnswer(f'{url} answered "errors" that are no list of {size}')
+    for i, (score, error) in enumerate(zip(scores, errors, strict=True)):
+        if error:
+            scores[i] = ItemFailure(Status.REWARD_FAILED, redact(f"{url}: {error}"))
+        elif isinstance(score, ItemFailure):
+            scores[i] = replace(score, reason=redact(f"{url} {score.reason}"))
+    return scores
+
+
+def _short(text: str) -> str:
+    return shortened(" ".join(text.split()), 300)

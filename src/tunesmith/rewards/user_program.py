@@ -1,0 +1,67 @@
+"""The user's reward functions in a worker process: loaded once, then called as they would be in the run's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import ConfigError
+from tunesmith.rewards.base import ItemFailure, Notes, scores_from
+from tunesmith.rewards.reward_set import user_reward
+from tunesmith.usercode import loading as user_code
+from tunesmith.usercode.calls import RaisedInCall, is_async, parameters_of, taken
+
+
+class RewardProgram:
+    """Called with a function's number, the size of the call and its arguments; gives what ``answer`` has."""
+
+    def __init__(self, references: Sequence[tuple[str, str]], base_dir: str) -> None:
+        self.description: dict[str, Any]
+        try:
+            loaded = [(name, entry, user_code.load_function(entry, Path(base_dir))) for name, entry in references]
+            self._functions = [user_reward(name, entry, function) for name, entry, function in loaded]
+        except ConfigError as error:
+            self.description = {"refused": str(error)}
+            return
+        self.description = {
+            "functions": [
+                {
+                    "columns": sorted(f.columns),
+                    "one_of": sorted(f.one_of),
+                    "parameters": parameters_of(f.function),
+                    "asynchronous": is_async(f.function),
+                }
+                for f in self._functions
+            ]
+        }
+
+    def concurrent(self, number: int, *_: Any) -> bool:
+        return is_async(self._functions[number].function)
+
+    def __call__(self, number: int, size: int, given: Mapping[str, Any]) -> Any:
+        function, notes = self._functions[number].function, Notes(size)
+        arguments = taken(function, {**given, "log_extra": notes.log_extra, "log_metric": notes.log_metric})
+        if is_async(function):
+            return self._awaited(function, arguments, notes)
+        try:
+            return answer(function(**arguments), notes)
+        except BaseException as error:
+            return {"raised": RaisedInCall(error).trace}
+
+    async def _awaited(self, function: Any, arguments: dict[str, Any], notes: Notes) -> dict[str, Any]:
+        try:
+            return answer(await function(**arguments), notes)
+        except Exception as error:
+            return {"raised": RaisedInCall(error).trace}
+
+
+def answer(output: object, notes: Notes) -> dict[str, Any]:
+    """What a call gave, as JSON: scores, failures by their place, and what was logged."""
+    try:
+        scores = scores_from(output, notes.size)
+    except ValueError as error:
+        return {"unusable": str(error)}
+    failures = {i: s.reason for i, s in enumerate(scores) if isinstance(s, ItemFailure)}
+    numbers = [None if isinstance(s, ItemFailure) else s for s in scores]
+    return {"scores": numbers, "failures": list(failures.items()), "extras": notes.extras, "metrics": notes.metrics}

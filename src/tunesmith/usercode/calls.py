@@ -1,0 +1,320 @@
+"""Running the user's functions beside the event loop, each call with a deadline.
+
+Plain functions run one at a time and in order on a single thread, as in a plain script: code that
+redirects ``stdout``, changes directory or keeps state stays correct. Coroutine functions run together on
+an event loop of their own, so that one that blocks does not stop the engine's.
+
+A thread cannot be killed. One that overruns is left behind (a daemon: it does not keep the process from
+ending) and a fresh one takes over the calls that wait. A function that holds the interpreter lock without
+end, such as a regular expression that backtracks for ever, stops every thread: no deadline can see it. Code that
+may do so runs in processes (``isolated.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Self
+
+from tunesmith.errors import ConfigError, DeadlineExceeded, EpisodeError, nearest
+from tunesmith.usercode.loading import describe_exception
+
+HUNG_AFTER = 3
+"""Overruns of a function in a row after which its calls that already wait are failed untried."""
+ANSWER_SECONDS = 1.0
+"""How long an event loop may take to answer before it counts as blocked."""
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling the function gives a coroutine: also for partials and objects with ``__call__``."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+@dataclass(frozen=True, slots=True)
+class FarFunction:
+    """A function in another process, as it was described from there."""
+
+    number: int
+    parameters: list[str] | None
+    """What it takes by keyword; None: everything."""
+    asynchronous: bool
+
+    def __call__(self, **_: Any) -> Any:
+        raise AssertionError("it is called where it is")
+
+
+def parameters_of(function: Callable[..., Any]) -> list[str] | None:
+    """What the function takes by keyword; None: everything."""
+    if isinstance(function, FarFunction):
+        return function.parameters
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``given`` the function takes by keyword."""
+    names = parameters_of(function)
+    return dict(given) if names is None else {name: value for name, value in given.items() if name in names}
+
+
+def check_keywords(function: Callable[..., Any], reference: str, available: set[str], skip: int = 0) -> None:
+    """Refuse (ConfigError) a function that requires what is not there; the first ``skip`` are given by place."""
+    for p in list(inspect.signature(function).parameters.values())[skip:]:
+        if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is not p.empty:
+            continue
+        if p.name not in available or p.kind is p.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"'{reference}' needs '{p.name}', which is no column of the data.{nearest(p.name, available)}"
+            )
+
+
+@contextmanager
+def kept_default_dtype() -> Generator[None]:
+    """Undo what the user's code may do to PyTorch's default number format, which training would go on with."""
+    torch: Any = sys.modules.get("torch")
+    before = torch and torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.get_default_dtype() is not (before or torch.float32):
+            torch.set_default_dtype(before or torch.float32)
+
+
+class RaisedInCall(Exception):
+    """What a user's function raised, of whatever kind: also ``SystemExit`` and the like.
+
+    Where that was in another process, only ``trace`` is known, or why the process ended.
+    """
+
+    def __init__(self, error: BaseException | None, trace: str = "") -> None:
+        super().__init__(repr(error) if error else trace)
+        self.error = error
+        self._trace = trace
+
+    @property
+    def trace(self) -> str:
+        """The traceback, from the user's code on."""
+        if self.error is None:
+            return self._trace
+        return describe_exception(self.error, skip=_is_ours)
+
+
+def _is_ours(file: str) -> bool:
+    return file == __file__ or "/asyncio/" in file or Path(file).name in ("user_program.py", "environment_program.py")
+
+
+class Turns:
+    """Calls of plain functions, one at a time and in order, on one event loop at a time."""
+
+    def __init__(self) -> None:
+        self._turn: tuple[object, asyncio.Lock] = (None, asyncio.Lock())
+        self._overruns: dict[int, int] = {}
+
+    @asynccontextmanager
+    async def turn(self, key: int, timeout: float) -> AsyncGenerator[None]:
+        """Wait for a turn. Of a function, known by its ``key``, that hung several times on end, waiting calls fail.
+
+        Raises:
+            DeadlineExceeded: it did, while this call waited.
+        """
+        before = self._overruns.get(key, 0)
+        running = asyncio.get_running_loop()
+        if self._turn[0] is not running:  # a lock belongs to the loop that waited for it
+            self._turn = running, asyncio.Lock()
+        async with self._turn[1]:
+            overruns = self._overruns.get(key, 0)
+            if overruns >= HUNG_AFTER and overruns > before:
+                raise DeadlineExceeded(f"not tried, because the last {overruns} calls ran for more than {timeout:g} s")
+            try:
+                yield
+            except DeadlineExceeded:
+                self._overruns[key] = overruns + 1
+                raise
+            self._overruns[key] = 0
+
+
+class UserCalls:
+    """Threads for the user's functions. ``run`` may be awaited concurrently, on one event loop at a time."""
+
+    def __init__(self) -> None:
+        self._thread: _Thread | None = None
+        self._loop: _LoopThread | None = None
+        self._turns = Turns()
+        self.abandoned = 0
+        """Threads left behind with a call that did not return."""
+
+    async def run(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
+        """The function's result.
+
+        Raises:
+            DeadlineExceeded: it ran for more than ``timeout`` seconds; waiting for its turn does not count.
+            RaisedInCall: it raised.
+        """
+        call = self._run_async if is_async(function) else self._run_plain
+        return await call(function, kwargs, timeout)
+
+    def close(self) -> None:
+        """End the idle threads; those left behind end with their call or with the process."""
+        for thread in (self._thread, self._loop):
+            if thread is not None:
+                thread.stop()
+        self._thread = self._loop = None
+
+    async def _run_plain(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
+        async with self._turns.turn(id(function), timeout):
+            thread = self._thread = self._thread or _Thread()
+            result = thread.submit(functools.partial(function, **kwargs))
+            try:
+                if not await done_within(result, timeout):
+                    raise DeadlineExceeded(f"did not return within {timeout:g} s")
+                return result.result()
+            finally:
+                if not result.done():
+                    thread.stop()
+                    self._thread = None
+                    self.abandoned += 1
+
+    async def _run_async(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
+        loop = self._loop = self._loop or _LoopThread()
+        result = loop.submit(functools.partial(function, **kwargs))
+        if await done_within(result, timeout):
+            if result.cancelled():
+                raise DeadlineExceeded("was ended, because another call blocked its event loop")
+            return result.result()
+        if await loop.answers(ANSWER_SECONDS):
+            raise DeadlineExceeded(f"did not return within {timeout:g} s")
+        if self._loop is loop:
+            loop.stop()
+            self._loop = None
+            self.abandoned += 1
+        raise DeadlineExceeded(f"did not return within {timeout:g} s, and blocks its event loop")
+
+
+class EpisodeCode:
+    """The user's code in one episode, on threads of its own; ``timeout`` is in seconds, for each call.
+
+    An episode that blocks, hangs or leaves something behind harms no other; and what one call opens, a later one
+    of the episode can use.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._calls = UserCalls()
+
+    async def run(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The function's result; ``what`` names it in errors.
+
+        Raises:
+            EpisodeError: it raised; with the traceback.
+            DeadlineExceeded: it did not return in time.
+        """
+        try:
+            # `partial` hides what is a coroutine function from nobody: `is_async` looks through it.
+            return await self._calls.run(functools.partial(function, *args), kwargs, self._timeout)
+        except RaisedInCall as raised:
+            raise EpisodeError(f"{what} raised\n{raised.trace}") from raised.error
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{what} {error}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._calls.close()
+
+
+async def done_within(future: Future[object], timeout: float) -> bool:
+    """Wait for it; cancel it (where it can be) when time or the caller runs out."""
+    waiting = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait([waiting], timeout=timeout)
+        return future.done()
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+        elif not waiting.cancelled():
+            waiting.exception()  # Otherwise asyncio logs it as never looked at.
+
+
+class _Thread:
+    """A daemon thread that makes one call after the other."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()
+        threading.Thread(target=self._work, name="reward", daemon=True).start()
+
+    def submit(self, work: Callable[[], object]) -> Future[object]:
+        result: Future[object] = Future()
+        self._calls.put((work, result))
+        return result
+
+    def stop(self) -> None:
+        """End after the call under way."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            _make(*call)
+            del call  # while it waits, the thread holds nothing of the user's
+
+
+def _make(work: Callable[[], object], result: Future[object]) -> None:
+    if not result.set_running_or_notify_cancel():
+        return
+    try:
+        value = work()
+    except BaseException as error:
+        result.set_exception(RaisedInCall(error))
+    else:
+        result.set_result(value)
+
+
+class _LoopThread:
+    """An event loop on a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name="async-reward", daemon=True).start()
+
+    def submit(self, function: Callable[[], Any]) -> Future[object]:
+        async def call() -> object:
+            try:
+                return await function()
+            except BaseException as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # nobody waits for it any more
+                    raise
+                raise RaisedInCall(error) from None
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop)
+
+    async def answers(self, seconds: float) -> bool:
+        """Whether the loop still takes work."""
+        pong: Future[None] = Future()
+        self._loop.call_soon_threadsafe(pong.set_result, None)
+        await asyncio.wait([asyncio.wrap_future(pong)], timeout=seconds)
+        return pong.done() and not pong.cancelled()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
