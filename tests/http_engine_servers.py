@@ -1,18 +1,15 @@
-"""Local stand-ins for an SGLang and a TGI server, with a real tiny model behind them.
+"""A local stand-in for an SGLang server, with a real tiny model behind it.
 
 Requests and answers have the shapes of SGLang 0.5.23 (``srt/entrypoints/http_server.py``,
-``srt/managers/{io_struct,tokenizer_manager,schedule_batch}.py``, ``srt/layers/sampler.py``) and of TGI 3.3.7
-(``router/src/{lib,server,validation}.rs``, ``server/text_generation_server/utils/tokens.py``), and so do their manners:
-which settings they refuse, what they ignore, which token ends a completion, what an abort answers. They are no proof
-that the servers themselves do so.
+``srt/managers/{io_struct,tokenizer_manager,schedule_batch}.py``, ``srt/layers/sampler.py``), and so does its behaviour:
+which settings it refuses, what it ignores, which token ends a completion, what an abort answers. It is no proof
+that the server itself does so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -198,113 +195,6 @@ class Sglang:
             if matched := next((s for s in settings.get("stop", ()) if s in text), None):
                 return {"type": "stop", "matched": matched}
         return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-
-
-class Tgi:
-    """TGI: ``url`` while it is served, and what it was asked."""
-
-    url = ""
-
-    def __init__(self, path: Path, *, longest_prompt: int = 63, longest: int = 64, bos: bool = False) -> None:
-        self.writer, self.longest_prompt, self.longest = Writer(path), longest_prompt, longest
-        self.bos = bos
-        self.trouble: Trouble | None = None
-        self.asked: list[tuple[str, Any]] = []
-        self.running = 0
-
-    def app(self) -> web.Application:
-        app = web.Application()
-        app.router.add_get("/info", self._info)
-        app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_post("/generate_stream", self._generate_stream)
-        return app
-
-    async def _info(self, _: web.Request) -> web.Response:
-        limits = {"max_input_tokens": self.longest_prompt, "max_total_tokens": self.longest}
-        known = {"model_id": str(self.writer.path), "router": "text-generation-router", "version": "3.3.7"}
-        return web.json_response(known | limits | {"max_concurrent_requests": 128, "max_stop_sequences": 4})
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.writer.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [self.writer.tokenizer.bos_token_id, *ids] if self.bos else ids
-
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.asked.append(("tokenize", body))
-        return web.json_response([{"id": i, "text": "", "start": 0, "stop": 0} for i in self._ids(body["inputs"])])
-
-    async def _generate_stream(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.asked.append(("generate_stream", body))
-        if self.trouble is not None and (made := await self.trouble(request, body)) is not None:
-            return made
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        self.running += 1
-        try:
-            ids, parameters = self._ids(body["inputs"]), body["parameters"]
-            if (refusal := self._refusal(len(ids), parameters)) is not None:
-                await _event(response, {"error": f"Input validation error: {refusal}", "error_type": "validation"})
-            else:
-                await self._write(response, ids, parameters)
-        except ConnectionError:  # the reader has gone
-            pass
-        finally:
-            self.running -= 1
-        return response
-
-    def _refusal(self, prompt: int, parameters: Any) -> str | None:
-        new = parameters["max_new_tokens"]
-        if not 0 < parameters.get("top_p", 0.5) < 1:
-            return "`top_p` must be > 0.0 and < 1.0"
-        if parameters.get("temperature", 1.0) <= 0:
-            return "`temperature` must be strictly positive"
-        if parameters.get("top_k", 1) <= 0:
-            return "`top_k` must be strictly positive"
-        if prompt + new > self.longest:
-            return f"`inputs` tokens + `max_new_tokens` must be <= {self.longest}. Given: {prompt} and {new}"
-        if prompt > self.longest_prompt:
-            return f"`inputs` must have less than {self.longest_prompt} tokens. Given: {prompt}"
-        return "`inputs` cannot be empty" if prompt == 0 else None
-
-    async def _write(self, response: web.StreamResponse, ids: list[int], parameters: Any) -> None:
-        written: list[int] = []
-        while True:
-            scores = self._warped(self.writer.logits([*ids, *written]), parameters).log_softmax(-1)
-            key = (parameters.get("seed"), len(written))
-            token = self.writer.draw(scores, key) if parameters.get("do_sample") else int(scores.argmax())
-            written.append(token)
-            text = self.writer.tokenizer.decode(written)
-            reason = "length" if len(written) >= parameters["max_new_tokens"] else None
-            reason = reason or ("eos_token" if token in self.writer.eos else None)
-            details = {"finish_reason": reason, "generated_tokens": len(written), "input_length": len(ids)}
-            logprob = float(scores[token])
-            event = {
-                "index": len(written),
-                "token": {"id": token, "text": text[-1:], "logprob": logprob, "special": token in self.writer.eos},
-                "generated_text": text if reason else None,
-                "details": details | {"seed": parameters.get("seed")} if reason else None,
-            }
-            await _event(response, event)
-            if reason:
-                return
-            await asyncio.sleep(0)
-
-    def _warped(self, scores: torch.Tensor, parameters: Any) -> torch.Tensor:
-        """The warpers in their order: temperature, top_k, top_p."""
-        scores = scores / parameters.get("temperature", 1.0)
-        if "top_k" in parameters:
-            scores = scores.masked_fill(scores < scores.topk(parameters["top_k"]).values[-1], -math.inf)
-        if "top_p" in parameters:
-            ordered, places = scores.sort()
-            out = ordered.softmax(-1).cumsum(-1) <= 1 - parameters["top_p"]
-            out[-1] = False
-            scores = scores.masked_fill(out.scatter(0, places, out), -math.inf)
-        return scores
-
-
-async def _event(response: web.StreamResponse, data: Any) -> None:
-    await response.write(b"data:" + json.dumps(data).encode() + b"\n\n")
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +16,13 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 from engine_contract import CHECKS, FREE, PROMPT, Subject
-from http_engine_servers import Sglang, Tgi, serving
+from http_engine_servers import Sglang, serving
 from http_servers import unused_url
 from tiny import save_model
 from tunesmith.assembly.http_engines import make_served, weight_files
 from tunesmith.engines.http.sglang import SglangEngine
-from tunesmith.engines.http.tgi import TgiEngine
 from tunesmith.errors import EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer
 
 CONTEXT = 64
@@ -48,13 +46,6 @@ def model(path: Path) -> CausalLM:
 @pytest.fixture
 def sglang(path: Path) -> Iterator[Sglang]:
     with serving(Sglang(path)) as server:
-        yield server
-
-
-@pytest.fixture
-def tgi(path: Path) -> Iterator[Tgi]:
-    with serving(Tgi(path)) as server:
-        server.writer.eos = {NEVER}
         yield server
 
 
@@ -88,11 +79,6 @@ def sglang_engine(url: str, model: CausalLM, **options: Any) -> Alone:
     return Alone(url, model, **{"patience": 5.0, "report": lambda _: None, **options})
 
 
-def tgi_engine(url: str, model: CausalLM, **options: Any) -> TgiEngine:
-    options = {"patience": 5.0, "report": lambda _: None, **options}
-    return TgiEngine(url, replace(make_served(model), eos_token_ids=frozenset({NEVER})), **options)
-
-
 @torch.inference_mode()
 def logits_of(model: CausalLM, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
     """``[completion, vocabulary]``, by transformers alone, with the trainer's weights as they are now."""
@@ -123,138 +109,6 @@ def test_sglang_fulfils_the_contract(
             await check(Subject(engine, decoder(model), scorer(model), CONTEXT))
         finally:
             await engine.close()
-
-    asyncio.run(run())
-
-
-class NeverEnds(Subject):
-    """TGI cannot be told to go on after an end of sequence: here the server and the engine know none."""
-
-    async def write(self, sampling: Sampling = FREE, prompt: Sequence[int] = PROMPT) -> Completion:
-        return await self.engine.generate(prompt, replace(sampling, ignore_eos=False))
-
-
-CANNOT = {
-    "check_versions": "TGI takes no new weights",
-    "check_new_weights_with_requests_in_flight": "TGI takes no new weights",
-    "check_new_weights_while_asleep": "TGI takes no new weights",
-}
-
-
-@pytest.mark.parametrize(
-    "check", [c for c in CHECKS if c.__name__ not in CANNOT], ids=lambda c: c.__name__.removeprefix("check_")
-)
-def test_tgi_fulfils_what_it_can_of_the_contract(
-    check: Callable[[Subject], Awaitable[None]], tgi: Tgi, model: CausalLM
-) -> None:
-    async def run() -> None:
-        engine = tgi_engine(tgi.url, model)
-        try:
-            await check(NeverEnds(engine, decoder(model), scorer(model), CONTEXT))
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
-
-
-def test_what_tgi_cannot_do_is_refused(tgi: Tgi, model: CausalLM) -> None:
-    async def run() -> None:
-        engine = tgi_engine(tgi.url, model)
-        short = Sampling(max_new_tokens=2)
-        with pytest.raises(EngineError, match="cannot take new weights"):
-            await engine.take(1, {})
-        for changed, reason in (
-            ({"min_p": 0.1}, "min_p"),
-            ({"repetition_penalty": 1.1}, "repetition_penalty"),
-            ({"min_new_tokens": 2}, "min_new_tokens"),
-            ({"ignore_eos": True}, "ignore_eos"),
-            ({"max_new_tokens": 1025}, "max_new_tokens = 1025"),
-        ):
-            with pytest.raises(UserError, match=reason):
-                await engine.generate(PROMPT, replace(short, **changed))
-        # Bytes that are no text: no text gives these tokens.
-        with pytest.raises(EngineError, match="other tokens of this prompt: at place 1"):
-            await engine.generate([11, 100, 101], short)
-        await engine.close()
-
-    asyncio.run(run())
-
-
-def test_tgi_gives_the_log_probabilities_of_the_distribution_that_it_cuts(tgi: Tgi, model: CausalLM) -> None:
-    async def run() -> Completion:
-        engine = tgi_engine(tgi.url, model)
-        done = await engine.generate(PROMPT, Sampling(max_new_tokens=6, temperature=0.7, top_k=5, seed=1))
-        await engine.close()
-        return done
-
-    done = asyncio.run(run())
-    logits = logits_of(model, PROMPT, done.token_ids) / 0.7
-    kept = logits.topk(5).values
-    expected = [
-        float(row[t] - kept[i].logsumexp(0)) for i, (row, t) in enumerate(zip(logits, done.token_ids, strict=True))
-    ]
-    assert done.logprobs == pytest.approx(expected, abs=1e-4)
-    assert tgi.asked[-1][1]["parameters"]["top_k"] == 5
-
-
-def test_a_bos_that_tgi_adds_itself_is_not_sent(path: Path, model: CausalLM) -> None:
-    async def run(server: Tgi) -> Completion:
-        engine = tgi_engine(server.url, model)
-        try:
-            return await engine.generate([1, *PROMPT], Sampling(max_new_tokens=3, seed=2))
-        finally:
-            await engine.close()
-
-    with serving(Tgi(path, bos=True)) as server:
-        server.writer.eos = {NEVER}
-        done = asyncio.run(run(server))
-        assert server.asked[-1][1]["inputs"] == model.tokenizer.decode(PROMPT)
-    assert done.logprobs == pytest.approx(scorer(model)([1, *PROMPT], done.token_ids), abs=1e-4)
-
-
-def test_a_completion_that_ends_early_is_ended_at_tgi_too(tgi: Tgi, model: CausalLM) -> None:
-    async def run() -> None:
-        engine = tgi_engine(tgi.url, model)
-        free = await engine.generate(PROMPT, Sampling(max_new_tokens=50, seed=4))
-        await engine.generate(PROMPT, Sampling(max_new_tokens=50, seed=4, stop_token_ids=(free.token_ids[2],)))
-        for _ in range(100):
-            if not tgi.running:
-                break
-            await asyncio.sleep(0.01)
-        assert tgi.running == 0
-        await engine.close()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    "events",
-    [
-        [],
-        [{"token": {"id": 7, "logprob": -1.0}, "details": None}],
-        [{"error": "Model is overloaded", "error_type": "overloaded"}],
-    ],
-    ids=["at-once", "after-a-token", "overloaded"],
-)
-def test_a_stream_that_breaks_off_begins_again(events: list[Any], tgi: Tgi, model: CausalLM) -> None:
-    async def breaks(request: web.Request, _: Any) -> web.StreamResponse | None:
-        tgi.trouble = None
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for event in events:
-            await response.write(b"data:" + json.dumps(event).encode() + b"\n\n")
-        assert request.transport is not None
-        request.transport.close()
-        return response
-
-    async def run() -> None:
-        engine = tgi_engine(tgi.url, model)
-        asked = Sampling(max_new_tokens=12, seed=3)
-        whole = await engine.generate(PROMPT, asked)
-        tgi.trouble = breaks
-        assert await engine.generate(PROMPT, asked) == whole
-        assert engine.stats().sampled_tokens == 24
-        await engine.close()
 
     asyncio.run(run())
 
@@ -512,24 +366,20 @@ def test_a_server_that_does_not_answer_is_refused_with_how_to_start_it(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tunesmith.engines.http.sglang.START_PATIENCE", 0.2)
-    monkeypatch.setattr("tunesmith.engines.http.tgi.START_PATIENCE", 0.2)
     url = unused_url().removesuffix("/reward")
 
     async def run() -> None:
-        for engine, command in (
-            (sglang_engine(url, model), "python -m sglang.launch_server --model-path"),
-            (tgi_engine(url, model), "text-generation-launcher --model-id"),
-        ):
-            for _ in range(2):  # the second request does not wait again
-                with pytest.raises(UserError, match=command) as raised:
-                    await engine.generate(PROMPT, replace(FREE, ignore_eos=False))
-                assert f"{url} cannot be used" in str(raised.value)
-            await engine.close()
+        engine = sglang_engine(url, model)
+        for _ in range(2):  # the second request does not wait again
+            with pytest.raises(UserError, match=re.escape("python -m sglang.launch_server --model-path")) as raised:
+                await engine.generate(PROMPT, FREE)
+            assert f"{url} cannot be used" in str(raised.value)
+        await engine.close()
 
     asyncio.run(run())
 
 
-def test_another_model_is_refused(sglang: Sglang, tgi: Tgi, model: CausalLM, tmp_path: Path) -> None:
+def test_another_model_is_refused(sglang: Sglang, model: CausalLM, tmp_path: Path) -> None:
     larger = CausalLM.load(save_model(tmp_path, "llama", max_position_embeddings=CONTEXT, vocab_size=400))
 
     async def refused(engine: Any, reason: str) -> None:
@@ -540,7 +390,6 @@ def test_another_model_is_refused(sglang: Sglang, tgi: Tgi, model: CausalLM, tmp
     async def run() -> None:
         wanted = f"{-math.log(400):.2f}"
         await refused(sglang_engine(sglang.url, larger), f"of 400 has the log-probability {wanted}")
-        await refused(tgi_engine(tgi.url, larger), f"of 400 has the log-probability {wanted}")
         sglang.model_type = "qwen2"
         await refused(sglang_engine(sglang.url, model), "serves a 'qwen2'")
 

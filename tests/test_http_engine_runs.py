@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from http_engine_servers import Sglang, Tgi, serving
+from http_engine_servers import Sglang, serving
 from http_servers import unused_url
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
 from tunesmith.assembly.generate import run_generate
 from tunesmith.assembly.http_engines import make_http_engine
 from tunesmith.assembly.rl import run_rl
-from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, UserError
@@ -68,14 +67,6 @@ def generate_settings(folder: Path, model: Path) -> list[str]:
     ]
 
 
-def test_generate_samples_with_tgi(tmp_path: Path, model: Path) -> None:
-    with serving(Tgi(model, longest_prompt=100, longest=200)) as server:
-        said = [*generate_settings(tmp_path, model), "system.engine=tgi", f"system.engine_urls=['{server.url}']"]
-        done = run_generate(None, said)
-        assert len(done.output.read_text().splitlines()) == 3
-        assert len([name for name, _ in server.asked if name == "generate_stream"]) >= 6
-
-
 def test_generate_gives_sglang_the_weights_first(tmp_path: Path, model: Path, servers: list[Sglang]) -> None:
     said = [*generate_settings(tmp_path, model), "system.engine=sglang", f"system.engine_urls={urls(servers)}"]
     assert len(run_generate(None, said).output.read_text().splitlines()) == 3
@@ -115,7 +106,6 @@ FAR = 'system.engine_urls=["http://node7:30000"]'
         (["system.engine=sglang", HERE, "rollout.top_p=0.9"], "rollout.top_p = 0.9 does not go with"),
         (["system.engine=sglang", FAR], "weights reach http://node7:30000 through files"),
         (["system.engine=sglang", FAR, "system.engine_directory=nowhere"], "'nowhere' is no directory"),
-        (["system.engine=tgi", HERE], "serves tunesmith generate only: TGI cannot take new weights"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_server_is_asked(said: list[str], problem: str, tmp_path: Path) -> None:
@@ -132,22 +122,3 @@ def test_how_often_servers_may_be_lost_can_be_said(tmp_path: Path, model: Path) 
     check(config)
     pool: Any = make_http_engine(config, CausalLM.load(model), print)
     assert pool._restarts_left == 2
-
-
-@pytest.mark.parametrize(
-    ("said", "problem"),
-    [
-        (["sampling.min_p=0.1"], "sampling.min_p = 0.1"),
-        (["sampling.max_new_tokens=2000"], "after 1024 tokens"),
-        (["system.engine_directory=."], "takes no weights"),
-        (["lora.path={}"], "serves the model it was started with"),
-    ],
-)
-def test_what_tgi_cannot_sample_is_refused_before_it_is_asked(said: list[str], problem: str, tmp_path: Path) -> None:
-    data = write_lines(tmp_path / "t.jsonl", sums(1))
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").touch()
-    usual = ["model.path=org/m", f"data.train={data}", "system.engine=tgi", HERE]
-    with pytest.raises(ConfigError) as raised:
-        check(load_config(GenerateConfig, None, [*usual, *(text.format(tmp_path) for text in said)]))
-    assert problem in str(raised.value)

@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tunesmith.assembly.planes import NoPlane, published
+from tunesmith.assembly.planes import published
 from tunesmith.config.schema import RunConfig
 from tunesmith.engines.base import Member, RolloutEngine
 from tunesmith.engines.http.engine import Served
 from tunesmith.engines.http.sglang import SglangEngine
-from tunesmith.engines.http.tgi import TgiEngine
 from tunesmith.engines.local.engine import end_of_sequence_ids
 from tunesmith.engines.local.stopping import StopStrings
 from tunesmith.engines.pool import EnginePool
@@ -29,8 +28,7 @@ def make_http_engine(
 ) -> RolloutEngine:
     """The servers of ``system.engine_urls`` as one engine."""
     system, served = config.system, make_served(model, config.model.path)
-    kind = SglangEngine if system.engine == "sglang" else TgiEngine
-    plane = weight_files(model, system.engine_directory) if kind is SglangEngine else NoPlane()
+    plane = weight_files(model, system.engine_directory)
     used = Counter[str]()
 
     async def start(number: int) -> Member:
@@ -38,7 +36,7 @@ def make_http_engine(
         url = min(system.engine_urls, key=lambda url: used[url])
         used[url] += 1
         leave = partial(used.subtract, [url])
-        engine = kind(url, served, max_running=system.max_running, report=report, on_close=leave)
+        engine = SglangEngine(url, served, max_running=system.max_running, report=report, on_close=leave)
         return timed(engine, timeline, engine_lane(number)) if timeline else engine
 
     size, restarts = len(system.engine_urls), system.engine_restarts
@@ -59,7 +57,6 @@ def make_served(model: CausalLM, path: str = "") -> Served:
         vocab_size=model.head.out_features,
         context=config.get_text_config().max_position_embeddings,
         eos_token_ids=frozenset(end_of_sequence_ids(model)),
-        bos_token_id=tokenizer.bos_token_id,
         decode=decode,
         watch=lambda stop: StopStrings(stop, decode).completed_by,
     )

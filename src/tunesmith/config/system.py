@@ -23,10 +23,10 @@ class SystemSection(Section):
     gradient_checkpointing: bool | None = None
     logprob_chunk: PositiveInt | None = None
     """Rows of the head that are computed at a time."""
-    engine: Literal["local", "vllm", "sglang", "tgi"] = "local"
-    """What samples: the engine that comes with Tunesmith, vLLM, or servers that run already (SGLang, TGI)."""
+    engine: Literal["local", "vllm", "sglang"] = "local"
+    """What samples: the engine that comes with Tunesmith, vLLM, or servers that run already (SGLang)."""
     engine_urls: tuple[Url, ...] = ()
-    """The servers of ``engine = "sglang"`` or ``"tgi"``, such as ``["http://127.0.0.1:30000"]``."""
+    """The servers of ``engine = "sglang"``, such as ``["http://127.0.0.1:30000"]``."""
     engine_directory: Path | None = None
     """Where engines on other machines find new weights (SGLang, ``weight_plane = "disk"``): a directory all see."""
     engine_process: bool = False
@@ -75,4 +75,4 @@ class SystemSection(Section):
     @property
     def served(self) -> bool:
         """Whether servers sample that were started on their own."""
-        return self.engine in ("sglang", "tgi")
+        return self.engine == "sglang"

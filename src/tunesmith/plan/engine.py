@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from tunesmith.config.generation import GenerateConfig, SamplingConfig
+from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.resolved import unread
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.system import SystemSection
@@ -36,20 +36,12 @@ SAMPLER_KEYS = (
 
 LAUNCH = {
     "sglang": "python -m sglang.launch_server --model-path {path} --port {port} --enable-deterministic-inference",
-    "tgi": "text-generation-launcher --model-id {path} --port {port}",
 }
 """The command that starts such a server."""
-LONGEST_OF_TGI = 1024
-"""Tokens after which TGI's router tokenises its own text anew (``DEFAULT_GENERATION_LENGTH``)."""
 UNALTERED_ONLY = (
     "SGLang gives log-probabilities of the whole distribution, not of one that is cut, penalises repetitions of what "
     "was written but not of the prompt, and stops at stop strings however early"
 )
-UNKNOWN_TO_TGI = {
-    "min_p": "TGI knows no min_p",
-    "min_new_tokens": "TGI knows no least length",
-    "repetition_penalty": "TGI also penalises the token it fills shorter sequences of a batch up with",
-}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -97,7 +89,7 @@ def _check_servers(config: RunConfig) -> Iterator[str]:
         )
     if len(set(system.engine_urls)) < len(system.engine_urls):
         yield "system.engine_urls names a server twice; name each one once"
-    yield from _check_tgi(config) if system.engine == "tgi" else _check_sglang(config)
+    yield from _check_sglang(config)
 
 
 def rope_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
@@ -131,27 +123,3 @@ def _check_sglang(config: RunConfig) -> Iterator[str]:
         )
     if system.engine_directory is not None and not system.engine_directory.is_dir():
         yield f"system.engine_directory = '{system.engine_directory}' is no directory"
-
-
-def _check_tgi(config: RunConfig) -> Iterator[str]:
-    if not isinstance(config, GenerateConfig):
-        yield (
-            'system.engine = "tgi" serves tunesmith generate only: TGI cannot take new weights. Say "sglang" or "vllm"'
-            ", or leave it out"
-        )
-        return
-    if config.lora.on:
-        yield (
-            'lora.path has no effect with system.engine = "tgi", which serves the model it was started with: '
-            "make it one with tunesmith merge, and serve that"
-        )
-    if config.system.engine_directory is not None:
-        yield 'system.engine_directory has no effect with system.engine = "tgi", which takes no weights; leave it out'
-    for key, why in UNKNOWN_TO_TGI.items():
-        if (value := altering(config.sampling).get(key)) is not None:
-            yield f'sampling.{key} = {value:g} does not go with system.engine = "tgi": {why}; leave it out'
-    if config.sampling.max_new_tokens > LONGEST_OF_TGI:
-        yield (
-            f'sampling.max_new_tokens = {config.sampling.max_new_tokens}: system.engine = "tgi" tokenises its own text '
-            f"anew after {LONGEST_OF_TGI} tokens, which may change them; ask for at most as many"
-        )

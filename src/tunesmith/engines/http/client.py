@@ -94,19 +94,6 @@ class Client:
             self._check(path, response.status, data)
             return self._json(path, data) if data else None
 
-    async def events(self, path: str, body: Any) -> AsyncGenerator[Any]:
-        """One attempt at the JSON of each server-sent event.
-
-        Raises:
-            Refused, EngineError, EngineLostError, Unavailable, aiohttp.ClientError, OSError: as ``once`` does.
-        """
-        async with self._deadline(path, self.deadline), self._open().post(self.url + path, json=body) as response:
-            if response.status != 200:
-                self._check(path, response.status, await response.read())
-            async for line in response.content:
-                if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                    yield self._json(path, data)
-
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()

@@ -35,7 +35,6 @@ class Served:
     vocab_size: int
     context: int
     eos_token_ids: frozenset[int]
-    bos_token_id: int | None
     decode: Callable[[Sequence[int]], str]
     """Special tokens included."""
     watch: Callable[[tuple[str, ...]], Watch]
@@ -51,19 +50,14 @@ class Draft:
     stops: frozenset[int]
     watch: Callable[[tuple[str, ...]], Watch]
     interrupted: bool = False
-    token_ids: list[int] = field(init=False)
-    logprobs: list[float] = field(init=False)
-    versions: list[int] = field(init=False)
-    finish_reason: FinishReason = field(init=False)
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    finish_reason: FinishReason = "abort"
     """``abort`` until it has ended."""
     _watched: Watch | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was written."""
-        self.token_ids, self.logprobs, self.versions, self.finish_reason = [], [], [], "abort"
         self._watched = self.watch(self.sampling.stop) if self.sampling.stop else None
 
     def add(self, token_id: Any, logprob: Any, version: int, url: str) -> None:
