@@ -62,7 +62,7 @@ def test_a_name_that_is_not_there_is_refused_whatever_a_comment_says(directory: 
 def test_a_file_in_another_encoding_is_told_without_a_line(directory: Path) -> None:
     (directory / "latin.py").write_bytes(b"def f(completions): return '\xe9'\n")
     said = refused(directory, "latin.py:f")
-    assert "latin.py: invalid or missing encoding declaration" in said and "None" not in said
+    assert "latin.py is not valid Python: invalid or missing encoding declaration" in said and "None" not in said
 
 
 def test_loads_from_a_package_beside_the_run_file(directory: Path) -> None:
@@ -98,6 +98,11 @@ def test_wrong_names_are_refused_with_the_nearest(directory: Path) -> None:
     assert "Did you mean 'numeric_match'" in refused(directory, "numeric_mach")
     assert "rewards.py:correct, rewards.py:judged" in refused(directory, "rewards.py")
     assert "no module 'no_such_package'" in refused(directory, "no_such_package.x:f")
+
+
+def test_only_names_at_the_top_level_count(directory: Path) -> None:
+    (directory / "local.py").write_text("def f(completions):\n    inner = completions\n    return inner\n")
+    assert "'inner'" in refused(directory, "local.py:inner")
 
 
 def test_check_runs_nothing_of_the_users(directory: Path) -> None:

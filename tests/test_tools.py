@@ -234,7 +234,7 @@ class Quiz:
     [
         ({"tools": ("env.py:undescribed",)}, "'env.py:undescribed' cannot be a tool: "),
         ({"tools": ("env.py:untyped",)}, "'env.py:untyped' cannot be a tool: "),
-        ({"tools": ("env.py:ad",)}, "has no function 'ad' (asked for by 'env.py:ad'). Did you mean 'add'?"),
+        ({"tools": ("env.py:ad",)}, "has no function 'ad'. Did you mean 'add'?"),
         ({"tools": ("env.py:add", "env.py:add")}, "two tools called 'add'"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from tunesmith.config.problems import KeyPath, Problem, dotted
-from tunesmith.errors import nearest, shortened
+from tunesmith.config.user_functions import check_defined
+from tunesmith.errors import ConfigError, nearest, shortened
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -38,7 +38,7 @@ def locate_files(data: Tree, beside: Path | None, is_override: Callable[[KeyPath
                 if not holder[path[-1]]:
                     raise _NotFound("it is empty; name what is meant, or leave it out")
                 holder[path[-1]] = find(holder[path[-1]], bases)
-            except _NotFound as problem:
+            except (_NotFound, ConfigError) as problem:
                 problems.append(Problem(path, f"{dotted(path)}: {problem}"))
             except (OSError, RuntimeError, ValueError) as error:  # too long a name, not allowed, no such user, NUL
                 problems.append(Problem(path, f"{dotted(path)} is no path that can be read: {shortened(str(error))}"))
@@ -190,34 +190,8 @@ def _code(text: str, bases: list[Path]) -> str:
     found = _search(file, bases)
     if not found or not found.is_file():
         raise _missing(file, bases)
-    _check_function(found, name)
+    check_defined(found, name)
     return f"{found}:{name}"
-
-
-def _check_function(file: Path, function: str) -> None:
-    """Read, without running it, whether a file defines a name."""
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (SyntaxError, ValueError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise _NotFound(f"{file}{line} is not valid Python: {error}") from error
-    names = {name for node in ast.walk(tree) for name in _names(node)}
-    if "*" not in names and function not in names:
-        defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-        raise _NotFound(f"{file} has no function '{function}'.{nearest(function, defined)}")
-
-
-def _names(node: ast.AST) -> Iterator[str]:
-    """Names that a statement binds; ``*`` where that cannot be known."""
-    match node:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            yield name
-        case ast.Name(id=name, ctx=ast.Store()):
-            yield name
-        case ast.alias(name=name, asname=asname):
-            yield asname or name
-        case _:
-            pass
 
 
 _FILES: dict[str, Callable[[str, list[Path]], str]] = {

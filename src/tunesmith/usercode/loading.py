@@ -6,11 +6,9 @@ source text, so a wrong name is refused before anything is imported; ``load_func
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import importlib.util
-import re
 import signal
 import sys
 import threading
@@ -21,10 +19,10 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
-from symtable import symtable
 from types import ModuleType, TracebackType
 from typing import Any
 
+from tunesmith.config.user_functions import check_defined, definitions_in
 from tunesmith.errors import ConfigError, nearest
 from tunesmith.monitor.waits import long_wait
 
@@ -82,34 +80,20 @@ def check_reference(reference: str, base_dir: Path) -> None:
         ConfigError: as ``locate``; the source does not parse, or has no such function; names the nearest ones.
     """
     location = locate(reference, base_dir)
-    if location.file is None or location.file.suffix != ".py":
-        return
-    functions, names, open_ended = _top_level_names(location.file)
-    if location.function in names or open_ended:
-        return
-    raise ConfigError(
-        f"{location.file} has no function '{location.function}'"
-        f" (asked for by '{reference}').{nearest(location.function, functions)}"
-    )
+    if location.file is not None and location.file.suffix == ".py":
+        check_defined(location.file, location.function)
 
 
 def parameters_in_source(reference: str, base_dir: Path) -> frozenset[str]:
     """Names of a function's parameters, read from its source; none where it is not defined there by ``def``.
 
     Raises:
-        ConfigError: as ``locate``.
+        ConfigError: as ``check_reference``.
     """
     location = locate(reference, base_dir)
     if location.file is None or location.file.suffix != ".py":
         return frozenset()
-    try:
-        body = ast.parse(location.file.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # refused where the reference is checked
-        return frozenset()
-    found = [
-        d.args for d in body if isinstance(d, ast.FunctionDef | ast.AsyncFunctionDef) and d.name == location.function
-    ]
-    return frozenset(p.arg for args in found[-1:] for p in (*args.args, *args.kwonlyargs))
+    return definitions_in(location.file).functions.get(location.function, frozenset())
 
 
 def load_function(reference: str, base_dir: Path) -> Callable[..., Any]:
@@ -168,7 +152,7 @@ def _find_file(reference: str, target: str, bases: Sequence[Path]) -> Path:
 
 
 def _offer(target: str, file: Path) -> str:
-    functions = sorted(_top_level_names(file)[0])
+    functions = sorted(definitions_in(file).functions)
     if not functions:
         return f" Write {target}:function; {file} defines none yet."
     return f" Write one of: {', '.join(f'{target}:{name}' for name in functions[:10])}."
@@ -186,27 +170,6 @@ def _find_module(reference: str, name: str, search: tuple[str, ...]) -> Path | N
             )
         path = list(spec.submodule_search_locations or [])
     return Path(spec.origin) if spec and spec.origin else None
-
-
-_IMPORTS_ALL = re.compile(r"^\s*from\s+\S+\s+import\s*\(?\s*\*", re.MULTILINE)
-
-
-def _top_level_names(file: Path) -> tuple[set[str], set[str], bool]:
-    """Names of the functions a file defines, all names that it does, and whether there may be more."""
-    try:
-        source = importlib.util.decode_source(file.read_bytes())
-        table = symtable(source, str(file), "exec")
-    except SyntaxError as error:
-        place = f", line {error.lineno}" if error.lineno else ""
-        line = f"\n    {error.text.strip()}" if error.text else ""
-        raise ConfigError(f"{file}{place}: {error.msg}{line}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
-    symbols = table.get_symbols()
-    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    functions = names & {child.get_name() for child in table.get_children() if child.get_type() == "function"}
-    dynamic = {symbol.get_name() for symbol in symbols if symbol.is_referenced()} & {"globals", "exec", "setattr"}
-    return functions, names, bool(dynamic) or "__getattr__" in names or _IMPORTS_ALL.search(source) is not None
 
 
 @contextmanager
