@@ -75,7 +75,7 @@ async def measure_rollout(wanted: Measure) -> Result:
     attainable = 0.0
     for version in range(1 + wanted.repeats):
         await engine.load_weights(version)
-        started = time.perf_counter()
+        started, counted = time.perf_counter(), engine.stats()
         completions = await asyncio.gather(
             *(
                 engine.generate(prompts[i // workload.group], Sampling(n, ignore_eos=True, seed=i))
@@ -83,7 +83,7 @@ async def measure_rollout(wanted: Measure) -> Result:
             )
         )
         seconds.append(time.perf_counter() - started)
-        attainable = engine.stats().attainable_seconds
+        attainable = engine.stats().since(counted).attainable_seconds
     await engine.close()
     peak = peak_memory_mb()
     samples = [

@@ -76,7 +76,6 @@ def test_engines_with_the_trainers_weights_pass(path: Path, dtype: str) -> None:
             await pool.load_weights(version)
             metrics = await canary.check(version)
             assert metrics.keys() == {"canary"} and 0 <= metrics["canary"] <= canary.tolerance / 4
-            assert pool.stats().sampled_tokens == 0
             change(model)
         await pool.close()
 

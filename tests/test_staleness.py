@@ -266,43 +266,6 @@ def test_settings_that_would_do_nothing_are_refused(tmp_path: Path, settings: di
         assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
 
 
-def test_a_run_is_adjusted_while_it_goes_on(tmp_path: Path) -> None:
-    reward = """
-import pathlib, tunesmith.assembly as build
-def share(completions, trainer_state, **columns):
-    if trainer_state.global_step == 2:
-        assembly.run_adjust(pathlib.Path(__file__).parent / "run", ["rollout.queue_size=1", "system.engines=2"])
-    return [float(len(text) % 3) for text in completions]
-"""
-    changed = {"system__engine_process": True, "rollout__max_staleness": 2, "train__steps": 9}
-    settings = rl_settings(tmp_path, save_model(tmp_path / "model"), **changed)
-    (tmp_path / "rewards.py").write_text(reward)
-    outcome = assembly.run_rl(None, settings)
-    lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "optimizer_steps" in line]
-    assert "idle/engine/1" in lines[-1] and "idle/engine/1" not in lines[1]
-    assert lines[-1]["queue/max"] <= 4 < max(line["queue/max"] for line in lines)
-    with pytest.raises(ConfigError, match="no process works on the run"):
-        assembly.run_adjust(outcome.run_dir, ["rollout.queue_size=1"])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["train.lr=1"], "train.lr is fixed while a run goes on"),
-        (["rollout.over_generation=0.5"], "rollout.over_generation is 0.5"),
-        (["system.engines=2"], "engine_process"),
-        (["rollout.over_generation=2"], "every step plays its own rollouts"),
-        ([], "say what to change"),
-    ],
-)
-def test_what_cannot_be_adjusted_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
-    outcome = assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), train__steps=1))
-    with pytest.raises(ConfigError, match=words):
-        assembly.run_adjust(outcome.run_dir, overrides)
-    with pytest.raises(ConfigError, match="no directory of a run"):
-        assembly.run_adjust(tmp_path, overrides)
-
-
 @pytest.mark.parametrize("apart", [False, True], ids=["inside", "apart"])
 def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path, apart: bool) -> None:
     """The engine's memory is given back before every training step; the curve is the same."""

@@ -4,7 +4,6 @@ Order matters: everything that can be refused is refused before a model is loade
 configuration is printed and saved before that too.
 """
 
-from tunesmith.assembly.adjust import run_adjust
 from tunesmith.assembly.merge import run_merge
 from tunesmith.assembly.opening import RunResult
 from tunesmith.assembly.rl import run_rl
@@ -12,7 +11,6 @@ from tunesmith.assembly.supervised import run_distill, run_dpo, run_kto, run_prm
 
 __all__ = [
     "RunResult",
-    "run_adjust",
     "run_distill",
     "run_dpo",
     "run_kto",

@@ -19,7 +19,6 @@ from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.config.sizes import parse_size
 from tunesmith.data.prepare import Prepared, Sources
 from tunesmith.errors import CheckpointError
-from tunesmith.loop.adjustments import Adjustments
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.loop.manifest import check_whole, has_manifest
 from tunesmith.loop.profiling import StepProfiler
@@ -213,7 +212,6 @@ def open_session(
         learning=LearningWatch(learning_facts(config, run.tokenizer, run.train.items)),
         timeline=timeline,
         profiler=profiler,
-        adjustments=Adjustments(run_dir.path),
         resume_from=checkpoint,
     )
 

@@ -33,7 +33,6 @@ from tunesmith.assembly.opening import (
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.config.schema import RLConfig
 from tunesmith.environments.loading import EnvironmentSet, load_environments
-from tunesmith.loop.adjustments import forget_adjustments
 from tunesmith.monitor.interrupts import keeping
 from tunesmith.monitor.run_dir import open_run_dir
 from tunesmith.plan.checks import optimizer_steps
@@ -56,7 +55,6 @@ def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig
         config = stack.enter_context(checked(kind, path, overrides))
         name = config.monitor.run_name or name
         run_dir = stack.enter_context(open_run_dir(config.run_dir, name, config.checkpoint.resume))
-        forget_adjustments(run_dir.path)
         checkpoint = checkpoint_to_resume(config, run_dir)
         own = sharing_process(config, base_dir)
         rewards = load_run_rewards(own, base_dir)

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from tunesmith.cli.adjust import adjust
 from tunesmith.cli.check import check
 from tunesmith.cli.command import Command, Group
 from tunesmith.cli.demo import demo
@@ -36,7 +35,7 @@ app = typer.Typer(
 )
 COMMANDS: list[Callable[..., None]] = [
     demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, keys, presets, models,
-    serve_reward, launch, adjust, check,
+    serve_reward, launch, check,
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from tunesmith.cluster.remote import Remote
-from tunesmith.engines.base import EngineStats, RpcMember, add_stats
+from tunesmith.engines.base import RpcMember
 from tunesmith.errors import EngineError, TunesmithError, UserError
 
 CLOSING = 10.0
@@ -29,7 +29,7 @@ class RayEngine(RpcMember):
         answer = await self.remote.call_async("ask", {"id": 0, "do": do, **values})
         if "error" in answer:
             raise (UserError if answer["user"] else EngineError)(answer["error"])
-        self.told = add_stats(self.told, EngineStats(**answer["stats"]))
+        self.update_stats(answer["stats"])
         return answer["result"]
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from tunesmith.weights.base import Offer
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the last call of ``stats``; times in seconds, memory in bytes."""
+    """What an engine has counted since it started; times in seconds, memory in bytes."""
 
     sampled_tokens: int = 0
     prefilled_tokens: int = 0
@@ -31,6 +31,14 @@ class EngineStats:
     attainable_seconds: float = 0.0
     """Least time the same steps could have taken (the larger of bytes / bandwidth and flops / rate);
     0 where the hardware's limits are not known."""
+
+    def since(self, earlier: EngineStats) -> EngineStats:
+        """What was counted after ``earlier``. Peaks and budgets are those of the whole time."""
+
+        def value(name: str) -> Any:
+            return getattr(self, name) - (0 if name in _PEAKS else getattr(earlier, name))
+
+        return EngineStats(**{f.name: value(f.name) for f in fields(EngineStats)})
 
 
 _PEAKS = ("peak_running", "peak_kv_bytes", "kv_budget_bytes")
@@ -91,7 +99,7 @@ class RolloutEngine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Counters since the last call."""
+        """Everything counted since the engine started; reading changes nothing."""
         ...
 
     async def close(self) -> None: ...
@@ -128,7 +136,7 @@ class Member(Protocol):
     async def wake(self) -> None: ...
 
     def stats(self) -> EngineStats:
-        """Counters since the last call, as far as the engine's answers have told."""
+        """The newest counters that the engine's answers have brought."""
         ...
 
     async def close(self) -> None: ...
@@ -138,8 +146,7 @@ class RpcMember:
     """A ``Member`` that sends requests to ``engines.worker``; how they travel is ``ask``."""
 
     def __init__(self) -> None:
-        self.told = EngineStats()
-        """What answers have told since the last call of ``stats``."""
+        self._stats = EngineStats()
 
     async def ask(self, do: str, **values: Any) -> Any:
         """The result of a request.
@@ -166,8 +173,11 @@ class RpcMember:
         await self.ask("wake")
 
     def stats(self) -> EngineStats:
-        found, self.told = self.told, EngineStats()
-        return found
+        return self._stats
+
+    def update_stats(self, stats: Mapping[str, Any]) -> None:
+        """Take the counters that came with an answer. Answers may arrive out of order, and counters only rise."""
+        self._stats = EngineStats(**{name: max(value, getattr(self._stats, name)) for name, value in stats.items()})
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -125,9 +125,7 @@ class FakeEngine:
             self._unavailable = None
 
     def stats(self) -> EngineStats:
-        stats = EngineStats(sampled_tokens=self._sampled, peak_running=self._peak_running)
-        self._sampled = self._peak_running = 0
-        return stats
+        return EngineStats(sampled_tokens=self._sampled, peak_running=self._peak_running)
 
     async def close(self) -> None:
         self._unavailable = "the engine was closed"

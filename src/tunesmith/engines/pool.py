@@ -152,9 +152,7 @@ class EnginePool:
         found = EngineStats()
         for seat in self._seats:
             found = add_stats(found, seat.member.stats(), apart=True)
-        found, self._departed_stats = add_stats(found, self._departed_stats), EngineStats()
-        found, self._peak = replace(found, peak_running=self._peak), self._running
-        return found
+        return replace(add_stats(found, self._departed_stats), peak_running=self._peak)
 
     async def close(self) -> None:
         self._state = "closed"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tunesmith.engines.base import EngineStats, RpcMember, add_stats
+from tunesmith.engines.base import RpcMember
 from tunesmith.errors import EngineError, EngineLostError, UserError
 
 LONGEST_LINE = 1 << 28
@@ -121,7 +121,7 @@ class ProcessEngine(RpcMember):
         while line := await self._worker.stdout.readline():
             message = json.loads(line)
             if "stats" in message:
-                self.told = add_stats(self.told, EngineStats(**message["stats"]))
+                self.update_stats(message["stats"])
             answer = self._answers.get(message["id"])
             if answer is None or answer.done():
                 continue

@@ -46,8 +46,6 @@ class Canary:
         """
         members = self._members()
         answers = await all_or_error([_ask(m, self.prompt_ids, self.sampling) for m in members])
-        if not isinstance(self.engine, Gate):
-            self.engine.stats()  # dropped: behind a gate there are counters of rollouts that were played ahead
         written = {
             getattr(m, "name", "the engine"): done
             for m, done in zip(members, answers, strict=True)

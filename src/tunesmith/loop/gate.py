@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from tunesmith.engines.base import EngineStats, RolloutEngine, add_stats
+from tunesmith.engines.base import EngineStats, RolloutEngine
 from tunesmith.loop.collect import DEADLINE
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.types import Completion, Sampling
@@ -28,7 +28,6 @@ class Gate:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running = 0
-        self._kept = EngineStats()
 
     @property
     def version(self) -> int:
@@ -79,12 +78,7 @@ class Gate:
         await self.engine.wake()
 
     def stats(self) -> EngineStats:
-        found, self._kept = add_stats(self._kept, self.engine.stats()), EngineStats()
-        return found
-
-    def keep_stats(self) -> None:
-        """What has been counted so far is told by the next ``stats``, whoever asks the engine in between."""
-        self._kept = add_stats(self._kept, self.engine.stats())
+        return self.engine.stats()
 
     async def close(self) -> None:
         await self.engine.close()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import ceil
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
-from tunesmith.engines.base import Resizable, RolloutEngine
+from tunesmith.engines.base import EngineStats, RolloutEngine, add_stats
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.gate import Gate
 from tunesmith.loop.learner import Metrics
@@ -65,7 +65,6 @@ class SyncRollouts:
     session: Session
 
     async def sync(self) -> None:
-        await resize(self.parts.engine, adjusted(self.session))
         await load_engine(self.parts, self.parts.engine, self.session.step)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
@@ -79,7 +78,6 @@ class SyncRollouts:
     async def evaluating(self) -> AsyncGenerator[Collector]:
         await load_engine(self.parts, self.parts.engine, self.session.step)
         yield self.parts.collector
-        self.parts.engine.stats()  # dropped, so that the next step counts its own alone
 
     async def close(self) -> None:
         pass
@@ -119,6 +117,8 @@ class AsyncRollouts:
     """Of those, the ones that nothing can be learned from."""
     _choosing: bool = field(default=False, init=False)
     """Whether a step waits for its groups."""
+    _counted: EngineStats = field(default_factory=EngineStats, init=False)
+    """The engine's counters that are not the next step's."""
     _batches: int = field(init=False)
     _numbers: count[int] = field(default_factory=count, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -138,10 +138,6 @@ class AsyncRollouts:
         return Bound(rollout.prompts_per_step, rollout.max_staleness)
 
     async def sync(self) -> None:
-        asked = adjusted(self.session)
-        self.over_generation = asked.get("rollout.over_generation", self.over_generation)
-        self.queue_size = asked.get("rollout.queue_size", self.queue_size)
-        await resize(self.gate.engine, asked)
         # Without ``partial`` the gate shuts here until what is in flight has ended; ``release`` opens it again, also
         # after an evaluation's ``hold``.
         await load_engine(self.parts, self.gate, self.session.step)
@@ -165,7 +161,9 @@ class AsyncRollouts:
         self._choosing, self._batch, self._batches = False, [], self._batches + 1
         played, self._tried, self._rejected = [*batch, *self._rejected], [], []
         self._admit()
-        return batch, step_metrics(self.parts, played, batch, len(batch) / len(played))
+        stats, counted = self.gate.stats(), self._counted
+        self._counted = stats
+        return batch, step_metrics(self.parts, played, batch, len(batch) / len(played), stats.since(counted))
 
     async def run_training(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if not weights_apart(self.parts.config):
@@ -179,13 +177,13 @@ class AsyncRollouts:
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
         await self.gate.hold()
-        self.gate.keep_stats()
+        before = self.gate.stats()
         await load_engine(self.parts, self.gate.engine, self.session.step)
         collector = self.parts.collector
         if isinstance(collector.slot, asyncio.Semaphore):  # those that are held keep theirs
             collector = replace(collector, slot=asyncio.Semaphore(self.parts.config.environment.concurrency))
         yield replace(collector, engine=self.gate.engine)
-        self.gate.engine.stats()  # dropped, so that the next step counts its own alone
+        self._counted = add_stats(self._counted, self.gate.stats().since(before))
 
     async def close(self) -> None:
         for task in self._playing.values():
@@ -278,17 +276,3 @@ async def load_engine(parts: RLParts, engine: RolloutEngine, version: int) -> No
     await engine.load_weights(version)
     if parts.config.system.hybrid:
         await engine.wake()
-
-
-def adjusted(session: Session) -> dict[str, Any]:
-    """What somebody asked to be changed since the last step (``tunesmith adjust``)."""
-    asked = session.adjustments.new() if session.adjustments else {}
-    for key, value in asked.items():
-        session.note(f"{key} is {value} from step {session.step + 1} on, as asked for")
-    return asked
-
-
-async def resize(engine: RolloutEngine, asked: Mapping[str, Any]) -> None:
-    if "system.engines" in asked:
-        assert isinstance(engine, Resizable), "only pools are offered to be resized"
-        await engine.resize(asked["system.engines"])

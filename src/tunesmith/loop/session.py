@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
-from tunesmith.loop.adjustments import Adjustments
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.loop.profiling import StepProfiler
 from tunesmith.loop.rollout_log import RolloutLog, contrast, summary
@@ -96,7 +95,6 @@ class Session:
     clock: Clock
     learning: LearningWatch = field(default_factory=lambda: LearningWatch(Facts()))
     timeline: Timeline = field(default_factory=Timeline)
-    adjustments: Adjustments | None = None
     resume_from: Path | None = None
     model_only: bool | Literal["last"] = False
     """Whether checkpoints, or the last one, leave out what only a resumption needs."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from tunesmith.algorithms.filtering import filter_groups
 from tunesmith.algorithms.presets import algorithm_needs
+from tunesmith.engines.base import EngineStats
 from tunesmith.loop.collect import all_or_error
 from tunesmith.loop.learner import Metrics
 from tunesmith.loop.parts import RLParts
@@ -30,6 +31,7 @@ async def collect_step_batch(parts: RLParts, session: Session) -> tuple[list[Rol
     config = parts.config
     wanted = config.rollout.prompts_per_step
     tell_rewards(parts, session)
+    counted = parts.engine.stats()
     kept: list[RolloutGroup] = []
     tried: list[RolloutGroup] = []
     while len(kept) < wanted and len(tried) < max(wanted, len(parts.tasks)):
@@ -40,7 +42,9 @@ async def collect_step_batch(parts: RLParts, session: Session) -> tuple[list[Rol
         tried += groups
         kept += informative(parts, groups)
     parts.tasks.settle([g.task for g in tried])
-    return kept[:wanted], step_metrics(parts, tried, kept[:wanted], len(kept) / len(tried))
+    return kept[:wanted], step_metrics(
+        parts, tried, kept[:wanted], len(kept) / len(tried), parts.engine.stats().since(counted)
+    )
 
 
 def tell_rewards(parts: RLParts, session: Session) -> None:
@@ -67,10 +71,13 @@ def check_failures(parts: RLParts, groups: Sequence[RolloutGroup]) -> None:
 
 
 def step_metrics(
-    parts: RLParts, tried: Sequence[RolloutGroup], batch: Sequence[RolloutGroup], groups_kept: float
+    parts: RLParts,
+    tried: Sequence[RolloutGroup],
+    batch: Sequence[RolloutGroup],
+    groups_kept: float,
+    stats: EngineStats,
 ) -> Metrics:
-    """Of the groups that were played for a step, of those it trains on, and of the sampler since the last step."""
-    stats = parts.engine.stats()
+    """Of the groups that were played for a step, of those it trains on, and of the sampler meanwhile."""
     prompts = stats.reused_prompt_tokens + stats.prefilled_tokens
     return {
         **rollout_metrics(tried),

@@ -98,7 +98,7 @@ CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
         Metric("prefix_hit_share", "share", "rate", "`reused_prompt_tokens` of all tokens of prompts."),
         Metric("draft_acceptance", "share", "rate", "Guessed tokens that were kept, with `system.speculative`."),
         Metric("preemptions", "requests", "sum", "Interrupted and begun again for want of KV memory."),
-        Metric("kv_peak", "bytes", "max", "Keys and values that the engines held at once."),
+        Metric("kv_peak", "bytes", "max", "Most keys and values that the engines have held at once so far."),
         Metric("kv_used", "share", "max", "`kv_peak` of the memory for keys and values, `system.kv_memory`."),
         Metric(
             "samples_per_second",

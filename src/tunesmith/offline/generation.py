@@ -216,6 +216,7 @@ async def answer(
     flying: deque[asyncio.Task[RolloutGroup]] = deque()
     block: list[RolloutGroup] = []
     recent: list[Rollout] = []
+    counted = EngineStats()
     told, since = done, time.monotonic()
     with ExitStack() as stack:
         stack.callback(out.close)
@@ -237,7 +238,9 @@ async def answer(
                 recent, block = recent + rollouts, []
                 seconds = time.monotonic() - since
                 if seconds > EVERY or done == len(tasks):
-                    progress.step(done, _measured(recent, stats(), seconds), seconds / (done - told))
+                    now = stats()
+                    progress.step(done, _measured(recent, now.since(counted), seconds), seconds / (done - told))
+                    counted = now
                     recent, told, since = [], done, time.monotonic()
         finally:
             for running in flying:

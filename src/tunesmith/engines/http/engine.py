@@ -161,15 +161,12 @@ class HttpEngine:
         self._state = "awake" if self._state == "asleep" else self._state
 
     def stats(self) -> EngineStats:
-        found = EngineStats(
+        return EngineStats(
             sampled_tokens=self._sampled,
             prefilled_tokens=self._prefilled,
             reused_prompt_tokens=self._reused,
             peak_running=self._peak,
         )
-        self._sampled = self._prefilled = self._reused = 0
-        self._peak = len(self._work)
-        return found
 
     async def close(self) -> None:
         self._on_close()

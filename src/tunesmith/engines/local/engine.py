@@ -134,15 +134,12 @@ class LocalEngine:
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
-        stats = replace(
+        return replace(
             self._meter.counted,
             reused_prompt_tokens=scheduler.reused_tokens,
             preemptions=scheduler.preemptions,
             kv_budget_bytes=self._kv_bytes,
         )
-        self._meter = Meter(self._meter.cost, self._meter.limits)
-        scheduler.reused_tokens = scheduler.preemptions = 0
-        return stats
 
     async def close(self) -> None:
         """Fail what is in flight and free the memory."""

@@ -32,7 +32,7 @@ class ModelCost:
 
 @dataclass(slots=True)
 class Meter:
-    """Counters of the steps since it was made."""
+    """Counters of an engine's steps."""
 
     cost: ModelCost
     limits: PeakRates | None

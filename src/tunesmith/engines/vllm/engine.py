@@ -183,9 +183,7 @@ class VllmEngine:
                 self._away.remove(tag)
 
     def stats(self) -> EngineStats:
-        found = replace(self._stats, peak_running=self._peak, kv_budget_bytes=self._tally.kv_bytes)
-        self._stats, self._peak = EngineStats(), len(self._requests)
-        return found
+        return replace(self._stats, peak_running=self._peak, kv_budget_bytes=self._tally.kv_bytes)
 
     async def close(self) -> None:
         if self._state == "closed":
