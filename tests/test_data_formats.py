@@ -14,7 +14,7 @@ ASSISTANT = {"role": "assistant", "content": "2"}
 
 
 def made(columns: dict[str, Any], goal: Goal, **names: str) -> Example:
-    row = Row("a.jsonl", 7, columns)
+    row = Row("a.jsonl", "a.jsonl:7", columns)
     return convert(row, detect(row, goal, **names), goal)
 
 
@@ -147,9 +147,9 @@ def test_bad_lines_name_place_and_reason(
 
 
 def test_formats_describe_themselves() -> None:
-    row = Row("a", 1, {"instruction": "x", "output": "y"})
+    row = Row("a", "a:1", {"instruction": "x", "output": "y"})
     assert detect(row, "sft").describe("sft") == (
         "prompts in 'instruction' (and 'input' where given), completions in 'output'"
     )
-    talk = detect(Row("a", 1, {"messages": []}), "rl")
+    talk = detect(Row("a", "a:1", {"messages": []}), "rl")
     assert talk.describe("rl") == "conversations in 'messages'; a final assistant turn is not part of the prompt"

@@ -66,30 +66,30 @@ def test_a_bad_jsonl_line_is_named_and_the_others_are_kept(tmp_path: Path, line:
     assert len(rest) == (1 if after else 0)
 
 
-def test_json_list_and_data_object_keep_line_numbers(tmp_path: Path) -> None:
+def test_json_list_and_data_object_number_their_items(tmp_path: Path) -> None:
     text = '[\n {"a": 1},\n\n {"a":\n  2}, 7]\n'
     found = lines(tmp_path / "a.json", text)
-    assert [row.where.rsplit(":", 1)[1] for row in found] == ["2", "4", "5"]
+    assert [row.where for row in found] == [f"{tmp_path}/a.json, item {n}" for n in (1, 2, 3)]
     assert isinstance(found[2], BadLine)
     inside = '{"version": {"data": [0]},\n"data": ' + text + ', "more": 1}'
     found = lines(tmp_path / "b.json", inside)
-    assert [row.where.rsplit(":", 1)[1] for row in found] == ["3", "5", "6"]
+    assert [row.where for row in found] == [f"{tmp_path}/b.json, item {n}" for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ('[{"a": 1},\n {"a": ', "a.json:2: not JSON.*cut off"),
-        ('[{"a": 1}\n {"a": 2}]', "a.json:2: expected ','"),
+        ('[{"a": 1}\n {"a": 2}]', "a.json:2: not JSON: Expecting ','"),
         ('{"a": 1}\n{"a": 2}\n', "one JSON object per line; name the file .jsonl"),
-        ('{"rows": [1]}', r"without a list under 'data' \(found: rows\)"),
-        ('"text"', "neither a list"),
-        ("[]]", "follows the end"),
+        ('{"rows": [1]}', r"the keys rows; needs a list"),
+        ('"text"', "holds a string; needs a list"),
+        ("[]]", "a.json:1: not JSON: Extra data"),
         ('[{"a": NaN}]', "NaN is not"),
         (b"[\n\xff]", "a.json:2: not UTF-8"),
     ],
 )
-def test_a_damaged_json_file_is_refused_with_its_line(tmp_path: Path, text: str | bytes, reason: str) -> None:
+def test_a_damaged_json_file_is_refused(tmp_path: Path, text: str | bytes, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         lines(tmp_path / "a.json", text)
 

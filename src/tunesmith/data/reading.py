@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar, cast
 from tunesmith.config.schema import DataSection, Source
 from tunesmith.data.chat import ChatTemplate, Rendered
 from tunesmith.data.formats import Example, Format, Goal, convert, detect
-from tunesmith.data.judgements import convert_judgement, detect_judgement
 from tunesmith.data.loader import Loader, Part, fingerprint_of
 from tunesmith.data.prompts import PromptEncoder, choose_template
 from tunesmith.data.report import Report
@@ -236,7 +235,7 @@ def examples_of(section: DataSection, source: Source, goal: Goal, report: Report
             continue
         with report.line(row.where):
             form = formats.get(row.file) or _detected(section, row, goal)
-            example = convert(row, form, goal) if goal in ("rl", "sft") else convert_judgement(row, form)
+            example = convert(row, form, goal)
             if row.file not in formats:
                 formats[row.file] = form
                 report.formats.append(f"{row.file}: {form.describe(goal)}")
@@ -244,8 +243,7 @@ def examples_of(section: DataSection, source: Source, goal: Goal, report: Report
 
 
 def _detected(section: DataSection, row: Row, goal: Goal) -> Format:
-    find = detect if goal in ("rl", "sft") else detect_judgement
-    form = find(row, goal, section.prompt, section.completion)
+    form = detect(row, goal, section.prompt, section.completion)
     if form.text:
         for key, value in (("chat", section.chat), ("system_prompt", section.system_prompt)):
             if value:

@@ -1,0 +1,168 @@
+"""Values of a data row, checked: text, messages, tools, labels. What cannot be used is a ``BadLine``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from tunesmith.data.sources import Row
+from tunesmith.errors import nearest, shortened
+from tunesmith.types import Message, Prompt
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+}
+
+
+def column_names(row: Row) -> str:
+    return ", ".join(row.columns) or "none"
+
+
+def read_value(row: Row, name: str) -> Any:
+    if name not in row.columns:
+        raise row.bad(f"no column '{name}', found: {column_names(row)}")
+    value = row.columns[name]
+    if value is None:
+        raise row.bad(f"'{name}' is null")
+    return value
+
+
+def read_text(row: Row, name: str) -> str:
+    value = read_value(row, name)
+    if not isinstance(value, str):
+        raise row.bad(f"'{name}' is {type(value).__name__} ({_brief(value)}), needs text")
+    if not value:
+        raise row.bad(f"'{name}' is empty")
+    return _encodable(row, name, value)
+
+
+def read_prompt(row: Row, name: str) -> Prompt:
+    """Text, or a list of messages."""
+    return read_messages(row, name) if isinstance(read_value(row, name), list) else read_text(row, name)
+
+
+def read_tools(row: Row) -> list[Any] | None:
+    """The tools that a conversation may call: a list of JSON schemas, or that list as JSON text."""
+    value = row.columns.get("tools")
+    if not value:
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise row.bad(f"'tools' is text, but not JSON ({error})") from error
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise row.bad(f"'tools' is {_brief(value)}, needs a list of JSON schemas")
+    return value
+
+
+def read_messages(row: Row, name: str) -> list[Message]:
+    value = read_value(row, name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise row.bad(f"'{name}' is text, needs a list of messages (or that list as JSON)") from error
+    if not isinstance(value, list):
+        raise row.bad(f"'{name}' is {type(value).__name__}, needs a list of messages")
+    if not value:
+        raise row.bad(f"'{name}' is empty")
+    return [_message(row, f"{name}[{i}]", item) for i, item in enumerate(value)]
+
+
+def _message(row: Row, place: str, item: Any) -> Message:
+    """One message with a known role and text as content. Keys that are null (absent, in a table) are dropped."""
+    if not isinstance(item, Mapping):
+        raise row.bad(f"{place} is {type(item).__name__}, needs an object with role and content")
+    message = {str(k): v for k, v in item.items() if v is not None}
+    if "from" in message and "role" not in message:
+        sender = message.pop("from")
+        role = SHAREGPT_ROLES.get(sender, sender) if isinstance(sender, str) else sender
+        message = {"role": role, "content": message.pop("value", None), **message}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise row.bad(f"{place} has no role, found: {', '.join(map(str, item)) or 'nothing'}")
+    if role not in ROLES:
+        raise row.bad(f"{place} has the unknown role '{role}'.{nearest(role, ROLES)}".rstrip("."))
+    if message.get("weight", 1) not in (0, 1):
+        raise row.bad(f"{place} has weight {_brief(message['weight'])}; it can be 1 (learned) or 0 (not)")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_text_of_part(row, place, part) for part in content)
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise row.bad(f"{place} has no text in 'content', found: {', '.join(message)}")
+    return {**message, "content": _encodable(row, f"{place}.content", content)}
+
+
+def _text_of_part(row: Row, place: str, part: Any) -> str:
+    known: Mapping[str, Any] = part if isinstance(part, Mapping) else {}
+    text = known.get("text")
+    if known.get("type", "text") != "text" or not isinstance(text, str):
+        raise row.bad(f"{place} has a part that is not text ({_brief(part)}); only text can be trained")
+    return text
+
+
+def read_margin(row: Row) -> float:
+    value = row.columns.get("margin", 0.0)
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise row.bad(f"'margin' is {_brief(value)}, needs a number")
+    return float(value)
+
+
+def read_judgement(row: Row) -> bool:
+    label = read_value(row, "label")
+    if not isinstance(label, bool):
+        raise row.bad(f"'label' is {_brief(label)}, needs true (desirable) or false")
+    return label
+
+
+def read_step_tags(row: Row, name: str) -> str | list[Any]:
+    tags = read_value(row, name)
+    if not isinstance(tags, str | list):
+        raise row.bad(f"'{name}' is {_brief(tags)}, needs text or a list")
+    return tags
+
+
+def read_steps(row: Row) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """The steps in ``completions`` and how likely each is good, in ``labels``."""
+    steps, labels = read_value(row, "completions"), read_value(row, "labels")
+    if not isinstance(steps, list) or not steps:
+        raise row.bad(f"'completions' is {_brief(steps)}, needs a list of steps")
+    for number, step in enumerate(steps):
+        if not isinstance(step, str) or not step.strip():
+            raise row.bad(f"step {number + 1} of 'completions' is {_brief(step)}, needs text")
+        _encodable(row, f"completions[{number}]", step)
+    if not isinstance(labels, list):
+        raise row.bad(f"'labels' is {_brief(labels)}, needs a list with a label for each step")
+    for number, label in enumerate(labels, 1):
+        if not isinstance(label, int | float) or not 0 <= label <= 1:
+            raise row.bad(f"label {number} is {_brief(label)}, needs true, false or a number from 0 to 1")
+    if len(steps) != len(labels):
+        raise row.bad(f"{len(steps)} steps in 'completions' and {len(labels)} 'labels'; give one each")
+    return tuple(steps), tuple(map(float, labels))
+
+
+def _encodable(row: Row, name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"'{name}' has half of a surrogate pair at character {error.start}; no tokenizer reads that"
+        raise row.bad(reason) from error
+    return text
+
+
+def _brief(value: object) -> str:
+    return shortened(repr(value), 40)
