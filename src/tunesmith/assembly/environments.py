@@ -14,8 +14,9 @@ from tunesmith.data.prompts import with_system
 from tunesmith.environments.base import Environment
 from tunesmith.environments.loading import EnvironmentSet, load_environments
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.base import INSTANCES
-from tunesmith.rewards.reward_set import INSTANCES_NEED, RewardSet, check_rewards, load_rewards
+from tunesmith.rewards.function import INSTANCES
+from tunesmith.rewards.loading import INSTANCES_NEED, check_rewards, load_rewards
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Message, Rollout, Status, Task
 from tunesmith.usercode.loading import parameters_in_source
 
