@@ -15,7 +15,7 @@ import pytest
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.generation import RFTConfig
 from tunesmith.config.load import load_config
-from tunesmith.config.resolved import Resolved, changes, config_text, print_resolved, save_resolved
+from tunesmith.config.resolved import Resolved, changes, config_text, print_resolved, save_resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError, ModelError, StorageError
 from tunesmith.plan.checks import check
@@ -71,7 +71,10 @@ def test_steps_come_from_the_data_and_the_batch() -> None:
     small = resolve(sft(), facts(train_size=5))
     assert derived(small, "train.batch_size") == (5, "all of the data")
     assert resolve(sft("train.steps=7"), facts()).config.train.steps == 7
-    assert resolve(rl(), facts(train_size=None)).config.train.steps is None, "not known yet"
+    unknown = resolve(rl(), facts(train_size=None)).config
+    assert settings(unknown)["train.steps"] is None, "not known yet"
+    with pytest.raises(AttributeError, match="steps"):
+        _ = unknown.train.steps
 
 
 def test_warmup_ratio_counts_optimizer_steps() -> None:
@@ -208,6 +211,8 @@ def test_resolving_again_changes_nothing(config: RunConfig) -> None:
         (rl("eval.every=5"), "eval.every without an eval set: say data.eval"),
         (rl("data.eval=org/d", "eval.temperature=0.5"), "eval.temperature has no effect with eval.samples = 1"),
         (rl("data.eval=org/d", "eval.samples=4", "eval.pass_at=[1,8]"), "needs at least 8 samples per prompt"),
+        (rl("reward.weights=[1, 2]"), "reward.weights has 2 numbers for 1 reward.functions"),
+        (rl("reward.functions=[]"), "reward.functions is empty"),
         (rl("rollout.temperature=0"), "rollout.temperature = 0 is greedy"),
         (rl("train.batch_size=20"), "train.batch_size = 20 does not divide the 64 samples"),
         (rl("train.batch_size=20"), "use 16 or 32"),
@@ -239,7 +244,7 @@ def test_contradictions_are_refused_before_any_fact_is_known(config: RunConfig, 
 
 def test_all_contradictions_are_listed() -> None:
     with pytest.raises(ConfigError) as caught:
-        check(rl("rollout.group_size=1", "rollout.temperature=0", "eval.every=5"))
+        check(rl("rollout.group_size=1", "rollout.temperature=0", "reward.weights=[]"))
     assert str(caught.value).startswith("3 settings do not fit together:\n  ")
 
 

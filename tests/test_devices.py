@@ -320,7 +320,7 @@ def test_engines_on_one_device_share_what_is_free_of_it(kind: Any, gpus: int) ->
 
 
 def on_ray(**said: Any) -> RLConfig:
-    system = {"cluster": "ray", "device": "cuda", **said}
+    system = {k: v for k, v in {"cluster": "ray", "device": "cuda", **said}.items() if v is not None}
     return RLConfig.model_validate(
         config("system.engine_process=false").model_dump(exclude={"system"}) | {"system": system}
     )

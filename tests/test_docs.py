@@ -26,7 +26,7 @@ from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import find_kind, load_config, parse_override
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Source
-from tunesmith.config.section import Section
+from tunesmith.config.section import DERIVED, Section
 from tunesmith.config.toml import toml_value
 from tunesmith.data.prepare import peek
 from tunesmith.environments.loading import check_environment
@@ -217,7 +217,7 @@ def check_row(heading: str, row: KeyRow, section: type[Section]) -> None:
     assert row.meaning.endswith("."), f"{heading} {row.key}"
     if field.is_required():
         assert row.default == "required"
-    elif field.default is not None:
+    elif field.default not in (None, DERIVED):
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         assert row.default == f"`{toml_value(default)}`", f"{heading} {row.key}"
     else:

@@ -23,8 +23,7 @@ from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RewardSection, RLConfig
 from tunesmith.environments.loading import EnvironmentSet
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.loading import load_rewards
-from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.rewards.reward_set import RewardSet, load_rewards
 from tunesmith.types import Status
 
 TRL = '''

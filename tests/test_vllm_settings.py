@@ -73,7 +73,7 @@ def test_runs_that_only_sample_have_them_too(kind: Any, samples: int) -> None:
 def test_what_scores_given_answers_starts_no_engine() -> None:
     base = [word for word in BASE if not word.startswith("rollout")]
     found = resolve(load_config(GenerateConfig, None, [*base, 'output.kind="score"']), FACTS).config
-    assert found.system.vllm.eager is None
+    assert settings(found)["system.vllm.eager"] is None
 
 
 def test_arguments_of_its_own_reach_vllm_and_ranks_stay_on_their_machine() -> None:
@@ -121,8 +121,8 @@ def test_the_table_is_spelt_out_and_reads_back() -> None:
 
 
 def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
-    found = resolved("system.vllm.memory_share=0.5", facts=ON_GPUS).config.system
-    assert found.vllm.memory_share == 0.5 and found.kv_memory is None
+    found = settings(resolved("system.vllm.memory_share=0.5", facts=ON_GPUS).config)
+    assert found["system.vllm.memory_share"] == 0.5 and found["system.kv_memory"] is None
     assert "leave one out" in refused("system.vllm.memory_share=0.5", 'system.kv_memory="1GB"', facts=ON_GPUS)
     assert "of a GPU's memory" in refused("system.vllm.memory_share=0.5")
 

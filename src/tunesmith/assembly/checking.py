@@ -27,7 +27,7 @@ from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.hub import known_model_facts, known_parameters
 from tunesmith.plan.interpreter import check_interpreter
 from tunesmith.plan.resolve import resolve
-from tunesmith.rewards.loading import check_rewards
+from tunesmith.rewards.reward_set import check_rewards
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -127,7 +127,7 @@ def _check_data(config: RunConfig, hub: bool) -> None:
 
 def _check_device(config: RunConfig) -> None:
     """Ask torch for a GPU that nothing else has seen."""
-    device = config.system.device or "cpu"
+    device = config.system.device
     if device == "cpu" or config.system.cluster != "none" or read_hardware().gpus:
         return
     import torch

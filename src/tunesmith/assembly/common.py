@@ -49,9 +49,7 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
     """
     import torch
 
-    if config.system.threads is not None:
-        torch.set_num_threads(config.system.threads)
-    assert config.model.dtype is not None and config.system.device is not None, "not resolved"
+    torch.set_num_threads(config.system.threads)
     trust_remote_code, lora = config.model.trust_remote_code, config.lora
     if lora.on:
         from tunesmith.models import adapters
@@ -85,7 +83,6 @@ def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM
 
     from tunesmith.models.causal_lm import CausalLM
 
-    assert config.model.dtype is not None and config.system.device is not None, "not resolved"
     with long_wait(f"loading {path}"):
         model = CausalLM.load(
             path,
@@ -99,7 +96,6 @@ def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM
 
 
 def limits_of(config: RunConfig) -> PeakRates:
-    assert config.system.device is not None and config.model.dtype is not None, "not resolved"
     return measure_limits(config.system.device, config.model.dtype)
 
 
@@ -121,9 +117,9 @@ def make_backend(
         predict,
         reference=reference,
         value_head=value_head,
-        head_lr_ratio=head_lr / train.lr if head_lr and train.lr else 1.0,
+        head_lr_ratio=head_lr / train.lr if head_lr else 1.0,
         ema_decay=train.ema_decay,
-        gradient_checkpointing=bool(config.system.gradient_checkpointing),
+        gradient_checkpointing=config.system.gradient_checkpointing,
         seed=train.seed,
     )
 
@@ -143,7 +139,6 @@ def make_learner(
     from tunesmith.loop.learner import Learner
 
     train, system = config.train, config.system
-    assert train.lr is not None and system.max_tokens_per_microbatch is not None, "not resolved"
     return Learner(
         backend=backend,
         objective=objective,
@@ -153,7 +148,7 @@ def make_learner(
             learning_rate,
             peak=train.lr,
             total=optimizer_steps,
-            warmup=train.warmup_steps or 0,
+            warmup=train.warmup_steps,
             schedule=train.schedule,
             min_ratio=train.min_lr_ratio,
         ),
@@ -163,7 +158,3 @@ def make_learner(
         flops_per_second=(limits or limits_of(config)).flops_per_second,
         report=session.note,
     )
-
-
-def data_seed(config: RunConfig) -> int:
-    return config.train.seed if config.data.seed is None else config.data.seed

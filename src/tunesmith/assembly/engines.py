@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.assembly.common import limits_of, load_frozen
 from tunesmith.config.generation import SamplingSection
 from tunesmith.config.schema import RolloutSection, RunConfig
+from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
 from tunesmith.data.chat import end_of_turn_id
 from tunesmith.engines.timed import timed
@@ -118,7 +119,6 @@ def engine_settings(config: RunConfig, device: str | None = None) -> dict[str, A
     system = config.system
     if system.engine == "vllm":
         return {"engine": "vllm", **_vllm_settings(config)}
-    assert system.device is not None, "not resolved"
     own = {"model": config.model.path, "dtype": config.model.dtype, "device": device or system.device}
     trusted = config.model.trust_remote_code
     lora = config.lora.model_dump(mode="json") if system.adapter_sync == "adapter" else None
@@ -128,7 +128,6 @@ def engine_settings(config: RunConfig, device: str | None = None) -> dict[str, A
 
 def _local_settings(config: RunConfig) -> dict[str, Any]:
     system = config.system
-    assert system.kv_memory, "not resolved"
     return {
         "kv_bytes": parse_size(system.kv_memory),
         "max_running": system.max_running,
@@ -138,15 +137,14 @@ def _local_settings(config: RunConfig) -> dict[str, Any]:
 
 def _vllm_settings(config: RunConfig) -> dict[str, Any]:
     system, model = config.system, config.model
-    assert (system.kv_memory or system.vllm.memory_share) and system.vllm.eager is not None, "not resolved"
     return {
         "model": model.path,
         "dtype": model.dtype,
-        "kv_bytes": None if system.kv_memory is None else parse_size(system.kv_memory),
+        "kv_bytes": None if system.vllm.memory_share else parse_size(system.kv_memory),
         "max_running": system.max_running,
         "trust_remote_code": model.trust_remote_code,
         # Only with the trainer on the same GPU is there anyone to give memory to.
-        "sleeps": system.device != "cpu" and (bool(system.hybrid) or not engines_apart(config)),
+        "sleeps": system.device != "cpu" and (bool(known(system, "hybrid")) or not engines_apart(config)),
         "speculative": system.speculative,
         "speculative_tokens": system.speculative_tokens,
         "draft_model": system.draft_model,

@@ -63,8 +63,7 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         scoring = config.output.kind == "score"
         out = run.run_dir.path / ("scores.jsonl" if scoring else "completions.jsonl")
         claim(out, identity(resolved.config, run.train.fingerprint, run.tokenizer))
-        announce(resolved, run.run_dir, run.train)
-        config = resolved.config
+        config = announce(resolved, run.run_dir, run.train)
         file, done = run.run_dir.path / "report.json", None
         usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
         try:

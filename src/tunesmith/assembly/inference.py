@@ -116,7 +116,6 @@ def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Seq
         load_model(CausalLM, config, load_tokenizer(config), frozen=True) if isinstance(model, str | Path) else model
     )
     section, tokenizer = config.sampling, cast("Any", loaded.tokenizer)
-    assert section.n is not None and section.temperature is not None, "not resolved"
     encoder = PromptEncoder.of(config.data, tokenizer, prompts)
     prompt_ids = [encoder.ids(prompt) for prompt in prompts]
     engine = _engine(config, loaded, max(map(len, prompt_ids)), len(prompts) * section.n)
@@ -158,7 +157,7 @@ def _engine(config: GenerateConfig, model: CausalLM, longest_prompt: int, reques
 async def _complete(
     engine: LocalEngine, prompt_ids: Sequence[list[int]], sampling: Sampling, config: GenerateConfig
 ) -> list[list[Completion]]:
-    n = config.sampling.n or 1
+    n = config.sampling.n
     room = asyncio.Semaphore(window_of(config.system.max_running, n))
 
     async def group(place: int, ids: list[int]) -> list[Completion]:

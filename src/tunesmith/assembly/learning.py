@@ -22,7 +22,6 @@ LOOKED_AT = 200
 def learning_facts(config: RunConfig, tokenizer: Any, items: Sequence[Any]) -> Facts:
     """Of a resolved configuration and the items it trains on."""
     train = config.train
-    assert train.steps and train.lr, "not resolved"
     reach, unknown = train.lr * optimizer_steps(config, train.steps), unknown_share(tokenizer, items)
     if not isinstance(config, RLConfig):
         return Facts(reach=reach, lr=train.lr, unknown=unknown)

@@ -1,4 +1,4 @@
-"""Rewards that need the run's tokenizer or a model."""
+"""Rewards that need the run's tokenizer or a model of their own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tunesmith.monitor.waits import long_wait
 from tunesmith.rewards.reward_set import RewardSet
 
 if TYPE_CHECKING:
+    from tunesmith.cluster.ray_cluster import Cluster
     from tunesmith.rewards.model import RewardModel
 
 
@@ -20,13 +21,11 @@ def add_rewards(
     config: RLConfig | SamplingConfig,
     tokenizer: Any,
     note: Callable[[str], None],
-    remote_model: Callable[[ModelReward], RewardModel] | None = None,
+    cluster: Cluster | None = None,
 ) -> None:
-    """Add the remote rewards and the reward models, unless they were added before.
+    """Add the remote rewards, and the reward models, which are loaded here or in actors of ``cluster``.
 
-    Args:
-        note: takes a sentence about the tokens that each model sees.
-        remote_model: starts a reward model in another process; None: loads it here.
+    ``note`` is told what each model sees. Does nothing where they were added before.
 
     Raises:
         ConfigError, ModelError: a reward model cannot be loaded.
@@ -41,19 +40,25 @@ def add_rewards(
             rewards.add(remote_reward(entry, config.reward.answer, decode))
     if not config.reward.models:
         return
+    from tunesmith.assembly.cluster import remote_reward_model
     from tunesmith.data.prompts import with_system
     from tunesmith.rewards.model import model_reward, same_tokens
 
     for entry in config.reward.models:
-        model = remote_model(entry) if remote_model else load_reward_model(config, entry)
+        if cluster:
+            assert isinstance(config, RLConfig), "only training is put on a cluster"
+            model = remote_reward_model(cluster, config, entry, note)
+        else:
+            model = load_reward_model(config, entry)
         exact = same_tokens(model.model.tokenizer, tokenizer)
         conversation = partial(with_system, config.data) if model.template else None
-        in_thread = remote_model is not None
-        rewards.add(model_reward(entry.name, model, exact=exact, conversation=conversation, in_thread=in_thread))
+        rewards.add(
+            model_reward(entry.name, model, exact=exact, conversation=conversation, in_thread=cluster is not None)
+        )
         sees = (
-            "the rollouts' own tokens, since its tokenizer is the policy's"
+            "the rollouts' own tokens: its tokenizer is the policy's"
             if exact
-            else "prompt and answer encoded anew, since its tokenizer or chat template is not the policy's"
+            else "prompt and answer encoded anew: its tokenizer or chat template is not the policy's"
         )
         scale = f"; normalised by mean {model.stats.mean:.4g} and std {model.stats.std:.4g}" if model.stats else ""
         note(f"reward model '{entry.name}' sees {sees}{scale}")
@@ -65,7 +70,6 @@ def load_reward_model(config: RLConfig | SamplingConfig, entry: ModelReward) -> 
     from tunesmith.rewards.model import RewardModel
 
     system = config.system
-    assert config.model.dtype and system.device and system.max_tokens_per_microbatch, "not resolved"
     with long_wait(f"loading {entry.path}"):
         return RewardModel.load(
             entry,

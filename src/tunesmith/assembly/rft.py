@@ -14,7 +14,7 @@ from tunesmith.assembly.common import load_tokenizer
 from tunesmith.assembly.opening import SHOWN, announce
 from tunesmith.assembly.sampler import Opened, answer_tasks, identity, opened, release_memory, resolve_sampling
 from tunesmith.assembly.sinks import ADAPTERS
-from tunesmith.assembly.train import run_sft
+from tunesmith.assembly.supervised import run_sft
 from tunesmith.config.files import ADAPTER_CONFIG
 from tunesmith.config.generation import RFTConfig
 from tunesmith.config.resolved import Resolved, config_text, settings
@@ -214,7 +214,7 @@ class _Run:
                 self._sample(this.samples, _with_model(config, model), self.opened, train.items, train.fingerprint)
             else:
                 self._sample_first(this)
-            found = select_answers(this, config.rft.select, self.threshold, config.sampling.n or 1)
+            found = select_answers(this, config.rft.select, self.threshold, config.sampling.n)
         print("\n".join(describe_yield(this.directory.name, found)), flush=True)
 
     def _sample_first(self, this: Round) -> None:

@@ -34,8 +34,7 @@ from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.hub import known_model_facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.weights import loads_model, weights_apart
-from tunesmith.rewards.loading import load_rewards
-from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.rewards.reward_set import RewardSet, load_rewards
 from tunesmith.types import RolloutGroup, Task
 
 C = TypeVar("C", bound=RunConfig)
@@ -107,7 +106,6 @@ def answer_tasks(
     if repair(out) >= len(tasks):
         return
     section = config.sampling
-    assert section.n is not None and section.temperature is not None, "not resolved"
     n, temperature = (1, 0.0) if greedy else (section.n, section.temperature)
     with usage.phase("setup"):
         engine = _engine(config, run)

@@ -32,7 +32,6 @@ def compare_with(
     teacher: CausalLM, config: SampledDistillConfig | OfflineDistillConfig
 ) -> Callable[[CausalLM, Forest], Predictions]:
     """The student's predictions with its distance from the teacher."""
-    assert config.distill.top_k, "not resolved"
     temperature = config.rollout.temperature if isinstance(config, SampledDistillConfig) else 1.0
     return partial(
         predict_with_teacher,

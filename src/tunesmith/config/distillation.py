@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from tunesmith.config.schema import AlgorithmSection, PositiveInt, RLConfig, RunConfig, SFTConfig, Share
-from tunesmith.config.section import Section
+from tunesmith.config.section import Section, derived
 
 
 class TeacherSection(Section):
@@ -17,9 +17,9 @@ class TeacherSection(Section):
 class DistillSection(Section):
     mode: Literal["on_policy", "sampled", "offline"] = "on_policy"
     """Reverse KL on the student's samples; forward KL on the student's samples; forward KL on given answers."""
-    top_k: PositiveInt | None = None
+    top_k: PositiveInt = derived()
     """The teacher's likeliest tokens that a forward KL compares one by one; the others count together."""
-    alpha: Share | None = None
+    alpha: Share = derived()
     """Weight of the KL beside 1 − alpha of the given answers' negative log-probability, offline."""
 
 

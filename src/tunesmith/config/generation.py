@@ -8,15 +8,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tunesmith.config.schema import PositiveInt, RewardSection, RunConfig
-from tunesmith.config.section import Section
+from tunesmith.config.section import Section, derived
 from tunesmith.config.values import Count, Seed, Text
 
 
 class SamplingSection(Section):
-    n: PositiveInt | None = None
+    n: PositiveInt = derived()
     """Completions per prompt."""
     max_new_tokens: PositiveInt = 512
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0)] = derived()
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Count = 0

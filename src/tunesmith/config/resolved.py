@@ -52,11 +52,11 @@ def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, said_onl
     """A table in a section is spelt out key by key, but for one that holds tables itself, which is one value."""
     found: dict[str, Any] = {}
     for key in type(section).model_fields:
-        value = getattr(section, key)
+        value = getattr(section, key, None)
         if isinstance(value, BaseModel) and not (prefix and any(isinstance(v, BaseModel) for _, v in value)):
             found |= _by_key(value, dumped[key], f"{prefix}{key}.", said_only)
         elif not said_only or key in section.model_fields_set:
-            found[prefix + key] = dumped[key]
+            found[prefix + key] = dumped.get(key)
     return found
 
 

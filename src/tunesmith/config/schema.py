@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tunesmith.config.monitor import MonitorSection
-from tunesmith.config.section import Section
+from tunesmith.config.section import Section, derived
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import (
     Beta,
@@ -33,7 +33,7 @@ from tunesmith.config.values import (
 class ModelSection(Section):
     path: str
     """A directory or a hub name, in Hugging Face format."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = derived()
     """Of computation. With bfloat16 the optimizer keeps float32 master weights. float16 is for batch inference."""
     trust_remote_code: bool = False
     chat_template: Path | None = None
@@ -94,7 +94,7 @@ class DataSection(Section):
     too_long: Literal["error", "skip", "truncate_left", "truncate_right"] = "error"
     skip_bad: bool = False
     shuffle: bool = True
-    seed: Seed | None = None
+    seed: Seed = derived()
 
 
 class ModelReward(Section):
@@ -256,15 +256,15 @@ class CriticSection(Section):
     """A language model, reward model or critic to start from; None: the policy's model, with a head of zero."""
     shared_trunk: bool = False
     """A value head on the policy itself instead of a model of its own; one backward pass trains both."""
-    value_coef: Annotated[float, Field(gt=0)] | None = None
+    value_coef: Annotated[float, Field(gt=0)] = derived()
     """Weight of the value loss beside the policy's, with ``shared_trunk``."""
-    lr: Rate | None = None
+    lr: Rate = derived()
     """Of the critic, or of the head with ``shared_trunk``."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Share = 0.0
     warmup_steps: Count = 0
     max_grad_norm: GradNorm = 1.0
-    passes_per_batch: PositiveInt | None = None
+    passes_per_batch: PositiveInt = derived()
     """Passes of the critic over one rollout batch; None: as the policy's."""
     freeze_actor_steps: Count = 0
     """Steps in which only the critic learns."""
@@ -290,27 +290,27 @@ class RolloutSection(Section):
     """With ``max_staleness``, put new weights under completions being written instead of waiting for their end."""
     over_generation: Annotated[float, Field(ge=1)] = 1.0
     """With ``max_staleness``, prompts played at once for each of a step: it goes on with those that end first."""
-    queue_size: PositiveInt | None = None
+    queue_size: PositiveInt = derived()
     """With ``max_staleness``, none is begun while so many prompts' finished rollouts wait to be trained on."""
     stop: tuple[Text, ...] = ()
     stop_token_ids: tuple[Count, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds that one rollout may take before it counts as failed."""
-    seed: Seed | None = None
+    seed: Seed = derived()
 
 
 class TrainSection(Section):
-    steps: PositiveInt | None = None
+    steps: PositiveInt = derived()
     """Rollout batches (RL) or optimizer steps (supervised); None: derived from ``epochs``."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    batch_size: PositiveInt | None = None
+    batch_size: PositiveInt = derived()
     """Samples per optimizer step; None: the whole rollout batch (RL) or 32 (supervised)."""
     passes_per_batch: PositiveInt = 1
     """Passes over one rollout batch."""
-    lr: Rate | None = None
+    lr: Rate = derived()
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Share = 0.0
-    warmup_steps: Count | None = None
+    warmup_steps: Count = derived()
     """Optimizer steps; give this or ``warmup_ratio``."""
     warmup_ratio: Share | None = None
     weight_decay: Annotated[float, Field(ge=0), at_most(100)] = 0.0
@@ -342,7 +342,7 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    every: PositiveInt | Literal["epoch"] | None = None
+    every: PositiveInt | Literal["epoch"] = derived()
     """Steps between checkpoints, or one after each pass over the data; None: at the end, and every ``minutes``."""
     minutes: Annotated[float, Field(gt=0)] | None = None
     """Between checkpoints, besides those of ``every``; None: 15 where ``every`` is left out."""

@@ -1,9 +1,37 @@
-"""What every part of a run file is."""
+"""The base class of every table of a run file."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Derived:
+    def __repr__(self) -> str:
+        return "derived"
+
+
+DERIVED = _Derived()
+
+
+def derived() -> Any:
+    """The default of a key that ``resolve`` fills in when the run file leaves it out.
+
+    The field has the type of the resolved value. Until then the key has no value, and reading it raises
+    ``AttributeError``; ``known`` reads keys that may still be open.
+    """
+    return Field(default=DERIVED, validate_default=False)
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    def model_post_init(self, _context: Any, /) -> None:
+        for key in [key for key, value in self.__dict__.items() if value is DERIVED]:
+            object.__delattr__(self, key)
+
+
+def known(section: Section, key: str) -> Any:
+    """The value of a key, or None if it has been neither set nor derived."""
+    return getattr(section, key, None)

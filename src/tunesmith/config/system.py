@@ -8,19 +8,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from tunesmith.config.placement import PlacementSection
-from tunesmith.config.section import Section
+from tunesmith.config.section import Section, derived
 from tunesmith.config.values import Count, PositiveInt, Size, Text, Url
 from tunesmith.config.vllm import VllmSection
 
 
 class SystemSection(Section):
-    device: Text | None = None
+    device: Text = derived()
     device_memory: Size | None = None
     """Memory of the device that the run may take, such as ``20GB``; None: what is free when it starts."""
-    threads: PositiveInt | None = None
-    max_tokens_per_microbatch: PositiveInt | None = None
+    threads: PositiveInt = derived()
+    max_tokens_per_microbatch: PositiveInt = derived()
     share_prompts: bool = True
-    gradient_checkpointing: bool | None = None
+    gradient_checkpointing: bool = derived()
     logprob_chunk: PositiveInt | None = None
     """Rows of the head that are computed at a time."""
     engine: Literal["local", "vllm", "sglang"] = "local"
@@ -41,7 +41,7 @@ class SystemSection(Section):
     """How new weights reach engines elsewhere: a file in memory or in ``engine_directory``, a broadcast, CUDA IPC."""
     adapter_sync: Literal["adapter", "merged"] | None = None
     """How an adapter reaches engines elsewhere: alone, onto the same base, or merged into whole weights."""
-    hybrid: bool | None = None
+    hybrid: bool = derived()
     """Engine and trainer take turns on a device: the engine gives its memory back while the policy trains, and what
     only an optimizer step needs is in host memory while it samples. None: where they share a GPU."""
     canary: bool = True
@@ -58,7 +58,7 @@ class SystemSection(Section):
     """With a cluster, how often the run resumes by itself when its trainer, reference or critic dies."""
     placement: PlacementSection | None = None
     """What each process is given on a cluster; None: 1 CPU and, where ``device`` is a GPU, 1 of them."""
-    kv_memory: Size | None = None
+    kv_memory: Size = derived()
     """KV memory of the engine, such as ``512MB`` or ``4GB``."""
     max_running: PositiveInt = 256
     """Requests decoded together at most."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tunesmith.config.section import Section
+from tunesmith.config.section import Section, derived
 from tunesmith.config.values import PositiveInt
 
 
@@ -23,9 +23,9 @@ class VllmSection(Section):
     """Tokens of one forward, prompts' and new ones; None: vLLM's choice for the device."""
     chunked_prefill: bool | None = None
     """Compute long prompts in pieces beside the decoding; None: where vLLM can with this model."""
-    prefix_caching: bool | None = None
+    prefix_caching: bool = derived()
     """Keep what was computed of prompts for others that begin in the same way."""
-    eager: bool | None = None
+    eager: bool = derived()
     """Run the model as it is written, without compiling it and without CUDA graphs."""
     cuda_graph_sizes: tuple[PositiveInt, ...] | None = None
     """Numbers of tokens in a step for which CUDA graphs are captured; None: vLLM's choice, up to ``max_running``."""

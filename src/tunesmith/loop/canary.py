@@ -97,7 +97,6 @@ def make_canary(config: RLConfig, engine: RolloutEngine, learner: Learner, promp
     system = config.system
     if not system.canary or not weights_apart(config):
         return None
-    assert config.model.dtype is not None, "not resolved"
     new = min(NEW_TOKENS, config.rollout.max_new_tokens)
     sampling = Sampling(new, temperature=config.rollout.temperature, ignore_eos=True, seed=1)
     way = f"through system.weight_plane = {system.weight_plane}" if system.weight_plane else f"to {system.engine}"

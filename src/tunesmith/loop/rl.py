@@ -18,7 +18,7 @@ from tunesmith.loop.rollouts import RolloutSource, open_rollout_source
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
-from tunesmith.rewards.metrics import check_failed
+from tunesmith.rewards.reward_set import check_failed
 from tunesmith.types import RolloutGroup, Sample
 
 
@@ -86,7 +86,7 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
     metrics: Metrics = {"optimizer_steps": 0.0}
     if not samples:
         return metrics
-    batch_size = config.train.batch_size or len(samples)
+    batch_size = config.train.batch_size
     if parts.critic:
         metrics |= parts.critic.learn(samples, batch_size, seed, config.rollout.group_size)
     spent = metrics.pop("critic/attainable_seconds", 0.0)

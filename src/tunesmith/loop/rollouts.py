@@ -128,7 +128,6 @@ class AsyncRollouts:
     def __post_init__(self) -> None:
         rollout = self.parts.config.rollout
         self.over_generation = rollout.over_generation
-        assert rollout.queue_size is not None, "not resolved"
         self.queue_size = rollout.queue_size
         self._batches = self.session.step
 
@@ -212,7 +211,7 @@ class AsyncRollouts:
 
     async def _play(self, group: _Group) -> None:
         config = self.parts.config
-        seed = derive_seed(config.train.seed, config.rollout.seed or 0, "ahead", self.session.step, group.number)
+        seed = derive_seed(config.train.seed, config.rollout.seed, "ahead", self.session.step, group.number)
         try:
             [played] = await play(self.parts, [group.task], seed)
             kept = informative(self.parts, [played])

@@ -16,7 +16,7 @@ from tunesmith.loop.learner import Metrics
 from tunesmith.loop.parts import RLParts
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
-from tunesmith.rewards.metrics import check_failed
+from tunesmith.rewards.reward_set import check_failed
 from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import RolloutGroup, Task
 
@@ -36,7 +36,7 @@ async def collect_step_batch(parts: RLParts, session: Session) -> tuple[list[Rol
     tried: list[RolloutGroup] = []
     while len(kept) < wanted and len(tried) < max(wanted, len(parts.tasks)):
         tasks = parts.tasks.next_batch(ceil((wanted - len(kept)) * config.rollout.oversample))
-        seed = derive_seed(config.train.seed, config.rollout.seed or 0, session.step, len(tried))
+        seed = derive_seed(config.train.seed, config.rollout.seed, session.step, len(tried))
         groups = await play(parts, tasks, seed)
         check_failures(parts, groups)
         tried += groups

@@ -7,10 +7,12 @@ from importlib.util import find_spec
 from math import ceil
 
 from tunesmith.algorithms.presets import Reasons, algorithm_needs, resolve_algorithm
+from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig, ScoreConfig
 from tunesmith.config.resolved import said_of, settings, unread
 from tunesmith.config.schema import AlgorithmSection, RLConfig, RunConfig, SFTConfig
+from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
 from tunesmith.plan.distillation import distill_problems, teacher_problems
 from tunesmith.plan.engine import SAMPLER_KEYS, engine_problems
@@ -82,18 +84,18 @@ def optimizer_steps(config: RunConfig, steps: int) -> int:
     if not isinstance(config, RLConfig):
         return steps
     samples, steps = rollout_samples(config), max(1, steps - config.critic.freeze_actor_steps)
-    return steps * config.train.passes_per_batch * ceil(samples / (config.train.batch_size or samples))
+    return steps * config.train.passes_per_batch * ceil(samples / (known(config.train, "batch_size") or samples))
 
 
 def critic_steps(config: RLConfig, steps: int) -> int:
     """Optimizer steps of a critic with its own model in ``steps`` steps of a run."""
-    samples, passes = rollout_samples(config), config.critic.passes_per_batch or config.train.passes_per_batch
-    return steps * passes * ceil(samples / (config.train.batch_size or samples))
+    samples, passes = rollout_samples(config), known(config.critic, "passes_per_batch") or config.train.passes_per_batch
+    return steps * passes * ceil(samples / (known(config.train, "batch_size") or samples))
 
 
 def step_problems(config: RunConfig) -> Iterator[str]:
     """What is longer than the run, where it is known how many steps that has."""
-    steps, warmup = config.train.steps, config.train.warmup_steps
+    steps, warmup = known(config.train, "steps"), known(config.train, "warmup_steps")
     if steps is None:
         return
     if warmup is not None and warmup > (total := optimizer_steps(config, steps)):
@@ -126,9 +128,9 @@ def step_problems(config: RunConfig) -> Iterator[str]:
 
 def _check_train(config: RunConfig) -> Iterator[str]:
     train = config.train
-    if train.steps is not None and train.epochs is not None:
+    if known(train, "steps") is not None and train.epochs is not None:
         yield "train.steps and train.epochs both say how long to train; leave one out"
-    if train.warmup_steps is not None and train.warmup_ratio is not None:
+    if known(train, "warmup_steps") is not None and train.warmup_ratio is not None:
         yield "train.warmup_steps and train.warmup_ratio both say how long to warm up; leave one out"
     if train.schedule == "constant" and train.min_lr_ratio > 0:
         yield (
@@ -139,7 +141,7 @@ def _check_train(config: RunConfig) -> Iterator[str]:
 
 
 def _check_dtype(config: RunConfig) -> Iterator[str]:
-    if config.model.dtype == "float16" and not isinstance(config, GenerateConfig):
+    if known(config.model, "dtype") == "float16" and not isinstance(config, GenerateConfig):
         yield (
             'model.dtype = "float16" is for tunesmith generate only: without loss scaling, which is not here, small '
             'gradients vanish in it; train in "bfloat16", or in "float32" on a GPU without it'
@@ -214,7 +216,7 @@ FOR_SAMPLING = (
 
 def _check_sft(config: RunConfig) -> Iterator[str]:
     yield from unread(config, FOR_SAMPLING, "in supervised training, which samples nothing; leave it out")
-    longest, cap = config.data.max_tokens, config.system.max_tokens_per_microbatch
+    longest, cap = config.data.max_tokens, known(config.system, "max_tokens_per_microbatch")
     if longest is not None and cap is not None and longest > cap:
         yield (
             f"system.max_tokens_per_microbatch = {cap} is a hard cap, and data.max_tokens = {longest} "
@@ -250,13 +252,23 @@ def _check_environment(config: RLConfig) -> Iterator[str]:
 
 def _check_rl(config: RLConfig) -> Iterator[str]:
     yield from _check_environment(config)
-    rollout = config.rollout
+    rollout, reward = config.rollout, config.reward
+    if not (reward.given or config.environment.path or isinstance(config, DistillConfig)):
+        yield (
+            'reward.functions is empty: say functions = ["rewards.py:name"] or a built-in such as "math", '
+            "or give [[reward.models]] or [[reward.remote]]"
+        )
+    if reward.weights is not None and len(reward.weights) != len(reward.functions):
+        yield (
+            f"reward.weights has {len(reward.weights)} numbers for {len(reward.functions)} reward.functions; "
+            "give one each"
+        )
     if rollout.temperature == 0:
         yield (
             "rollout.temperature = 0 is greedy: all rollouts of a prompt would be equal and nothing could be "
             "learned from them; use 1.0 or a little less"
         )
-    size, samples = config.train.batch_size, rollout_samples(config)
+    size, samples = known(config.train, "batch_size"), rollout_samples(config)
     if size is not None and samples % size:
         fitting = [n for n in range(1, samples + 1) if samples % n == 0]
         below = max((n for n in fitting if n < size), default=1)
@@ -266,7 +278,7 @@ def _check_rl(config: RLConfig) -> Iterator[str]:
             f"train.batch_size = {size} does not divide the {samples} samples of a rollout batch "
             f"(rollout.prompts_per_step × rollout.group_size); use {near}, or leave it out for all {samples}"
         )
-    cap, longest = config.system.max_tokens_per_microbatch, rollout.max_new_tokens
+    cap, longest = known(config.system, "max_tokens_per_microbatch"), rollout.max_new_tokens
     longest += config.data.max_prompt_tokens or 1
     if cap is not None and cap < longest:
         yield (

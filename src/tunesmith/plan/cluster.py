@@ -11,6 +11,7 @@ from typing import get_args
 from tunesmith.config.placement import PlacementSection, Resources, Role
 from tunesmith.config.resolved import unread
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
 from tunesmith.plan.devices import ranks_per_engine
 from tunesmith.plan.memory import has_critic, keeps_reference
@@ -70,7 +71,7 @@ def cluster_problems(config: RunConfig) -> Iterator[str]:
         yield 'system.engine_process has no effect with system.cluster = "ray", where engines are actors; leave it out'
     if system.served:
         yield f'system.engine = "{system.engine}" with system.cluster = "ray": servers run by themselves; leave one out'
-    if (system.device or "").partition(":")[2] not in ("", "0"):
+    if (known(system, "device") or "").partition(":")[2] not in ("", "0"):
         yield (
             f'system.device = "{system.device}" with system.cluster = "ray", which gives each process GPUs of its own; '
             'say "cuda", and hide GPUs from Ray with CUDA_VISIBLE_DEVICES'
@@ -82,7 +83,7 @@ def cluster_problems(config: RunConfig) -> Iterator[str]:
 def _check_ranks(config: RLConfig) -> Iterator[str]:
     """Ranks of one group on one GPU; on a device that is not known yet too, where parts of GPUs are asked for."""
     system = config.system
-    if system.trainer_ranks == 1 or not (system.device or "cuda").startswith("cuda"):
+    if system.trainer_ranks == 1 or not (known(system, "device") or "cuda").startswith("cuda"):
         return
     groups = (system.placement or PlacementSection()).colocate
     for role in ("actor", "critic"):
@@ -151,7 +152,7 @@ def bundles(config: RLConfig) -> list[Bundle]:
     Raises:
         ConfigError: ``system.placement`` names a role that the run does not have.
     """
-    placement, device = config.system.placement or PlacementSection(), config.system.device or "cpu"
+    placement, device = config.system.placement or PlacementSection(), config.system.device
     default = float(device.startswith("cuda"))
     count = processes(config)
     for name in (*placement.model_fields_set - {"colocate"}, *(r for group in placement.colocate for r in group)):

@@ -13,6 +13,7 @@ from typing import Any
 
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost import LEAST_ROWS, price
@@ -100,7 +101,7 @@ def _kv_share(config: RunConfig, facts: Facts, budget: int) -> tuple[int, str]:
         # The engines' GPUs are taken for ones like the trainer's.
         engine = planned_elsewhere(config, facts)
         return (free - (engine.engine if engine else 0)) // 2, "on a GPU of its own, half"
-    if config.system.hybrid and facts.model is not None:
+    if known(config.system, "hybrid") and facts.model is not None:
         return (
             free - price(facts.model, layout_of(config, facts)).sampling
         ) // 2, "while the policy does not train, half"
@@ -125,7 +126,6 @@ def _engines_beside(config: RunConfig) -> bool:
 
 def engine_threads(config: RunConfig) -> int:
     """Threads of each engine process: as many as the trainer's beside it, or their part of these while it waits."""
-    assert config.system.threads is not None, "not resolved"
     return config.system.threads if _engines_beside(config) else max(1, config.system.threads // config.system.engines)
 
 
@@ -153,7 +153,7 @@ def _derive_hybrid(filling: Filling[Any], facts: Facts) -> None:
         filling.fill(key, True, "engine and trainer share the GPU")
         return
     budget = trainer_memory(config, facts) - _taken(config, facts, turns=False)
-    per_token = model.activation_bytes_per_token(bytes_per_number(config), bool(config.system.gradient_checkpointing))
+    per_token = model.activation_bytes_per_token(bytes_per_number(config), config.system.gradient_checkpointing)
     wanted = _wanted_kv(config, facts, model, longest, 1)[1]
     short = wanted > budget // 4 or longest * per_token > budget // 2
     reason = "short for both at once" if short else "enough for both at once"
@@ -166,7 +166,8 @@ def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: s
     if model is None:
         filling.fill(key, max(UNKNOWN_MODEL_TOKENS, longest), "the model's size is not known")
         return
-    per_token = model.activation_bytes_per_token(bytes_per_number(config), config.system.gradient_checkpointing)
+    checkpointing = bool(known(config.system, "gradient_checkpointing"))
+    per_token = model.activation_bytes_per_token(bytes_per_number(config), checkpointing)
     fitting = budget // 2 // per_token
     most = MOST_TOKENS[kind]
     if longest >= min(fitting, most):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
 
 
 def ranks_per_engine(config: RunConfig) -> int:
@@ -31,10 +32,9 @@ def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ..
     (CUDA IPC).
     """
     system, ranks = config.system, ranks_per_engine(config)
-    device = system.device or "cpu"
     if not _apart_on_gpus(config) or len(visible) < 2 or system.weight_plane == "ipc":
         return None
-    trainer = int(device.partition(":")[2] or 0)
+    trainer = int(system.device.partition(":")[2] or 0)
     free = [*visible[trainer:], *visible[:trainer]][0 if _shares(config) else 1 :]
     return [tuple(free[start : start + ranks]) for start in range(0, len(free) - ranks + 1, ranks)]
 
@@ -57,7 +57,7 @@ def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
     if places is not None and len(places) < system.engines:
         each = f"{'1 GPU' if ranks == 1 else f'{ranks} GPUs'} each"
         beside, own = ("", 0) if _shares(config) else (" beside the trainer", 1)
-        at_once = not isinstance(config, RLConfig) or system.hybrid or config.rollout.max_staleness
+        at_once = not isinstance(config, RLConfig) or known(system, "hybrid") or config.rollout.max_staleness
         turns = ", or let engines and trainer take turns: system.hybrid = true"
         yield (
             f"system.engines = {system.engines} of {each}{beside} take {system.engines * ranks + own} GPUs, and this "
@@ -70,8 +70,8 @@ def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
 
 def _shares(config: RunConfig) -> bool:
     """Whether the trainer's GPU is given out too: nothing trains on it while engines sample."""
-    return bool(config.system.hybrid) or not isinstance(config, RLConfig)
+    return bool(known(config.system, "hybrid")) or not isinstance(config, RLConfig)
 
 
 def _apart_on_gpus(config: RunConfig) -> bool:
-    return config.system.engine_process and (config.system.device or "cpu").startswith("cuda")
+    return config.system.engine_process and (known(config.system, "device") or "cpu").startswith("cuda")

@@ -9,6 +9,7 @@ from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.config.resolved import said_of, unread
 from tunesmith.config.schema import AlgorithmSection, RLConfig, RunConfig
+from tunesmith.config.section import known
 from tunesmith.plan.filling import Filling
 
 TOP_K = 64
@@ -19,12 +20,12 @@ def distill_problems(config: RunConfig) -> Iterator[str]:
     """Settings that would have no effect, whatever the algorithm resolves to."""
     if not isinstance(config, DistillConfig | OfflineDistillConfig):
         return
-    section, mode = config.distill, config.distill.mode
-    if section.alpha is not None and mode != "offline":
+    mode, alpha = config.distill.mode, known(config.distill, "alpha")
+    if alpha is not None and mode != "offline":
         yield f"distill.alpha has no effect with mode = '{mode}', where no answers are given; leave it out"
-    if section.alpha == 0:
+    if alpha == 0:
         yield "distill.alpha = 0 leaves the teacher out; use tunesmith sft, or a value above 0"
-    if section.top_k is not None and mode == "on_policy":
+    if known(config.distill, "top_k") is not None and mode == "on_policy":
         yield "distill.top_k has no effect with mode = 'on_policy', which compares the sampled tokens; leave it out"
     measured = not isinstance(config, DistillConfig) or config.reward.given or config.environment.path
     if config.data.eval is not None and not measured:

@@ -21,8 +21,9 @@ class Filling(Generic[C]):
         self.derived: list[Derived] = []
 
     def get(self, key: str) -> Any:
-        """The value of a dotted key."""
-        return attrgetter(key)(self.config)
+        """The value of a dotted key, or None if it has been neither set nor derived."""
+        section, _, name = key.rpartition(".")
+        return getattr(attrgetter(section)(self.config) if section else self.config, name, None)
 
     def fill(self, key: str, value: Any, reason: str) -> None:
         """Set a key that was left out."""

@@ -10,6 +10,7 @@ from typing import Any
 from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.resolved import settings, unread
 from tunesmith.config.schema import RunConfig
+from tunesmith.config.section import known
 from tunesmith.plan.cost import price
 from tunesmith.plan.device import derive_kv_memory
 from tunesmith.plan.facts import Facts
@@ -100,8 +101,8 @@ def _check_generate(config: GenerateConfig) -> Iterator[str]:
         yield f"{key} has no effect when output.kind = '{output.kind}' is generated; leave it out"
     if config.reward is None and output.kind != "completions":
         yield f"output.kind = '{output.kind}' needs a reward: say [reward] functions, models or remote"
-    n = sampling.n or 1
-    if sampling.temperature == 0 and n > 1:
+    n = known(sampling, "n") or 1
+    if known(sampling, "temperature") == 0 and n > 1:
         yield f"sampling.temperature = 0 is greedy, and all {n} completions would be equal; say 1.0, or n = 1"
     if output.kind in ("best", "pairs") and n == 1:
         yield f"output.kind = '{output.kind}' compares completions of a prompt: say sampling.n, such as 4"
@@ -116,7 +117,7 @@ def _check_rft(config: RFTConfig) -> Iterator[str]:
     yield from unread(config, ["train.steps"], f"{why} (say train.epochs)")
     if rft.threshold is None and any(model.weight > 0 for model in config.reward.models):
         yield "rft.threshold is missing: a reward model's score has no bounds, so say from which on an answer is right"
-    if config.sampling.temperature == 0:
+    if known(config.sampling, "temperature") == 0:
         yield "sampling.temperature = 0 is greedy: all samples of a question would be equal; say 0.7 or so"
     if rft.few_shot_separator is not None and rft.few_shot is None:
         yield "rft.few_shot_separator has no effect without rft.few_shot; leave it out"
@@ -169,7 +170,6 @@ def derive_rft_warmup(config: RFTConfig, said: Mapping[str, Any], samples: int) 
     train, warmed = config.train, {"train.warmup_steps", "train.warmup_ratio"} & said.keys()
     if config.rft.profile == "conservative" or warmed or "train.schedule" in said:
         return None
-    assert train.batch_size is not None
     steps = ceil((train.epochs or 1.0) * samples / train.batch_size)
     if steps >= 10 * WARMUP:
         return WARMUP, f"profile {config.rft.profile}"

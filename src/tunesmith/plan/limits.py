@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.plan.facts import Facts
 
@@ -20,12 +21,12 @@ def limit_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
     here = system.cluster == "none"
     if (
         here
-        and system.threads is not None
-        and system.threads > (most := max(64, MOST_THREADS_PER_CORE * machine.cores))
+        and (threads := known(system, "threads")) is not None
+        and threads > (most := max(64, MOST_THREADS_PER_CORE * machine.cores))
     ):
-        yield f"system.threads = {system.threads} for {machine.cores} cores; use {machine.cores}, and {most} at most"
-    if here and system.kv_memory is not None:
-        device = (system.device or "cpu").partition(":")
+        yield f"system.threads = {threads} for {machine.cores} cores; use {machine.cores}, and {most} at most"
+    if here and known(system, "kv_memory") is not None:
+        device = system.device.partition(":")
         gpu = machine.gpus[int(device[2] or 0)] if device[0] == "cuda" and machine.gpus else None
         total = gpu.memory_total if gpu else machine.memory_total
         if parse_size(system.kv_memory) > total:

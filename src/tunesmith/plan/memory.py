@@ -13,6 +13,7 @@ from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfi
 from tunesmith.config.placement import PlacementSection, Role
 from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.plan.cost import USUAL_RANK, Layout, Price, copy_bytes, price
 from tunesmith.plan.devices import engines_together, has_own_devices, ranks_per_engine
@@ -28,11 +29,11 @@ LEAST_TOKENS = 64
 
 
 def on_gpu(config: RunConfig) -> bool:
-    return (config.system.device or "cpu").startswith("cuda")
+    return (known(config.system, "device") or "cpu").startswith("cuda")
 
 
 def gpu_of(config: RunConfig, facts: Facts) -> Gpu | None:
-    index = int((config.system.device or "").partition(":")[2] or 0)
+    index = int((known(config.system, "device") or "").partition(":")[2] or 0)
     gpus = facts.hardware.gpus
     return gpus[index] if on_gpu(config) and index < len(gpus) else None
 
@@ -51,7 +52,7 @@ def trainer_memory(config: RunConfig, facts: Facts) -> int:
 
 
 def bytes_per_number(config: RunConfig) -> int:
-    return 4 if config.model.dtype == "float32" else 2
+    return 4 if known(config.model, "dtype") == "float32" else 2
 
 
 def has_critic(config: RunConfig) -> bool:
@@ -88,7 +89,7 @@ def engines_elsewhere(config: RunConfig, facts: Facts) -> bool:
     """Whether engines have GPUs that nothing else computes on."""
     if config.system.cluster != "none":
         return on_gpu(config) and not _beside_trainer(config, "rollout")
-    return not config.system.hybrid and has_own_devices(config, len(facts.hardware.gpus))
+    return not known(config.system, "hybrid") and has_own_devices(config, len(facts.hardware.gpus))
 
 
 def _beside_trainer(config: RunConfig, role: Role) -> bool:
@@ -123,11 +124,11 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         references=int(keeps_reference(config) and _beside_trainer(config, "ref")),
         frozen_parameters=frozen,
         has_vocabulary_head=not isinstance(config, ScoreConfig),
-        checkpointing=bool(system.gradient_checkpointing),
+        checkpointing=bool(known(system, "gradient_checkpointing")),
         chunk=system.logprob_chunk,
         engines=together if weights_apart(config) else 0,
         ranks=ranks_per_engine(config),
-        turns=bool(system.hybrid) or isinstance(config, RFTConfig),
+        turns=bool(known(system, "hybrid")) or isinstance(config, RFTConfig),
     )
 
 
@@ -136,8 +137,8 @@ def planned(config: RunConfig, facts: Facts) -> Price | None:
     if facts.model is None or facts.model.parameters is None:
         return None
     layout = layout_of(config, facts)
-    tokens = config.system.max_tokens_per_microbatch or longest_sample(config, facts) or LEAST_TOKENS
-    kv = config.system.kv_memory
+    tokens = known(config.system, "max_tokens_per_microbatch") or longest_sample(config, facts) or LEAST_TOKENS
+    kv = known(config.system, "kv_memory")
     here = not engines_elsewhere(config, facts)
     engines = engines_together(config, len(facts.hardware.gpus))
     kv_bytes = parse_size(kv) * engines if kv is not None and here else 0
@@ -149,7 +150,7 @@ def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
     model = facts.model
     if model is None or model.parameters is None or config.system.served or not engines_elsewhere(config, facts):
         return None
-    kv = parse_size(config.system.kv_memory) if config.system.kv_memory is not None else 0
+    kv = parse_size(kv) if (kv := known(config.system, "kv_memory")) else 0
     copy = copy_bytes(model, bytes_per_number(config), config.model.quantize)
     return Price(engine=copy // ranks_per_engine(config), kv=kv)
 
@@ -159,8 +160,7 @@ def memory_table(config: RunConfig, facts: Facts) -> list[tuple[str, list[str]]]
     own, elsewhere = planned(config, facts), planned_elsewhere(config, facts)
     if own is None:
         return []
-    device = config.system.device or "cpu"
-    columns = [(device, own, trainer_memory(config, facts))]
+    columns = [(config.system.device, own, trainer_memory(config, facts))]
     if elsewhere is not None:
         columns.append(("each engine's GPU", elsewhere, free_memory(config, facts)))
     rows = [("memory planned", [name for name, *_ in columns])]

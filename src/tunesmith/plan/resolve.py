@@ -11,6 +11,7 @@ from tunesmith.config.generation import GenerateConfig, SamplingConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
+from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
 from tunesmith.plan.checks import check, optimizer_steps, raise_all, resolved_algorithm, rollout_samples, step_problems
 from tunesmith.plan.device import derive_system
@@ -103,7 +104,7 @@ def _derive_length(filling: Filling[Any], facts: Facts) -> None:
         reason = "the usual size" if size is None or size >= SFT_BATCH else "all of the data"
         filling.fill("train.batch_size", min(SFT_BATCH, size or SFT_BATCH), reason)
         lines, unit = filling.get("train.batch_size"), "samples"
-    if size is not None and config.train.steps is None:
+    if size is not None and filling.get("train.steps") is None:
         epochs = config.train.epochs or 1.0
         steps = max(1, ceil(epochs * size / lines))
         passes = "one pass" if epochs == 1 else f"{epochs:g} passes"
@@ -206,7 +207,7 @@ def _derive_isolation(filling: Filling[Any], facts: Facts) -> None:
 def _room(config: RunConfig, facts: Facts) -> list[tuple[int, str]]:
     """What bounds a sequence, as far as it is known, and by how many tokens."""
     context = facts.model.context if facts.model else None
-    cap = config.system.max_tokens_per_microbatch
+    cap = known(config.system, "max_tokens_per_microbatch")
     return [(n, what) for n, what in ((context, "the model's context"), (cap, "a micro-batch's size")) if n]
 
 
@@ -266,7 +267,7 @@ def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
             )
         sample = facts.together or sample
     cap = config.system.max_tokens_per_microbatch
-    if cap is not None and sample is not None and sample > cap:
+    if sample is not None and sample > cap:
         yield (
             f"system.max_tokens_per_microbatch = {cap} is a hard cap, and one sample may take {sample} "
             f"tokens; raise it to at least {sample}"

@@ -12,6 +12,7 @@ from typing import Any
 from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.resolved import settings, unread
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.vllm import VllmSection
 from tunesmith.errors import nearest
@@ -116,7 +117,7 @@ def _check_arguments(vllm: VllmSection) -> Iterator[str]:
             yield f"system.vllm.extra.{name} is called {key} here"
         elif why := FIXED_ARGUMENTS.get(name):
             yield f"system.vllm.extra.{name} cannot be changed: {why}; leave it out"
-    if vllm.cuda_graph_sizes is not None and vllm.eager:
+    if vllm.cuda_graph_sizes is not None and known(vllm, "eager"):
         yield "system.vllm.cuda_graph_sizes has no effect with system.vllm.eager = true; leave one out"
     elif vllm.cuda_graph_sizes == ():
         yield "system.vllm.cuda_graph_sizes is empty; say system.vllm.eager = true for no CUDA graphs, or leave it out"
@@ -136,9 +137,9 @@ def _check_sampling(config: RunConfig) -> Iterator[str]:
                     f'{name}.{key} = {value:g} does not go with system.speculative = "{speculative}" in vLLM; '
                     "leave one out"
                 )
-        if 0 < (section.temperature or 0.0) < LEAST_TEMPERATURE:
+        if 0 < (temperature := known(section, "temperature") or 0.0) < LEAST_TEMPERATURE:
             yield (
-                f"{name}.temperature = {section.temperature:g}: vLLM would raise it to {LEAST_TEMPERATURE:g}; say at "
+                f"{name}.temperature = {temperature:g}: vLLM would raise it to {LEAST_TEMPERATURE:g}; say at "
                 f"least as much{'' if name == 'eval' else ', or 0, which is greedy'}"
             )
 
@@ -207,7 +208,7 @@ def derive_vllm(filling: Filling[Any], facts: Facts) -> None:
     rl, sampling = isinstance(config, RLConfig), isinstance(config, SamplingConfig)
     if not (rl or (sampling and config.samples)):
         return
-    size = config.rollout.group_size if rl else config.sampling.n or 1
+    size = config.rollout.group_size if rl else known(config.sampling, "n") or 1
     if size > 1:
         caching, reason = True, f"the {size} completions of a prompt share its prefill"
     elif rl and config.environment.used:
@@ -215,7 +216,7 @@ def derive_vllm(filling: Filling[Any], facts: Facts) -> None:
     else:
         caching, reason = False, "each prompt is completed once"
     filling.fill("system.vllm.prefix_caching", caching, reason)
-    on_cpu = (config.system.device or "cpu") == "cpu"
+    on_cpu = config.system.device == "cpu"
     why = "compiling takes longer than most runs gain on a CPU" if on_cpu else "CUDA graphs spare the launch of kernels"
     filling.fill("system.vllm.eager", on_cpu, why)
 
@@ -224,7 +225,7 @@ def vllm_misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
     """What vLLM's settings ask of machine, model and data that they do not have."""
     if config.system.engine != "vllm":
         return
-    vllm, on_cpu = config.system.vllm, (config.system.device or "cpu") == "cpu"
+    vllm, on_cpu = config.system.vllm, config.system.device == "cpu"
     yield from _check_device(config, on_cpu)
     ranks, gpus = ranks_per_engine(config), len(facts.hardware.gpus)
     devices = facts.hardware.cores if on_cpu else gpus
@@ -260,7 +261,7 @@ def vllm_misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
 
 
 def _check_device(config: RunConfig, on_cpu: bool) -> Iterator[str]:
-    vllm, device = config.system.vllm, config.system.device or "cpu"
+    vllm, device = config.system.vllm, config.system.device
     if device.startswith("cuda:") and device != "cuda:0" and not engines_apart(config):
         yield (
             f"system.device = '{device}': in the trainer's process vLLM takes the first GPU that it sees; say "
@@ -304,11 +305,12 @@ def _check_room(config: RunConfig, facts: Facts, ranks: int) -> Iterator[str]:
             f"system.vllm.max_model_len = {limit}, and one prompt and completion may take {longest} tokens; raise it "
             f"to at least {longest}"
         )
-    if facts.model is None or config.system.kv_memory is None or config.system.vllm.memory_share is not None:
+    kv = known(config.system, "kv_memory")
+    if facts.model is None or kv is None or config.system.vllm.memory_share is not None:
         return
     blocks = -(-longest // LARGEST_BLOCK) + 1  # one block stays empty
     needed = blocks * LARGEST_BLOCK * facts.model.kv_bytes_per_token(bytes_per_number(config)) // ranks
-    if needed > parse_size(config.system.kv_memory):
+    if needed > parse_size(kv):
         yield (
             f"system.kv_memory = {config.system.kv_memory} does not hold one sequence of {longest} tokens, which takes "
             f"{format_size(needed)}; raise it"

@@ -7,6 +7,7 @@ from typing import Any
 
 from tunesmith.config.resolved import unread
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
 from tunesmith.plan.devices import ranks_per_engine
 from tunesmith.plan.filling import Filling
 
@@ -57,7 +58,7 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             'system.weight_plane = "disk" needs system.engine_directory, a directory that trainer and engines see '
             'under the same path; on one machine "memory" is faster'
         )
-    if system.weight_plane in ("nccl", "ipc") and (system.device or "cuda").startswith("cpu"):
+    if system.weight_plane in ("nccl", "ipc") and (known(system, "device") or "cuda").startswith("cpu"):
         yield f'system.weight_plane = "{system.weight_plane}" is for GPUs; on a CPU say "memory" or "gloo"'
     groups = system.placement.colocate if system.placement else ()
     beside = any({"actor", "rollout"} <= set(group) for group in groups)
@@ -89,7 +90,7 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
 
 def hybrid_problems(config: RunConfig) -> Iterator[str]:
     """What is wrong with letting engine and trainer take turns."""
-    if not config.system.hybrid:
+    if not known(config.system, "hybrid"):
         return
     if not isinstance(config, RLConfig):
         yield "system.hybrid is of runs that sample and train in turn; leave it out"
@@ -111,7 +112,7 @@ def ahead_problems(config: RLConfig) -> Iterator[str]:
             "with rollout.max_staleness = 0, where every step plays its own rollouts to the end; say "
             "rollout.max_staleness = 1, or leave it out"
         )
-        yield from unread(config, [f"rollout.{k}" for k, value in off.items() if getattr(rollout, k) != value], why)
+        yield from unread(config, [f"rollout.{k}" for k, value in off.items() if known(rollout, k) != value], why)
         return
     if rollout.oversample > 1:
         yield (

@@ -19,7 +19,7 @@ from typing import Any
 
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError, DeadlineExceeded
-from tunesmith.rewards.function import (
+from tunesmith.rewards.base import (
     RESERVED,
     ItemFailure,
     Notes,
