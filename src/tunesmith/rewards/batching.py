@@ -1,4 +1,4 @@
-"""Doing what several callers ask for at about the same time as one batch."""
+"""Concurrent requests, run together as batches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ R = TypeVar("R")
 
 
 class Batcher(Generic[T, R]):
-    """One batch at a time: all that was asked for while the one before it ran, or within ``window`` seconds.
+    """Runs one batch at a time: all items submitted while the previous batch ran, or within ``window`` seconds.
 
-    ``run`` gives one result per item. What it raises, every caller of that batch gets.
+    ``run`` returns one result per item. An exception from it reaches every caller of that batch.
     """
 
     def __init__(self, run: Callable[[list[T]], Awaitable[Sequence[R]]], window: float = 0.0) -> None:
@@ -25,7 +25,7 @@ class Batcher(Generic[T, R]):
         """Batches run so far."""
 
     async def submit(self, items: Sequence[T]) -> list[R]:
-        """The results of ``items``, in order. A caller that stops waiting is left out of a batch not begun."""
+        """The results of ``items``, in order. Items of a caller cancelled before its batch starts are not run."""
         future: asyncio.Future[list[R]] = asyncio.get_running_loop().create_future()
         self._waiting.append((items, future))
         if self._worker is None or self._worker.done():

@@ -1,8 +1,7 @@
 """Built-in rewards: exact_match, numeric_match, regex_format and math.
 
-Each is made from the ``[reward]`` section. All but regex_format compare with the answer column and log
-``answered`` (the completion holds an answer at all) and ``correct``, so that "no answer" and "wrong" can be
-told apart. A task without an answer gets None: the reward does not apply.
+All but regex_format compare with the answer column and log ``answered`` (the completion holds an answer at all) and
+``correct``, so that "no answer" and "wrong" stay apart. For a task without an answer the reward does not apply.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from tunesmith.types import Rollout, Status
 from tunesmith.usercode.killable import KillablePool, Program, WorkerError
 
 ITEM_SECONDS = 5.0
-"""Most that judging one completion may take in a worker process, when ``reward.timeout`` is longer."""
+"""Deadline for judging one completion in a worker process, where ``reward.timeout`` is longer."""
 
 Verdict = bool | None | ItemFailure
-"""Whether an answer is correct; None where there is none."""
+"""Whether an answer is correct; None: the completion holds no answer."""
 Judge = Callable[[list[str], list[str]], Awaitable[list[Verdict]]]
-"""From completions and what the answer column says, to a verdict each."""
+"""From completions and their gold answers to verdicts."""
 
 
 def check_builtins(section: RewardSection) -> None:
-    """Refuse settings (ConfigError) that the built-ins in use cannot work with, or that none of them reads."""
+    """Refuse (ConfigError) settings that the built-ins in use cannot work with, or that none of them reads."""
     used = [name for name in section.functions if name in BUILTINS]
     extracting = [name for name in used if name in ("exact_match", "numeric_match")]
     if section.pattern is None:
@@ -77,7 +76,7 @@ def _groups(pattern: str) -> int:
 
 
 def _exact_match(section: RewardSection) -> RewardFunction:
-    """1 where completion and answer are equal but for whitespace at the ends and its amount inside."""
+    """1 where completion and answer are equal after collapsing white space."""
     return _matching("exact_match", section, lambda text: " ".join(text.split()), operator.eq)
 
 
@@ -89,22 +88,22 @@ def _numeric_match(section: RewardSection) -> RewardFunction:
 def _matching(
     name: str, section: RewardSection, read: Callable[[str], Any], same: Callable[[Any, Any], bool]
 ) -> RewardFunction:
-    """Compares what is read of two texts. A pattern with a group says what of the completion is looked at."""
+    """Compare what ``read`` finds in two texts. A pattern with a group selects the part of the completion to read."""
     pattern = section.pattern
     pool = _pool("pattern_program.py", "extract", section) if pattern and _groups(pattern) else None
 
-    def verdict(found: str | ItemFailure | None, gold: str) -> Verdict:
-        wanted = read(gold)
-        if wanted is None:
+    def verdict(text: str | ItemFailure | None, gold: str) -> Verdict:
+        expected = read(gold)
+        if expected is None:
             return _bad_gold(f"{gold!r} holds no number")
-        if isinstance(found, ItemFailure):
-            return found
-        answer = None if found is None else read(found)
-        return same(answer, wanted) if answer else None
+        if isinstance(text, ItemFailure):
+            return text
+        answer = None if text is None else read(text)
+        return same(answer, expected) if answer else None
 
     async def judge(texts: list[str], golds: list[str]) -> list[Verdict]:
-        found = await _gather([pool.submit(pattern, text) for text in texts]) if pool else texts
-        return [verdict(one, gold) for one, gold in zip(found, golds, strict=True)]
+        parts = await _gather([pool.submit(pattern, text) for text in texts]) if pool else texts
+        return list(map(verdict, parts, golds))
 
     def problem(gold: Any) -> str | None:
         return _gold_problem(gold) or (f"{gold!r} holds no number" if read(str(gold)) is None else None)
@@ -124,19 +123,18 @@ def _regex_format(section: RewardSection) -> RewardFunction:
 
 
 def _math(section: RewardSection) -> RewardFunction:
-    """1 where math-verify finds the completion's answer equal to the answer column's."""
+    """1 where math-verify judges the completion's answer equal to the answer column's."""
     pool = _pool("math_program.py", "judge", section, workers=max(1, min(4, (os.cpu_count() or 1) // 2)))
 
-    def verdict(found: dict[str, bool] | ItemFailure, gold: str) -> Verdict:
-        if isinstance(found, ItemFailure):
-            return found
-        if not found["gold"]:
+    def verdict(judged: dict[str, bool] | ItemFailure, gold: str) -> Verdict:
+        if isinstance(judged, ItemFailure):
+            return judged
+        if not judged["gold"]:
             return _bad_gold(f"math-verify cannot parse {gold!r}")
-        return found["correct"] if found["answered"] else None
+        return judged["correct"] if judged["answered"] else None
 
     async def judge(texts: list[str], golds: list[str]) -> list[Verdict]:
-        found = await _gather([pool.submit(gold, text) for gold, text in zip(golds, texts, strict=True)])
-        return [verdict(one, gold) for one, gold in zip(found, golds, strict=True)]
+        return list(map(verdict, await _gather(list(map(pool.submit, golds, texts))), golds))
 
     return _comparing("math", section, judge, _gold_problem, pool)
 
@@ -144,16 +142,16 @@ def _math(section: RewardSection) -> RewardFunction:
 def _comparing(
     name: str, section: RewardSection, judge: Judge, check_gold: Callable[[Any], str | None], pool: KillablePool | None
 ) -> RewardFunction:
-    """A reward by comparison with the answer column. Only tasks that have an answer are judged."""
+    """A reward that compares with the answer column. Only tasks that have an answer are judged."""
 
     async def score(rollouts: Sequence[Rollout], texts: Sequence[str], notes: Notes) -> list[Score]:
         golds = [r.task.columns.get(section.answer) for r in rollouts]
-        said = [text_of(c) for c in completions_of(rollouts, texts)]
-        asked = [i for i, gold in enumerate(golds) if gold is not None]
+        completions = [text_of(c) for c in completions_of(rollouts, texts)]
+        judged = [i for i, gold in enumerate(golds) if gold is not None]
         scores: list[Score] = [None] * len(golds)
         answered: list[float | None] = [None] * len(golds)
-        verdicts = await judge([said[i] for i in asked], [str(golds[i]) for i in asked])
-        for i, verdict in zip(asked, verdicts, strict=True):
+        verdicts = await judge([completions[i] for i in judged], [str(golds[i]) for i in judged])
+        for i, verdict in zip(judged, verdicts, strict=True):
             if isinstance(verdict, ItemFailure):
                 scores[i] = verdict
             else:
@@ -173,17 +171,19 @@ def _pool(program: str, function: str, section: RewardSection, workers: int = 1)
 
 
 async def _gather(jobs: Sequence[Future[Any]]) -> list[Any]:
-    """Results of the worker's jobs, an ``ItemFailure`` for each that was killed or raised."""
+    """Results of the workers' jobs; an ``ItemFailure`` for each that was killed or raised."""
+    results = await asyncio.gather(*map(asyncio.wrap_future, jobs), return_exceptions=True)
+    return list(map(_result_or_failure, results))
 
-    async def outcome(job: Future[Any]) -> Any:
-        try:
-            return await asyncio.wrap_future(job)
-        except DeadlineExceeded as error:
-            return ItemFailure(Status.TIMED_OUT, str(error))
-        except WorkerError as error:
-            return ItemFailure(Status.REWARD_FAILED, str(error))
 
-    return await asyncio.gather(*map(outcome, jobs))
+def _result_or_failure(result: Any) -> Any:
+    if isinstance(result, DeadlineExceeded):
+        return ItemFailure(Status.TIMED_OUT, str(result))
+    if isinstance(result, WorkerError):
+        return ItemFailure(Status.REWARD_FAILED, str(result))
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _bad_gold(reason: str) -> ItemFailure:

@@ -11,10 +11,10 @@ from typing import Any
 import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
-# Its timeouts are switched off (the worker is killed instead), which it would warn about.
+# It warns that its timeouts are off; they are off because the worker is killed instead.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_math_verify: Any = math_verify  # it is typed in part only
+_math_verify: Any = math_verify  # partly untyped
 EXTRACTION = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed")
 _COMMAND = re.compile(r"\\text\s*\{[^{}]*\}|\\[A-Za-z]+")
@@ -25,7 +25,7 @@ _SCIENTIFIC = re.compile(r"(?<![\w\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)\b")
 def judge(gold: str, text: str) -> dict[str, bool]:
     """Whether the gold answer parses, whether the text holds an answer, and whether the two are equal.
 
-    A comparison that math-verify cannot make (a set with a matrix) is "not equal", as it has it.
+    A comparison that math-verify cannot make (a set with a matrix) counts as "not equal", as in math-verify.
     """
     expected = _parse_gold(gold)
     found = _parse(text)

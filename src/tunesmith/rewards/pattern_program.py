@@ -1,4 +1,4 @@
-"""Regular expressions on what a model wrote. Runs in a worker process, because one can backtrack for ever."""
+"""Regular expressions on what a model wrote. Runs in a worker process, because a pattern can backtrack without end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def matches(pattern: str, text: str) -> bool:
 
 def extract(pattern: str, text: str) -> str | None:
     """The first group that took part in the last match; None without a match."""
-    found = None
+    group = None
     for match in re.finditer(pattern, text):
-        found = next((group for group in match.groups() if group is not None), found)
-    return found
+        group = next((one for one in match.groups() if one is not None), group)
+    return group

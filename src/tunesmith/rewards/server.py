@@ -1,21 +1,21 @@
-"""A reward over HTTP: what concurrent requests ask for is scored as one batch.
+"""A server of one reward over HTTP; concurrent requests are scored as one batch.
 
 ``POST /reward`` takes ``{"prompts": [...], "completions": [...], "columns": {...}}`` and answers
-``{"rewards": [...]}``, with ``null`` where the reward does not apply. Where one could not be computed its place is
-``null`` too, and ``"errors"``, a list of the same length, says why. ``GET /health`` tells what was done so far.
+``{"rewards": [...]}``, with ``null`` where the reward does not apply or could not be computed; in the latter case
+``"errors"``, a list of the same length, has the reason. ``GET /health`` reports the counts so far.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Self
 
 from aiohttp import web
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from tunesmith.errors import ConfigError, EpisodeError, boundary
 from tunesmith.rewards.base import NOT_COLUMNS, text_of
@@ -25,11 +25,51 @@ from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Prompt, Rollout, Status, Task, text_of_content
 
 SHUTDOWN_SECONDS = 10.0
-"""How long requests under way may take to finish when the server is told to stop."""
+"""Time that requests under way have to finish when the server is stopped."""
 
 
-class Unscorable(ValueError):
-    """What a request holds cannot be scored; told to the sender."""
+def _text_or_messages(value: Any) -> Prompt:
+    if isinstance(value, str) or (isinstance(value, list) and all(map(_is_message, value))):
+        return value
+    raise ValueError('must be text, or messages as in [{"role": "user", "content": "text"}]')
+
+
+def _is_message(value: Any) -> bool:
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    try:
+        text_of_content(fields.get("content"))
+    except EpisodeError:
+        return False
+    return isinstance(fields.get("role"), str) and ("content" in fields or "tool_calls" in fields)
+
+
+TextOrMessages = Annotated[Any, AfterValidator(_text_or_messages)]
+
+
+class RewardRequest(BaseModel):
+    """The body of ``POST /reward``."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompts: list[TextOrMessages]
+    completions: list[TextOrMessages]
+    columns: dict[str, list[Any]] | None = None
+
+    @model_validator(mode="after")
+    def check_lengths(self) -> Self:
+        columns = self.columns or {}
+        if reserved := NOT_COLUMNS & columns.keys():
+            raise ValueError(f"columns: '{min(reserved)}' cannot be the name of a column")
+        for name, values in {"completions": self.completions, **columns}.items():
+            if len(values) != len(self.prompts):
+                raise ValueError(f"{len(self.prompts)} prompts, but '{name}' has {len(values)} entries")
+        return self
+
+    def items(self, number: int) -> list[Item]:
+        columns = self.columns or {}
+        return [
+            Item(prompt, text_of(completion), {name: values[i] for name, values in columns.items()}, number)
+            for i, (prompt, completion) in enumerate(zip(self.prompts, self.completions, strict=True))
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +84,13 @@ class Item:
 
 @dataclass(slots=True)
 class RewardService:
-    """Scores requests with a set of one reward."""
+    """Scores requests with a ``RewardSet`` of one reward."""
 
     rewards: RewardSet
     window: float
-    """Seconds that the first request of a batch waits for others."""
+    """Seconds that the first request of a batch waits for more."""
     token: str | None = None
-    """What requests have to send, if anything; ``GET /health`` without it is answered in short."""
+    """The token that requests need, if any; ``GET /health`` without it gives the status alone."""
     requests: int = 0
     completions: int = 0
     _batcher: Batcher[Item, tuple[float | None, str | None]] = field(init=False)
@@ -62,11 +102,14 @@ class RewardService:
         if request.content_type != "application/json":  # which no web page can send here unasked
             raise web.HTTPUnsupportedMediaType(text="send JSON, with the header Content-Type: application/json")
         try:
-            body = json.loads(await request.read())
-            items = items_of(body, self.requests)
-            self._check_columns(items)
-        except (ValueError, RecursionError) as error:
-            raise web.HTTPBadRequest(text=str(error)) from None
+            items = RewardRequest.model_validate_json(await request.read()).items(self.requests)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            place = ".".join(map(str, problem["loc"]))
+            raise web.HTTPBadRequest(text=f"{place}: {problem['msg']}" if place else problem["msg"]) from None
+        for name in sorted(self.rewards.functions[0].columns):
+            if any(name not in item.columns for item in items):
+                raise web.HTTPBadRequest(text=f"columns: the reward needs the column '{name}'")
         self.requests += 1
         self.completions += len(items)
         found = await self._batcher.submit(items) if items else []
@@ -81,16 +124,11 @@ class RewardService:
         counts = {"requests": self.requests, "completions": self.completions, "batches": self._batcher.batches}
         return web.json_response({"status": "ok", "reward": self.rewards.functions[0].reference, **counts})
 
-    def _check_columns(self, items: Sequence[Item]) -> None:
-        for name in sorted(self.rewards.functions[0].columns):
-            if any(name not in item.columns for item in items):
-                raise Unscorable(f"the reward needs the column '{name}': send it in \"columns\"")
-
     async def _score(self, items: list[Item]) -> list[tuple[float | None, str | None]]:
         found = await self._score_together(items)
         requests = {item.request for item in items}
         if len(requests) > 1 and all(error for _, error in found):
-            # A function fails a whole call: one request's trouble is not to be another's.
+            # The function fails for the whole call: score each request alone, so that the good ones succeed.
             parts = [await self._score_together([i for i in items if i.request == n]) for n in sorted(requests)]
             return [one for part in parts for one in part]
         return found
@@ -99,59 +137,11 @@ class RewardService:
         (function,) = self.rewards.functions
         rollouts = [Rollout(Task(str(i), item.prompt, (), item.columns)) for i, item in enumerate(items)]
         await self.rewards.score(rollouts, [item.text for item in items])
-        self.rewards.metrics([])  # Dropped: nobody reads what the function logs here.
+        self.rewards.metrics([])  # discard what the function logged
         return [
             (r.rewards[function.name], None) if function.name in r.rewards else (None, r.error or Status.REWARD_FAILED)
             for r in rollouts
         ]
-
-
-def items_of(body: Any, request: int) -> list[Item]:
-    """The completions of a request's JSON, or a Unscorable that says what is wrong with it."""
-    fields = body if isinstance(body, dict) else {}
-    if unknown := fields.keys() - {"prompts", "completions", "columns"}:
-        raise Unscorable(f"unknown key {sorted(unknown)[0]!r}; expected prompts, completions and columns")
-    prompts, completions, columns = (fields.get(key) for key in ("prompts", "completions", "columns"))
-    if not isinstance(prompts, list) or not isinstance(completions, list):
-        raise Unscorable('expected {"prompts": [...], "completions": [...], "columns": {...}}')
-    size = len(prompts)
-    if len(completions) != size:
-        raise Unscorable(f"{size} prompts, but {len(completions)} completions")
-    columns = {} if columns is None else columns
-    if not isinstance(columns, dict):
-        raise Unscorable('"columns" must be an object of lists')
-    for name, values in columns.items():
-        if name in NOT_COLUMNS:
-            raise Unscorable(f"{name!r} cannot be the name of a column")
-        if not isinstance(values, list) or len(values) != size:
-            raise Unscorable(f"the column {name!r} must be a list with one entry for each of {size} completions")
-    return [
-        Item(
-            _checked(prompts[i], f"prompts[{i}]"),
-            text_of(_checked(completions[i], f"completions[{i}]")),
-            {name: values[i] for name, values in columns.items()},
-            request,
-        )
-        for i in range(size)
-    ]
-
-
-def _checked(value: Any, place: str) -> Prompt:
-    """Text, or messages with text in them."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(map(_is_message, value)):
-        return value
-    raise Unscorable(f'{place} must be text, or messages as in [{{"role": "user", "content": "text"}}]')
-
-
-def _is_message(value: Any) -> bool:
-    known: dict[str, Any] = value if isinstance(value, dict) else {}
-    try:
-        text_of_content(known.get("content"))
-    except EpisodeError:
-        return False
-    return isinstance(known.get("role"), str) and ("content" in known or "tool_calls" in known)
 
 
 GATE = web.AppKey("gate", Gate)
@@ -160,7 +150,7 @@ GATE = web.AppKey("gate", Gate)
 def make_app(
     service: RewardService, max_bytes: int, token: str | None = None, limits: Limits | None = None
 ) -> web.Application:
-    """The server's routes; a request of more than ``max_bytes`` is refused with 413, one without the token with 401."""
+    """The server's routes. A request above ``max_bytes`` is refused with 413, one without the token with 401."""
     service.token, gate = token, Gate(limits or Limits())
     app = web.Application(client_max_size=max_bytes, middlewares=[guarded(gate, token, ("/health",))])
     app[GATE] = gate
@@ -169,14 +159,14 @@ def make_app(
 
 
 async def serve(app: web.Application, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish what is under way.
+    """Serve until SIGTERM or Ctrl-C, then finish the requests under way.
 
     Args:
-        port: 0 takes a free one.
-        ready: is told the address, such as ``http://127.0.0.1:8100``.
+        port: 0 picks a free one.
+        ready: called with the address, such as ``http://127.0.0.1:8100``.
 
     Raises:
-        ConfigError: the address is taken, or not this machine's.
+        ConfigError: the address is in use, or not one of this machine.
     """
     runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_SECONDS, access_log=None, logger=quiet)
     await runner.setup()

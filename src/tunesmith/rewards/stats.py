@@ -1,4 +1,4 @@
-"""What can be told of a reward model from its directory, before it is loaded."""
+"""Checks of a reward model's directory before it is loaded, and the statistics of its scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATS_FILE = "reward_stats.json"
 
 @dataclass(frozen=True, slots=True)
 class RewardStats:
-    """Mean and deviation of a reward model's scores, as measured in its evaluation."""
+    """Mean and standard deviation of a reward model's scores, measured in its evaluation."""
 
     mean: float
     std: float
@@ -26,7 +26,7 @@ class RewardStats:
 
 
 def check_reward_model(entry: ModelReward) -> None:
-    """Refuse (ConfigError) a directory without a reward model, or statistics. A hub name is not looked up."""
+    """Refuse (ConfigError) a directory that holds no reward model or lacks statistics. A hub name is not looked up."""
     directory = Path(entry.path)
     if directory.is_dir():
         with boundary(ConfigError, f"cannot read {directory / 'config.json'}", (OSError, ValueError)):
@@ -34,8 +34,8 @@ def check_reward_model(entry: ModelReward) -> None:
         names: list[str] = config.get("architectures") or []
         if not any("ForSequenceClassification" in name for name in names):
             raise ConfigError(
-                f"'{entry.path}' is no reward model but {' '.join(names) or 'of no known kind'}; a reward model is "
-                "saved as AutoModelForSequenceClassification with one label."
+                f"'{entry.path}' is not a reward model: its architecture is {' '.join(names) or 'unknown'}; a reward "
+                "model is saved as AutoModelForSequenceClassification with one label."
             )
         # transformers writes no id2label for its default of two.
         if (labels := len(config.get("id2label") or "ab")) != 1:
@@ -45,20 +45,20 @@ def check_reward_model(entry: ModelReward) -> None:
 
 
 def read_stats(directory: Path) -> RewardStats:
-    """Of the reward model in a directory. ConfigError without a file that holds a mean and a positive deviation."""
+    """Statistics of the reward model in a directory. ConfigError unless they hold a mean and a positive deviation."""
     path = directory / STATS_FILE
     if not path.is_file():
         raise ConfigError(
             f"normalize = true needs {path}, which does not exist: the mean and std of the model's rewards, as in "
-            '{"mean": 0.5, "std": 2.0}. Training one with an eval set (tunesmith rm) writes it; else write it, '
-            "or leave normalize out."
+            '{"mean": 0.5, "std": 2.0}. Training with an eval set (tunesmith rm) writes it; otherwise write it '
+            "yourself, or leave normalize out."
         )
     with boundary(ConfigError, f"cannot read {path}", (OSError, ValueError)):
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        numbers: Any = json.loads(path.read_text(encoding="utf-8"))
     try:
-        stats = RewardStats(float(found["mean"]), float(found["std"]))
+        stats = RewardStats(float(numbers["mean"]), float(numbers["std"]))
     except (TypeError, KeyError, ValueError):
         raise ConfigError(f'{path} must hold numbers, as in {{"mean": 0.5, "std": 2.0}}.') from None
     if not isfinite(stats.mean) or not 0 < stats.std < float("inf"):
-        raise ConfigError(f"{path}: mean {stats.mean:g} and std {stats.std:g} cannot normalise; std is above 0.")
+        raise ConfigError(f"{path}: mean {stats.mean:g} and std {stats.std:g} cannot normalise; std must be above 0.")
     return stats

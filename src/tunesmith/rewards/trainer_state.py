@@ -1,4 +1,4 @@
-"""Where a run stands, under the names of transformers' ``TrainerState``."""
+"""The progress of a run, under the names of transformers' ``TrainerState``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tunesmith.monitor.metrics import read_metrics
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What reward functions get as ``trainer_state``. Another attribute is an error that names those there are."""
+    """The reward functions' ``trainer_state``. An unknown attribute is an error that lists the known ones."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -28,7 +28,7 @@ class TrainerState:
     is_world_process_zero: bool = True
     is_hyper_param_search: bool = False
     metrics_file: Path | None = None
-    """The run's ``metrics.jsonl``, which ``log_history`` is read from."""
+    """The run's ``metrics.jsonl``, the source of ``log_history``."""
 
     @property
     def log_history(self) -> list[dict[str, Any]]:
@@ -47,6 +47,6 @@ class TrainerState:
 
 @lru_cache(maxsize=1)
 def _records(file: Path, size: int) -> list[dict[str, Any]]:
-    """``size`` makes a file that has grown be read anew."""
+    """``size`` invalidates the cache when the file has grown."""
     del size
     return read_metrics(file)
