@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.protocol import peak_memory_mb
 from tunesmith.assembly.rft import run_rft
-from tunesmith.assembly.supervised import run_sft
+from tunesmith.assembly.train import run_sft
 
 
 def main() -> None:

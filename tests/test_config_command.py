@@ -176,15 +176,16 @@ def test_overrides_without_a_run_file_are_told_apart_from_it() -> None:
 
 def test_the_commands_check_what_config_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command goes through ``checked``, before it makes its directory."""
-    from tunesmith.assembly import checking, generate, rft, rl, supervised
+    from tunesmith import assembly
+    from tunesmith.assembly import checking, generate, rft
 
     def stop(*_: Any, **__: Any) -> Any:
         raise ConfigError("checked")
 
     monkeypatch.setattr(checking, "check_run", stop)
     texts: dict[Callable[..., Any], str] = {
-        rl.run_rl: RUN,
-        supervised.run_sft: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
+        assembly.run_rl: RUN,
+        assembly.run_sft: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
         generate.run_generate: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
         lambda path: rft.run_rft(
             "run", path

@@ -23,7 +23,8 @@ from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RewardSection, RLConfig
 from tunesmith.environments.loading import EnvironmentSet
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.reward_set import RewardSet, load_rewards
+from tunesmith.rewards.loading import load_rewards
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Status
 
 TRL = '''

@@ -19,9 +19,10 @@ from tunesmith.config.schema import RemoteReward, RewardSection, RLConfig
 from tunesmith.errors import ConfigError, RewardError
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.rewards import remote as module
-from tunesmith.rewards.base import ItemFailure, RewardFunction, required_columns
+from tunesmith.rewards.function import ItemFailure, RewardFunction, required_columns
+from tunesmith.rewards.loading import check_rewards, load_rewards
 from tunesmith.rewards.remote import pause, remote_reward, scores_of
-from tunesmith.rewards.reward_set import RewardSet, check_rewards, load_rewards
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Completion, Rollout, Status, Task
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import DataError, DeadlineExceeded
-from tunesmith.rewards.reward_set import RewardSet, load_rewards
+from tunesmith.rewards.loading import load_rewards
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Rollout, Status, Task
 from tunesmith.usercode.killable import KillablePool, Program, WorkerError
 

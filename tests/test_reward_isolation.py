@@ -14,7 +14,8 @@ import pytest
 
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.reward_set import RewardSet, load_rewards
+from tunesmith.rewards.loading import load_rewards
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import Completion, Rollout, Status, Task
 from tunesmith.usercode.killable import Program, Workers

@@ -23,10 +23,11 @@ from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan.facts import Facts, count_parameters, read_model_facts
 from tunesmith.plan.hardware import Gpu, Hardware
 from tunesmith.plan.resolve import resolve
-from tunesmith.rewards.base import ItemFailure, RewardFunction, required_columns
 from tunesmith.rewards.batching import Batcher
+from tunesmith.rewards.function import ItemFailure, RewardFunction, required_columns
+from tunesmith.rewards.loading import check_rewards, load_rewards
 from tunesmith.rewards.model import RewardModel, model_reward, same_tokens
-from tunesmith.rewards.reward_set import RewardSet, check_rewards, load_rewards
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Completion, FinishReason, Rollout, Status, Task
 
 SEQUENCES = [[5, 6, 7, 8, 9], [5, 6, 7, 11], [12, 13], [5, 6, 7, 8, 9], [40], list(range(20, 60))]

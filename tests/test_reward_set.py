@@ -24,8 +24,10 @@ from tunesmith.algorithms.advantages import AdvantageParams, compute_advantages,
 from tunesmith.algorithms.filtering import filter_groups
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError, DataError, RewardError
-from tunesmith.rewards.base import RewardFunction, required_columns
-from tunesmith.rewards.reward_set import RewardSet, check_failed, check_rewards, reward_metrics, user_reward
+from tunesmith.rewards.function import RewardFunction, required_columns
+from tunesmith.rewards.loading import check_rewards, user_reward
+from tunesmith.rewards.metrics import check_failed, reward_metrics
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import Completion, Message, Rollout, RolloutGroup, Status, Task
 from tunesmith.usercode import calls as user_calls
@@ -444,7 +446,7 @@ def test_the_process_ends_although_a_reward_hangs(tmp_path: Path) -> None:
         import asyncio
         from pathlib import Path
         from tunesmith.config.schema import RewardSection
-        from tunesmith.rewards.reward_set import load_rewards
+        from tunesmith.rewards.loading import load_rewards
         from tunesmith.types import Rollout, Task
         rewards = load_rewards(RewardSection(functions=("rewards.py:f",), timeout=0.1, isolation="thread"), Path("."))
         one = Rollout(Task("t", "q", ()))

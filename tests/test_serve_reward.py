@@ -29,7 +29,7 @@ from tunesmith.assembly.serve_reward import ServeOptions, read_token, serve_rewa
 from tunesmith.cli.main import app
 from tunesmith.config.schema import ModelReward, RemoteReward
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.base import RewardFunction, required_columns
+from tunesmith.rewards.function import RewardFunction, required_columns
 from tunesmith.rewards.http_limits import Gate, Limits, is_loopback
 from tunesmith.rewards.model import RewardModel, model_reward
 from tunesmith.rewards.remote import remote_reward

@@ -21,7 +21,7 @@ import tiny
 from documents import ROOT
 from tiny_runs import sums, write_lines
 from tunesmith.assembly.rft import run_rft
-from tunesmith.assembly.supervised import run_sft
+from tunesmith.assembly.train import run_sft
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

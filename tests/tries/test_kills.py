@@ -98,7 +98,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     import torch
 
     import tunesmith.assembly.engine_worker
-    import tunesmith.assembly.rl
+    import tunesmith.assembly.rl_parts
     import tunesmith.assembly.supervised_parts
     import tunesmith.loop.rl  # noqa: F401  (imported before the copies are made)
 

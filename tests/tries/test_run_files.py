@@ -22,7 +22,7 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import REWARDS, sums, write_lines
-from tunesmith.assembly import generate, rft, rl, supervised
+from tunesmith.assembly import generate, rft, train
 from tunesmith.assembly.checking import check_run
 from tunesmith.config.describe import choices_at, describe_at
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
@@ -45,14 +45,14 @@ RL = {
 }  # fmt: skip
 SFT = {"model.path": "model", "data.train": "sft.jsonl", "data.chat": False, "train.steps": 3, "train.batch_size": 8}
 KINDS: dict[type[RunConfig], tuple[dict[str, Any], Callable[[Path], Any]]] = {
-    RLConfig: (RL, rl.run_rl),
-    SFTConfig: (SFT, supervised.run_sft),
-    DPOConfig: ({**SFT, "data.train": "pairs.jsonl"}, supervised.run_dpo),
-    RMConfig: ({**SFT, "data.train": "pairs.jsonl"}, supervised.run_rm),
-    KTOConfig: ({**SFT, "data.train": "judged.jsonl"}, supervised.run_kto),
-    PRMConfig: ({**SFT, "data.train": "steps.jsonl"}, supervised.run_prm),
-    DistillConfig: ({**RL, "teacher.path": "model"}, supervised.run_distill),
-    OfflineDistillConfig: ({**SFT, "teacher.path": "model", "distill.mode": "offline"}, supervised.run_distill),
+    RLConfig: (RL, train.run_rl),
+    SFTConfig: (SFT, train.run_sft),
+    DPOConfig: ({**SFT, "data.train": "pairs.jsonl"}, train.run_dpo),
+    RMConfig: ({**SFT, "data.train": "pairs.jsonl"}, train.run_rm),
+    KTOConfig: ({**SFT, "data.train": "judged.jsonl"}, train.run_kto),
+    PRMConfig: ({**SFT, "data.train": "steps.jsonl"}, train.run_prm),
+    DistillConfig: ({**RL, "teacher.path": "model"}, train.run_distill),
+    OfflineDistillConfig: ({**SFT, "teacher.path": "model", "distill.mode": "offline"}, train.run_distill),
     GenerateConfig: ({k: RL[k] for k in RL if k[:5] in ("model", "data.")}, generate.run_generate),
     RFTConfig: ({k: RL[k] for k in RL if k[:5] in ("model", "data.", "rewar")}, lambda path: rft.run_rft("run", path)),
 }
@@ -154,7 +154,7 @@ def test_random_run_files(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.chdir(folder)
     for module, name in (
-        (rl, "open_cluster"), (supervised, "open_session"), (generate, "answer_tasks"), (generate, "_score"),
+        (train, "open_cluster"), (train, "open_session"), (generate, "answer_tasks"), (generate, "_score"),
         (rft._Run, "do"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, reached)

@@ -6,8 +6,7 @@ configuration is printed and saved before that too.
 
 from tunesmith.assembly.merge import run_merge
 from tunesmith.assembly.opening import RunResult
-from tunesmith.assembly.rl import run_rl
-from tunesmith.assembly.supervised import run_distill, run_dpo, run_kto, run_prm, run_rm, run_sft
+from tunesmith.assembly.train import run_distill, run_dpo, run_kto, run_prm, run_rl, run_rm, run_sft
 
 __all__ = [
     "RunResult",

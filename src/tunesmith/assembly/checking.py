@@ -27,7 +27,7 @@ from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.hub import known_model_facts, known_parameters
 from tunesmith.plan.interpreter import check_interpreter
 from tunesmith.plan.resolve import resolve
-from tunesmith.rewards.reward_set import check_rewards
+from tunesmith.rewards.loading import check_rewards
 
 C = TypeVar("C", bound=RunConfig)
 

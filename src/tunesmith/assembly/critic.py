@@ -1,16 +1,17 @@
-"""The critic of a run, where its algorithm has one."""
+"""The critic of a run whose algorithm has one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from tunesmith.algorithms.objective import value_objective
 from tunesmith.algorithms.presets import algorithm_needs
-from tunesmith.assembly.cluster import remote_critic
 from tunesmith.assembly.common import limits_of, load_model, load_tokenizer, make_backend, make_learner
+from tunesmith.backends.base import TrainBackend
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection, RLConfig
 from tunesmith.errors import ConfigError
@@ -21,13 +22,14 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.checks import critic_steps
 from tunesmith.plan.cost import USUAL_RANK
+from tunesmith.plan.hardware import PeakRates
 
-if TYPE_CHECKING:
-    from tunesmith.cluster.ray_cluster import Cluster
+Trained = tuple[TrainBackend, PeakRates]
+"""What trains a model, and the peak rates of its devices."""
 
 
 def make_value_head(config: RLConfig, model: CausalLM) -> nn.Linear | None:
-    """A head on the policy's trunk that finds every state worth 0, where the critic shares it."""
+    """A head on the policy's trunk that is 0 everywhere at first; None unless the critic shares the trunk."""
     if not config.critic.shared_trunk:
         return None
     wide = torch.promote_types(model.dtype, torch.float32)
@@ -37,12 +39,19 @@ def make_value_head(config: RLConfig, model: CausalLM) -> nn.Linear | None:
 
 
 def make_critic(
-    config: RLConfig, session: Session, tokenizer: Any, policy: Learner, cluster: Cluster | None = None
+    config: RLConfig,
+    session: Session,
+    tokenizer: Any,
+    policy: Learner,
+    remote: Callable[[RLConfig], Trained] | None = None,
 ) -> Critic | None:
-    """A value model of its own, or what reads the head on the policy's trunk; None where nothing needs one.
+    """A separate value model, or the value head on the policy's trunk; None where the algorithm needs neither.
+
+    Args:
+        remote: loads the value model elsewhere, given the critic's configuration; None: here.
 
     Raises:
-        ConfigError: ``critic.path`` reads other tokens than the policy.
+        ConfigError: the model of ``critic.path`` has another vocabulary than the policy.
         ModelError: it cannot be loaded.
     """
     if "critic" not in algorithm_needs(config.algorithm):
@@ -54,19 +63,19 @@ def make_critic(
     shared = ("lr", "schedule", "min_lr_ratio", "warmup_steps", "max_grad_norm", "passes_per_batch")
     train = {"ema_decay": None, **{key: getattr(section, key) for key in shared}}
     own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": _new_adapter(config.lora)})
-    backend, limits = remote_critic(cluster, own) if cluster else (critic_backend(own, tokenizer), limits_of(own))
+    backend, limits = remote(own) if remote else (critic_backend(own, tokenizer), limits_of(own))
     steps = critic_steps(config, config.train.steps)
     learner = make_learner(own, session, backend, value_objective(clip), "token_mean", steps, limits=limits)
     return Critic(learner, section.passes_per_batch, clip)
 
 
 def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]:
-    """Of the critic's own configuration: its ``train`` and ``lora``."""
+    """Args: config: with the critic's ``train`` and ``lora`` sections."""
     return make_backend(config, load_model(ScoreModel, config, tokenizer, config.critic.path), ScoreModel.predict)
 
 
 def _new_adapter(section: LoraSection) -> LoraSection:
-    """The critic's adapter is like the policy's, and new where the policy continues a saved one."""
+    """The critic's adapter is like the policy's, but starts anew where the policy continues a saved one."""
     if section.path is None:
         return section
     return section.model_copy(update={"path": None, "rank": section.rank or USUAL_RANK})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.prepare import Prepared, Sources, load_tasks
 from tunesmith.data.prompts import with_system
 from tunesmith.environments.base import Environment
-from tunesmith.environments.loading import EnvironmentSet
+from tunesmith.environments.loading import EnvironmentSet, load_environments
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.base import INSTANCES
-from tunesmith.rewards.reward_set import INSTANCES_NEED, RewardSet, check_rewards, load_rewards
+from tunesmith.rewards.function import INSTANCES
+from tunesmith.rewards.loading import INSTANCES_NEED, check_rewards, load_rewards
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Message, Rollout, Status, Task
 from tunesmith.usercode.loading import parameters_in_source
 
@@ -40,6 +42,18 @@ def sharing_process(config: RLConfig, base_dir: Path) -> RLConfig:
     sections = {"reward": config.reward, "environment": config.environment}
     own = {name: section.model_copy(update={"isolation": "thread"}) for name, section in sections.items()}
     return config.model_copy(update=own)
+
+
+@contextmanager
+def open_user_code(config: RLConfig, base_dir: Path) -> Generator[tuple[RewardSet, EnvironmentSet]]:
+    """The rewards and environments of a run, loaded from the user's files; closed at the end."""
+    config = sharing_process(config, base_dir)
+    with (
+        closing(load_run_rewards(config, base_dir)) as rewards,
+        closing(load_environments(config.environment, base_dir)) as environments,
+    ):
+        hand_instances(rewards, environments)
+        yield rewards, environments
 
 
 def hand_instances(rewards: RewardSet, environments: EnvironmentSet) -> None:

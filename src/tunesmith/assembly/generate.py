@@ -63,7 +63,8 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         scoring = config.output.kind == "score"
         out = run.run_dir.path / ("scores.jsonl" if scoring else "completions.jsonl")
         claim(out, identity(resolved.config, run.train.fingerprint, run.tokenizer))
-        config = announce(resolved, run.run_dir, run.train)
+        announce(resolved, run.run_dir, run.train)
+        config = resolved.config
         file, done = run.run_dir.path / "report.json", None
         usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
         try:

@@ -1,18 +1,21 @@
-"""Before a run: what is refused, derived, said and opened, in that order. No model is loaded here."""
+"""Opening a run: checked, locked, its data read, resolved and announced, in that order. No model is loaded here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from tunesmith.assembly.checking import checkpoint_to_continue, frozen_parameters
+from tunesmith.assembly.checking import checked, checkpoint_to_continue, facts_of_run, task_data
+from tunesmith.assembly.common import load_tokenizer
 from tunesmith.assembly.hub import open_hub
 from tunesmith.assembly.learning import learning_facts, unknown_share
 from tunesmith.assembly.sinks import open_sinks
+from tunesmith.config.generation import SamplingConfig
+from tunesmith.config.kinds import command_of
 from tunesmith.config.preference import ScoreConfig
 from tunesmith.config.resolved import Resolved, changes, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
@@ -26,17 +29,15 @@ from tunesmith.loop.profiling import StepProfiler
 from tunesmith.loop.rollout_log import RolloutLog, examples, read_rollouts
 from tunesmith.loop.session import BESIDE_STEPS, Best, Session
 from tunesmith.monitor.clock import Clock
-from tunesmith.monitor.interrupts import handled
+from tunesmith.monitor.interrupts import handled, keeping
 from tunesmith.monitor.learning import LearningWatch
 from tunesmith.monitor.metrics import MetricsLog, read_metrics
 from tunesmith.monitor.progress import open_progress
-from tunesmith.monitor.run_dir import RunDir, how_to_continue
+from tunesmith.monitor.run_dir import RunDir, how_to_continue, open_run_dir
 from tunesmith.monitor.text import Example, shown_path
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.waits import long_wait
 from tunesmith.monitor.watchdog import Watchdog
-from tunesmith.plan.facts import Facts
-from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.hub import known_model_facts
 from tunesmith.plan.resolve import resolve
 
@@ -66,6 +67,57 @@ class RunResult:
     """Held-out prompts, answered before training and after it."""
 
 
+@dataclass(frozen=True, slots=True)
+class OpenRun(Generic[C]):
+    """A run whose settings are checked and whose directory is locked; its data is not read yet."""
+
+    config: C
+    """Not resolved."""
+    base_dir: Path
+    """The run file's directory, where references to the user's code are looked up first."""
+    directory: RunDir
+    checkpoint: Path | None
+    """The one to resume from."""
+    tokenizer: Any
+    reasons: Mapping[str, str]
+    """See ``Resolved``."""
+
+    @property
+    def data(self) -> DataSection:
+        return limited_data(self.config)
+
+    def read(self, load: Callable[[DataSection, Sources], Prepared[T]]) -> tuple[Prepared[T], Prepared[T] | None]:
+        """The training data and the held-out data, if there is any. ``load`` reads one source."""
+        data = self.data
+        with long_wait("reading data.train"):
+            train = load(data, data.train)
+        with long_wait("reading data.eval"):
+            return train, load(data, data.eval) if data.eval else None
+
+
+@contextmanager
+def open_run(
+    kind: type[C], path: Path | None, overrides: Sequence[str], reasons: Mapping[str, str] | None = None
+) -> Generator[OpenRun[C]]:
+    """Check the settings, lock the run's directory and load the tokenizer: the beginning of every command.
+
+    Args:
+        path: the run file, which also gives the run its name; None for settings from overrides alone.
+        reasons: see ``Resolved``.
+
+    Raises:
+        UserError: settings, files or the machine do not allow the run, or its directory holds another one.
+    """
+    base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), command_of(kind))
+    with checked(kind, path, overrides) as config:
+        directory, resume = config.run_dir, config.checkpoint.resume
+        if isinstance(config, SamplingConfig):  # called again, these commands find out themselves what is left to do
+            directory, resume = directory or Path("runs").absolute() / name, False
+        with open_run_dir(directory, config.monitor.run_name or name, resume) as run_dir:
+            checkpoint = checkpoint_to_resume(config, run_dir)
+            yield OpenRun(config, base_dir, run_dir, checkpoint, load_tokenizer(config), reasons or {})
+
+
 def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
     checkpoint = checkpoint_to_continue(config, run_dir)
     if checkpoint is None:
@@ -83,24 +135,25 @@ def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
 
 
 def limited_data(config: RunConfig) -> DataSection:
-    """The data section with the limit that model and micro-batch set, so that a line over it is told by its place."""
-    is_rl = isinstance(config, RLConfig)
-    key = "max_prompt_tokens" if is_rl else "max_tokens"
+    """The data section with the token limit of model and micro-batch, so that a longer line is refused by its place."""
     facts = known_model_facts(config.model.path)
-    room = [n for n in (facts and facts.context, known(config.system, "max_tokens_per_microbatch")) if n is not None]
-    if getattr(config.data, key) is not None or not room:
-        return config.data
-    limit = min(room) - (config.rollout.max_new_tokens if is_rl else int(isinstance(config, ScoreConfig)))
-    # Where nothing is left for a prompt, it is other settings that are at odds, and they are refused later.
-    return config.data.model_copy(update={key: limit}) if limit > 0 else config.data
+    context = facts and facts.context
+    if isinstance(config, SamplingConfig):
+        data, key, rooms, reserved = task_data(config), "max_prompt_tokens", [context], config.new_tokens
+    else:
+        data, rooms = config.data, [context, known(config.system, "max_tokens_per_microbatch")]
+        key, reserved = "max_tokens", int(isinstance(config, ScoreConfig))
+        if isinstance(config, RLConfig):
+            key, reserved = "max_prompt_tokens", config.rollout.max_new_tokens
+    limit = min((room for room in rooms if room is not None), default=0) - reserved
+    # Where nothing is left for a prompt, other settings conflict; they are refused when the run is resolved.
+    return data.model_copy(update={key: limit}) if getattr(data, key) is None and limit > 0 else data
 
 
 @dataclass(frozen=True, slots=True)
-class Ready(Generic[C, T]):
-    """A run before its model is loaded: resolved, with its data read."""
+class ReadyRun(OpenRun[C], Generic[C, T]):
+    """A run whose data is read and whose ``config`` is resolved, announced and saved; no model is loaded yet."""
 
-    config: C
-    tokenizer: Any
     train: Prepared[T]
     held_out: Prepared[T] | None
 
@@ -111,51 +164,45 @@ class Ready(Generic[C, T]):
 
 
 def make_ready(
-    config: C,
-    run_dir: RunDir,
-    tokenizer: Any,
+    run: OpenRun[C],
     load: Callable[[DataSection, Sources], Prepared[T]],
     sizes: Callable[[T], tuple[int, int]],
     check_data: Callable[[list[T], str], None] = lambda _, __: None,
-    reasons: Mapping[str, str] | None = None,
     instances_for: str | None = None,
-) -> Ready[C, T]:
-    """Read the data, derive what was left open, and say it.
+) -> ReadyRun[C, T]:
+    """Read the data, resolve the settings and announce them.
 
     Args:
         load: reads one source of data.
         sizes: of an item: tokens of its longest sequence, and tokens that have to share a micro-batch.
         check_data: refuses the items of a key of ``[data]``.
-        reasons: see ``Resolved``.
         instances_for: as in ``Facts``.
     """
-    data = limited_data(config)
-    with long_wait("reading data.train"):
-        train = load(data, data.train)
-    with long_wait("reading data.eval"):
-        held_out = load(data, data.eval) if data.eval else None
+    config = run.config
+    train, held_out = run.read(load)
     check_data(train.items, "data.train")
     if held_out:
         check_data(held_out.items, "data.eval")
     items = [*train.items, *(held_out.items if held_out else [])]
     longest, together = (max(size) for size in zip(*map(sizes, items), strict=True))
-    if (unknown := unknown_share(tokenizer, train.items)) >= 0.5:
+    if (unknown := unknown_share(run.tokenizer, train.items)) >= 0.5:
         print(f"warning: {unknown:.0%} of the data's tokens are unknown to the tokenizer of {config.model.path}")
-    facts = Facts(
-        hardware=read_hardware(),
-        model=known_model_facts(config.model.path),
+    facts = replace(
+        facts_of_run(config),
         train_size=len(train),
         eval_size=len(held_out) if held_out else None,
         longest=longest,
         together=together,
-        frozen_parameters=frozen_parameters(config),
         instances_for=instances_for,
     )
-    resolved = replace(resolve(config, facts), reasons=reasons or {})
-    return Ready(announce(resolved, run_dir, train, held_out), tokenizer, train, held_out)
+    resolved = replace(resolve(config, facts), reasons=run.reasons)
+    announce(resolved, run.directory, train, held_out)
+    return ReadyRun(
+        resolved.config, run.base_dir, run.directory, run.checkpoint, run.tokenizer, run.reasons, train, held_out
+    )
 
 
-def announce(resolved: Resolved[C], run_dir: RunDir, *loaded: Prepared[Any] | None) -> C:
+def announce(resolved: Resolved[Any], run_dir: RunDir, *loaded: Prepared[Any] | None) -> None:
     """Print and save what the run will do and what became of the data, before anything heavy loads."""
     reports = [data.report for data in loaded if data]
     for report in reports:
@@ -167,61 +214,71 @@ def announce(resolved: Resolved[C], run_dir: RunDir, *loaded: Prepared[Any] | No
     for report in reports:
         report.write_skipped(run_dir.path / "skipped.jsonl")
     print(f"run directory: {shown_path(run_dir.path)}", flush=True)
-    return resolved.config
 
 
-def open_session(
-    stack: ExitStack, run: Ready[Any, Any], run_dir: RunDir, base_dir: Path, checkpoint: Path | None, metric: str
-) -> Session:
+@contextmanager
+def open_session(run: ReadyRun[Any, Any], checkpoint: Path | None, metric: str) -> Generator[Session]:
     """
     Args:
-        base_dir: of the run file, where a sink of the user's own may lie.
+        checkpoint: the one to resume from; after a restart not the one that the run was opened with.
         metric: what the best checkpoint is judged by.
     """
     config: RunConfig = run.config
-    stack.enter_context(handled())
-    step, every = read_state(checkpoint)["step"] if checkpoint else None, config.monitor.every
-    progress = open_progress(config.train.steps, start=step or 0, live=config.monitor.progress, every=every)
-    sinks = open_sinks(config, run_dir, base_dir, step, progress.note)
-    metrics = MetricsLog(run_dir.metrics, sinks, every, step)
-    rollouts = None
-    if isinstance(config, RLConfig):
-        decode = partial(run.tokenizer.decode, skip_special_tokens=True)
-        most = parse_size(config.monitor.rollouts_size)
-        rollouts = RolloutLog(run_dir.rollouts, config.monitor.samples, most, decode, run.tokenizer.decode, step)
-        stack.callback(rollouts.close)
-    profiler = StepProfiler(run_dir.path / "profile", config.monitor.profile_steps)
-    stack.callback(profiler.close)
-    timeline = Timeline(run_dir.traces, config.monitor.trace_steps, beside=BESIDE_STEPS)
-    stack.enter_context(progress)
-    if config.monitor.stall_after:
-        stack.enter_context(Watchdog(timeline, config.monitor.stall_after, progress.note))
-    return Session(
-        total_steps=config.train.steps,
-        evaluate_every=config.eval.every,
-        checkpoint_every=config.checkpoint.every,
-        model_only=config.checkpoint.model_only,
-        publisher=open_hub(config, run_dir, progress.note),
-        checkpoint_seconds=config.checkpoint.minutes and 60 * config.checkpoint.minutes,
-        metrics=stack.enter_context(metrics),
-        progress=progress,
-        checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
-        best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
-        rollout_log=rollouts,
-        clock=Clock(),
-        learning=LearningWatch(learning_facts(config, run.tokenizer, run.train.items)),
-        timeline=timeline,
-        profiler=profiler,
-        resume_from=checkpoint,
-    )
+    run_dir = run.directory
+    with ExitStack() as stack:
+        stack.enter_context(handled())
+        step, every = read_state(checkpoint)["step"] if checkpoint else None, config.monitor.every
+        progress = open_progress(config.train.steps, start=step or 0, live=config.monitor.progress, every=every)
+        sinks = open_sinks(config, run_dir, run.base_dir, step, progress.note)
+        metrics = MetricsLog(run_dir.metrics, sinks, every, step)
+        rollouts = open_rollout_log(run, step)
+        if rollouts:
+            stack.callback(rollouts.close)
+        profiler = StepProfiler(run_dir.path / "profile", config.monitor.profile_steps)
+        stack.callback(profiler.close)
+        timeline = Timeline(run_dir.traces, config.monitor.trace_steps, beside=BESIDE_STEPS)
+        stack.enter_context(progress)
+        if config.monitor.stall_after:
+            stack.enter_context(Watchdog(timeline, config.monitor.stall_after, progress.note))
+        yield Session(
+            total_steps=config.train.steps,
+            evaluate_every=config.eval.every,
+            checkpoint_every=config.checkpoint.every,
+            model_only=config.checkpoint.model_only,
+            publisher=open_hub(config, run_dir, progress.note),
+            checkpoint_seconds=config.checkpoint.minutes and 60 * config.checkpoint.minutes,
+            metrics=stack.enter_context(metrics),
+            progress=progress,
+            checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
+            best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
+            rollout_log=rollouts,
+            clock=Clock(),
+            learning=LearningWatch(learning_facts(config, run.tokenizer, run.train.items)),
+            timeline=timeline,
+            profiler=profiler,
+            resume_from=checkpoint,
+        )
 
 
-def keep_and_tell(kept: str, run_dir: RunDir) -> str:
-    """What a signal left, and how to go on."""
-    return f"{kept}\n{how_to_continue(run_dir.path)}"
+def open_rollout_log(run: ReadyRun[Any, Any], step: int | None) -> RolloutLog | None:
+    """None in supervised training."""
+    monitor, tokenizer = run.config.monitor, run.tokenizer
+    if not isinstance(run.config, RLConfig):
+        return None
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    size = parse_size(monitor.rollouts_size)
+    return RolloutLog(run.directory.rollouts, monitor.samples, size, decode, tokenizer.decode, step)
 
 
-def run_result(session: Session, run_dir: RunDir) -> RunResult:
+@contextmanager
+def kept_on_interrupt(run: OpenRun[Any], keep: Callable[[], str]) -> Generator[None]:
+    """When a signal ends what is inside: ``keep`` saves what it can; its report is shown with the way to continue."""
+    with keeping(lambda: f"{keep()}\n{how_to_continue(run.directory.path)}"):
+        yield
+
+
+def run_result(run: OpenRun[Any], session: Session) -> RunResult:
+    run_dir = run.directory
     newest = session.checkpoints.newest()
     assert newest is not None, "a run ends with a checkpoint"
     evaluations = [line for line in read_metrics(run_dir.metrics) if any(k.startswith("eval/") for k in line)]

@@ -1,4 +1,4 @@
-"""Rewards that need the run's tokenizer or a model of their own."""
+"""Rewards that need the run's tokenizer or a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tunesmith.monitor.waits import long_wait
 from tunesmith.rewards.reward_set import RewardSet
 
 if TYPE_CHECKING:
-    from tunesmith.cluster.ray_cluster import Cluster
     from tunesmith.rewards.model import RewardModel
 
 
@@ -21,11 +20,13 @@ def add_rewards(
     config: RLConfig | SamplingConfig,
     tokenizer: Any,
     note: Callable[[str], None],
-    cluster: Cluster | None = None,
+    remote_model: Callable[[ModelReward], RewardModel] | None = None,
 ) -> None:
-    """Add the remote rewards, and the reward models, which are loaded here or in actors of ``cluster``.
+    """Add the remote rewards and the reward models, unless they were added before.
 
-    ``note`` is told what each model sees. Does nothing where they were added before.
+    Args:
+        note: takes a sentence about the tokens that each model sees.
+        remote_model: starts a reward model in another process; None: loads it here.
 
     Raises:
         ConfigError, ModelError: a reward model cannot be loaded.
@@ -40,25 +41,19 @@ def add_rewards(
             rewards.add(remote_reward(entry, config.reward.answer, decode))
     if not config.reward.models:
         return
-    from tunesmith.assembly.cluster import remote_reward_model
     from tunesmith.data.prompts import with_system
     from tunesmith.rewards.model import model_reward, same_tokens
 
     for entry in config.reward.models:
-        if cluster:
-            assert isinstance(config, RLConfig), "only training is put on a cluster"
-            model = remote_reward_model(cluster, config, entry, note)
-        else:
-            model = load_reward_model(config, entry)
+        model = remote_model(entry) if remote_model else load_reward_model(config, entry)
         exact = same_tokens(model.model.tokenizer, tokenizer)
         conversation = partial(with_system, config.data) if model.template else None
-        rewards.add(
-            model_reward(entry.name, model, exact=exact, conversation=conversation, in_thread=cluster is not None)
-        )
+        in_thread = remote_model is not None
+        rewards.add(model_reward(entry.name, model, exact=exact, conversation=conversation, in_thread=in_thread))
         sees = (
-            "the rollouts' own tokens: its tokenizer is the policy's"
+            "the rollouts' own tokens, since its tokenizer is the policy's"
             if exact
-            else "prompt and answer encoded anew: its tokenizer or chat template is not the policy's"
+            else "prompt and answer encoded anew, since its tokenizer or chat template is not the policy's"
         )
         scale = f"; normalised by mean {model.stats.mean:.4g} and std {model.stats.std:.4g}" if model.stats else ""
         note(f"reward model '{entry.name}' sees {sees}{scale}")

@@ -14,7 +14,7 @@ from tunesmith.assembly.common import load_tokenizer
 from tunesmith.assembly.opening import SHOWN, announce
 from tunesmith.assembly.sampler import Opened, answer_tasks, identity, opened, release_memory, resolve_sampling
 from tunesmith.assembly.sinks import ADAPTERS
-from tunesmith.assembly.supervised import run_sft
+from tunesmith.assembly.train import run_sft
 from tunesmith.config.files import ADAPTER_CONFIG
 from tunesmith.config.generation import RFTConfig
 from tunesmith.config.resolved import Resolved, config_text, settings

@@ -34,7 +34,8 @@ from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.hub import known_model_facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.weights import loads_model, weights_apart
-from tunesmith.rewards.reward_set import RewardSet, load_rewards
+from tunesmith.rewards.loading import load_rewards
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import RolloutGroup, Task
 
 C = TypeVar("C", bound=RunConfig)

@@ -13,7 +13,8 @@ from tunesmith.config.schema import ModelReward, RewardSection
 from tunesmith.errors import ConfigError, boundary, nearest
 from tunesmith.plan.device import MOST_TOKENS
 from tunesmith.rewards.builtin import BUILTINS
-from tunesmith.rewards.reward_set import RewardSet, load_rewards
+from tunesmith.rewards.loading import load_rewards
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.usercode.calls import parameters_of
 
 FUNCTION_SECONDS = 30.0

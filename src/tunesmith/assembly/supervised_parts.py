@@ -17,9 +17,9 @@ from tunesmith.algorithms.preference import (
     step_objective,
 )
 from tunesmith.assembly.common import load_model, make_backend, make_learner
-from tunesmith.assembly.opening import Ready
-from tunesmith.assembly.supervised import label_tokens
+from tunesmith.assembly.opening import ReadyRun
 from tunesmith.assembly.teacher import compare_with, load_teacher
+from tunesmith.assembly.training_data import label_tokens
 from tunesmith.backends.base import LossFn
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.distillation import OfflineDistillConfig
@@ -40,13 +40,13 @@ from tunesmith.types import Sample
 T = TypeVar("T")
 
 
-def make_parts(run: Ready[Any, Any], session: Session) -> SupervisedParts[Any]:
+def make_parts(run: ReadyRun[Any, Any], session: Session) -> SupervisedParts[Any]:
     """Loads the model, and whatever else the command needs."""
     return _MAKERS[type(run.config)](run, session)
 
 
 def _parts(
-    run: Ready[Any, T],
+    run: ReadyRun[Any, T],
     learner: Learner,
     prepare: Callable[[Sequence[T]], list[Sample]],
     evaluate: Callable[[], Metrics] | None,
@@ -76,12 +76,12 @@ def _learner(
     return make_learner(config, session, backend, objective, aggregation, config.train.steps)
 
 
-def _sft(run: Ready[SFTConfig, Sample], session: Session) -> SupervisedParts[Sample]:
+def _sft(run: ReadyRun[SFTConfig, Sample], session: Session) -> SupervisedParts[Sample]:
     learner = _learner(run.config, session, _language_model(run), sft_objective(), "token_mean")
     return _parts(run, learner, list, partial(held_out, learner, run.eval_items) if run.eval_items else None)
 
 
-def _distill(run: Ready[OfflineDistillConfig, Sample], session: Session) -> SupervisedParts[Sample]:
+def _distill(run: ReadyRun[OfflineDistillConfig, Sample], session: Session) -> SupervisedParts[Sample]:
     config = run.config
     predict = compare_with(load_teacher(config, run.tokenizer), config)
     backend = make_backend(config, load_model(CausalLM, config, run.tokenizer), predict)
@@ -90,7 +90,7 @@ def _distill(run: Ready[OfflineDistillConfig, Sample], session: Session) -> Supe
     return _parts(run, learner, list, partial(held_out, learner, run.eval_items, names) if run.eval_items else None)
 
 
-def _rm(run: Ready[RMConfig, Comparison], session: Session) -> SupervisedParts[Comparison]:
+def _rm(run: ReadyRun[RMConfig, Comparison], session: Session) -> SupervisedParts[Comparison]:
     config, held_out = run.config, run.eval_items
     model = load_model(ScoreModel, config, run.tokenizer)
     _set_padding_apart(model, run.train.items)
@@ -120,7 +120,7 @@ def _set_padding_apart(model: ScoreModel, items: Sequence[Comparison]) -> None:
     model.module.config.pad_token_id = tokenizer.pad_token_id
 
 
-def _dpo(run: Ready[DPOConfig, Comparison], session: Session) -> SupervisedParts[Comparison]:
+def _dpo(run: ReadyRun[DPOConfig, Comparison], session: Session) -> SupervisedParts[Comparison]:
     section = run.config.dpo
     objective = dpo_objective(section.loss, section.beta, section.label_smoothing, section.nll_coef)
     learner = _learner(run.config, session, _language_model(run), objective)
@@ -130,7 +130,7 @@ def _dpo(run: Ready[DPOConfig, Comparison], session: Session) -> SupervisedParts
     )
 
 
-def _kto(run: Ready[KTOConfig, Comparison], session: Session) -> SupervisedParts[Comparison]:
+def _kto(run: ReadyRun[KTOConfig, Comparison], session: Session) -> SupervisedParts[Comparison]:
     section = run.config.kto
     objective = kto_objective(section.beta, section.desirable_weight, section.undesirable_weight)
     learner = _learner(run.config, session, _language_model(run), objective)
@@ -140,7 +140,7 @@ def _kto(run: Ready[KTOConfig, Comparison], session: Session) -> SupervisedParts
     )
 
 
-def _prm(run: Ready[PRMConfig, Solution], session: Session) -> SupervisedParts[Solution]:
+def _prm(run: ReadyRun[PRMConfig, Solution], session: Session) -> SupervisedParts[Solution]:
     good, bad = label_tokens(run.config, run.tokenizer)
     learner = _learner(run.config, session, _language_model(run), step_objective())
     learner.keep_groups = True
@@ -150,7 +150,7 @@ def _prm(run: Ready[PRMConfig, Solution], session: Session) -> SupervisedParts[S
 
 
 def _reference_parts(
-    run: Ready[Any, Comparison],
+    run: ReadyRun[Any, Comparison],
     session: Session,
     learner: Learner,
     prepare: Callable[[Sequence[Comparison]], list[Sample]],
@@ -171,7 +171,7 @@ def _reference_parts(
     return _parts(run, learner, prepare, measure, train=train, summarise=summarise, save_beside=save_beside)
 
 
-def _language_model(run: Ready[Any, Any]) -> TorchBackend[CausalLM]:
+def _language_model(run: ReadyRun[Any, Any]) -> TorchBackend[CausalLM]:
     config = run.config
     model = load_model(CausalLM, config, run.tokenizer)
     reference = load_model(CausalLM, config, run.tokenizer) if keeps_reference(config) else None

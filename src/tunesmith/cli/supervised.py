@@ -1,4 +1,4 @@
-"""The commands that train on given data. From here: ``assembly/supervised.py``, ``loop/supervised.py:run`` trains."""
+"""The commands that train on given data. From here: ``assembly/train.py``, ``loop/supervised.py:run`` trains."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tunesmith.cluster.remote import Remote
 from tunesmith.errors import TunesmithError
-from tunesmith.rewards.base import Score
+from tunesmith.rewards.function import Score
 from tunesmith.rewards.model import RewardModel
 
 

@@ -53,12 +53,6 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
     problems = [*source.problems, *shape_problems(kind, data)]
     if any(len(problem.path) >= DEEPEST for problem in problems):
         raise_problems(problems, source)
-    if kind is RLConfig and not {"reward", "environment"} & data.keys():
-        text = (
-            '[reward] is missing: say functions = ["rewards.py:name"] or a built-in reward there, '
-            "or train without one: tunesmith sft"
-        )
-        problems.append(Problem(("reward",), text))
     problems += locate_files(data, path.parent if path else None, source.is_override)
     config: C | None = None
     try:

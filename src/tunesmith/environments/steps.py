@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.errors import EpisodeError, shortened
-from tunesmith.rewards.base import LARGEST_REWARD
+from tunesmith.rewards.function import LARGEST_REWARD
 from tunesmith.types import Message
 
 Observation = str | list[Message] | None

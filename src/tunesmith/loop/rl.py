@@ -18,7 +18,7 @@ from tunesmith.loop.rollouts import RolloutSource, open_rollout_source
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
-from tunesmith.rewards.reward_set import check_failed
+from tunesmith.rewards.metrics import check_failed
 from tunesmith.types import RolloutGroup, Sample
 
 

@@ -16,7 +16,7 @@ from tunesmith.loop.learner import Metrics
 from tunesmith.loop.parts import RLParts
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
-from tunesmith.rewards.reward_set import check_failed
+from tunesmith.rewards.metrics import check_failed
 from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import RolloutGroup, Task
 

@@ -24,7 +24,7 @@ from tunesmith.loop.collect import Scorer
 from tunesmith.monitor.metrics import JsonLines, is_whole, keep_lines
 from tunesmith.monitor.progress import open_progress
 from tunesmith.redact import redact_values
-from tunesmith.rewards.reward_set import check_failed, reward_metrics
+from tunesmith.rewards.metrics import check_failed, reward_metrics
 from tunesmith.types import Completion, Rollout, RolloutGroup, Status, Task
 
 BLOCK = 64

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from math import ceil
 
 from tunesmith.algorithms.presets import Reasons, algorithm_needs, resolve_algorithm
-from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig, ScoreConfig
 from tunesmith.config.resolved import said_of, settings, unread
@@ -252,17 +251,7 @@ def _check_environment(config: RLConfig) -> Iterator[str]:
 
 def _check_rl(config: RLConfig) -> Iterator[str]:
     yield from _check_environment(config)
-    rollout, reward = config.rollout, config.reward
-    if not (reward.given or config.environment.path or isinstance(config, DistillConfig)):
-        yield (
-            'reward.functions is empty: say functions = ["rewards.py:name"] or a built-in such as "math", '
-            "or give [[reward.models]] or [[reward.remote]]"
-        )
-    if reward.weights is not None and len(reward.weights) != len(reward.functions):
-        yield (
-            f"reward.weights has {len(reward.weights)} numbers for {len(reward.functions)} reward.functions; "
-            "give one each"
-        )
+    rollout = config.rollout
     if rollout.temperature == 0:
         yield (
             "rollout.temperature = 0 is greedy: all rollouts of a prompt would be equal and nothing could be "

@@ -18,7 +18,7 @@ from typing import Any
 
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError, DeadlineExceeded
-from tunesmith.rewards.base import (
+from tunesmith.rewards.function import (
     RESERVED,
     ItemFailure,
     Notes,

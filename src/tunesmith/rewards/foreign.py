@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tunesmith.rewards.base import RESERVED, text_of
+from tunesmith.rewards.function import RESERVED, text_of
 from tunesmith.usercode.calls import is_async, taken
 
 VERL = frozenset({"solution_str", "ground_truth"})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.base import ItemFailure, Notes, RewardFunction
+from tunesmith.rewards.function import ItemFailure, Notes, RewardFunction
 from tunesmith.types import Status
 from tunesmith.usercode.calls import FarFunction, RaisedInCall, Turns
 from tunesmith.usercode.isolation import answered, user_program

@@ -18,8 +18,8 @@ from tunesmith.data.packing import pack
 from tunesmith.data.tokens import Tokenizer, encode, leading_ids, with_leading
 from tunesmith.errors import DataError, ModelError
 from tunesmith.models.score_model import ScoreModel, is_trained, whole_sequence
-from tunesmith.rewards.base import ItemFailure, Notes, RewardFunction, Score
 from tunesmith.rewards.batching import Batcher
+from tunesmith.rewards.function import ItemFailure, Notes, RewardFunction, Score
 from tunesmith.rewards.stats import RewardStats, check_reward_model, read_stats
 from tunesmith.types import Message, Prompt, Rollout, Status
 

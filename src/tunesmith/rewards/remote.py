@@ -23,7 +23,7 @@ from tunesmith.config.schema import RemoteReward
 from tunesmith.errors import TunesmithError, shortened
 from tunesmith.monitor.plain import plain
 from tunesmith.redact import redact
-from tunesmith.rewards.base import (
+from tunesmith.rewards.function import (
     ItemFailure,
     Notes,
     RewardFunction,

@@ -18,8 +18,8 @@ from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from tunesmith.errors import ConfigError, EpisodeError, boundary
-from tunesmith.rewards.base import NOT_COLUMNS, text_of
 from tunesmith.rewards.batching import Batcher
+from tunesmith.rewards.function import NOT_COLUMNS, text_of
 from tunesmith.rewards.http_limits import Gate, Limits, guarded, has_token, quiet
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Prompt, Rollout, Status, Task, text_of_content

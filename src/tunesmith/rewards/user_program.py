@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.base import ItemFailure, Notes, scores_from
-from tunesmith.rewards.reward_set import user_reward
+from tunesmith.rewards.function import ItemFailure, Notes, scores_from
+from tunesmith.rewards.loading import user_reward
 from tunesmith.usercode import loading as user_code
 from tunesmith.usercode.calls import RaisedInCall, is_async, parameters_of, taken
 

@@ -1,4 +1,4 @@
-"""What a reward function is, what it is called with, and what it may answer."""
+"""What a reward function is, the arguments of a call, and the values that it may return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTANCES = "environments"
 RESERVED = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", INSTANCES}
 )
-"""What a call can be given besides the data's columns: TRL 1.16's keywords."""
+"""The keywords of TRL 1.16 that a call has besides the data's columns."""
 NOT_COLUMNS = frozenset({"prompt", "completion"}) | RESERVED
 
 LARGEST_REWARD = 1e15
@@ -28,45 +28,46 @@ LARGEST_REWARD = 1e15
 
 @dataclass(frozen=True, slots=True)
 class ItemFailure:
-    """A reward that could not be computed for one rollout, in the place of its value."""
+    """The reward of one rollout could not be computed."""
 
     status: Status
     reason: str
 
 
 Score = float | None | ItemFailure
+"""None: the reward does not apply."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """One reward of a run: a function of the user's, called with keywords, or one of our own.
+    """One reward of a run: a user's function, called with keywords, or a built-in one.
 
-    Our own (``builtin``) are coroutine functions of rollouts, their texts and ``Notes``; they keep their own
-    deadlines. All give one ``Score`` per rollout.
+    Built-in ones are coroutine functions of rollouts, their texts and ``Notes``, with their own deadlines. All return
+    one ``Score`` per rollout.
     """
 
     name: str
     reference: str
     function: Callable[..., Any]
     columns: frozenset[str] = frozenset()
-    """The data's columns it cannot do without."""
+    """Columns of the data that it needs."""
     builtin: bool = False
     close: Callable[[], None] = lambda: None
     check_gold: Callable[[Any], str | None] | None = None
-    """Why a value of the answer column cannot be used, if it cannot."""
+    """The reason why a value of the answer column cannot be used, or None."""
     one_of: frozenset[str] = frozenset()
-    """Columns of which it needs one."""
+    """It needs one of these columns."""
     instances: Literal["needed", "optional"] | None = None
     """Whether it takes ``environments``."""
 
 
 def required_columns(function: Callable[..., Any], reference: str) -> frozenset[str]:
-    """Data columns the function requires. ConfigError if it cannot be called with keywords, as reward functions are."""
+    """Columns of the data that a function needs. ConfigError if it cannot be called with keywords."""
     expected = "expected def f(prompts, completions, **columns) -> list[float | None]"
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"'{reference}' has no signature to go by; {expected}.") from error
+        raise ConfigError(f"the parameters of '{reference}' cannot be determined; {expected}.") from error
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in required:
         if p.kind is p.POSITIONAL_ONLY:
@@ -76,9 +77,10 @@ def required_columns(function: Callable[..., Any], reference: str) -> frozenset[
 
 @dataclass(slots=True)
 class Notes:
-    """What one call said through ``log_extra`` and ``log_metric``. One value per completion of the call."""
+    """What one call logged with ``log_extra`` and ``log_metric``."""
 
     size: int
+    """Completions of the call."""
     extras: dict[str, list[Any]] = field(default_factory=dict[str, "list[Any]"])
     metrics: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
 
@@ -99,26 +101,27 @@ def arguments_for(
     notes: Notes,
     instances: bool,
 ) -> dict[str, Any]:
-    """Keywords of a call: lists with one entry per rollout, a column that a task lacks as None.
+    """Keywords of a call: lists with one entry per rollout, None for a column that a task lacks.
 
-    Conversational prompts give completions as ``[{"role": "assistant", "content": text}]``, text prompts as
-    the text. With ``instances`` there are ``environments``, None where no class of TRL's form played.
+    For conversational prompts, completions are ``[{"role": "assistant", "content": text}]``; for text prompts, text.
+    With ``instances`` there are ``environments``, None for episodes without an instance of TRL's form.
     """
-    given: dict[str, Any] = {
-        "prompts": [deepcopy(r.task.prompt) for r in rollouts],  # a function may put something behind it
+    keywords: dict[str, Any] = {
+        "prompts": [deepcopy(r.task.prompt) for r in rollouts],  # a function may append to it
         "completions": completions_of(rollouts, texts),
         "completion_ids": [r.completion_ids for r in rollouts],
         "trainer_state": state,
         "log_extra": notes.log_extra,
         "log_metric": notes.log_metric,
         **batch_columns(rollouts, function.columns),
-        **({INSTANCES: [r.instance for r in rollouts]} if instances else {}),
     }
-    return taken(function.function, given)
+    if instances:
+        keywords[INSTANCES] = [r.instance for r in rollouts]
+    return taken(function.function, keywords)
 
 
 def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Any]:
-    """Texts in the shape of their prompts: what the policy wrote last, or all that was said after the prompt."""
+    """Completions in the form of their prompts: the policy's last text, or all messages after the prompt."""
     return [
         text
         if isinstance(r.task.prompt, str)
@@ -128,7 +131,7 @@ def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[An
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion in either of its forms; of a conversation, the policy's last turn."""
+    """The text of a completion in either form; for a conversation, that of the policy's last turn."""
     if isinstance(completion, str):
         return completion
     answers = (m.get("content") for m in reversed(completion) if m.get("role", "assistant") == "assistant")
@@ -136,16 +139,16 @@ def text_of(completion: Any) -> str:
 
 
 def batch_columns(rollouts: Sequence[Rollout], needed: frozenset[str] = frozenset()) -> dict[str, list[Any]]:
-    """The data's columns and those that are ``needed``, one entry per rollout; None where a task lacks one."""
-    names = dict.fromkeys(name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS)
-    return {name: [r.task.columns.get(name) for r in rollouts] for name in (*names, *(needed - names.keys()))}
+    """The data's columns and those ``needed``, with one entry per rollout; None where a task lacks one."""
+    names = {name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS}
+    return {name: [r.task.columns.get(name) for r in rollouts] for name in sorted(names | needed)}
 
 
 def scores_from(output: object, size: int) -> list[Score]:
-    """The output of a reward function as one score per completion.
+    """A reward function's output as one score per completion.
 
-    A list, or what turns into one (NumPy arrays and tensors, as in TRL). An item that is no finite number
-    and not None fails its rollout only.
+    The output is a list, or has ``tolist`` (NumPy arrays and tensors, as in TRL). An item that is neither a finite
+    number nor None fails only its rollout.
 
     Raises:
         ValueError: the output as a whole is unusable.
@@ -164,17 +167,16 @@ def scores_from(output: object, size: int) -> list[Score]:
 def _score(value: object, index: int) -> Score:
     if value is None or isinstance(value, ItemFailure):
         return value
-    wrong = "; expected a float or None"
+    problem = "; expected a float or None"
     if isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, str | bytes):
         try:
             number = float(value)
-        except Exception as error:
-            wrong = f": {error}"
-        else:
             if abs(number) <= LARGEST_REWARD:
                 return number
-            wrong = f"; expected a finite number of at most {LARGEST_REWARD:g}, or None where the reward does not apply"
-    return ItemFailure(Status.REWARD_FAILED, f"returned {_shown(value)} at index {index}{wrong}")
+            problem = f"; expected a finite number of at most {LARGEST_REWARD:g}, or None if the reward does not apply"
+        except Exception as error:
+            problem = f": {error}"
+    return ItemFailure(Status.REWARD_FAILED, f"returned {_shown(value)} at index {index}{problem}")
 
 
 def _shown(value: object) -> str:

@@ -1,0 +1,126 @@
+"""What the loop of ``loop/rl.py`` is given, here or on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tunesmith.algorithms.kl import AdaptiveKLController
+from tunesmith.algorithms.objective import policy_objective
+from tunesmith.assembly.cluster import remote_critic, remote_engines, remote_reward_model, remote_trainer
+from tunesmith.assembly.common import load_model, make_learner
+from tunesmith.assembly.critic import make_critic
+from tunesmith.assembly.engines import make_engine, make_sampling
+from tunesmith.assembly.environments import make_environments
+from tunesmith.assembly.opening import ReadyRun
+from tunesmith.assembly.policy import policy_backend
+from tunesmith.assembly.rewards import add_rewards
+from tunesmith.assembly.teacher import objective_with_teacher
+from tunesmith.config.schema import RLConfig
+from tunesmith.engines.base import RolloutEngine
+from tunesmith.environments.loading import EnvironmentSet
+from tunesmith.loop import rl
+from tunesmith.loop.canary import make_canary
+from tunesmith.loop.collect import Collector
+from tunesmith.loop.curriculum import Curriculum
+from tunesmith.loop.evaluate import EvaluationPlan
+from tunesmith.loop.gate import Gate
+from tunesmith.loop.learner import Learner
+from tunesmith.loop.parts import RLParts
+from tunesmith.loop.session import Session
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.checks import optimizer_steps
+from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.types import Sampling, Task
+
+if TYPE_CHECKING:
+    from tunesmith.cluster.ray_cluster import Cluster
+
+
+async def make_rl_parts(
+    run: ReadyRun[RLConfig, Task],
+    session: Session,
+    rewards: RewardSet,
+    environments: EnvironmentSet,
+    cluster: Cluster | None,
+) -> RLParts:
+    """Load the models, start the engine and continue from the session's checkpoint. The caller closes the engine."""
+    config, tokenizer, train = run.config, run.tokenizer, run.train
+    algorithm, rollout = config.algorithm, config.rollout
+    learner, engine = _learner_and_engine(run, session, cluster)
+    async with AsyncExitStack() as on_failure:
+        on_failure.push_async_callback(engine.close)
+        remote_reward = partial(remote_reward_model, cluster, config, report=session.note) if cluster else None
+        add_rewards(rewards, config, tokenizer, session.note, remote_reward)
+        remote_value = partial(remote_critic, cluster) if cluster else None
+        sampling = make_sampling(rollout, tokenizer, rollout.temperature)
+        if rollout.max_staleness:
+            engine = Gate(engine, partial=rollout.partial)
+        decode: Callable[[Sequence[int]], str] = partial(tokenizer.decode, skip_special_tokens=True)
+        tasks = train.loader(shuffle=config.data.shuffle, seed=config.data.seed)
+        parts = RLParts(
+            config=config,
+            sampling=sampling,
+            tasks=Curriculum(tasks, algorithm.rest_epochs or 0),
+            rewards=rewards,
+            collector=Collector(
+                engine,
+                rewards,
+                make_environments(config, environments, tokenizer, train),
+                decode,
+                rollout.timeout,
+                asyncio.Semaphore(config.environment.concurrency) if environments.loaded else nullcontext(),
+                session.timeline,
+            ),
+            learner=learner,
+            critic=make_critic(config, session, tokenizer, learner, remote_value),
+            kl=AdaptiveKLController(algorithm.kl_coef or 0.0, algorithm.kl_target or 1.0, algorithm.kl_horizon or 1),
+            evaluation=_evaluation(config, sampling, rewards, run.eval_items) if run.eval_items else None,
+            canary=make_canary(config, engine, learner, train.items[0].prompt_ids),
+            objective=objective_with_teacher(config),
+        )
+        rl.restore(parts, session)
+        on_failure.pop_all()
+    return parts
+
+
+def _learner_and_engine(
+    run: ReadyRun[RLConfig, Task], session: Session, cluster: Cluster | None
+) -> tuple[Learner, RolloutEngine]:
+    """What trains the policy and what samples with it, here or on a cluster."""
+    config, tokenizer = run.config, run.tokenizer
+    algorithm = config.algorithm
+    assert algorithm.aggregation, "not resolved"
+    if cluster:
+        backend, limits = remote_trainer(cluster, config)
+        engine = remote_engines(cluster, config, backend, session.note, session.timeline)
+    else:
+        model = load_model(CausalLM, config, tokenizer)
+        backend, limits = policy_backend(config, tokenizer, model), None
+        engine = make_engine(config, model, session.note, session.timeline)
+    learner = make_learner(
+        config,
+        session,
+        backend,
+        policy_objective(algorithm),
+        algorithm.aggregation,
+        optimizer_steps(config, config.train.steps),
+        config.rollout.max_new_tokens,
+        limits,
+    )
+    return learner, engine
+
+
+def _evaluation(config: RLConfig, sampling: Sampling, rewards: RewardSet, tasks: list[Task]) -> EvaluationPlan:
+    return EvaluationPlan(
+        tasks=tasks,
+        sampling=sampling,
+        samples=config.eval.samples,
+        temperature=config.eval.temperature,
+        pass_at=config.eval.pass_at or (config.eval.samples,),
+        weights=rewards.weights,
+        seed=config.train.seed,
+    )

@@ -1,0 +1,118 @@
+"""The commands that train, from a run file to a trained model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunesmith.assembly.cluster import open_cluster, run_with_restarts
+from tunesmith.assembly.environments import instances_for, load_run_tasks, open_user_code
+from tunesmith.assembly.opening import (
+    ReadyRun,
+    RunResult,
+    kept_on_interrupt,
+    make_ready,
+    open_run,
+    open_session,
+    run_result,
+)
+from tunesmith.assembly.training_data import TRAINING_DATA
+from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
+from tunesmith.config.load import find_kind
+from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.environments.loading import EnvironmentSet
+from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.types import Task
+
+if TYPE_CHECKING:
+    from tunesmith.cluster.ray_cluster import Cluster
+    from tunesmith.loop.parts import RLParts
+    from tunesmith.loop.session import Session
+
+
+def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig] = RLConfig) -> RunResult:
+    """``tunesmith rl``: reinforcement learning."""
+    with open_run(kind, path, overrides) as opened, open_user_code(opened.config, opened.base_dir) as user_code:
+        rewards, environments = user_code
+        run = make_ready(
+            opened,
+            partial(load_run_tasks, environments, opened.tokenizer),
+            lambda task: (len(task.prompt_ids), 0),
+            rewards.check_tasks,
+            instances_for(opened.config, opened.base_dir),
+        )
+        with open_cluster(run.config) as cluster:
+            train = partial(_train_policy, run, rewards, environments, cluster)
+            return run_with_restarts(train, run.config, run.directory, run.checkpoint, cluster)
+
+
+def _train_policy(
+    run: ReadyRun[RLConfig, Task],
+    rewards: RewardSet,
+    environments: EnvironmentSet,
+    cluster: Cluster | None,
+    checkpoint: Path | None,
+) -> RunResult:
+    """The run from ``checkpoint`` on, or from the beginning."""
+    from tunesmith.assembly.rl_parts import make_rl_parts
+    from tunesmith.loop import rl
+
+    metric = run.config.eval.metric or "eval/reward"
+    with open_session(run, checkpoint, metric) as session, asyncio.Runner() as runner:
+        with session.phase("setup"):
+            parts = runner.run(make_rl_parts(run, session, rewards, environments, cluster))
+        with kept_on_interrupt(run, lambda: rl.keep(parts, session)):
+            runner.run(_run(parts, session))
+        return run_result(run, session)
+
+
+async def _run(parts: RLParts, session: Session) -> None:
+    from tunesmith.loop import rl
+
+    try:
+        await rl.run(parts, session)
+    finally:
+        await parts.engine.close()
+
+
+def run_supervised(
+    kind: type[RunConfig], path: Path | None, overrides: Sequence[str] = (), reasons: Mapping[str, str] | None = None
+) -> RunResult:
+    """A command that trains on given data.
+
+    Args:
+        reasons: by dotted key, where another command wrote the run file: why a key that nobody set has its value.
+    """
+    data = TRAINING_DATA[kind]
+    with open_run(kind, path, overrides, reasons) as opened:
+        config, tokenizer = opened.config, opened.tokenizer
+        run = make_ready(opened, partial(data.load, config, tokenizer), partial(data.sizes, config))
+        from tunesmith.assembly.supervised_parts import make_parts
+        from tunesmith.loop import supervised
+
+        with open_session(run, run.checkpoint, run.config.eval.metric or data.metric) as session:
+            with session.phase("setup"):
+                parts = make_parts(run, session)
+                supervised.restore(parts, session)
+            with kept_on_interrupt(run, lambda: supervised.keep(parts, session)):
+                supervised.run(parts, session)
+            return run_result(run, session)
+
+
+run_sft = partial(run_supervised, SFTConfig)
+run_rm = partial(run_supervised, RMConfig)
+run_dpo = partial(run_supervised, DPOConfig)
+run_kto = partial(run_supervised, KTOConfig)
+run_prm = partial(run_supervised, PRMConfig)
+
+
+def run_distill(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
+    """``tunesmith distill``: by reinforcement learning on the student's own samples, supervised on given answers."""
+    kind = find_kind(path, overrides)
+    if issubclass(kind, OfflineDistillConfig):
+        return run_supervised(OfflineDistillConfig, path, overrides)
+    return run_rl(path, overrides, kind if issubclass(kind, DistillConfig) else DistillConfig)

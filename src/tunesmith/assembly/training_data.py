@@ -1,0 +1,105 @@
+"""How each command that trains on given data reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tunesmith.config.distillation import OfflineDistillConfig
+from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.schema import DataSection, RunConfig, SFTConfig
+from tunesmith.config.section import known
+from tunesmith.data.packing import num_forest_tokens
+from tunesmith.data.preference import Comparison, Solution, load_judged, load_pairs, load_steps
+from tunesmith.data.prepare import Prepared, Sources, load_samples
+from tunesmith.data.tokens import Tokenizer, encode
+from tunesmith.errors import ConfigError
+from tunesmith.types import Sample
+
+
+def _load_answers(_: RunConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Sample]:
+    return load_samples(data, source, tokenizer)
+
+
+def _load_rm(config: RMConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
+    from tunesmith.models.score_model import whole_sequence
+
+    room, share = known(config.system, "max_tokens_per_microbatch"), config.system.share_prompts
+    found = load_pairs(data, source, tokenizer, room=room, share=share, shape=lambda s: whole_sequence(s.token_ids))
+    if config.rm.loss == "logexp" and any(item.values["margin"][0] for item in found.items):
+        raise ConfigError(
+            "rm.loss = 'logexp' knows no margin, and the data has a column 'margin'; say rm.loss = 'sigmoid', "
+            "or take the column out"
+        )
+    return found
+
+
+def _load_dpo(config: DPOConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
+    room, share = known(config.system, "max_tokens_per_microbatch"), config.system.share_prompts
+    return load_pairs(data, source, tokenizer, room=room, share=share)
+
+
+def _load_kto(_: KTOConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
+    return load_judged(data, source, tokenizer)
+
+
+def _load_prm(config: PRMConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Solution]:
+    label_tokens(config, tokenizer)
+    return load_steps(data, source, tokenizer, config.prm.separator, (config.prm.good, config.prm.bad))
+
+
+def label_tokens(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, int]:
+    """The tokens of ``prm.good`` and ``prm.bad``.
+
+    Raises:
+        ConfigError: one of them is not a single token.
+    """
+    ids = encode(tokenizer, [config.prm.good, config.prm.bad])
+    for key, text, found in zip(("good", "bad"), (config.prm.good, config.prm.bad), ids, strict=True):
+        if len(found) != 1:
+            raise ConfigError(f"prm.{key} = '{text}' is {len(found)} tokens of this tokenizer; it has to be one")
+    return ids[0][0], ids[1][0]
+
+
+def _answer_sizes(_: RunConfig, sample: Sample) -> tuple[int, int]:
+    return len(sample.token_ids), len(sample.token_ids)
+
+
+def _pair_sizes(config: RMConfig | DPOConfig, item: Comparison) -> tuple[int, int]:
+    extra = int(isinstance(config, RMConfig))
+    longest = max(len(sample.token_ids) for sample in item.samples) - extra
+    return longest, num_forest_tokens(item.samples, config.system.share_prompts)
+
+
+def _single_sizes(_: KTOConfig, item: Comparison) -> tuple[int, int]:
+    longest = max(len(sample.token_ids) for sample in item.samples)
+    return longest, longest
+
+
+def _step_sizes(config: PRMConfig, item: Solution) -> tuple[int, int]:
+    """The pair of the last step is the largest: all tokens, and both labels."""
+    longest = item.marks[-1] + 1
+    return len(item.token_ids), longest + 2 if config.system.share_prompts else 2 * (longest + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """How a command reads its data."""
+
+    load: Callable[[Any, Tokenizer, DataSection, Sources], Prepared[Any]]
+    """Given the configuration."""
+    sizes: Callable[[Any, Any], tuple[int, int]]
+    """Of an item, given the configuration; see ``make_ready``."""
+    metric: str = "eval/accuracy"
+    """What the best checkpoint is judged by where the run file does not say."""
+
+
+TRAINING_DATA: dict[type[RunConfig], TrainingData] = {
+    SFTConfig: TrainingData(_load_answers, _answer_sizes, "eval/loss"),
+    OfflineDistillConfig: TrainingData(_load_answers, _answer_sizes, "eval/loss"),
+    RMConfig: TrainingData(_load_rm, _pair_sizes),
+    DPOConfig: TrainingData(_load_dpo, _pair_sizes),
+    KTOConfig: TrainingData(_load_kto, _single_sizes),
+    PRMConfig: TrainingData(_load_prm, _step_sizes),
+}
