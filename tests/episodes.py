@@ -72,7 +72,7 @@ def play(
     timeout: float = 20.0,
     chat: bool = True,
     end: str = "<|im_end|>",
-    slot: Callable[[], Any] | None = None,
+    concurrency: int | None = None,
     scorer: Scorer | None = None,
 ) -> tuple[list[Rollout], RecordingEngine]:
     """Play tasks out; what the engine saw is with it."""
@@ -91,7 +91,7 @@ def play(
 
     async def run() -> list[Rollout]:
         made = environments.build(tokenizer, prompt_of, chat=chat, max_tokens=max_tokens, model="policy")
-        collector = Collector(engine, scorer or Sum(), made, tokenizer.decode, timeout, *([slot()] if slot else []))
+        collector = Collector(engine, scorer or Sum(), made, tokenizer.decode, timeout, concurrency)
         prepared = [with_tools(task) for task in environments.route(tasks)]
         sampling = Sampling(max_new_tokens, seed=1, stop_token_ids=tuple(ends))
         groups = await collector.collect(prepared, sampling, group_size, 0)

@@ -142,10 +142,9 @@ def test_an_episode_that_is_over_is_not_answered(tokenizer: Any, tmp_path: Path)
     )  # fmt: skip
     environments = load(tmp_path, code, path="env.py:agent")
     tasks = [made_task(tokenizer, name="late", identity=str(n)) for n in range(2)]
-    import asyncio
 
     first, second = play(
-        environments, tokenizer, tasks, lambda _: "late<|im_end|>", slot=lambda: asyncio.Semaphore(1)
+        environments, tokenizer, tasks, lambda _: "late<|im_end|>", concurrency=1
     )[0]  # fmt: skip
     assert ok(first).reward == 1.0
     assert second.status is Status.ENVIRONMENT_FAILED and "401" in str(second.error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -315,7 +314,7 @@ class Counting:
         environments = load(tmp_path, f"# {limit}" + code, path="env.py:Counting")
         rollouts, _ = play(
             environments, tokenizer, [made_task(tokenizer)], lambda _: "x<|im_end|>",
-            group_size=12, slot=lambda n=limit: asyncio.Semaphore(n),
+            group_size=12, concurrency=limit,
         )  # fmt: skip
         assert max(r.reward or 0.0 for r in rollouts) == limit
 

@@ -17,54 +17,88 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiny import save_model
-from tiny_runs import rl_settings, sums, write_lines
+from tiny_runs import rl_settings
 from tunesmith import assembly
 from tunesmith.engines.fake import FakeEngine
 from tunesmith.environments.base import Generate
 from tunesmith.errors import ConfigError
+from tunesmith.loop.buffer import Buffer, Started
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.gate import Gate
-from tunesmith.loop.staleness import Bound
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 
-def test_the_bound_by_hand() -> None:
-    bound = Bound(batch_size=2, max_staleness=1)
-    assert bound.room(version=0, batches=0, alive=0) == 4
-    assert bound.room(version=0, batches=1, alive=2) == 0
-    assert bound.room(version=1, batches=1, alive=2) == 2
-    assert bound.newest_start(version=3, starts=[2, 2, 3], slots=2) == 2
-    assert bound.newest_start(version=3, starts=[2, 3, 3], slots=2) == 3
-    assert bound.newest_start(version=3, starts=[2, 3, 3], slots=1) == 2
-    assert Bound(2, 0).room(version=5, batches=5, alive=0) == 2
+def group() -> RolloutGroup:
+    return RolloutGroup(Task("t", "p", (1, 2)), [])
+
+
+def buffer(size: int, staleness: int, *, enough: int = 10**6) -> Buffer:
+    return Buffer(size, staleness, max_playing=10**6, max_waiting=10**6, enough=enough)
+
+
+def test_a_buffer_by_hand() -> None:
+    made = buffer(2, 1)
+    assert made.room(0) == 4
+    first, second, third, fourth = (made.start(0) for _ in range(4))
+    assert made.room(0) == 0 and made.playing == 4
+    groups = [group() for _ in range(4)]
+    made.put(third, groups[2], keep=True)
+    assert made.take(0) is None, "half a batch"
+    made.put(fourth, groups[3], keep=True)
+    assert made.take(0) == ([groups[2], groups[3]], [])
+    assert made.room(0) == 0 and made.room(1) == 2
+    later = [made.start(1), made.start(1)]
+    for started in later:
+        made.put(started, group(), keep=True)
+    assert made.take(1) is None, "the two that started at version 0 must be in this batch"
+    made.put(first, groups[0], keep=False)
+    made.put(second, groups[1], keep=True)
+    taken = made.take(1)
+    assert taken is not None and taken[0][0] is groups[1] and len(taken[0]) == 2 and taken[1] == [groups[0]]
+    assert made.waiting == 1
+
+
+def test_a_buffer_that_rejects_everything_gives_an_empty_batch() -> None:
+    made = buffer(2, 1, enough=5)
+    for _ in range(5):
+        assert made.room(0) and made.take(0) is None
+        made.put(made.start(0), group(), keep=False)
+    assert made.room(0) == 0
+    batch, rejected = made.take(0) or (None, [])
+    assert batch == [] and len(rejected) == 5 and made.room(1) == 4
+
+
+def test_a_buffer_limits_those_that_play_and_those_that_wait() -> None:
+    made = Buffer(2, 5, max_playing=3, max_waiting=2, enough=9)
+    assert made.room(0) == 3
+    playing = [made.start(0) for _ in range(3)]
+    assert made.room(0) == 0
+    for started in playing[:2]:
+        made.put(started, group(), keep=True)
+    assert made.room(0) == 0 and made.take(0) is not None and made.room(0) == 2
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 2**32), st.floats(0, 0.5))
 def test_no_group_is_ever_too_old_and_none_is_dropped(size: int, limit: int, seed: int, filtered: float) -> None:
-    """Groups end in any order, some are thrown away, and every batch is full."""
-    draw, bound = random.Random(seed), Bound(size, limit)
-    playing: list[int] = []
-    waiting: list[int] = []
+    """Groups end in any order, some are rejected, and every batch is full."""
+    draw, made = random.Random(seed), buffer(size, limit)
+    playing: list[Started] = []
+    waiting: dict[int, Started] = {}
     for version in range(12):
-        batch: list[int] = []
-        while len(batch) < size:
-            batches = version
-            alive = len(playing) + len(waiting) + len(batch)
-            playing += [version] * bound.room(version, batches, alive)
-            newest = bound.newest_start(version, [*playing, *waiting], size - len(batch))
-            fitting = [start for start in waiting if start <= newest]
-            if fitting and draw.random() < 0.7:
-                chosen = draw.choice(fitting)
-                waiting.remove(chosen)
-                batch.append(chosen)
-            elif playing:
-                ended = playing.pop(draw.randrange(len(playing)))
-                if draw.random() >= filtered:
-                    waiting.append(ended)
-            else:
-                assert fitting, "nothing is played and nothing may be taken"
-        assert all(version - start <= limit for start in batch)
+        while (taken := made.take(version)) is None:
+            playing += [made.start(version) for _ in range(made.room(version))]
+            assert playing, "nothing plays, and the batch is incomplete"
+            for _ in range(draw.randint(1, len(playing))):
+                started, played = playing.pop(draw.randrange(len(playing))), group()
+                keep = draw.random() >= filtered
+                made.put(started, played, keep=keep)
+                if keep:
+                    waiting[id(played)] = started
+        batch, _ = taken
+        starts = [waiting.pop(id(played)).version for played in batch]
+        assert len(batch) == size and all(version - start <= limit for start in starts)
+        assert made.waiting == len(waiting) and made.playing == len(playing)
 
 
 def asked(count: int, **changes: Any) -> Sampling:
@@ -227,27 +261,18 @@ def test_a_request_that_outlives_its_rollout_is_held_like_any_other() -> None:
     asyncio.run(run())
 
 
-RUNS: dict[str, dict[str, Any]] = {
-    "one behind": {"system__engine_process": True, "rollout__max_staleness": 1},
-    "under way": {
-        "system__engine_process": True, "rollout__max_staleness": 2, "rollout__partial": True,
-        "rollout__over_generation": 2.0,
-    },
-    "shared": {"rollout__max_staleness": 1, "rollout__partial": True, "rollout__over_generation": 2.0},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_runs_that_play_ahead(name: str, tmp_path: Path) -> None:
+def test_a_run_that_plays_ahead(tmp_path: Path) -> None:
     """All steps are taken with full batches, no token is too old, and the correction is on."""
-    held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
-    settings = RUNS[name] | {"train__steps": 5, "data__eval": str(held_out), "eval__every": 2}
-    outcome = assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **settings))
+    changed = {
+        "rollout__max_staleness": 1,
+        "rollout__partial": True,
+        "rollout__over_generation": 2.0,
+        "train__steps": 5,
+    }
+    outcome = assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **changed))
     lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "optimizer_steps" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    oldest = [line["staleness/max"] for line in lines]
-    assert max(oldest) <= settings["rollout__max_staleness"]
-    assert max(oldest) > 0
+    assert max(line["staleness/max"] for line in lines) == 1
     resolved = (outcome.run_dir / "config.toml").read_text()
     assert 'correction = "token_truncate"' in resolved and "decoupled = true" in resolved
 
@@ -266,12 +291,11 @@ def test_settings_that_would_do_nothing_are_refused(tmp_path: Path, settings: di
         assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["inside", "apart"])
-def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path, apart: bool) -> None:
+def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path) -> None:
     """The engine's memory is given back before every training step; the curve is the same."""
-    model, changed = save_model(tmp_path / "model"), {"system__engine_process": apart}
-    plain = assembly.run_rl(None, rl_settings(tmp_path, model, "plain", **changed))
-    turns = assembly.run_rl(None, rl_settings(tmp_path, model, "turns", system__hybrid=True, **changed))
+    model = save_model(tmp_path / "model")
+    plain = assembly.run_rl(None, rl_settings(tmp_path, model, "plain"))
+    turns = assembly.run_rl(None, rl_settings(tmp_path, model, "turns", system__hybrid=True))
     losses = [
         [line["loss"] for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
         for outcome in (plain, turns)
@@ -285,30 +309,11 @@ def test_turns_and_working_at_once_exclude_each_other(tmp_path: Path) -> None:
         assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
 
 
-AGENT = """
-async def answer(client, prompt):
-    await client.chat.completions.create(messages=[{"role": "user", "content": prompt}])
-"""
-
-
-@pytest.mark.parametrize("partial", [False, True])
-def test_an_evaluation_has_turns_of_its_own(tmp_path: Path, partial: bool) -> None:
-    """Where one episode is played at a time, and the one in progress is held."""
-    (tmp_path / "agent.py").write_text(AGENT)
-    held_out = write_lines(tmp_path / "held_out.jsonl", sums(3, 6))
-    changed = {
-        "system__engine_process": True, "rollout__max_staleness": 1, "rollout__partial": partial,
-        "environment__path": str(tmp_path / "agent.py") + ":answer", "environment__concurrency": 1, "data__chat": True,
-        "data__eval": str(held_out), "eval__every": 1, "train__steps": 3,
-    }  # fmt: skip
-    outcome = assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
-    assert len(outcome.evaluations) == 4
-
-
 def test_a_short_epoch_makes_no_short_batches(tmp_path: Path) -> None:
     """As many tasks as a step takes: every step is full, and nothing is older than it may be."""
-    changed = {"rollout__prompts_per_step": 12, "rollout__group_size": 2, "train__steps": 6, "monitor__samples": 99}
-    settings = rl_settings(tmp_path, save_model(tmp_path / "model"), **RUNS["one behind"], **changed)
+    changed: dict[str, Any] = {"system__engine_process": True, "rollout__max_staleness": 1}
+    changed |= {"rollout__prompts_per_step": 12, "rollout__group_size": 2, "train__steps": 6, "monitor__samples": 99}
+    settings = rl_settings(tmp_path, save_model(tmp_path / "model"), **changed)
     run = assembly.run_rl(None, settings).run_dir
     assert max(line["staleness/max"] for line in read_metrics(run / "metrics.jsonl")) <= 1
     steps = Counter(json.loads(line)["step"] for line in (run / "rollouts.jsonl").read_text().splitlines())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,7 @@ from tunesmith.loop.evaluate import EvaluationPlan
 from tunesmith.loop.gate import Gate
 from tunesmith.loop.learner import Learner
 from tunesmith.loop.parts import RLParts
+from tunesmith.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
 from tunesmith.loop.session import Session
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import optimizer_steps
@@ -46,7 +46,7 @@ async def make_rl_parts(
     rewards: RewardSet,
     environments: EnvironmentSet,
     cluster: Cluster | None,
-) -> RLParts:
+) -> tuple[RLParts, RolloutSource]:
     """Load the models, start the engine and continue from the session's checkpoint. The caller closes the engine."""
     config, tokenizer, train = run.config, run.tokenizer, run.train
     algorithm, rollout = config.algorithm, config.rollout
@@ -57,8 +57,7 @@ async def make_rl_parts(
         add_rewards(rewards, config, tokenizer, session.note, remote_reward)
         remote_value = partial(remote_critic, cluster) if cluster else None
         sampling = make_sampling(rollout, tokenizer, rollout.temperature)
-        if rollout.max_staleness:
-            engine = Gate(engine, partial=rollout.partial)
+        gate = Gate(engine, partial=rollout.partial) if rollout.max_staleness else None
         decode: Callable[[Sequence[int]], str] = partial(tokenizer.decode, skip_special_tokens=True)
         tasks = train.loader(shuffle=config.data.shuffle, seed=config.data.seed)
         parts = RLParts(
@@ -67,12 +66,12 @@ async def make_rl_parts(
             tasks=Curriculum(tasks, algorithm.rest_epochs or 0),
             rewards=rewards,
             collector=Collector(
-                engine,
+                gate or engine,
                 rewards,
                 make_environments(config, environments, tokenizer, train),
                 decode,
                 rollout.timeout,
-                asyncio.Semaphore(config.environment.concurrency) if environments.loaded else nullcontext(),
+                config.environment.concurrency if environments.loaded else None,
                 session.timeline,
             ),
             learner=learner,
@@ -84,7 +83,7 @@ async def make_rl_parts(
         )
         rl.restore(parts, session)
         on_failure.pop_all()
-    return parts
+    return parts, AsyncRollouts(parts, session, gate) if gate else SyncRollouts(parts, session)
 
 
 def _learner_and_engine(

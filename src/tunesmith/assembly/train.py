@@ -31,6 +31,7 @@ from tunesmith.types import Task
 if TYPE_CHECKING:
     from tunesmith.cluster.ray_cluster import Cluster
     from tunesmith.loop.parts import RLParts
+    from tunesmith.loop.rollouts import RolloutSource
     from tunesmith.loop.session import Session
 
 
@@ -64,17 +65,17 @@ def _train_policy(
     metric = run.config.eval.metric or "eval/reward"
     with open_session(run, checkpoint, metric) as session, asyncio.Runner() as runner:
         with session.phase("setup"):
-            parts = runner.run(make_rl_parts(run, session, rewards, environments, cluster))
+            parts, rollouts = runner.run(make_rl_parts(run, session, rewards, environments, cluster))
         with kept_on_interrupt(run, lambda: rl.keep(parts, session)):
-            runner.run(_run(parts, session))
+            runner.run(_run(parts, session, rollouts))
         return run_result(run, session)
 
 
-async def _run(parts: RLParts, session: Session) -> None:
+async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
     from tunesmith.loop import rl
 
     try:
-        await rl.run(parts, session)
+        await rl.run(parts, session, rollouts)
     finally:
         await parts.engine.close()
 

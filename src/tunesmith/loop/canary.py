@@ -10,7 +10,6 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import Member, RolloutEngine
 from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.loop.collect import all_or_error
-from tunesmith.loop.gate import Gate
 from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.plan.weights import weights_apart
 from tunesmith.types import Completion, Sample, Sampling
@@ -63,8 +62,7 @@ class Canary:
         return {"canary": apart[worst]}
 
     def _members(self) -> Sequence[Member | RolloutEngine]:
-        engine = self.engine.engine if isinstance(self.engine, Gate) else self.engine
-        return getattr(engine, "members", [engine])
+        return getattr(self.engine, "members", [self.engine])
 
     def _differences(self, written: Sequence[Completion]) -> list[float]:
         prompt = list(self.prompt_ids)

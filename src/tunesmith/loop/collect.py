@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -13,13 +12,12 @@ from typing import Any, Protocol, TypeVar
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.environments.base import Environment, Generate
 from tunesmith.errors import EngineError, EpisodeError, UserError
+from tunesmith.loop.gate import DEADLINE
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.monitor.timeline import REWARD, ROLLOUTS, Timeline
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 T = TypeVar("T")
-DEADLINE: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
-"""Of the rollout that asks the engine, whichever task it asks in."""
 
 
 class Scorer(Protocol):
@@ -28,24 +26,28 @@ class Scorer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Collector:
-    """Plays tasks with an engine and has the finished groups scored while others still run."""
+    """Plays tasks with an engine; finished groups are scored while others still play."""
 
     engine: RolloutEngine
     scorer: Scorer
     environments: Mapping[str, Environment]
     decode: Callable[[Sequence[int]], str]
     timeout: float
-    """Seconds that one rollout may take; waiting for its turn does not count."""
-    slot: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext[None])
-    """What a rollout holds while it is played: a semaphore limits how many are at once."""
+    """Seconds that one rollout may play; waiting for its turn does not count."""
+    concurrency: int | None = None
+    """Rollouts that may play at once; None is no limit."""
     timeline: Timeline | None = None
+    _turn: AbstractAsyncContextManager[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._turn = nullcontext() if self.concurrency is None else asyncio.Semaphore(self.concurrency)
 
     async def collect(
         self, tasks: Sequence[Task], sampling: Sampling, group_size: int, seed: int
     ) -> list[RolloutGroup]:
-        """One group per task, in order. What a rollout draws depends on ``seed`` and its place."""
+        """One group per task, in order. What a rollout samples depends only on ``seed`` and its place."""
         return await all_or_error(
             [self._group(task, sampling, group_size, derive_seed(seed, place)) for place, task in enumerate(tasks)]
         )
@@ -66,7 +68,7 @@ class Collector:
     async def _rollout(self, task: Task, sampling: Sampling) -> Rollout:
         rollout = Rollout(task)
         rollout.observe(task.prompt_ids)
-        async with self.slot:
+        async with self._turn:
             with self._span(ROLLOUTS, task.environment, task):
                 await self._play(rollout, sampling)
         return rollout
@@ -80,8 +82,8 @@ class Collector:
             async with deadline:
                 await self.environments[rollout.task.environment].play(rollout, self._generate(sampling, deadline))
         except TimeoutError as error:
-            own = f"not finished within {self.timeout:g} s (rollout.timeout)"
-            rollout.fail(Status.TIMED_OUT, own if deadline.expired() else f"{type(error).__name__}: {error}")
+            overdue = f"not finished within {self.timeout:g} s (rollout.timeout)"
+            rollout.fail(Status.TIMED_OUT, overdue if deadline.expired() else f"{type(error).__name__}: {error}")
         except UserError:
             raise
         except EngineError as error:
@@ -92,7 +94,7 @@ class Collector:
             rollout.fail(Status.ENVIRONMENT_FAILED, f"{type(error).__name__}: {error}")
 
     def _generate(self, sampling: Sampling, deadline: asyncio.Timeout) -> Generate:
-        """The policy for one rollout. Each call draws from a seed of its own, the first from the rollout's."""
+        """The policy for one rollout. Each call has its own seed; the first has the rollout's."""
         calls = count()
 
         async def generate(
@@ -114,7 +116,7 @@ class Collector:
 
 
 async def all_or_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first error ends all of the work and is raised as it is."""
+    """The results in order. The first error cancels the rest and is raised unchanged."""
     try:
         async with asyncio.TaskGroup() as running:
             tasks = [running.create_task(one) for one in work]

@@ -1,24 +1,34 @@
-"""An engine whose requests can be held, so that weights change under them in the way the run asks for."""
+"""An engine whose requests can be held while weights change or the trainer needs the device.
+
+A rollout's deadline counts the time that it plays, and stands still while its request is held::
+
+    gate       open ──────────► hold │ closed                │ release ──► open
+    deadline   running ──────────────┤ off                   ├─ moved by the time of the hold
+    request    generating, aborted ──┤ waits in ``_enter``   ├─ continues from the tokens it has
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import replace
 
 from tunesmith.engines.base import EngineStats, RolloutEngine
-from tunesmith.loop.collect import DEADLINE
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.types import Completion, Sampling
 
+DEADLINE: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
+"""The deadline of the rollout that is calling the engine, in whichever task the call is made. ``Collector`` sets it."""
+
 
 class Gate:
-    """Fulfils ``RolloutEngine`` by another one, ``engine``.
+    """A ``RolloutEngine`` in front of another one, ``engine``.
 
-    New weights are either put under requests in flight (``partial``), whose tokens then are of several versions,
-    or taken when those have ended, while new requests wait. ``hold`` interrupts what is in flight; ``release``
-    lets it go on from the tokens it has. Callers see nothing of either.
+    With ``partial``, new weights are loaded under the requests in flight, whose tokens then come from several
+    versions. Otherwise loading waits until those have ended, while new requests wait. ``hold`` interrupts the requests
+    in flight; after ``release`` they continue from the tokens they have. Callers notice neither.
     """
 
     def __init__(self, engine: RolloutEngine, *, partial: bool) -> None:
@@ -40,7 +50,7 @@ class Gate:
             more = await self._ask([*prompt_ids, *done.token_ids], _rest(sampling, len(done.token_ids)))
             keep = len(more.token_ids)
             if more.finish_reason == "abort" and sampling.stop:
-                # A stop string that would straddle the seam is found by writing its possible beginning again.
+                # Tokens that may begin a stop string are sampled again, so that one across the seam is found.
                 keep = max(0, keep - max(map(len, sampling.stop)))
             done = Completion(
                 [*done.token_ids, *more.token_ids[:keep]],
@@ -51,7 +61,7 @@ class Gate:
         return done
 
     async def hold(self) -> None:
-        """Let nothing in, until ``release``; what is in flight is interrupted, or without ``partial`` ends first."""
+        """Admit no request until ``release``. Those in flight are interrupted, or end first without ``partial``."""
         self._open.clear()
         if not self._partial:
             await self._idle.wait()
@@ -84,7 +94,7 @@ class Gate:
         await self.engine.close()
 
     async def _enter(self) -> None:
-        """Wait while requests are held. That is none of the rollout's own time, so its deadline waits too."""
+        """Wait while requests are held; the rollout's deadline stands still."""
         if self._open.is_set():
             return
         deadline, now = DEADLINE.get(), asyncio.get_running_loop().time
@@ -92,7 +102,7 @@ class Gate:
         if deadline is not None and due is not None:
             _move(deadline, None)
         try:
-            while not self._open.is_set():  # it may be held again before this is waked
+            while not self._open.is_set():  # it may be held again before this task wakes up
                 await self._open.wait()
         finally:
             if deadline is not None and due is not None:
@@ -115,7 +125,7 @@ def _move(deadline: asyncio.Timeout, due: float | None) -> None:
 
 
 def _rest(sampling: Sampling, written: int) -> Sampling:
-    """What is left to sample after as many tokens."""
+    """The sampling of what remains after ``written`` tokens."""
     if not written:
         return sampling
     seed = None if sampling.seed is None else derive_seed(sampling.seed, "after", written)

@@ -27,7 +27,6 @@ class RLParts:
     tasks: Curriculum
     rewards: RewardSet
     collector: Collector
-    """Its engine is a ``Gate`` where rollouts are played ahead of the steps."""
     learner: Learner
     critic: Critic | None
     kl: AdaptiveKLController

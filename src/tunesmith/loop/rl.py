@@ -14,7 +14,7 @@ from tunesmith.loop.evaluate import evaluate
 from tunesmith.loop.experience import make_experience
 from tunesmith.loop.learner import Metrics
 from tunesmith.loop.parts import RLParts
-from tunesmith.loop.rollouts import RolloutSource, open_rollout_source
+from tunesmith.loop.rollouts import RolloutSource
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
@@ -22,9 +22,8 @@ from tunesmith.rewards.metrics import check_failed
 from tunesmith.types import RolloutGroup, Sample
 
 
-async def run(parts: RLParts, session: Session) -> None:
-    """Train until the configured step; evaluate and save on the way."""
-    rollouts = open_rollout_source(parts, session)
+async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
+    """Train until the configured step; evaluate and save on the way. Closes ``rollouts``."""
     try:
         await _run(parts, session, rollouts)
     except interrupts.Interrupted:
@@ -47,7 +46,7 @@ async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> Non
         with session.phase("rollout"):
             groups, metrics = await rollouts.next()
         with session.phase("train"):
-            learned = await rollouts.run_training(learn, parts, groups, session.step)
+            learned = await rollouts.run_training(partial(learn, parts, groups, session.step))
         if not groups:
             session.note(f"step {session.step + 1} had no group that something could be learned from")
         attainable = learned.pop("attainable_seconds", 0.0)

@@ -1,4 +1,4 @@
-"""Where a step's groups come from: played when they are wanted, or ahead of that while the policy trains."""
+"""Where a step's groups come from: played on demand, or ahead of time while the policy trains."""
 
 from __future__ import annotations
 
@@ -7,54 +7,43 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
 from math import ceil
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 from tunesmith.engines.base import EngineStats, RolloutEngine, add_stats
+from tunesmith.loop.buffer import Buffer, Started
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.gate import Gate
 from tunesmith.loop.learner import Metrics
 from tunesmith.loop.parts import RLParts
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
-from tunesmith.loop.staleness import Bound
-from tunesmith.loop.step_batch import check_failures, collect_step_batch, informative, play, step_metrics, tell_rewards
+from tunesmith.loop.step_batch import check_failures, informative, play, step_metrics, update_trainer_state
 from tunesmith.monitor import interrupts
 from tunesmith.plan.weights import weights_apart
 from tunesmith.types import RolloutGroup, Task
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 class RolloutSource(Protocol):
-    """What the loop asks of whoever plays."""
+    """What the training loop needs from the sampling side."""
 
     async def sync(self) -> None:
-        """Give the sampler the trainer's weights, as the version of the session's step."""
+        """Give the engine the trainer's weights, with the session's step as their version."""
         ...
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
         """The groups of the session's step."""
         ...
 
-    async def run_training(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do the trainer's work: alone, or while sampling goes on where the engine has weights of its own."""
+    async def run_training(self, work: Callable[[], Metrics]) -> Metrics:
+        """Run the trainer's work while the engine is idle, or while it samples on where it has its own weights."""
         ...
 
     def evaluating(self) -> AbstractAsyncContextManager[Collector]:
-        """Who plays an evaluation, with the trainer's weights as they are inside. ``sync`` ends it."""
+        """The collector for an evaluation; the engine holds the trainer's current weights. ``sync`` ends it."""
         ...
 
     async def close(self) -> None: ...
-
-
-def open_rollout_source(parts: RLParts, session: Session) -> RolloutSource:
-    """As ``[rollout]`` asks for."""
-    if isinstance(parts.engine, Gate):
-        return AsyncRollouts(parts, session, parts.engine)
-    return SyncRollouts(parts, session)
 
 
 @dataclass(slots=True)
@@ -68,11 +57,31 @@ class SyncRollouts:
         await load_engine(self.parts, self.parts.engine, self.session.step)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
-        return await collect_step_batch(self.parts, self.session)
+        """Play and reward the step's groups.
 
-    async def run_training(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        With dynamic filtering (DAPO, arXiv:2503.14476, section 3.2) new tasks replace groups without contrast until
+        the batch is full or as many groups were tried as the data has tasks. ``rollout.oversample`` tries more at
+        once, so that fewer rounds are needed; surplus groups are not trained on.
+        """
+        parts, config = self.parts, self.parts.config
+        wanted, counted = config.rollout.prompts_per_step, parts.engine.stats()
+        update_trainer_state(parts, self.session)
+        played: list[RolloutGroup] = []
+        kept: list[RolloutGroup] = []
+        while len(kept) < wanted and len(played) < max(wanted, len(parts.tasks)):
+            tasks = parts.tasks.next_batch(ceil((wanted - len(kept)) * config.rollout.oversample))
+            seed = derive_seed(config.train.seed, config.rollout.seed, self.session.step, len(played))
+            groups = await play(parts, tasks, seed)
+            check_failures(parts, groups)
+            played += groups
+            kept += informative(parts, groups)
+        parts.tasks.settle([group.task for group in played])
+        metrics = step_metrics(parts, played, kept[:wanted], parts.engine.stats().since(counted))
+        return kept[:wanted], metrics | {"groups_kept": len(kept) / len(played)}
+
+    async def run_training(self, work: Callable[[], Metrics]) -> Metrics:
         await hand_device_to_trainer(self.parts)
-        return work(*args, **kwargs)
+        return work()
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
@@ -83,184 +92,109 @@ class SyncRollouts:
         pass
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Group:
-    """A group on its way: being played, or finished and waiting to be trained on."""
-
-    number: int
-    start: int
-    """The version that sampled when it began."""
-    task: Task
-
-
 @dataclass(slots=True)
 class AsyncRollouts:
-    """Plays ahead of the steps, within ``rollout.max_staleness``.
+    """Plays ahead of the steps, within ``rollout.max_staleness``: starts groups while the buffer has room for them,
+    and awaits the buffer's batch.
 
-    ``rollout.over_generation`` groups are played at once for each that a step takes: a step goes on with those that
-    finished first, and the slow ones are finished for a later one. Where the engine has weights of its own, playing
-    goes on while the policy trains; where it shares the trainer's, what is in flight is interrupted meanwhile.
+    ``rollout.over_generation`` groups play at once for each group that a step takes. A step trains on the groups that
+    finish first; slow ones finish for a later step. Where the engine has its own weights, it samples on while the
+    policy trains; where it shares the trainer's weights, requests in flight are interrupted for that time.
     """
 
     parts: RLParts
     session: Session
     gate: Gate
-    over_generation: float = field(init=False)
-    queue_size: int = field(init=False)
-    _playing: dict[_Group, asyncio.Task[None]] = field(default_factory=dict[_Group, "asyncio.Task[None]"], init=False)
-    _waiting: dict[_Group, RolloutGroup] = field(default_factory=dict[_Group, RolloutGroup], init=False)
-    _batch: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
-    """Chosen for the step so far."""
-    _tried: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
-    """Finished since the last batch."""
-    _rejected: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
-    """Of those, the ones that nothing can be learned from."""
-    _choosing: bool = field(default=False, init=False)
-    """Whether a step waits for its groups."""
+    buffer: Buffer = field(init=False)
+    _players: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
+    """Failed ones stay until ``next`` raises their error."""
     _counted: EngineStats = field(default_factory=EngineStats, init=False)
-    """The engine's counters that are not the next step's."""
-    _batches: int = field(init=False)
-    _numbers: count[int] = field(default_factory=count, init=False)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _failure: Exception | None = field(default=None, init=False)
+    """The engine's counters up to the last batch, and those of evaluations since."""
     _trainer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "trainer"), init=False)
 
     def __post_init__(self) -> None:
         rollout = self.parts.config.rollout
-        self.over_generation = rollout.over_generation
-        self.queue_size = rollout.queue_size
-        self._batches = self.session.step
-
-    @property
-    def bound(self) -> Bound:
-        rollout = self.parts.config.rollout
-        return Bound(rollout.prompts_per_step, rollout.max_staleness)
+        self.buffer = Buffer(
+            rollout.prompts_per_step,
+            rollout.max_staleness,
+            max_playing=ceil(rollout.prompts_per_step * rollout.over_generation),
+            max_waiting=rollout.queue_size,
+            enough=max(rollout.prompts_per_step, len(self.parts.tasks)),
+            batches=self.session.step,
+        )
 
     async def sync(self) -> None:
-        # Without ``partial`` the gate shuts here until what is in flight has ended; ``release`` opens it again, also
-        # after an evaluation's ``hold``.
+        # Without ``partial`` the gate closes here until the requests in flight have ended. ``release`` opens it again,
+        # also after ``evaluating`` has held it.
         await load_engine(self.parts, self.gate, self.session.step)
         self.gate.release()
-        tell_rewards(self.parts, self.session)
+        update_trainer_state(self.parts, self.session)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
-        """As many groups as a step takes, oldest first; fewer where none of as many as the data has has contrast."""
-        wanted, version, batch = self.bound.batch_size, self.gate.version, self._batch
-        self._choosing = True
-        while len(batch) < wanted and not self._exhausted(version):
-            self._changed.clear()
+        """A full batch, oldest groups first; short only where too many groups of the whole data were rejected."""
+        while (taken := self.buffer.take(self.gate.version)) is None:
             self._admit()
-            if (group := self._choose(version, wanted - len(batch))) is not None:
-                batch.append(self._waiting.pop(group))
-                self.parts.tasks.settle([group.task])
-            else:
-                await self._changed.wait()
-            if self._failure is not None:
-                raise self._failure
-        self._choosing, self._batch, self._batches = False, [], self._batches + 1
-        played, self._tried, self._rejected = [*batch, *self._rejected], [], []
+            ended, _ = await asyncio.wait(self._players, return_when=asyncio.FIRST_COMPLETED)
+            for player in ended:
+                player.result()
+        batch, rejected = taken
+        self.parts.tasks.settle([group.task for group in batch])
         self._admit()
-        stats, counted = self.gate.stats(), self._counted
-        self._counted = stats
-        return batch, step_metrics(self.parts, played, batch, len(batch) / len(played), stats.since(counted))
+        stats, before = self.gate.stats(), self._counted
+        self._counted, played = stats, [*batch, *rejected]
+        metrics = step_metrics(self.parts, played, batch, stats.since(before))
+        return batch, metrics | {"groups_kept": len(batch) / len(played)}
 
-    async def run_training(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def run_training(self, work: Callable[[], Metrics]) -> Metrics:
         if not weights_apart(self.parts.config):
             await self.gate.hold()
             await hand_device_to_trainer(self.parts)
-            return work(*args, **kwargs)
-        loop = asyncio.get_running_loop()
+            return work()
         with interrupts.elsewhere():
-            return await loop.run_in_executor(self._trainer, lambda: work(*args, **kwargs))
+            return await asyncio.get_running_loop().run_in_executor(self._trainer, work)
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
         await self.gate.hold()
         before = self.gate.stats()
         await load_engine(self.parts, self.gate.engine, self.session.step)
-        collector = self.parts.collector
-        if isinstance(collector.slot, asyncio.Semaphore):  # those that are held keep theirs
-            collector = replace(collector, slot=asyncio.Semaphore(self.parts.config.environment.concurrency))
-        yield replace(collector, engine=self.gate.engine)
+        yield replace(self.parts.collector, engine=self.gate.engine)
         self._counted = add_stats(self._counted, self.gate.stats().since(before))
 
     async def close(self) -> None:
-        for task in self._playing.values():
-            task.cancel()
-        await asyncio.gather(*self._playing.values(), return_exceptions=True)
+        for player in self._players:
+            player.cancel()
+        await asyncio.gather(*self._players, return_exceptions=True)
         self._trainer.shutdown()
 
-    @property
-    def _alive(self) -> int:
-        return len(self._playing) + len(self._waiting) + len(self._batch)
-
     def _admit(self) -> None:
-        """Start groups while the bound, the engine's share and the queue have room for them."""
-        version, size = self.gate.version, self.bound.batch_size
-        while (
-            self._failure is None
-            and len(self._playing) < ceil(size * self.over_generation)
-            and len(self._waiting) < self.queue_size
-            and self.bound.room(version, self._batches, self._alive)
-            and not (self._choosing and self._tried_enough)
-        ):
-            [task] = self.parts.tasks.next_batch(1)
-            group = _Group(next(self._numbers), version, task)
-            self._playing[group] = asyncio.create_task(self._play(group))
-        self._report_queue()
+        version = self.gate.version
+        for task in self.parts.tasks.next_batch(self.buffer.room(version)):
+            player = asyncio.create_task(self._play(self.buffer.start(version), task))
+            self._players.add(player)
+            player.add_done_callback(self._ended)
+        self.session.timeline.level("queue", self.buffer.waiting)
+        self.session.timeline.level("playing", self.buffer.playing)
 
-    async def _play(self, group: _Group) -> None:
+    async def _play(self, started: Started, task: Task) -> None:
         config = self.parts.config
-        seed = derive_seed(config.train.seed, config.rollout.seed, "ahead", self.session.step, group.number)
-        try:
-            [played] = await play(self.parts, [group.task], seed)
-            kept = informative(self.parts, [played])
-            self._tried.append(played)
-            if not kept:
-                self._rejected.append(played)
-            self._check_failures()
-        except Exception as error:
-            self._failure = error
-        else:
-            if kept:
-                self._waiting[group] = kept[0]
-            else:
-                self.parts.tasks.settle([group.task])
-        finally:
-            del self._playing[group]
-            self._changed.set()
+        seed = derive_seed(config.train.seed, config.rollout.seed, "ahead", self.session.step, started.number)
+        groups = await play(self.parts, [task], seed)
+        keep = bool(informative(self.parts, groups))
+        self.buffer.put(started, groups[0], keep=keep)
+        if not keep:
+            self.parts.tasks.settle([task])
+        if len(self.buffer.finished) >= self.buffer.batch_size:
+            check_failures(self.parts, self.buffer.finished)
         self._admit()
 
-    def _choose(self, version: int, slots: int) -> _Group | None:
-        """The oldest finished group that this batch may have, none where an older one must be waited for."""
-        starts = [group.start for group in (*self._playing, *self._waiting)]
-        newest = self.bound.newest_start(version, starts, slots)
-        fitting = [group for group in self._waiting if group.start <= newest]
-        return min(fitting, key=lambda group: group.start, default=None)
-
-    @property
-    def _tried_enough(self) -> bool:
-        """Whether as many groups as the data has have finished since the last batch."""
-        return len(self._tried) >= max(self.bound.batch_size, len(self.parts.tasks))
-
-    def _exhausted(self, version: int) -> bool:
-        """Whether the batch stays short: enough were tried, none waits, and later batches have room for the rest."""
-        starts, bound = [group.start for group in self._playing], self.bound
-        have_room = len(starts) <= bound.batch_size * bound.max_staleness
-        in_time = bound.newest_start(version, starts, 1) == version
-        return self._tried_enough and not self._waiting and have_room and in_time
-
-    def _check_failures(self) -> None:
-        if len(self._tried) >= self.bound.batch_size:
-            check_failures(self.parts, self._tried)
-
-    def _report_queue(self) -> None:
-        self.session.timeline.level("queue", len(self._waiting))
-        self.session.timeline.level("playing", len(self._playing))
+    def _ended(self, player: asyncio.Task[None]) -> None:
+        if player.cancelled() or player.exception() is None:
+            self._players.discard(player)
 
 
 async def hand_device_to_trainer(parts: RLParts) -> None:
-    """The trainer's turn on a shared device. Weights are loaded before the next rollout, so none need be kept."""
+    """The trainer's turn on a shared device. The next rollout loads new weights, so the engine keeps none."""
     if parts.config.system.hybrid:
         await parts.engine.sleep(2)
         for backend in parts.backends:
@@ -268,7 +202,7 @@ async def hand_device_to_trainer(parts: RLParts) -> None:
 
 
 async def load_engine(parts: RLParts, engine: RolloutEngine, version: int) -> None:
-    """The engine's turn, with new weights: they are taken first, as the memory for them is all that they need."""
+    """The engine's turn, with new weights. It loads them before it wakes: until then it needs no other memory."""
     if parts.config.system.hybrid:
         for backend in parts.backends:
             backend.offload()

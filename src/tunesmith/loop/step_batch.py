@@ -1,10 +1,9 @@
-"""A step's groups of rollouts: played, rewarded, and kept where something can be learned from them."""
+"""Playing groups of rollouts, keeping those that can be learned from, and a step's metrics of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
 
 import numpy as np
 
@@ -14,41 +13,14 @@ from tunesmith.engines.base import EngineStats
 from tunesmith.loop.collect import all_or_error
 from tunesmith.loop.learner import Metrics
 from tunesmith.loop.parts import RLParts
-from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.rewards.metrics import check_failed
 from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import RolloutGroup, Task
 
 
-async def collect_step_batch(parts: RLParts, session: Session) -> tuple[list[RolloutGroup], Metrics]:
-    """The step's groups, rewarded.
-
-    With dynamic filtering (DAPO, arXiv:2503.14476, section 3.2) groups without contrast are replaced by new
-    tasks, until the batch is full or as many were tried as the data has; ``rollout.oversample`` tries more at
-    once, so that fewer rounds are needed, and what is left over is not trained on.
-    """
-    config = parts.config
-    wanted = config.rollout.prompts_per_step
-    tell_rewards(parts, session)
-    counted = parts.engine.stats()
-    kept: list[RolloutGroup] = []
-    tried: list[RolloutGroup] = []
-    while len(kept) < wanted and len(tried) < max(wanted, len(parts.tasks)):
-        tasks = parts.tasks.next_batch(ceil((wanted - len(kept)) * config.rollout.oversample))
-        seed = derive_seed(config.train.seed, config.rollout.seed, session.step, len(tried))
-        groups = await play(parts, tasks, seed)
-        check_failures(parts, groups)
-        tried += groups
-        kept += informative(parts, groups)
-    parts.tasks.settle([g.task for g in tried])
-    return kept[:wanted], step_metrics(
-        parts, tried, kept[:wanted], len(kept) / len(tried), parts.engine.stats().since(counted)
-    )
-
-
-def tell_rewards(parts: RLParts, session: Session) -> None:
-    """Where the run stands, for reward functions that ask."""
+def update_trainer_state(parts: RLParts, session: Session) -> None:
+    """Tell reward functions how far the run has got."""
     best, config = session.best, parts.config
     parts.rewards.state = TrainerState(
         global_step=session.step,
@@ -65,41 +37,45 @@ def tell_rewards(parts: RLParts, session: Session) -> None:
 
 
 def check_failures(parts: RLParts, groups: Sequence[RolloutGroup]) -> None:
-    """Stop the run where too many rollouts failed, greedy ones among them."""
-    played = [r for g in groups for r in (*g.rollouts, *([g.greedy] if g.greedy else ()))]
-    check_failed(played, parts.config.reward.max_failed_share)
+    """Stop the run where too many rollouts failed, greedy ones included."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts += [group.greedy for group in groups if group.greedy]
+    check_failed(rollouts, parts.config.reward.max_failed_share)
 
 
 def step_metrics(
-    parts: RLParts,
-    tried: Sequence[RolloutGroup],
-    batch: Sequence[RolloutGroup],
-    groups_kept: float,
-    stats: EngineStats,
+    parts: RLParts, played: Sequence[RolloutGroup], batch: Sequence[RolloutGroup], stats: EngineStats
 ) -> Metrics:
-    """Of the groups that were played for a step, of those it trains on, and of the sampler meanwhile."""
-    prompts = stats.reused_prompt_tokens + stats.prefilled_tokens
-    return {
-        **rollout_metrics(tried),
-        **parts.rewards.metrics([r for g in tried for r in g.rollouts]),
-        "epoch": float(parts.tasks.epoch),
-        "groups_kept": groups_kept,
-        **({"tasks_resting": float(parts.tasks.resting)} if parts.config.algorithm.rest_epochs else {}),
+    """Metrics of the groups played for a step, of those it trains on, and of the engine since the last step."""
+    metrics = rollout_metrics(played)
+    metrics |= parts.rewards.metrics([rollout for group in played for rollout in group.rollouts])
+    metrics["epoch"] = float(parts.tasks.epoch)
+    if parts.config.algorithm.rest_epochs:
+        metrics["tasks_resting"] = float(parts.tasks.resting)
+    return metrics | staleness_metrics(batch, parts.engine.version) | engine_metrics(stats)
+
+
+def engine_metrics(stats: EngineStats) -> Metrics:
+    metrics = {
         "sampled_tokens": float(stats.sampled_tokens),
         "reused_prompt_tokens": float(stats.reused_prompt_tokens),
-        **({"prefix_hit_share": stats.reused_prompt_tokens / prompts} if prompts else {}),
-        **staleness_metrics(batch, parts.engine.version),
         "preemptions": float(stats.preemptions),
         "kv_peak": float(stats.peak_kv_bytes),
-        **({"kv_used": stats.peak_kv_bytes / stats.kv_budget_bytes} if stats.kv_budget_bytes else {}),
-        # Where the sampler's limits are not known, neither is the step's.
-        **({"attainable_seconds": stats.attainable_seconds} if stats.attainable_seconds or not prompts else {}),
-        **({"draft_acceptance": stats.accepted_tokens / stats.drafted_tokens} if stats.drafted_tokens else {}),
     }
+    prompt_tokens = stats.reused_prompt_tokens + stats.prefilled_tokens
+    if prompt_tokens:
+        metrics["prefix_hit_share"] = stats.reused_prompt_tokens / prompt_tokens
+    if stats.kv_budget_bytes:
+        metrics["kv_used"] = stats.peak_kv_bytes / stats.kv_budget_bytes
+    if stats.drafted_tokens:
+        metrics["draft_acceptance"] = stats.accepted_tokens / stats.drafted_tokens
+    if stats.attainable_seconds or not prompt_tokens:  # else the engine's limits are unknown, and so are the step's
+        metrics["attainable_seconds"] = stats.attainable_seconds
+    return metrics
 
 
 async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[RolloutGroup]:
-    """A group per task; beside it a greedy rollout, played and rewarded in the same way, where it is compared with."""
+    """One group per task, each with a greedy rollout where the algorithm needs it as its baseline."""
     collect, sampling, size = parts.collector.collect, parts.sampling, parts.config.rollout.group_size
     if "greedy_rollout" not in algorithm_needs(parts.config.algorithm):
         return await collect(tasks, sampling, size, seed)
@@ -109,7 +85,7 @@ async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[Rollout
 
 
 def informative(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """Without those whose greedy rollout failed, and with a filter those without contrast."""
+    """The groups that can be learned from: the greedy rollout worked, and the filter, if on, finds contrast."""
     algorithm = parts.config.algorithm
     comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]
     if not algorithm.dynamic_filter:
@@ -120,7 +96,7 @@ def informative(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutG
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
-    """What a step's rollouts look like, beside their rewards."""
+    """Numbers and lengths of a step's rollouts."""
     rollouts = [r for g in groups for r in g.rollouts]
     if not rollouts:
         return {"rollouts": 0.0}
@@ -138,7 +114,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> Metrics:
-    """By how many versions the policy that sampled a token is older than the trainer's ``version``, over all tokens."""
+    """How many versions before ``version`` the tokens of these groups were sampled."""
     records = [record for g in groups for r in g.rollouts for record in r.records]
     ages = [version - v for record in records for v, ours in zip(record.versions, record.sampled, strict=True) if ours]
     return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
