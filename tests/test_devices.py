@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seen_gpus import SeenGpus, ended, never, refused
 from tiny import save_model
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.sizes import parse_size
-from tunesmith.engines import process
-from tunesmith.engines.gpu_slots import GpuSlots
+from tunesmith.distributed.local import LocalProcesses
+from tunesmith.engines.far import FarEngine
 from tunesmith.engines.pool import EnginePool
-from tunesmith.engines.process import ProcessEngine
 from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cluster import cluster_problems
@@ -120,18 +119,6 @@ def test_turns_are_offered_only_where_they_would_do() -> None:
     assert not [*device_problems(config('system.weight_plane="nccl"'), 2)]
 
 
-WORKER = """
-import json, os, sys
-sys.stdin.readline()
-print(json.dumps({"ready": True}), flush=True)
-for line in sys.stdin:
-    asked = json.loads(line)
-    gpu = os.environ["CUDA_VISIBLE_DEVICES"]
-    done = {"token_ids": [], "logprobs": [], "versions": [], "finish_reason": gpu}
-    print(json.dumps({"id": asked["id"], "result": done if asked["do"] == "generate" else None}), flush=True)
-"""
-
-
 class NoWeights:
     async def publish(self, version: int) -> None: ...
 
@@ -144,19 +131,17 @@ class NoWeights:
 
 
 def test_a_process_sees_its_own_gpus_and_leaves_them_to_its_successor() -> None:
-    places = GpuSlots([("3", "4"), ("GPU-1f", "0")])
+    processes = LocalProcesses({"rollout": [("3", "4"), ("GPU-1f", "0")]})
 
-    async def start(_: int) -> ProcessEngine:
-        def begin(environment: Mapping[str, str]) -> Any:
-            return ProcessEngine.start([sys.executable, "-c", WORKER], {}, environment=environment)
-
-        return await places.start(begin)
+    async def start(_: int) -> FarEngine:
+        far = await asyncio.to_thread(processes.spawn, "rollout", EngineLostError)
+        return await FarEngine.start(far, SeenGpus)
 
     said: list[str] = []
     pool = EnginePool(start, NoWeights(), size=2, report=said.append)
 
     async def seen() -> list[str]:
-        members = [member for member in pool.members if isinstance(member, ProcessEngine)]
+        members = [member for member in pool.members if isinstance(member, FarEngine)]
         return sorted([(await m.generate([1], Sampling(1))).finish_reason for m in members])
 
     async def run() -> None:
@@ -165,8 +150,8 @@ def test_a_process_sees_its_own_gpus_and_leaves_them_to_its_successor() -> None:
         assert await seen() == ["3,4", "GPU-1f,0"]
         for version, how in ((2, signal.SIGKILL), (3, signal.SIGKILL)):
             first = pool.members[0]
-            assert isinstance(first, ProcessEngine)
-            os.kill(first.pid, how)
+            assert isinstance(first, FarEngine)
+            os.kill(first.far.pid(), how)
             with pytest.raises(EngineLostError):
                 await first.generate([1], Sampling(1))
             await pool.load_weights(version)
@@ -179,61 +164,26 @@ def test_a_process_sees_its_own_gpus_and_leaves_them_to_its_successor() -> None:
     asyncio.run(run())
 
 
-def test_a_process_that_cannot_start_leaves_its_place() -> None:
-    places = GpuSlots([("1",)])
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(never, EngineError), (never, asyncio.CancelledError), (refused, UserError), (ended, EngineError)],
+)
+def test_a_place_is_free_when_its_process_has_ended(make: Any, expected: type[BaseException]) -> None:
+    processes = LocalProcesses({"rollout": [("1",)]})
 
     async def run() -> None:
         for _ in range(2):
-            with pytest.raises(EngineError, match="exit code 7"):
-                await places.start(lambda _: ProcessEngine.start([sys.executable, "-c", "raise SystemExit(7)"], {}))
-
-    asyncio.run(run())
-
-
-STUBBORN = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print({line!r}, end="", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "how"),
-    [
-        ("", "timeout"),
-        ("", "cancelled"),
-        ("not JSON\n", "nonsense"),
-        ('{"error": "no room", "user": true}\n', "no room"),
-        ('{"error": "no room", "user": true}\n', "cancelled later"),
-    ],
-)
-def test_a_place_is_free_when_its_process_is_no_more(line: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the start ends, the worker does not end by itself."""
-    ended, pids = process._end, list[int]()
-
-    async def end(worker: asyncio.subprocess.Process, seconds: float = 10.0) -> int:
-        pids.append(worker.pid)
-        return await ended(worker, seconds if "cancelled" in how else min(seconds, 0.1))
-
-    monkeypatch.setattr(process, "_end", end)
-    command = [sys.executable, "-S", "-c", STUBBORN.format(line=line)]
-
-    async def run() -> None:
-        places = GpuSlots([("1",)])
-        limit = 0.1 if how == "timeout" else 60.0
-        task = asyncio.create_task(places.start(lambda _: ProcessEngine.start(command, {}, start_timeout=limit)))
-        if "cancelled" in how:
-            while how == "cancelled later" and not pids:
-                await asyncio.sleep(0.01)
+            far = processes.spawn("rollout", EngineLostError)
+            pid = far.pid()
+            limit = 60.0 if make is not never or expected is asyncio.CancelledError else 0.1
+            task = asyncio.create_task(FarEngine.start(far, make, limit))
             await asyncio.sleep(0.1)
-            task.cancel()
-        expected = {"timeout": EngineError, "nonsense": ValueError, "no room": UserError}
-        with pytest.raises(expected.get(how, asyncio.CancelledError)):
-            await task
-        with pytest.raises(ProcessLookupError):  # ended, and reaped
-            os.kill(pids[0], 0)
-        assert places._free == [0]
+            if expected is asyncio.CancelledError:
+                task.cancel()
+            with pytest.raises(expected):
+                await task
+            with pytest.raises(ProcessLookupError):  # ended, and reaped
+                os.kill(pid, 0)
 
     asyncio.run(run())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,15 @@ from engine_contract import FREE, Subject
 from pool_bench import LAST, PoolBench, each_check
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
-from tunesmith.assembly import engine_worker
+from tunesmith.assembly import engine_host
+from tunesmith.assembly.engine_host import make_engine_host
 from tunesmith.assembly.planes import file_plane, published
 from tunesmith.config.schema import LoraSection
+from tunesmith.distributed.child import ChildProcess
+from tunesmith.engines.far import FarEngine
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.pool import EnginePool
-from tunesmith.engines.process import ProcessEngine
-from tunesmith.errors import ConfigError, EngineError, UserError
+from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.metrics import read_metrics
@@ -38,14 +40,16 @@ from tunesmith.weights.base import Offer, Plane
 from tunesmith.weights.broadcast import BroadcastPlane
 from tunesmith.weights.files import MEMORY
 
-COMMAND = [sys.executable, "-m", "tunesmith.assembly.engine_worker", str(os.getpid())]
+
+def spawn(patience: float = 120.0, python: Path | None = None) -> ChildProcess:
+    return ChildProcess("the engine's process", EngineLostError, patience=patience, python=python)
 
 
 class Bench(PoolBench):
     patience = 120.0
 
-    async def start(self) -> ProcessEngine:
-        return await ProcessEngine.start(COMMAND, self.settings, patience=self.patience)
+    async def start(self) -> FarEngine:
+        return await FarEngine.start(spawn(self.patience), partial(make_engine_host, self.settings))
 
     def gloo(self) -> Plane:
         return BroadcastPlane(self.named, bucket_bytes=10_000, patience=20)
@@ -126,38 +130,31 @@ def test_closing_fails_what_is_in_flight(bench: Bench) -> None:
     bench.check(LAST, bench.another())
 
 
-def test_a_worker_that_cannot_start_says_how_it_was_started(bench: Bench) -> None:
+def test_a_process_that_cannot_start_says_how_it_ended(bench: Bench, tmp_path: Path) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/bash\necho no such thing >&2; exit 7\n")
+    interpreter.chmod(0o755)
+
     async def run() -> None:
-        with pytest.raises(EngineError, match="exit code 7"):
-            await ProcessEngine.start([sys.executable, "-c", "raise SystemExit(7)"], {})
+        with pytest.raises(EngineError, match=r"exit code 7.*\n.*no such thing") as error:
+            await FarEngine.start(spawn(python=interpreter), partial(make_engine_host, bench.settings))
+        assert not isinstance(error.value, EngineLostError), "another one would end in the same way"
 
     bench.runner.run(run())
 
 
-def test_a_worker_that_cannot_build_its_engine_says_why(bench: Bench) -> None:
+def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
     async def run() -> None:
         with pytest.raises(UserError, match="nowhere"):
-            await ProcessEngine.start(COMMAND, {**bench.settings, "model": "/nowhere"})
+            await FarEngine.start(spawn(), partial(make_engine_host, {**bench.settings, "model": "/nowhere"}))
 
     bench.runner.run(run())
-
-
-def test_ctrl_c_leaves_the_worker_to_the_trainer(bench: Bench) -> None:
-    """Which gets it too, and closes the worker's input."""
-    with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
-        assert worker.stdin is not None and worker.stdout is not None
-        worker.stdin.write(json.dumps(bench.settings).encode() + b"\n")
-        worker.stdin.flush()
-        assert json.loads(worker.stdout.readline()) == {"ready": True}
-        worker.send_signal(signal.SIGINT)
-        _, said = worker.communicate(timeout=30)
-    assert worker.returncode == 0 and b"Traceback" not in said
 
 
 def test_requests_are_answered_while_weights_arrive_and_none_is_used_before_all_have(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_worker.make_engine_worker(bench.settings)
+    engine = make_engine_host(bench.settings)
     arriving, go_on = threading.Event(), threading.Event()
 
     def read(_: Offer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -165,23 +162,21 @@ def test_requests_are_answered_while_weights_arrive_and_none_is_used_before_all_
         arriving.set()
         assert go_on.wait(30)
 
-    monkeypatch.setattr(engine_worker, "read_offer", read)
+    monkeypatch.setattr(engine_host, "read_offer", read)
 
     async def write() -> Any:
-        return (await engine.ask({"do": "generate", "id": 1, "prompt_ids": [11, 12], "sampling": asdict(FREE)}))[
-            "result"
-        ]
+        return (await engine.generate([11, 12], FREE))[0]
 
     async def run() -> None:
         before = await write()
-        taking = asyncio.create_task(engine.ask({"do": "load_weights", "id": 0, "version": 7, "offer": {"plane": ""}}))
+        taking = asyncio.create_task(engine.take(7, {"plane": ""}))
         await asyncio.to_thread(arriving.wait, 30)
         meanwhile = await write()
         go_on.set()
-        assert "error" not in await taking
-        assert meanwhile == before and meanwhile["versions"] == [0] * 12
+        await taking
+        assert meanwhile == before and meanwhile.versions == [0] * 12
         after = await write()
-        assert after["versions"] == [7] * 12 and after["logprobs"] != pytest.approx(before["logprobs"], abs=1e-3)
+        assert after.versions == [7] * 12 and after.logprobs != pytest.approx(before.logprobs, abs=1e-3)
         await engine.close()
 
     asyncio.run(run())
@@ -199,8 +194,8 @@ def test_an_adapter_reaches_the_worker_alone(bench: Bench) -> None:
     settings = {**bench.settings, "lora": lora.model_dump(mode="json")}
 
     async def run() -> None:
-        async def start(_: int) -> ProcessEngine:
-            return await ProcessEngine.start(COMMAND, settings)
+        async def start(_: int) -> FarEngine:
+            return await FarEngine.start(spawn(), partial(make_engine_host, settings))
 
         pool = EnginePool(start, file_plane(published(model, merged=False)))
         inside = LocalEngine(model, kv_bytes=1 << 20, max_running=6, max_prefill_tokens=32)
@@ -276,7 +271,7 @@ def test_weights_of_a_killed_trainer_do_not_stay_in_memory(tmp_path: Path) -> No
 
 
 def pids(pool: EnginePool) -> list[int]:
-    return [member.pid for member in pool.members if isinstance(member, ProcessEngine)]
+    return [member.far.pid() for member in pool.members if isinstance(member, FarEngine)]
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:

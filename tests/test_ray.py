@@ -25,7 +25,7 @@ from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.assembly.cluster import remote_trainer
 from tunesmith.assembly.common import load_model, load_tokenizer
-from tunesmith.assembly.engine_worker import make_engine_worker
+from tunesmith.assembly.engine_host import make_engine_host
 from tunesmith.assembly.policy import policy_backend
 from tunesmith.backends.base import TrainBackend
 from tunesmith.config.load import load_config
@@ -54,41 +54,40 @@ from tunesmith.types import Sample
 
 ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 
-from tunesmith.cluster.engine import RayEngine  # noqa: E402
-from tunesmith.cluster.ray_cluster import Cluster, check_machines  # noqa: E402
-from tunesmith.cluster.remote import Remote  # noqa: E402
-from tunesmith.cluster.reward import RestartingRemote  # noqa: E402
+from tunesmith.distributed.far import Far  # noqa: E402
+from tunesmith.distributed.ray_cluster import RayCluster, check_machines  # noqa: E402
+from tunesmith.engines.far import FarEngine  # noqa: E402
+from tunesmith.rewards.far_model import RestartingFar  # noqa: E402
 
 PLACES = [Bundle((role,), 0.1, 0.0) for role in ("actor", "actor", "ref", "rollout", "rollout")]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster.open(SystemSection(), PLACES, patience=20.0) as opened:
+def cluster() -> Iterator[RayCluster]:
+    with RayCluster.open(SystemSection(), PLACES, patience=20.0) as opened:
         yield opened
 
 
 class Bench(PoolBench):
-    def __init__(self, folder: Path, cluster: Cluster) -> None:
+    def __init__(self, folder: Path, cluster: RayCluster) -> None:
         self.cluster = cluster
         super().__init__(folder)
 
-    async def start(self) -> RayEngine:
-        remote = self.cluster.spawn("rollout", EngineLostError)
-        await remote.make_async(partial(make_engine_worker, self.settings))
-        return RayEngine(remote)
+    async def start(self) -> FarEngine:
+        far = self.cluster.spawn("rollout", EngineLostError)
+        return await FarEngine.start(far, partial(make_engine_host, self.settings))
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, cluster: RayCluster) -> Iterator[Bench]:
     with Bench(tmp_path_factory.mktemp("ray"), cluster).opened() as made:
         yield made
 
 
 def pid(pool: EnginePool) -> int:
     [member] = pool.members
-    assert isinstance(member, RayEngine)
-    return member.remote.pid()
+    assert isinstance(member, FarEngine)
+    return member.far.pid()
 
 
 @each_check
@@ -129,11 +128,10 @@ def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(
 
 def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
     async def run() -> None:
-        remote = bench.cluster.spawn("rollout", EngineLostError)
+        far = bench.cluster.spawn("rollout", EngineLostError)
         with pytest.raises(ModelError, match="nowhere"):
             settings = {"engine": "local", "model": "/nowhere", "dtype": "float32", "device": "cpu"}
-            await remote.make_async(partial(make_engine_worker, {**settings, "trust_remote_code": False}))
-        remote.close()
+            await FarEngine.start(far, partial(make_engine_host, {**settings, "trust_remote_code": False}))
 
     bench.runner.run(run())
 
@@ -157,7 +155,7 @@ def samples() -> list[Sample]:
     return made
 
 
-def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_path: Path) -> None:
     """Losses travel there, numbers come back, bit by bit; so do the reference, the average and checkpoints."""
     config = resolved(tmp_path, algorithm__kl_coef=0.1, train__ema_decay=0.5)
     assert processes(config) == {"actor": 1, "ref": 1, "rollout": 1}
@@ -202,7 +200,7 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: Cluster, tmp_path: 
     cluster.close("actor", "ref")
 
 
-def test_two_trainer_ranks_take_the_steps_of_one(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: Path) -> None:
     """Memory runs out on one at first; then a checkpoint of both goes on in one; then one dies."""
     config = resolved(tmp_path, system__trainer_ranks=2, train__ema_decay=0.5)
     tokenizer = load_tokenizer(config)
@@ -244,44 +242,44 @@ def test_two_trainer_ranks_take_the_steps_of_one(cluster: Cluster, tmp_path: Pat
     cluster.close("actor")
 
 
-def test_a_place_is_free_again_when_its_process_has_ended(cluster: Cluster) -> None:
+def test_a_place_is_free_again_when_its_process_has_ended(cluster: RayCluster) -> None:
     for _ in range(2):
-        remote = cluster.spawn("ref", TrainerLostError)
-        remote.make(partial(__import__, "os"))
-        assert remote.get("sep") == os.sep
-        remote.close()
+        far = cluster.spawn("ref", TrainerLostError)
+        far.make(partial(__import__, "os")).result()
+        assert far.get("sep") == os.sep
+        far.close()
         with pytest.raises(TrainerLostError, match="was closed"):
-            remote.get("sep")
+            far.get("sep")
 
 
-def test_a_reward_models_process_is_replaced_as_often_as_said(cluster: Cluster) -> None:
+def test_a_reward_models_process_is_replaced_as_often_as_said(cluster: RayCluster) -> None:
     said: list[str] = []
 
-    def start() -> Remote:
-        remote = cluster.spawn("ref", RewardError)
-        remote.make(partial(__import__, "operator"))
-        return remote
+    def start() -> Far:
+        far = cluster.spawn("ref", RewardError)
+        far.make(partial(__import__, "operator")).result()
+        return far
 
-    place = RestartingRemote(start, 1, said.append)
+    place = RestartingFar(start, 1, said.append)
     for _ in range(2):
         assert place.call("add", 2, 3) == 5
-        os.kill(place.remote.pid(), signal.SIGKILL)
+        os.kill(place.far.pid(), signal.SIGKILL)
     with pytest.raises(RewardError, match="is lost"):
         place.call("add", 2, 3)
     assert len(said) == 1 and "starting another" in said[0]
 
 
-def test_an_actor_in_another_environment(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_actor_in_another_environment(cluster: RayCluster, tmp_path: Path) -> None:
     interpreter = tmp_path / "python"
     interpreter.write_text(f'#!/bin/bash\nexport ANOTHER=yes\nexec {sys.executable} "$@"\n')
     interpreter.chmod(0o755)
-    remote = cluster.spawn("ref", TrainerLostError, interpreter)
-    remote.make(partial(__import__, "os"))
-    assert remote.call("environ.get", "ANOTHER") == "yes"
-    remote.close()
+    far = cluster.spawn("ref", TrainerLostError, interpreter)
+    far.make(partial(__import__, "os")).result()
+    assert far.call("environ.get", "ANOTHER") == "yes"
+    far.close()
 
 
-def test_a_pool_that_grows_beyond_the_cluster_is_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_grows_beyond_the_cluster_is_told(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_bundles", [Bundle(("critic",), 1000.0, 0.0)])
     monkeypatch.setattr(cluster, "_has_room", lambda *_: False)
     with pytest.raises(EngineError, match="no room for another critic: it needs 1000 CPUs"):
@@ -301,21 +299,21 @@ def test_a_pool_that_grows_beyond_the_cluster_is_told(cluster: Cluster, monkeypa
 @pytest.mark.usefixtures("cluster")
 def test_what_ray_does_not_know_or_cannot_be_any_more(settings: Any, kind: Any, words: str) -> None:
     with pytest.raises(kind, match=words):
-        Cluster.open(SystemSection(**settings), PLACES)
+        RayCluster.open(SystemSection(**settings), PLACES)
 
 
 @pytest.mark.usefixtures("cluster")
 def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
     config = resolved(tmp_path, system__engines=3, system__placement__rollout__gpus=1, system__placement__actor__gpus=1)
     with pytest.raises(ClusterError, match="a trainer of 1 GPU and 3 engines of 1 GPU need 4 GPUs; the cluster has 0"):
-        Cluster.open(config.system, bundles(config))
+        RayCluster.open(config.system, bundles(config))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://10.0.0.1:10001"])
 def test_no_cluster_at_the_address(address: str) -> None:
     code = (
-        "from tunesmith.config.system import SystemSection\nfrom tunesmith.cluster.ray_cluster import Cluster\n"
-        f"Cluster.open(SystemSection(ray_address='{address}'), [])"
+        "from tunesmith.config.system import SystemSection\nfrom tunesmith.distributed.ray_cluster import RayCluster\n"
+        f"RayCluster.open(SystemSection(ray_address='{address}'), [])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert f"ClusterError: there is no Ray cluster at {address}. Start it" in done.stderr
@@ -410,7 +408,7 @@ def test_the_derived_plane_reaches_every_rank(tmp_path: Path) -> None:
 
 DEALT = """
 import os, ray
-from tunesmith.cluster.ray_cluster import Cluster
+from tunesmith.distributed.ray_cluster import RayCluster
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import TrainerLostError
 from tunesmith.plan.cluster import Bundle
@@ -421,11 +419,11 @@ class Seen:
 
 ray.init("local", num_cpus=6, num_gpus=4, include_dashboard=False, logging_level="error", _node_ip_address="127.0.0.1")
 place = Bundle(("actor", "actor", "rollout"), 3.0, 2.0)
-with Cluster.open(SystemSection(weight_plane="memory"), [place, place]) as cluster:
+with RayCluster.open(SystemSection(weight_plane="memory"), [place, place]) as cluster:
     for role in ("actor",) * 4 + ("rollout",) * 2:
-        remote = cluster.spawn(role, TrainerLostError)
-        remote.make(Seen)
-        print(role, remote.call("gpus"))
+        far = cluster.spawn(role, TrainerLostError)
+        far.make(Seen).result()
+        print(role, far.call("gpus"))
 """
 
 

@@ -299,6 +299,6 @@ def test_a_fork_computes_without_the_threads_of_its_parent(tmp_path: Path) -> No
         "    def __call__(self):\n        return self.network.judged(['a'], lambda *_: None)\n"
     )
     workers = Workers(Program(tmp_path / "program.py", "Program", arguments=(str(tmp_path),)))
-    assert workers.host().forks
-    assert workers.take().ask()[1].result(20) == [1.0]
+    assert workers.server().forks
+    assert workers.take().ask().result(20) == [1.0]
     workers.close()

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 from tiny import save_model
 from tunesmith.algorithms.objective import sft_objective
-from tunesmith.backends import rank_group
 from tunesmith.backends.base import LossFn
 from tunesmith.backends.memory import memory_boundary
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
-from tunesmith.backends.rank_group import RankGroup, reach_store
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
 from tunesmith.data.forest import Forest, Predictions, build_forest
 from tunesmith.data.packing import CostModel, num_forest_tokens, pack
+from tunesmith.distributed import rank_group
 from tunesmith.distributed.process_group import open_store
+from tunesmith.distributed.rank_group import RankGroup, reach_store
 from tunesmith.errors import DeviceMemoryError, ModelError, TrainerLostError
 from tunesmith.loop.learner import Learner
 from tunesmith.models import adapters

@@ -22,7 +22,7 @@ from tiny_runs import sums, write_lines
 from tunesmith.assembly.planes import published, read_offer
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig
-from tunesmith.distributed.flat_weights import checksum, flatten
+from tunesmith.distributed.checksum import checksum
 from tunesmith.distributed.process_group import open_store
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.models.adapters import attach
@@ -31,6 +31,7 @@ from tunesmith.plan.checks import check
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.broadcast import LOOPBACK, BroadcastPlane
 from tunesmith.weights.files import FilePlane
+from tunesmith.weights.flat import flatten
 from tunesmith.weights.ipc import IpcPlane
 
 GPUS = torch.cuda.device_count()

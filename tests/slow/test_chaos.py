@@ -123,7 +123,7 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
             "rollout.partial": True,
             "rollout.over_generation": 2.0,
         },
-        {"engine_worker": 5, "killable_child": 4, "controller": 3},
+        {"engine's process": 5, "killable_child": 4, "controller": 3},
     ),
     "ray": (
         {"system.cluster": "ray", "system.engines": 2, "system.trainer_restarts": 50},

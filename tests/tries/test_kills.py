@@ -97,7 +97,7 @@ def wait(process: int, seconds: float = 120.0) -> int:
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     import torch
 
-    import tunesmith.assembly.engine_worker
+    import tunesmith.assembly.engine_host
     import tunesmith.assembly.rl_parts
     import tunesmith.assembly.supervised_parts
     import tunesmith.loop.rl  # noqa: F401  (imported before the copies are made)

@@ -9,7 +9,7 @@ import pytest
 
 from engine_contract import Subject
 from pool_bench import LAST, PoolBench, each_check
-from tunesmith.assembly.engine_worker import make_engine_worker
+from tunesmith.assembly.engine_host import make_engine_host
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import EngineLostError
 from tunesmith.plan.cluster import Bundle
@@ -17,26 +17,25 @@ from tunesmith.plan.cluster import Bundle
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 
-from tunesmith.cluster.engine import RayEngine
-from tunesmith.cluster.ray_cluster import Cluster
+from tunesmith.distributed.ray_cluster import RayCluster
+from tunesmith.engines.far import FarEngine
 
 pytestmark = pytest.mark.xdist_group("ray")
 
 
 class Bench(PoolBench):
-    cluster: Cluster
+    cluster: RayCluster
 
-    async def start(self) -> RayEngine:
-        remote = self.cluster.spawn("rollout", EngineLostError)
-        await remote.make_async(partial(make_engine_worker, self.settings))
-        return RayEngine(remote)
+    async def start(self) -> FarEngine:
+        far = self.cluster.spawn("rollout", EngineLostError)
+        return await FarEngine.start(far, partial(make_engine_host, self.settings))
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     made = Bench(tmp_path_factory.mktemp("ray"), head_dim=32)
     made.use_vllm(tensor_parallel_size=request.param)
-    with Cluster.open(SystemSection(), [Bundle(("rollout",), 1.0, 0.0)]) as made.cluster, made.opened():
+    with RayCluster.open(SystemSection(), [Bundle(("rollout",), 1.0, 0.0)]) as made.cluster, made.opened():
         yield made
 
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from engine_contract import FREE, PROMPT, Subject
 from pool_bench import PoolBench, each_check
-from tunesmith.engines.process import ProcessEngine
+from tunesmith.assembly.engine_host import make_engine_host
+from tunesmith.distributed.child import ChildProcess
+from tunesmith.engines.far import FarEngine
+from tunesmith.errors import EngineLostError
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
 class Bench(PoolBench):
-    async def start(self) -> ProcessEngine:
-        return await ProcessEngine.start(
-            [sys.executable, "-m", "tunesmith.assembly.engine_worker", str(os.getpid())], self.settings
-        )
+    async def start(self) -> FarEngine:
+        far = ChildProcess("the engine's process", EngineLostError)
+        return await FarEngine.start(far, partial(make_engine_host, self.settings))
 
 
 @pytest.fixture(scope="module", params=["tensor", "pipeline"])

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.assembly.common import limits_of, load_model, load_tokenizer
-from tunesmith.assembly.engines import engine_settings, make_pool
+from tunesmith.assembly.engines import engine_settings, make_pool, start_engine
 from tunesmith.assembly.opening import RunResult
 from tunesmith.config.placement import Role
 from tunesmith.config.schema import ModelReward, RLConfig
-from tunesmith.errors import EngineLostError, RewardError, TrainerLostError
+from tunesmith.distributed.far import gather
+from tunesmith.errors import RewardError, TrainerLostError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.run_dir import RunDir
 from tunesmith.monitor.timeline import Timeline
@@ -25,11 +26,11 @@ from tunesmith.plan.hardware import PeakRates
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tunesmith.backends.ranked import RankedBackend
     from tunesmith.backends.torch import TorchBackend
-    from tunesmith.cluster.ray_cluster import Cluster
-    from tunesmith.cluster.remote import Remote
-    from tunesmith.cluster.trainer import RayBackend
     from tunesmith.data.forest import Forest, Predictions
+    from tunesmith.distributed.far import Far
+    from tunesmith.distributed.ray_cluster import RayCluster
     from tunesmith.engines.base import RolloutEngine
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.rewards.model import RewardModel
@@ -52,16 +53,16 @@ class TrainerActor:
 
     def open_store(self) -> tuple[str, int]:
         """Host and port at which the ranks find each other."""
-        from tunesmith.backends.rank_group import PATIENCE
-        from tunesmith.cluster.host import node_address
         from tunesmith.distributed.process_group import open_store
+        from tunesmith.distributed.rank_group import PATIENCE
+        from tunesmith.distributed.ray_actor import node_address
 
         self.store = open_store(node_address(), PATIENCE)
         return node_address(), self.store.port
 
     def join(self, rank: int, world: int, host: str, port: int) -> None:
-        from tunesmith.backends.rank_group import RankGroup, reach_store
-        from tunesmith.cluster.host import node_address
+        from tunesmith.distributed.rank_group import RankGroup, reach_store
+        from tunesmith.distributed.ray_actor import node_address
 
         store = self.store or reach_store(host, port)
         self.backend.join(RankGroup(store, rank, world, node_address(), self.backend.model.device))
@@ -123,7 +124,7 @@ def host_critic(config: RLConfig, rank: int = 0) -> TrainerActor:
     return TrainerActor(critic_backend(config, load_tokenizer(config)), limits_of(config) if rank == 0 else None)
 
 
-def open_cluster(config: RLConfig) -> AbstractContextManager[Cluster | None]:
+def open_cluster(config: RLConfig) -> AbstractContextManager[RayCluster | None]:
     """The cluster of ``[system]``, with places for all processes of a resolved run; None where it names none.
 
     Raises:
@@ -131,91 +132,82 @@ def open_cluster(config: RLConfig) -> AbstractContextManager[Cluster | None]:
     """
     if config.system.cluster == "none":
         return nullcontext()
-    from tunesmith.cluster.ray_cluster import Cluster
+    from tunesmith.distributed.ray_cluster import RayCluster
 
     wanted = bundles(config)
     print(f"Ray: {', '.join(f'{n} {role}' for role, n in processes(config).items())}", flush=True)
     with long_wait("starting or joining the Ray cluster"):
-        return Cluster.open(config.system, wanted)
+        return RayCluster.open(config.system, wanted)
 
 
-def remote_trainer(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, PeakRates]:
+def remote_trainer(cluster: RayCluster, config: RLConfig) -> tuple[RankedBackend, PeakRates]:
     """The policy's trainer, and its reference where that has a process of its own."""
-    from tunesmith.cluster.trainer import RayBackend
+    from tunesmith.backends.ranked import RankedBackend
 
     replicas = _replicas(cluster, config, "actor", host_trainer)
     reference = None
     if "ref" in processes(config):
         reference = cluster.spawn("ref", TrainerLostError)
         with long_wait("starting the reference's process"):
-            reference.make(partial(host_reference, config))
-    return RayBackend(replicas, reference), _limits(replicas)
+            reference.make(partial(host_reference, config)).result()
+    return RankedBackend(replicas, reference), _limits(replicas)
 
 
-def remote_critic(cluster: Cluster, config: RLConfig) -> tuple[RayBackend, PeakRates]:
-    from tunesmith.cluster.trainer import RayBackend
+def remote_critic(cluster: RayCluster, config: RLConfig) -> tuple[RankedBackend, PeakRates]:
+    from tunesmith.backends.ranked import RankedBackend
 
     replicas = _replicas(cluster, config, "critic", host_critic)
-    return RayBackend(replicas), _limits(replicas)
+    return RankedBackend(replicas), _limits(replicas)
 
 
 def _replicas(
-    cluster: Cluster, config: RLConfig, role: Role, host: Callable[[RLConfig, int], TrainerActor]
-) -> Sequence[Remote]:
+    cluster: RayCluster, config: RLConfig, role: Role, host: Callable[[RLConfig, int], TrainerActor]
+) -> Sequence[Far]:
     """The processes of a role, ``system.trainer_ranks`` of them, which train one model together."""
-    from tunesmith.cluster.remote import Remote
-
     world = config.system.trainer_ranks
     replicas = [cluster.spawn(role, TrainerLostError) for _ in range(world)]
     with long_wait(f"starting the {role}'s processes"):
-        Remote.results([(remote, remote.make_ref(partial(host, config, rank))) for rank, remote in enumerate(replicas)])
+        gather(far.make(partial(host, config, rank)) for rank, far in enumerate(replicas))
     if world > 1:
         place = replicas[0].call("open_store")
-        Remote.results([(remote, remote.call_ref("join", rank, world, *place)) for rank, remote in enumerate(replicas)])
+        gather(far.submit("join", rank, world, *place) for rank, far in enumerate(replicas))
     return replicas
 
 
-def _limits(replicas: Sequence[Remote]) -> PeakRates:
+def _limits(replicas: Sequence[Far]) -> PeakRates:
     """Of all their devices together, which are alike."""
     one: PeakRates = replicas[0].get("limits")
     return PeakRates(len(replicas) * one.flops_per_second, len(replicas) * one.bytes_per_second)
 
 
 def remote_engines(
-    cluster: Cluster, config: RLConfig, backend: RayBackend, report: Callable[[str], None], timeline: Timeline | None
+    cluster: RayCluster,
+    config: RLConfig,
+    backend: RankedBackend,
+    report: Callable[[str], None],
+    timeline: Timeline | None,
 ) -> RolloutEngine:
     """A pool of engines, each a Ray actor, with the weights of the trainer's."""
-    from tunesmith.assembly.engine_worker import make_engine_worker
-    from tunesmith.cluster.engine import RayEngine
-    from tunesmith.cluster.trainer import RayPlane
+    from tunesmith.weights.far import FarPlane
 
-    async def start(number: int) -> RayEngine:
-        del number
-        remote = cluster.spawn("rollout", EngineLostError, config.system.engine_python)
-        try:
-            await remote.make_async(partial(make_engine_worker, engine_settings(config)))
-        except BaseException:
-            remote.close()
-            raise
-        return RayEngine(remote)
-
-    return make_pool(config, start, RayPlane(backend.first), report, timeline)
+    start = partial(start_engine, cluster, config, engine_settings(config))
+    return make_pool(config, start, FarPlane(backend.first), report, timeline)
 
 
 def remote_reward_model(
-    cluster: Cluster, config: RLConfig, entry: ModelReward, report: Callable[[str], None]
+    cluster: RayCluster, config: RLConfig, entry: ModelReward, report: Callable[[str], None]
 ) -> RewardModel:
     """A reward model that scores in an actor; it encodes texts here."""
     from tunesmith.assembly.rewards import load_reward_model
-    from tunesmith.cluster.reward import RayRewardModel, RestartingRemote
+    from tunesmith.rewards.far_model import FarRewardModel, RestartingFar
 
-    def start() -> Remote:
-        remote = cluster.spawn("reward", RewardError)
+    def start() -> Far:
+        far = cluster.spawn("reward", RewardError)
         with long_wait(f"starting the process of reward model {entry.path}", report):
-            remote.make(partial(load_reward_model, config, entry))
-        return remote
+            far.make(partial(load_reward_model, config, entry)).result()
+        return far
 
-    return RayRewardModel.of(RestartingRemote(start, config.system.trainer_restarts, report))
+    return FarRewardModel.of(RestartingFar(start, config.system.trainer_restarts, report))
 
 
 def run_with_restarts(
@@ -223,7 +215,7 @@ def run_with_restarts(
     config: RLConfig,
     run_dir: RunDir,
     checkpoint: Path | None,
-    cluster: Cluster | None,
+    cluster: RayCluster | None,
 ) -> RunResult:
     """A run from ``checkpoint`` on, begun again from its newest one when its trainer, reference or critic dies.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.assembly.common import limits_of, load_frozen
@@ -15,6 +16,7 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
 from tunesmith.data.chat import end_of_turn_id
 from tunesmith.engines.timed import timed
+from tunesmith.errors import EngineLostError
 from tunesmith.monitor.timeline import Timeline, engine_lane
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.checks import raise_all
@@ -24,6 +26,7 @@ from tunesmith.plan.weights import engines_apart
 from tunesmith.types import Sampling
 
 if TYPE_CHECKING:
+    from tunesmith.distributed.local import Processes
     from tunesmith.engines.base import Member, RolloutEngine
     from tunesmith.engines.local.speculation import Speculation
     from tunesmith.engines.pool import Start
@@ -71,32 +74,32 @@ def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[
 def _processes(
     config: RunConfig, model: CausalLM | None, report: Callable[[str], None], timeline: Timeline | None
 ) -> RolloutEngine:
-    """Engines in processes of their own, each with GPUs of its own where there are several."""
+    """Engines in child processes, each with its own GPUs where there are several."""
     from torch.cuda import device_count
 
     from tunesmith.assembly.planes import NoPlane, make_plane
-    from tunesmith.engines.gpu_slots import GpuSlots
-    from tunesmith.engines.process import ProcessEngine
+    from tunesmith.distributed.local import LocalProcesses
 
-    command = [str(config.system.engine_python or sys.executable), "-m", "tunesmith.assembly.engine_worker"]
-    command.append(str(os.getpid()))
     gpus = device_count()
     raise_all([*device_problems(config, gpus)])
     devices = own_devices(config, visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus))
-    places = GpuSlots(devices) if devices else None
-    settings = engine_settings(config, "cuda" if places else None)  # where it sees its own alone
+    processes = LocalProcesses({"rollout": devices} if devices else {})
+    settings = engine_settings(config, "cuda" if devices else None)  # of several, it sees its own
     if config.system.engine == "local":
         settings["threads"] = engine_threads(config)
-        if places is None:  # on the trainer's device
+        if devices is None:  # on the trainer's device
             settings["limits"] = asdict(limits_of(config))
-
-    async def start(number: int) -> ProcessEngine:
-        del number  # they differ in nothing but their place
-        if places is None:
-            return await ProcessEngine.start(command, settings)
-        return await places.start(lambda there: ProcessEngine.start(command, settings, environment=there))
-
+    start = partial(start_engine, processes, config, settings)
     return make_pool(config, start, make_plane(config, model) if model else NoPlane(), report, timeline)
+
+
+async def start_engine(processes: Processes, config: RunConfig, settings: Mapping[str, Any], _: int) -> Member:
+    """An engine in another process, for an ``EnginePool``; all engines of a run are alike."""
+    from tunesmith.assembly.engine_host import make_engine_host
+    from tunesmith.engines.far import FarEngine
+
+    far = await asyncio.to_thread(processes.spawn, "rollout", EngineLostError, config.system.engine_python)
+    return await FarEngine.start(far, partial(make_engine_host, settings))
 
 
 def make_pool(
@@ -115,7 +118,7 @@ def make_pool(
 
 
 def engine_settings(config: RunConfig, device: str | None = None) -> dict[str, Any]:
-    """What an engine elsewhere is built from (``assembly.engine_worker``); ``device``: if it is not called as here."""
+    """What an engine elsewhere is built from (``assembly.engine_host``); ``device``: if it is not called as here."""
     system = config.system
     if system.engine == "vllm":
         return {"engine": "vllm", **_vllm_settings(config)}

@@ -42,7 +42,7 @@ def make_plane(config: RunConfig, model: Decoder) -> Plane:
 
         host = LOOPBACK
         if system.cluster != "none":
-            from tunesmith.cluster.host import node_address
+            from tunesmith.distributed.ray_actor import node_address
 
             host = node_address()
         return BroadcastPlane(tensors, system.weight_plane, host, str(model.device))

@@ -37,7 +37,7 @@ from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Sampling, Task
 
 if TYPE_CHECKING:
-    from tunesmith.cluster.ray_cluster import Cluster
+    from tunesmith.distributed.ray_cluster import RayCluster
 
 
 async def make_rl_parts(
@@ -45,7 +45,7 @@ async def make_rl_parts(
     session: Session,
     rewards: RewardSet,
     environments: EnvironmentSet,
-    cluster: Cluster | None,
+    cluster: RayCluster | None,
 ) -> tuple[RLParts, RolloutSource]:
     """Load the models, start the engine and continue from the session's checkpoint. The caller closes the engine."""
     config, tokenizer, train = run.config, run.tokenizer, run.train
@@ -87,7 +87,7 @@ async def make_rl_parts(
 
 
 def _learner_and_engine(
-    run: ReadyRun[RLConfig, Task], session: Session, cluster: Cluster | None
+    run: ReadyRun[RLConfig, Task], session: Session, cluster: RayCluster | None
 ) -> tuple[Learner, RolloutEngine]:
     """What trains the policy and what samples with it, here or on a cluster."""
     config, tokenizer = run.config, run.tokenizer

@@ -29,7 +29,7 @@ from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Task
 
 if TYPE_CHECKING:
-    from tunesmith.cluster.ray_cluster import Cluster
+    from tunesmith.distributed.ray_cluster import RayCluster
     from tunesmith.loop.parts import RLParts
     from tunesmith.loop.rollouts import RolloutSource
     from tunesmith.loop.session import Session
@@ -55,7 +55,7 @@ def _train_policy(
     run: ReadyRun[RLConfig, Task],
     rewards: RewardSet,
     environments: EnvironmentSet,
-    cluster: Cluster | None,
+    cluster: RayCluster | None,
     checkpoint: Path | None,
 ) -> RunResult:
     """The run from ``checkpoint`` on, or from the beginning."""

@@ -1,4 +1,4 @@
-"""``tunesmith launch slurm``: a job script for a cluster (``cluster/slurm.py``)."""
+"""``tunesmith launch slurm``: a job script for a cluster (``cli/slurm.py``)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def launch(
     """
     if scheduler not in SCHEDULERS:
         raise ConfigError(f"there is no scheduler '{scheduler}'.{nearest(scheduler, SCHEDULERS)}")
-    from tunesmith.cluster.slurm import SlurmJob
+    from tunesmith.cli.slurm import SlurmJob
     from tunesmith.config.load import load_config
     from tunesmith.config.schema import RLConfig
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 from tunesmith.errors import UserError
@@ -140,44 +140,6 @@ class Member(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-class RpcMember:
-    """A ``Member`` that sends requests to ``engines.worker``; how they travel is ``ask``."""
-
-    def __init__(self) -> None:
-        self._stats = EngineStats()
-
-    async def ask(self, do: str, **values: Any) -> Any:
-        """The result of a request.
-
-        Raises:
-            UserError, EngineError: it was refused, or failed.
-            EngineLostError: the engine is no more.
-        """
-        raise NotImplementedError
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        return Completion(**await self.ask("generate", prompt_ids=list(prompt_ids), sampling=asdict(sampling)))
-
-    async def interrupt(self) -> None:
-        await self.ask("interrupt")
-
-    async def take(self, version: int, offer: Offer) -> None:
-        await self.ask("load_weights", version=version, offer=offer)
-
-    async def sleep(self, level: int = 1) -> None:
-        await self.ask("sleep", level=level)
-
-    async def wake(self) -> None:
-        await self.ask("wake")
-
-    def stats(self) -> EngineStats:
-        return self._stats
-
-    def update_stats(self, stats: Mapping[str, Any]) -> None:
-        """Take the counters that came with an answer. Answers may arrive out of order, and counters only rise."""
-        self._stats = EngineStats(**{name: max(value, getattr(self._stats, name)) for name, value in stats.items()})
 
 
 def check_sampling(sampling: Sampling) -> None:

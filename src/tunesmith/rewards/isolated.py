@@ -31,7 +31,7 @@ class IsolatedRewards:
         self._turns = Turns()
         self._alone: tuple[object, asyncio.Semaphore] = (None, asyncio.Semaphore(ALONE))
         try:
-            found = self._workers.host().description
+            found = self._workers.server().description
         except WorkerError as error:
             names = ", ".join(entry for _, entry in references)
             raise ConfigError(f"importing the rewards {names} failed: {error}") from None
@@ -61,7 +61,7 @@ class IsolatedRewards:
         sent = {name: value for name, value in arguments.items() if name not in ("log_extra", "log_metric")}
         asked = (function.number, notes.size, sent)
         if function.asynchronous:
-            found = await self._ask(asked, timeout, cancel=True)
+            found = await self._ask(asked, timeout, coroutine=True)
         else:
             async with self._turns.turn(function.number, timeout):
                 found = await self._ask(asked, timeout)
@@ -80,7 +80,7 @@ class IsolatedRewards:
         self._workers.close()
         self._worker = None
 
-    async def _ask(self, asked: tuple[Any, ...], timeout: float, *, cancel: bool = False) -> Any:
+    async def _ask(self, asked: tuple[Any, ...], timeout: float, *, coroutine: bool = False) -> Any:
         """The answer. What a process lost that ended under it is asked again, alone in a process of its own.
 
         That tells the call that ends its process from those that were under way beside it.
@@ -88,9 +88,9 @@ class IsolatedRewards:
         try:
             if self._worker is None or not self._worker.alive:
                 self._worker = self._workers.take()
-            return await answered(self._worker, asked, timeout, cancel=cancel)
+            return await answered(self._worker, asked, timeout, coroutine=coroutine, shared=coroutine)
         except WorkerLost as lost:
-            if not (lost.from_outside or cancel):
+            if not (lost.from_outside or coroutine):
                 raise RaisedInCall(None, str(lost)) from None
         except WorkerError as error:
             raise RaisedInCall(None, str(error)) from None
@@ -98,13 +98,13 @@ class IsolatedRewards:
         if self._alone[0] is not running:
             self._alone = running, asyncio.Semaphore(ALONE)
         async with self._alone[1]:
-            return await self._ask_alone(asked, timeout)
+            return await self._ask_alone(asked, timeout, coroutine)
 
-    async def _ask_alone(self, asked: tuple[Any, ...], timeout: float) -> Any:
+    async def _ask_alone(self, asked: tuple[Any, ...], timeout: float, coroutine: bool) -> Any:
         for attempt in range(2, ATTEMPTS + 1):
-            worker = self._workers.host().worker()
+            worker = self._workers.server().worker()
             try:
-                return await answered(worker, asked, timeout)
+                return await answered(worker, asked, timeout, coroutine=coroutine)
             except WorkerLost as lost:
                 if not lost.from_outside or attempt == ATTEMPTS:
                     raise RaisedInCall(None, str(lost)) from None

@@ -36,9 +36,6 @@ class RewardProgram:
             ]
         }
 
-    def concurrent(self, number: int, *_: Any) -> bool:
-        return is_async(self._functions[number].function)
-
     def __call__(self, number: int, size: int, given: Mapping[str, Any]) -> Any:
         function, notes = self._functions[number].function, Notes(size)
         arguments = taken(function, {**given, "log_extra": notes.log_extra, "log_metric": notes.log_metric})

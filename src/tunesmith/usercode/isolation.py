@@ -30,34 +30,38 @@ def user_program(
     return Program(path, function, 0.0, arguments, memory_of(memory), IMPORT_SECONDS, shows=True, alone=alone)
 
 
-async def answered(worker: Worker, asked: Sequence[Any], timeout: float, *, cancel: bool = False) -> Any:
-    """What a worker answers. If it does not in time it is killed; with ``cancel`` only the call's coroutine is ended,
-    if the event loop still answers.
+async def answered(
+    worker: Worker, asked: Sequence[Any], timeout: float, *, coroutine: bool = False, shared: bool = False
+) -> Any:
+    """What a worker answers. A worker that does not answer in time is killed.
+
+    Args:
+        coroutine: the function is a coroutine function.
+        shared: other calls are under way in the worker, so that only this call's coroutine is cancelled, as long as
+            the event loop there still answers.
 
     Raises:
         DeadlineExceeded: it did not answer in time.
-        WorkerLost: it ended, or with ``cancel`` was killed because some call of it blocked the event loop.
+        WorkerLost: it ended, or was killed because one of its calls blocked the event loop.
         WorkerError: it raised.
     """
-    number, result = worker.ask(*asked)
-    given_up = False
+    result = worker.ask(*asked, coroutine=coroutine)
     try:
         if await done_within(result, timeout):
             return result.result()
-        if cancel:
-            worker.cancel(number)
-            if not await done_within(result, ANSWER_SECONDS):
-                worker.kill()  # one of its calls blocks the event loop, which may be another
-                await done_within(result, ANSWER_SECONDS)
-            if isinstance(lost := result.done() and result.exception(), WorkerLost):
-                raise lost
-            raise DeadlineExceeded(f"did not return within {timeout:g} s")
-        raise DeadlineExceeded(f"did not return within {timeout:g} s; its process was killed")
+        if not shared:
+            raise DeadlineExceeded(f"did not return within {timeout:g} s; its process was killed")
+        worker.cancel(result)
+        if not await done_within(result, ANSWER_SECONDS):
+            worker.kill()  # one of its calls blocks the event loop, perhaps another one than this
+            await done_within(result, ANSWER_SECONDS)
+        if isinstance(lost := result.done() and result.exception(), WorkerLost):
+            raise lost
+        raise DeadlineExceeded(f"did not return within {timeout:g} s")
     except asyncio.CancelledError:
-        if cancel:
-            worker.cancel(number)
-            given_up = True
+        if shared:
+            worker.cancel(result)
         raise
     finally:
-        if not result.done() and not given_up:
+        if not (shared or result.done()):
             worker.kill()

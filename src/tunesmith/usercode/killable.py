@@ -1,8 +1,8 @@
-"""Calling code in worker processes, which can be killed.
+"""Code in worker processes that can be killed: far objects that are forks of a loaded program.
 
 For work that no thread can stop: computer algebra on what a model wrote, regular expressions that backtrack without
-end, and all code of the user's that may hang, crash, end its process or eat memory. A ``Host`` loads a program once;
-its workers are forks of it (``killable_child.py``), which start in milliseconds and are replaced after a kill.
+end, and all user code that may hang, crash, end its process or take all memory. A ``ForkServer`` loads a program once
+(``killable_child.py``); its forks start in milliseconds and are replaced when they are killed.
 """
 
 from __future__ import annotations
@@ -11,29 +11,26 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import Any
 
+from tunesmith.distributed.child import Process, ending
+from tunesmith.distributed.far import Answer, ConnectedFar
 from tunesmith.errors import DeadlineExceeded, TunesmithError
 
 STARTUP_SECONDS = 60.0
 MEMORY_BYTES = 4 << 30
 _CHILD = Path(__file__).with_name("killable_child.py")
-_starter = ThreadPoolExecutor(1, "starter")
-"""Starts all hosts, because the kernel ends them with the thread that did."""
 
 
 class WorkerError(TunesmithError, RuntimeError):
@@ -44,8 +41,7 @@ class WorkerLost(WorkerError):
     """A worker process ended. ``code`` is its exit code, negative where a signal ended it."""
 
     def __init__(self, code: int, said: str = "") -> None:
-        how = f"was ended by {signal.Signals(-code).name}" if _is_signal(-code) else f"ended with exit code {code}"
-        super().__init__(f"the worker process {how}" + (f":\n{said}" if said else ""))
+        super().__init__(f"the worker process {ending(code)}" + (f":\n{said}" if said else ""))
         self.code = code
 
     @property
@@ -56,10 +52,7 @@ class WorkerLost(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What workers run: a function of a file, or what it gives for ``arguments``. Results must survive JSON.
-
-    A callable with a method ``concurrent(*arguments)`` says of each call whether it gives a coroutine.
-    """
+    """What workers run: a function of a file, or what it returns for ``arguments``. Results have to survive JSON."""
 
     file: Path
     function: str
@@ -70,93 +63,86 @@ class Program:
     """Bytes that a worker may have on top of what was loaded."""
     startup: float = STARTUP_SECONDS
     shows: bool = False
-    """Whether what it prints is printed here."""
+    """Whether what it prints appears here."""
     alone: bool = False
-    """Whether there is one worker at a time, which is then no fork where libraries have started threads: it could use
-    only one thread."""
+    """Whether there is only one worker at a time. It is then not forked where libraries have started threads, because
+    a fork could use only one thread."""
 
 
-class Host:
-    """A process that has loaded a program; raises WorkerError where it cannot."""
+class ForkServer:
+    """A process that has loaded a program and forks workers; raises WorkerError where it cannot."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._pipe, theirs = Pipe()
-        end, out = theirs.fileno(), subprocess.PIPE
-        command = [sys.executable, "-P", _CHILD, str(end), str(os.getpid())]
-        self._process: subprocess.Popen[bytes] = _starter.submit(
-            subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=[end], bufsize=0
-        ).result()
-        theirs.close()
-        self._said: deque[str] = deque(maxlen=40)
-        self._readers = [self._forward(self._process.stdout, False), self._forward(self._process.stderr, True)]
-        setup = {"file": str(program.file), "function": program.function, "arguments": program.arguments}
+        self._process = Process([sys.executable, "-P", _CHILD], program.file.name, shows=program.shows, out=True)
+        self._pipe, self.pid = self._process.connection, self._process.popen.pid
         self._lock = threading.Lock()
         self._used = False
         self._forked: SimpleQueue[int | None] = SimpleQueue()
         self._codes: dict[int, Future[int]] = {}
+        setup = {"file": str(program.file), "function": program.function, "arguments": program.arguments}
         try:
             with suppress(OSError):
                 self._pipe.send_bytes(pickle.dumps({**setup, "alone": program.alone, "path": sys.path}))
-            self._ready(program)
+            self._wait_until_loaded(program)
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._listen, name="host", daemon=True).start()
+        threading.Thread(target=self._listen, name="fork server", daemon=True).start()
 
-    def _ready(self, program: Program) -> None:
+    def _wait_until_loaded(self, program: Program) -> None:
         if not self._pipe.poll(program.startup):
             raise WorkerError(f"{program.file.name} did not start within {program.startup:g} s")
         try:
             ready = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            raise WorkerLost(self._process.wait(), self.said()) from None
+            raise self._loss() from None
         self.description: Any = ready["value"]
         self.forks: bool = ready["forks"]
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._process.popen.poll() is None
 
     def said(self) -> str:
-        """What it and its workers printed last."""
-        if not self.alive:
-            for reader in self._readers:
-                reader.join(1.0)
-        return "".join(self._said)[-2000:].strip()
+        """What the server and its workers printed last."""
+        return self._process.said()
 
     def worker(self) -> Worker:
-        """A new worker: a fork, or where the program cannot be forked this process or, once that is used, another."""
-        if not self.forks:
-            with self._lock:
-                alone, self._used = (Host(self._program) if self._used else self), True
-            return Worker(alone, alone._order(fork=False), alone.close)
-        return Worker(self, self._order(fork=True))
+        """A new worker: a fork; where the program cannot be forked, this process or, once that is used, another one."""
+        if self.forks:
+            return Worker(self, *self._order(fork=True))
+        with self._lock:
+            server, self._used = (ForkServer(self._program) if self._used else self), True
+        return Worker(server, *server._order(fork=False), server.close)
 
     def _order(self, *, fork: bool) -> tuple[int, Connection]:
         ours, theirs = Pipe()
         with self._lock:
             try:
                 self._pipe.send_bytes(pickle.dumps({"fork": fork, "memory": self._program.memory}))
-                send_handle(self._pipe, theirs.fileno(), self._process.pid)
+                send_handle(self._pipe, theirs.fileno(), self.pid)
             except OSError:
-                raise WorkerLost(self._process.wait(), self.said()) from None
+                raise self._loss() from None
             finally:
                 theirs.close()
             try:
-                number = self._forked.get(timeout=STARTUP_SECONDS) if fork else self._process.pid
+                number = self._forked.get(timeout=STARTUP_SECONDS) if fork else self.pid
             except Empty:
                 raise WorkerError("no worker process could be started") from None
         if number is None:
-            raise WorkerLost(self._process.wait(), self.said())
+            raise self._loss()
         if fork:
             self._codes.setdefault(number, Future())
         return number, ours
 
+    def _loss(self) -> WorkerLost:
+        return WorkerLost(self._process.popen.wait(), self.said())
+
     def code_of(self, number: int) -> int:
         """The exit code of a worker that has ended or is about to."""
-        if number == self._process.pid:
-            return self._process.wait()
+        if number == self.pid:
+            return self._process.popen.wait()
         code = self._codes.setdefault(number, Future())
         if self.alive:
             with suppress(TimeoutError):
@@ -164,7 +150,7 @@ class Host:
         return code.result() if code.done() else -signal.SIGKILL
 
     def close(self) -> None:
-        """End it and its workers, which it has to be there to bury."""
+        """End the server and its workers, of which it has to collect the exit codes."""
         for number, code in list(self._codes.items()):
             if not code.done():
                 with suppress(ProcessLookupError):
@@ -172,7 +158,6 @@ class Host:
         for number in list(self._codes):
             self.code_of(number)
         self._process.kill()
-        self._process.wait()
         self._pipe.close()
 
     def _listen(self) -> None:
@@ -189,109 +174,63 @@ class Host:
                 if not code.done():
                     code.set_result(-signal.SIGKILL)
 
-    def _forward(self, pipe: IO[bytes] | None, error: bool) -> threading.Thread:
-        """Print what comes, through ``sys.stdout`` or ``sys.stderr`` as they are then, and keep the end of it."""
 
-        def read() -> None:
-            assert pipe is not None
-            with pipe:
-                for line in iter(pipe.readline, b""):
-                    text = line.decode(errors="replace")
-                    self._said.append(text)
-                    if self._program.shows:
-                        with suppress(OSError, ValueError):
-                            print(text, end="", file=sys.stderr if error else sys.stdout, flush=True)
+class Worker(ConnectedFar):
+    """One process that holds the program's function. Questions are pickled; answers are JSON, which runs nothing here.
 
-        thread = threading.Thread(target=read, name="output", daemon=True)
-        thread.start()
-        return thread
+    It is not watched: whoever asks sets a deadline and kills it. When it ends, its calls raise WorkerLost.
+    """
 
-
-class Worker:
-    """One process, asked through a pipe; calls may overlap."""
-
-    def __init__(self, host: Host, made: tuple[int, Connection], on_kill: Callable[[], None] = lambda: None) -> None:
-        self._host, (self.pid, self._pipe), self._on_kill = host, made, on_kill
-        self._numbers = count()
-        self._asked: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()
-        self._sending: SimpleQueue[bytes | None] = SimpleQueue()
+    def __init__(
+        self, server: ForkServer, pid: int, connection: Connection, on_kill: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(connection, f"worker {pid}", WorkerLost, None, json.loads)
+        self._server, self._number, self._on_kill = server, pid, on_kill
         self.alive = True
-        for work in (self._listen, self._send):
-            threading.Thread(target=work, name="worker", daemon=True).start()
+        self._start()
 
-    def ask(self, *arguments: Any) -> tuple[int, Future[Any]]:
-        """The call's number, and its result; the future raises WorkerError, or WorkerLost where the process ended."""
-        number, result = next(self._numbers), Future[Any]()
-        result.set_running_or_notify_cancel()
-        try:
-            message = pickle.dumps((number, pickle.dumps(arguments)))
-        except Exception as error:
-            raise WorkerError(f"what the call is given cannot go to another process: {error}") from error
-        with self._lock:
-            self._asked[number] = result
-            alive = self.alive
-            self._sending.put(message)
-        if not alive:
-            self._lose()
-        return number, result
-
-    def cancel(self, number: int) -> None:
-        """Of a coroutine: its future then raises WorkerError, if the worker still answers."""
-        self._sending.put(pickle.dumps((number, None)))
+    def ask(self, *arguments: Any, coroutine: bool = False) -> Answer:
+        """Call the function. The answer raises WorkerError where the function raised."""
+        return (self.submit_async if coroutine else self.submit)("__call__", *arguments)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self._number, signal.SIGKILL)
         self.alive = False
         self._on_kill()
 
-    def _send(self) -> None:
-        """On a thread of its own: a worker that is stuck in native code reads nothing, and a full pipe blocks."""
-        with self._pipe, suppress(OSError):
-            for message in iter(self._sending.get, None):
-                self._pipe.send_bytes(message)
+    def _kill(self) -> None:
+        self._connection.close()
+        self.alive = False
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                answer = json.loads(self._pipe.recv_bytes())
-            except (EOFError, OSError, ValueError):
-                break
-            with self._lock:
-                result = self._asked.pop(answer["id"], None)
-            if result is None:
-                continue
-            if "raised" in answer:
-                result.set_exception(WorkerError(answer["raised"]))
-            else:
-                result.set_result(answer["value"])
-        self._lose()
+    def _how_it_ended(self) -> str:
+        self.code = self._server.code_of(self._number)
+        return ending(self.code)
 
-    def _lose(self) -> None:
-        lost = WorkerLost(self._host.code_of(self.pid), self._host.said())
-        with self._lock:
-            self.alive = False
-            asked, self._asked = self._asked, {}
-        self._sending.put(None)
-        for result in asked.values():
-            result.set_exception(lost)
+    def _loss(self) -> WorkerLost:
+        return WorkerLost(-signal.SIGKILL if self.code is None else self.code, self._server.said())
+
+    def _raised(self, value: Any) -> WorkerError:
+        return WorkerError(value)
+
+    def _refusal(self, text: str) -> WorkerError:
+        return WorkerError(text)
 
 
 class Workers:
-    """Workers of one program: those that are idle, and a host for more, each started on first use."""
+    """Workers of one program: those that are idle, and a fork server for more, which starts on first use."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._lock = threading.Lock()
-        self._host: Host | None = None
+        self._server: ForkServer | None = None
         self._idle: list[Worker] = []
 
-    def host(self) -> Host:
+    def server(self) -> ForkServer:
         with self._lock:
-            if self._host is None or not self._host.alive:
-                self._host = Host(self._program)
-            return self._host
+            if self._server is None or not self._server.alive:
+                self._server = ForkServer(self._program)
+            return self._server
 
     def take(self) -> Worker:
         """An idle worker, or a new one. Raises WorkerError."""
@@ -299,7 +238,7 @@ class Workers:
             while self._idle:
                 if (worker := self._idle.pop()).alive:
                     return worker
-        return self.host().worker()
+        return self.server().worker()
 
     def give_back(self, worker: Worker) -> None:
         with self._lock:
@@ -307,13 +246,13 @@ class Workers:
                 self._idle.append(worker)
 
     def close(self) -> None:
-        """End the idle workers and the host, and with it all others. A later ``take`` starts anew."""
+        """End all workers and the fork server. A later ``take`` starts a new one."""
         with self._lock:
-            host, self._host, idle, self._idle = self._host, None, self._idle, []
+            server, self._server, idle, self._idle = self._server, None, self._idle, []
         for worker in idle:
             worker.kill()
-        if host is not None:
-            host.close()
+        if server is not None:
+            server.close()
 
 
 class KillablePool:
@@ -349,13 +288,9 @@ class KillablePool:
     def _call_once(self, arguments: tuple[Any, ...]) -> Any:
         worker = self._workers.take()
         try:
-            return worker.ask(*arguments)[1].result(self._program.deadline)
+            return worker.ask(*arguments).result(self._program.deadline)
         except TimeoutError:
             worker.kill()
             raise DeadlineExceeded("the worker was killed at its deadline") from None
         finally:
             self._workers.give_back(worker)
-
-
-def _is_signal(number: int) -> bool:
-    return number in signal.Signals.__members__.values()

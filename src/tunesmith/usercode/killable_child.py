@@ -1,15 +1,14 @@
-"""The process behind ``killable.py``: ``python killable_child.py PIPE PARENT``.
+"""The fork server behind ``killable.py``: ``python killable_child.py PIPE PARENT NAME``.
 
-It loads a program once and then only forks, so that a worker costs milliseconds and shares the memory of what was
-imported. Each worker answers calls on a pipe of its own: plain functions one after the other on the main thread,
-coroutines together on an event loop. Imports the standard library alone; what a program imports is its own affair.
+It loads a program once and then only forks, so that a worker starts in milliseconds and shares the memory of what was
+imported. Each worker answers through its own connection, as ``distributed/host.py`` says: plain functions one after
+the other on the main thread, coroutines together on an event loop. Imports only the standard library.
 
 Questions are pickled, because the asking process is trusted; answers are JSON, which cannot run anything there.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import faulthandler
 import importlib.util
@@ -20,26 +19,24 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-CHILDREN = Path(__file__).parent.parent / "monitor" / "children.py"
+_PACKAGE = Path(__file__).parent.parent
 
 
 def main(pipe: int, parent: int) -> None:
     """Load what the first message names, then fork a worker for every further one."""
-    end_with_parent = _load(str(CHILDREN), "end_with_parent")
-    end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()
     asking = Connection(pipe)
     setup = pickle.loads(asking.recv_bytes())
     sys.path[:] = setup["path"]
+    end_with_parent = _load(_PACKAGE / "monitor" / "children.py", "end_with_parent")
+    end_with_parent(parent)
+    serve = _load(_PACKAGE / "distributed" / "host.py", "serve")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
     # Asking whether there is a GPU would otherwise keep every fork from using it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     call = _load(setup["file"], setup["function"])
@@ -78,7 +75,7 @@ def main(pipe: int, parent: int) -> None:
                         _use_one_thread()
                 _reseed()
                 _limit(order["memory"])
-                _serve(Connection(handle), call)
+                serve(Connection(handle), call, _encode)
             os.close(handle)
             _send(asking, {"forked": number})
 
@@ -93,60 +90,18 @@ def _reap(asking: Connection) -> None:
             _send(asking, {"ended": found[0], "code": os.waitstatus_to_exitcode(found[1])})
 
 
-def _serve(pipe: Connection, call: Callable[..., Any]) -> None:
-    """Answer calls until the other end is closed."""
-    concurrent: Callable[..., bool] = getattr(call, "concurrent", lambda *_: False)
-    waiting: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()
-    running: dict[int, Future[Any]] = {}
-    loop = asyncio.new_event_loop()
-    sending = threading.Lock()
-
-    def answer(number: int, made: Callable[[], Any]) -> None:
-        try:
-            text = json.dumps({"id": number, "value": made()})
-        except BaseException:
-            text = json.dumps({"id": number, "raised": traceback.format_exc(limit=-5)[-4000:]})
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        with sending:
-            pipe.send_bytes(text.encode())
-
-    def read() -> None:
-        threading.Thread(target=loop.run_forever, daemon=True).start()
-        while True:
-            try:
-                number, packed = pickle.loads(pipe.recv_bytes())
-            except (EOFError, OSError):
-                os._exit(0)
-            if packed is None:
-                if number in running:
-                    running[number].cancel()
-                continue
-            try:
-                arguments = pickle.loads(packed)
-            except Exception:
-                answer(number, lambda packed=packed: pickle.loads(packed))
-                continue
-            if concurrent(*arguments):
-                task = running[number] = asyncio.run_coroutine_threadsafe(call(*arguments), loop)
-                task.add_done_callback(
-                    lambda done, number=number: (running.pop(number, 0), answer(number, done.result))
-                )
-            else:
-                waiting.put((number, arguments))
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        number, arguments = waiting.get()
-        answer(number, lambda arguments=arguments: call(*arguments))
+def _encode(answer: tuple[int, bool, Any]) -> bytes:
+    number, succeeded, value = answer
+    if not succeeded:
+        value = "".join(traceback.format_exception(value, limit=-5))[-4000:]
+    return json.dumps((number, succeeded, value)).encode()
 
 
 def _send(pipe: Connection, message: dict[str, Any]) -> None:
     pipe.send_bytes(json.dumps(message).encode())
 
 
-def _load(file: str, function: str) -> Any:
+def _load(file: str | Path, function: str) -> Any:
     name = f"program_{Path(file).stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None

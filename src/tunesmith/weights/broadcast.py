@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tunesmith.distributed.flat_weights import BUCKET, FlatWeights, checksum, flatten
+from tunesmith.distributed.checksum import checksum
 from tunesmith.distributed.process_group import GroupKind, open_store, process_group
 from tunesmith.errors import EngineError, boundary
 from tunesmith.weights.base import NamedTensors, Offer
+from tunesmith.weights.flat import BUCKET, FlatWeights, flatten
 
 REACHING = 5.0
 """Seconds to reach a round's trainer, which was there when it made the offer; not to be waited for where it died."""

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tunesmith.distributed.flat_weights import checksum
+from tunesmith.distributed.checksum import checksum
 from tunesmith.errors import EngineError, StorageError, boundary
 from tunesmith.monitor.children import owned_name, remove_at_end, remove_stale
 from tunesmith.weights.base import NamedTensors, Offer

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunesmith.distributed.flat_weights import BUCKET, FlatWeights, checksum, flatten
+from tunesmith.distributed.checksum import checksum
 from tunesmith.errors import EngineError, boundary
 from tunesmith.weights.base import NamedTensors, Offer
+from tunesmith.weights.flat import BUCKET, FlatWeights, flatten
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""A Ray cluster, found or started, and the places of a run's processes on it."""
+"""The processes of a run on a Ray cluster, which is joined or started."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tunesmith.cluster.host import Host
-from tunesmith.cluster.remote import PATIENCE, Remote
 from tunesmith.config.placement import Role
 from tunesmith.config.system import SystemSection
+from tunesmith.distributed.far import PATIENCE, Far
 from tunesmith.errors import ClusterError, ConfigError, EngineError, TunesmithError, boundary, nearest
 from tunesmith.plan.cluster import NAMES, Bundle, missing
 
@@ -25,7 +24,7 @@ OBJECT_STORE = 200 << 20
 """Bytes that a cluster started here may keep of what travels between processes; more goes to disk."""
 
 
-class Cluster:
+class RayCluster:
     """Places for the processes of one run. Use as a context manager; leaving it ends them."""
 
     def __init__(self, group: Any, bundles: Sequence[Bundle], *, connected: bool, patience: float = PATIENCE) -> None:
@@ -33,11 +32,11 @@ class Cluster:
         self._numbers = count(1)
         self._dealt: dict[int, list[str]] = {}
         """The GPUs of bundles whose processes see different numbers of them."""
-        self._running: dict[Remote, tuple[Role, int | None]] = {}
-        """Role and bundle of each process; no bundle of those beside them."""
+        self._running: dict[Far, tuple[Role, int | None]] = {}
+        """Role and bundle of each process; None: it is in no bundle."""
 
     @classmethod
-    def open(cls, system: SystemSection, bundles: Sequence[Bundle], *, patience: float = PATIENCE) -> Cluster:
+    def open(cls, system: SystemSection, bundles: Sequence[Bundle], *, patience: float = PATIENCE) -> RayCluster:
         """Reserve ``bundles``, each on one machine.
 
         Raises:
@@ -54,7 +53,7 @@ class Cluster:
             _disconnect(connected)
             raise
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> RayCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,11 +67,11 @@ class Cluster:
 
     def close(self, *roles: Role) -> None:
         """End the processes of these roles."""
-        for remote, (role, _) in list(self._running.items()):
+        for far, (role, _) in list(self._running.items()):
             if role in roles:
-                remote.close()
+                far.close()
 
-    def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Remote:
+    def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
         """A new process in a free place of its role, or outside them where all are taken.
 
         Args:
@@ -83,20 +82,22 @@ class Cluster:
         """
         import ray
 
+        from tunesmith.distributed.ray_actor import Actor, RayActor
+
         bundle = next((i for i in range(len(self._bundles)) if self._has_room(i, role)), None)
         options = self._outside(role) if bundle is None else self._inside(bundle)
         if python is not None:
             # Not resolved: the interpreter of a virtual environment is a link to another one.
             options["runtime_env"] = {"py_executable": str(python.absolute())}
         # More requests than an engine runs may wait at it, and pings have to get through.
-        named = type(NAMES[role].title().replace(" ", ""), (Host,), {})  # what `ps` shows
+        named = type(NAMES[role].title().replace(" ", ""), (Actor,), {})  # what `ps` shows
         made: Any = ray.remote(named)
         gpus = None if bundle is None else self._gpus(bundle, role)
         actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd(), gpus)
-        name = f"the {NAMES[role]}'s actor ({next(self._numbers)})"
-        remote = Remote(actor, name, lost, patience=self._patience, ended=lambda: self._running.pop(remote, None))
-        self._running[remote] = role, bundle
-        return remote
+        far = RayActor(actor, f"the {NAMES[role]}'s actor ({next(self._numbers)})", lost, self._patience)
+        self._running[far] = role, bundle
+        far.ended.add_done_callback(lambda _: self._running.pop(far, None))
+        return far
 
     def _gpus(self, bundle: int, role: Role) -> list[str] | None:
         """What the next process of a role sees of the bundle's GPUs; None: what Ray gives it."""

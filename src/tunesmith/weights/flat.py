@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -58,14 +57,3 @@ def flatten(named: Iterable[tuple[str, Tensor]], device: str = "cpu", into: Tens
         piece = into[start : start + tensor.nbytes]
         piece.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return FlatWeights(into, table)
-
-
-def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes; on a GPU a sum of its 8-byte words, each weighed by its place, which stays there."""
-    raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if raw.device.type == "cpu":
-        plain: Any = raw.numpy()
-        return zlib.crc32(plain)
-    words = torch.nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64)
-    places = torch.arange(1, 2 * len(words), 2, device=raw.device)  # odd: no change of a single word is lost
-    return int((words * places).sum())

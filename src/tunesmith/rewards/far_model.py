@@ -1,4 +1,4 @@
-"""A reward model in a Ray actor."""
+"""A reward model in another process."""
 
 from __future__ import annotations
 
@@ -7,43 +7,41 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from tunesmith.cluster.remote import Remote
+from tunesmith.distributed.far import Far
 from tunesmith.errors import TunesmithError
 from tunesmith.rewards.function import Score
 from tunesmith.rewards.model import RewardModel
 
 
-class RestartingRemote:
-    """Calls to the process of ``start``; one that dies is replaced, ``restarts`` times."""
+class RestartingFar:
+    """Calls to the process of ``start``. One that ends is replaced, up to ``restarts`` times."""
 
-    def __init__(self, start: Callable[[], Remote], restarts: int, report: Callable[[str], None]) -> None:
+    def __init__(self, start: Callable[[], Far], restarts: int, report: Callable[[str], None]) -> None:
         self._start, self._restarts, self._report = start, restarts, report
-        self.remote = start()
+        self.far = start()
 
     def call(self, name: str, *args: Any) -> Any:
         while True:
-            remote = self.remote
+            far = self.far
             try:
-                return remote.call(name, *args)
+                return far.call(name, *args)
             except TunesmithError as lost:
-                if not remote.lost or not self._restarts:
+                if not far.lost or not self._restarts:
                     raise
                 self._restarts -= 1
                 self._report(f"{lost}: starting another")
-                self.remote = self._start()
+                self.far = self._start()
 
 
 @dataclass(frozen=True, slots=True)
-class RayRewardModel(RewardModel):
+class FarRewardModel(RewardModel):
     """Encodes texts here and scores them where ``place`` holds the whole model."""
 
-    place: RestartingRemote | None = None
+    place: RestartingFar | None = None
 
     @classmethod
-    def of(cls, place: RestartingRemote) -> RayRewardModel:
-        tokenizer, limit, template, stats = map(
-            place.remote.get, ("model.tokenizer", "max_tokens", "template", "stats")
-        )
+    def of(cls, place: RestartingFar) -> FarRewardModel:
+        tokenizer, limit, template, stats = map(place.far.get, ("model.tokenizer", "max_tokens", "template", "stats"))
         model: Any = SimpleNamespace(tokenizer=tokenizer)  # all that encoding reads
         return cls(model, limit, template, stats, place)
 

@@ -1,60 +1,28 @@
-"""The process behind a ``ProcessEngine``: ``python -m tunesmith.assembly.engine_worker PARENT``.
-
-The first line of its input says which engine to build; the rest are requests (``engines.worker``).
-"""
+"""The engine of a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.assembly.planes import read_offer
-from tunesmith.errors import TunesmithError, UserError
-from tunesmith.monitor.children import end_with_parent
 from tunesmith.weights.base import Offer
 
 if TYPE_CHECKING:
     from tunesmith.engines.base import RolloutEngine
-    from tunesmith.engines.worker import EngineWorker, TakeWeights
+    from tunesmith.engines.far import EngineHost, TakeWeights
 
 
-def main() -> None:
-    end_with_parent(int(sys.argv[1]))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer gets them too, and closes the input
-        signal.signal(number, signal.SIG_IGN)
-    # Whatever libraries print goes to standard error: standard output carries answers only.
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    settings = json.loads(sys.stdin.buffer.readline())
-    try:
-        engine = ENGINES[settings.pop("engine")](**settings)
-    except TunesmithError as error:
-        answers.write(json.dumps({"error": str(error), "user": isinstance(error, UserError)}).encode() + b"\n")
-        sys.exit(1)
-    asyncio.run(_run(*engine, answers.write))
-
-
-async def _run(engine: RolloutEngine, take_weights: TakeWeights, write: Callable[[bytes], Any]) -> None:
-    from tunesmith.engines.worker import serve
-
-    # Read on a thread, which works for pipes and files alike.
-    await serve(engine, lambda: asyncio.to_thread(sys.stdin.buffer.readline), write, take_weights)
-
-
-def make_engine_worker(settings: Mapping[str, Any]) -> EngineWorker:
-    """The engine of ``assembly.engines.engine_settings``, for whoever sends it requests."""
+def make_engine_host(settings: Mapping[str, Any]) -> EngineHost:
+    """The engine of ``assembly.engines.engine_settings``."""
     from transformers.utils import logging
 
-    from tunesmith.engines.worker import EngineWorker
+    from tunesmith.engines.far import EngineHost
 
     logging.disable_progress_bar()
     options = dict(settings)
-    return EngineWorker(*ENGINES[options.pop("engine")](**options))
+    return EngineHost(*ENGINES[options.pop("engine")](**options))
 
 
 def _local(
@@ -112,7 +80,3 @@ def _vllm(**settings: Any) -> Any:
 
 
 ENGINES: dict[str, Callable[..., tuple[RolloutEngine, TakeWeights]]] = {"local": _local, "vllm": _vllm}
-
-
-if __name__ == "__main__":
-    main()

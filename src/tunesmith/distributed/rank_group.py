@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tunesmith.backends.memory import is_out_of_memory
-from tunesmith.distributed.flat_weights import checksum
+from tunesmith.distributed.checksum import checksum
 from tunesmith.distributed.process_group import process_group
 from tunesmith.errors import ModelError, TrainerLostError, TunesmithError, boundary
 
@@ -102,7 +101,7 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, TunesmithError) or is_out_of_memory(error):
+            if isinstance(error, TunesmithError | torch.OutOfMemoryError):
                 raise  # memory is short here, and nobody is gone
             raise TrainerLostError(f"{who} for {self.patience:g} s: {error}") from error
 

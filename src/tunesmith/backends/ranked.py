@@ -7,36 +7,34 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 from tunesmith.backends.base import LossFn
-from tunesmith.cluster.remote import Remote
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.data.packing import CostModel
-from tunesmith.errors import DeviceMemoryError, TunesmithError
-from tunesmith.weights.base import Offer
+from tunesmith.distributed.far import Answer, Far, entered, gather
+from tunesmith.errors import DeviceMemoryError
 
 REFERENCE_DIRECTORY = "reference"
 AHEAD = 2
 """Forests that a rank has at a time: the next one is there when one is done."""
 
 
-class RayBackend:
+class RankedBackend:
     """``replicas`` hold a ``backend`` each, of one ``RankGroup`` where there are several; ``reference``, where it has
     a process of its own, an object with ``score``, ``take``, ``save`` and ``load``.
 
     Losses and forests travel to them, each forest to one, and what they say of it comes back.
     """
 
-    def __init__(self, replicas: Sequence[Remote], reference: Remote | None = None) -> None:
+    def __init__(self, replicas: Sequence[Far], reference: Far | None = None) -> None:
         self.replicas, self.reference = replicas, reference
         self.cost: CostModel = self.first.get("backend.cost")
         self._optimizer_steps: int = self.first.get("backend.optimizer_steps")
         self._reference_is_new = False
 
     @property
-    def first(self) -> Remote:
+    def first(self) -> Far:
         """Whose numbers count where all have the same."""
         return self.replicas[0]
 
@@ -71,13 +69,8 @@ class RayBackend:
 
     @contextmanager
     def ema_weights(self) -> Generator[None]:
-        for replica in self.replicas:
-            replica.enter("backend.ema_weights")
-        try:
+        with entered(self.replicas, "backend.ema_weights"):
             yield
-        finally:
-            for replica in self.replicas:
-                replica.leave()
 
     def offload(self) -> None:
         self._each("backend.offload")
@@ -89,12 +82,11 @@ class RayBackend:
         if self.reference is None:
             self._each("backend.refresh_reference")
             return
-        self.reference.call("take", self.first.call_ref("weights"))  # from one to the other, not through here
+        self.reference.call("take", self.first.call("weights"))
         self._reference_is_new = True
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
-        saving = [(r, r.call_ref("backend.save", directory.absolute(), model_only=model_only)) for r in self.replicas]
-        Remote.results(saving)
+        gather(r.submit("backend.save", directory.absolute(), model_only=model_only) for r in self.replicas)
         if self.reference is not None and self._reference_is_new and not model_only:
             self.reference.call("save", directory.absolute() / REFERENCE_DIRECTORY)
 
@@ -108,19 +100,19 @@ class RayBackend:
 
     def _each(self, name: str, *args: Any) -> Any:
         """Call a method of all at once; what the first returns."""
-        return Remote.results([(replica, replica.call_ref(name, *args)) for replica in self.replicas])[0]
+        return gather(replica.submit(name, *args) for replica in self.replicas)[0]
 
 
 def _shared_out(
-    remotes: Sequence[Remote], forests: Iterable[Forest], name: str, *args: Any, **kwargs: Any
+    remotes: Sequence[Far], forests: Iterable[Forest], name: str, *args: Any, **kwargs: Any
 ) -> Iterator[tuple[Forest, Any]]:
     """Each forest with what a method says of it, in order; the processes take turns."""
-    given: deque[tuple[Forest, Remote, Any]] = deque()
+    given: deque[tuple[Forest, Answer]] = deque()
     try:
         for forest, remote in zip(forests, cycle(remotes), strict=False):
             if len(given) == AHEAD * len(remotes):
                 yield _next(given)
-            given.append((forest, remote, remote.call_ref(name, forest, *args, **kwargs)))
+            given.append((forest, remote.submit(name, forest, *args, **kwargs)))
         while given:
             yield _next(given)
     except DeviceMemoryError:
@@ -130,31 +122,6 @@ def _shared_out(
         raise
 
 
-def _next(given: deque[tuple[Forest, Remote, Any]]) -> tuple[Forest, Any]:
-    forest, remote, answer = given.popleft()
-    return forest, remote.result(answer)
-
-
-class RayPlane:
-    """The ``plane`` beside the backend in the trainer's process."""
-
-    def __init__(self, remote: Remote) -> None:
-        self._remote = remote
-        self._folders: set[Path] = set()
-
-    async def publish(self, version: int) -> None:
-        await self._remote.call_async("plane.publish", version)
-
-    async def offer(self, takers: int) -> list[Offer]:
-        offers: list[Offer] = await self._remote.call_async("plane.offer", takers)
-        self._folders |= {Path(offer["path"]).parent for offer in offers if "path" in offer}
-        return offers
-
-    async def withdraw(self, offers: Sequence[Offer]) -> None:
-        await self._remote.call_async("plane.withdraw", list(offers))
-
-    async def close(self) -> None:
-        with suppress(TunesmithError):
-            await self._remote.call_async("plane.close")
-        for folder in self._folders:  # of a trainer that was killed; they would go on to fill the memory
-            rmtree(folder, ignore_errors=True)
+def _next(given: deque[tuple[Forest, Answer]]) -> tuple[Forest, Any]:
+    forest, answer = given.popleft()
+    return forest, answer.result()

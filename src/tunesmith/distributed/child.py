@@ -1,0 +1,132 @@
+"""A far object in a child process, which may run in another Python environment."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+from tunesmith.distributed.far import PATIENCE, ConnectedFar
+from tunesmith.errors import TunesmithError
+
+_HOST = Path(__file__).with_name("host.py")
+_starter = ThreadPoolExecutor(1, "starter")
+"""Starts all children, because the kernel ends them with the thread that did."""
+
+
+class Process:
+    """A process with a connection, whose output is shown here and kept.
+
+    Args:
+        command: is given the connection's descriptor and this process's number, and then ``name``.
+        shows: whether its output appears here; ``out``: its standard output on standard output.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        *,
+        shows: bool = True,
+        out: bool = False,
+    ) -> None:
+        self.connection, theirs = Pipe()
+        end, pipe, self._shows = theirs.fileno(), subprocess.PIPE, shows
+        arguments = [*command, str(end), str(os.getpid()), name]
+        self.popen: subprocess.Popen[bytes] = _starter.submit(
+            subprocess.Popen,
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            pass_fds=[end],
+            bufsize=0,
+            env=environment,
+        ).result()
+        theirs.close()
+        self._lines: deque[str] = deque(maxlen=40)
+        self._readers = [self._forward(self.popen.stdout, not out), self._forward(self.popen.stderr, True)]
+
+    def said(self) -> str:
+        """What it printed last."""
+        if self.popen.poll() is not None:
+            for reader in self._readers:
+                reader.join(1.0)
+        return "".join(self._lines)[-2000:].strip()
+
+    def kill(self) -> int:
+        """End it, if it has not ended; the exit code."""
+        self.popen.kill()
+        return self.popen.wait()
+
+    def _forward(self, pipe: IO[bytes] | None, error: bool) -> threading.Thread:
+        """Print what comes, through ``sys.stdout`` or ``sys.stderr`` as they are then, and keep the end of it."""
+
+        def read() -> None:
+            assert pipe is not None
+            with pipe:
+                for line in iter(pipe.readline, b""):
+                    text = line.decode(errors="replace")
+                    self._lines.append(text)
+                    if self._shows:
+                        with suppress(OSError, ValueError):
+                            print(text, end="", file=sys.stderr if error else sys.stdout, flush=True)
+
+        thread = threading.Thread(target=read, name="output", daemon=True)
+        thread.start()
+        return thread
+
+
+class ChildProcess(ConnectedFar):
+    """A far object in a child process. What it prints appears on standard error here.
+
+    The child ends when this process does. Signals of the terminal leave it alone: whoever started it ends it.
+
+    Args:
+        python: the interpreter of another environment that has Tunesmith.
+        environment: its environment variables; None: those of this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lost: type[TunesmithError],
+        *,
+        python: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        self._process = Process([python or sys.executable, "-P", _HOST], name, environment)
+        connection: Connection = self._process.connection
+        super().__init__(connection, f"{name} (process {self._process.popen.pid})", lost, patience)
+        with suppress(OSError):
+            connection.send_bytes(pickle.dumps(None if python else sys.path))
+        self._start()
+
+    def _kill(self) -> None:
+        self._process.kill()
+
+    def _how_it_ended(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self.code = self._process.popen.wait(10.0)
+        lines = self._process.said().splitlines()[-5:]
+        return "\n  ".join([ending(self._process.kill()) + ("; it wrote last:" if lines else ""), *lines])
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    with suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

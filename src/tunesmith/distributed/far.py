@@ -1,0 +1,259 @@
+"""An object in another process: one port to call, await, watch and end it.
+
+There are four ways to start one: a child process (``child.py``), a Ray actor (``ray_actor.py``), a process of
+``torchrun`` (``torchrun.py``) and a fork of a loaded program (``usercode/killable.py``). ``host.py`` is the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
+from itertools import count
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from tunesmith.errors import TunesmithError
+
+PATIENCE = 120.0
+"""Seconds for which a process may leave a ping unanswered before it is killed."""
+STARTING = 600.0
+"""Seconds that an engine may take to load."""
+
+
+class Answer(Future[Any]):
+    """What a call will return."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.set_running_or_notify_cancel()  # ``Far.cancel`` ends a call, ``Future.cancel`` must not
+
+
+class Far(ABC):
+    """An object in another process.
+
+    Liveness: a process that ends is lost at once. One that leaves a ping unanswered for ``patience`` seconds is
+    killed. When a process is lost, every call that waits for it and every later one raises ``lost``, which says how
+    the process ended.
+
+    Errors: Tunesmith's and built-in exceptions arrive as they were raised; others become RuntimeError.
+
+    Args:
+        name: what messages call it, such as ``rank 1 of the trainer``.
+        patience: None: it is not watched; whoever calls it sets a deadline.
+    """
+
+    def __init__(self, name: str, lost: type[TunesmithError], patience: float | None = PATIENCE) -> None:
+        self.name = name
+        self._error, self._patience = lost, patience
+        self._numbers = count()
+        self._waiting: dict[int, Answer] = {}
+        self._lock = threading.Lock()
+        self._ending: str | None = None
+        self.code: int | None = None
+        """The exit code of a child that ended by itself; negative where a signal ended it."""
+        self.ended: Future[None] = Future()
+        """Done when the process has ended."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the process has ended or is about to."""
+        return self._ending is not None
+
+    def make(self, make: Callable[[], Any]) -> Answer:
+        """Build the object there. Its methods can be called when the answer has come."""
+        return self._ask("make", make)
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Answer:
+        """Call a method, such as ``backend.score``. Methods run on one thread there, one after the other."""
+        return self._ask("call", method, args, kwargs)
+
+    def submit_async(self, method: str, *args: Any) -> Answer:
+        """Call a coroutine function. Coroutines run together on an event loop there, beside the methods."""
+        return self._ask("await", method, args)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What a method returns."""
+        return self.submit(method, *args, **kwargs).result()
+
+    async def call_async(self, method: str, *args: Any) -> Any:
+        """What a coroutine function returns. Cancelling this cancels the coroutine."""
+        answer = self.submit_async(method, *args)
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            self.cancel(answer)
+            raise
+
+    def get(self, attribute: str) -> Any:
+        """The value of an attribute."""
+        return self._ask("get", attribute).result()
+
+    def enter(self, method: str) -> Answer:
+        """Enter the context manager that a method returns, until ``leave``."""
+        return self._ask("enter", method)
+
+    def leave(self) -> Answer:
+        return self._ask("leave")
+
+    def cancel(self, answer: Answer) -> None:
+        """Cancel a coroutine; its answer is then an error."""
+        if not answer.done():
+            self._send(answer.number, "cancel")
+
+    def pid(self) -> int:
+        return self._ask("ping").result()
+
+    def close(self) -> None:
+        """Kill the process, if it has not ended."""
+        self._lose("was closed")
+
+    def _ask(self, do: str, *given: Any) -> Answer:
+        with self._lock:
+            answer, lost = Answer(next(self._numbers)), self.lost
+            if not lost:
+                self._waiting[answer.number] = answer
+        if lost:
+            answer.set_exception(self._loss())
+            return answer
+        try:
+            self._send(answer.number, do, *given)
+        except BaseException:
+            self._waiting.pop(answer.number, None)
+            raise
+        return answer
+
+    def _settle(self, number: int, value: Any, error: BaseException | None = None) -> None:
+        with self._lock:
+            answer = self._waiting.pop(number, None)
+        if answer is None:
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(value)
+
+    def _lose(self, how: str) -> None:
+        with self._lock:
+            if self._ending is not None:
+                return
+            self._ending = how
+            waiting, self._waiting = self._waiting, {}
+        self._kill()
+        for answer in waiting.values():
+            answer.set_exception(self._loss())
+        self.ended.set_result(None)
+
+    def _loss(self) -> TunesmithError:
+        return self._error(f"{self.name} {self._ending}")
+
+    def _watch(self) -> None:
+        """Start to ask for signs of life."""
+        if self._patience is not None:
+            threading.Thread(target=self._ping, name=f"watch {self.name}", daemon=True).start()
+
+    def _ping(self) -> None:
+        assert self._patience is not None
+        while not wait([self.ended], self._patience / 4).done:
+            answer = self._ask("ping")
+            if not wait([answer], self._patience).done:
+                self._lose(f"did not answer for {self._patience:g} s and was killed")
+
+    @abstractmethod
+    def _send(self, number: int, do: str, *given: Any) -> None:
+        """Have ``Host.ask(do, *given)`` run there; ``_settle`` is called with what comes of it."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End the process, and wait until it has ended."""
+
+
+def gather(answers: Iterable[Future[Any]]) -> list[Any]:
+    """The results of several calls. The first failure ends the wait: others may be waiting for the one that failed."""
+    answers = list(answers)
+    done, _ = wait(answers, return_when=FIRST_EXCEPTION)
+    for answer in answers:
+        if answer in done:
+            answer.result()
+    return [answer.result() for answer in answers]
+
+
+@contextmanager
+def entered(fars: Iterable[Far], method: str) -> Generator[None]:
+    """Inside the context managers that the method of each returns."""
+    fars = list(fars)
+    gather(far.enter(method) for far in fars)
+    try:
+        yield
+    finally:
+        gather(far.leave() for far in fars)
+
+
+class ConnectedFar(Far):
+    """Called through a connection, of which the other end is at ``host.serve``.
+
+    Args:
+        decode: reads an answer: ``(number, whether it is a result, result or error)``.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        name: str,
+        lost: type[TunesmithError],
+        patience: float | None = PATIENCE,
+        decode: Callable[[bytes], tuple[int, bool, Any]] = pickle.loads,
+    ) -> None:
+        super().__init__(name, lost, patience)
+        self._connection, self._decode = connection, decode
+        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+
+    def _start(self) -> None:
+        """Begin to send, listen and watch."""
+        for work in (self._transmit, self._listen):
+            threading.Thread(target=work, name=self.name, daemon=True).start()
+        self._watch()
+
+    def _send(self, number: int, do: str, *given: Any) -> None:
+        try:
+            message = pickle.dumps((number, do, pickle.dumps(given, protocol=5)), protocol=5)
+        except Exception as error:
+            raise self._refusal(f"{self.name}: what the call is given cannot go to another process: {error}") from error
+        self._outgoing.put(message)
+
+    def _refusal(self, text: str) -> Exception:
+        return TypeError(text)
+
+    def _transmit(self) -> None:
+        """On a thread of its own: a process that is stuck in native code reads nothing, and a full pipe blocks."""
+        try:
+            for message in iter(self._outgoing.get, None):
+                self._connection.send_bytes(message)
+        except OSError:  # it has ended, which ``_listen`` notices
+            pass
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                number, succeeded, value = self._decode(self._connection.recv_bytes())
+            except (EOFError, OSError, ValueError):
+                break
+            if succeeded:
+                self._settle(number, value)
+            else:
+                self._settle(number, None, self._raised(value))
+        self._lose(self._how_it_ended())
+        self._outgoing.put(None)
+
+    def _raised(self, value: Any) -> BaseException:
+        return value
+
+    @abstractmethod
+    def _how_it_ended(self) -> str:
+        """What became of the process, whose connection is closed: ``ended with exit code 3``."""

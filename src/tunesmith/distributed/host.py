@@ -1,0 +1,175 @@
+"""The other side of ``far.py``: what runs in the process of a far object.
+
+``python host.py FD PARENT NAME`` serves a child process. This file is run by its name, perhaps by the interpreter of
+another environment, so that it imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack, suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+Encode = Callable[[tuple[int, bool, Any]], bytes]
+
+
+class ThisThread(Executor):
+    """Runs what is submitted on the thread that calls ``run``, one after the other."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._work.put((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def run(self) -> NoReturn:
+        while True:
+            future, work = self._work.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, work  # while this waits, it holds nothing
+
+
+class Host:
+    """Holds the object that ``make`` returns.
+
+    Its methods run in ``worker``, one after the other. Coroutines and pings run on the event loop meanwhile: a process
+    that computes for long still answers.
+    """
+
+    def __init__(self, worker: Executor, target: Any = None) -> None:
+        self._worker, self._object = worker, target
+        self._inside = ExitStack()
+
+    async def ask(self, do: str, *given: Any) -> Any:
+        match do, given:
+            case "ping", ():
+                return os.getpid()
+            case "make", (make,):
+                return await self._run(lambda: self._set(make()))
+            case "call", (method, args, kwargs):
+                return await self._run(lambda: self._find(method)(*args, **kwargs))
+            case "await", (method, args):
+                return await self._find(method)(*args)
+            case "get", (attribute,):
+                return await self._run(lambda: self._find(attribute))
+            case "enter", (method,):
+                await self._run(lambda: self._inside.enter_context(self._find(method)()))
+                return None
+            case "leave", ():
+                return await self._run(self._inside.close)
+            case _:
+                raise ValueError(f"no request '{do}' with {len(given)} arguments")
+
+    def _set(self, made: Any) -> None:
+        self._object = made
+
+    def _find(self, name: str) -> Any:
+        return attrgetter(name)(self._object)
+
+    async def _run(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+
+def portable(error: BaseException) -> Exception:
+    """An error that the other side can read: Tunesmith's or a built-in one, others as RuntimeError."""
+    from tunesmith.errors import TunesmithError
+
+    if isinstance(error, TunesmithError):
+        return error
+    known = isinstance(error, Exception) and type(error).__module__ == "builtins"
+    found: Any = error if known else RuntimeError(f"{type(error).__name__}: {error}")
+    found.add_note("".join(traceback.format_exception(error))[-4000:])
+    return found
+
+
+def encode_pickle(answer: tuple[int, bool, Any]) -> bytes:
+    number, succeeded, value = answer
+    if succeeded:
+        return pickle.dumps(answer, protocol=5)
+    try:
+        packed = pickle.dumps((number, False, portable(value)), protocol=5)
+        pickle.loads(packed)  # an error may be made from other arguments than it keeps
+    except Exception:
+        return pickle.dumps((number, False, RuntimeError(f"{type(value).__name__}: {value}")), protocol=5)
+    return packed
+
+
+def serve(connection: Connection, target: Any = None, encode: Encode = encode_pickle) -> NoReturn:
+    """Answer what ``ConnectedFar`` asks until the connection is closed; methods run on this thread.
+
+    Args:
+        target: the object, where ``make`` is not called.
+        encode: writes an answer.
+    """
+    worker, loop = ThisThread(), asyncio.new_event_loop()
+    host, running = Host(worker, target), dict[int, asyncio.Task[None]]()
+
+    async def answer(number: int, do: str, packed: bytes) -> None:
+        try:
+            message = encode((number, True, await host.ask(do, *pickle.loads(packed))))
+        except BaseException as error:
+            message = encode((number, False, error))
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        with suppress(OSError):
+            connection.send_bytes(message)
+
+    def begin(number: int, do: str, packed: bytes) -> None:
+        if do != "cancel":
+            task = running[number] = loop.create_task(answer(number, do, packed))
+            task.add_done_callback(lambda _: running.pop(number, None))
+        elif number in running:
+            running[number].cancel()
+
+    def read() -> None:
+        while True:
+            try:
+                message = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(0)
+            loop.call_soon_threadsafe(begin, *message)
+
+    threading.Thread(target=loop.run_forever, name="event loop", daemon=True).start()
+    threading.Thread(target=read, name="connection", daemon=True).start()
+    worker.run()
+
+
+def main(descriptor: int, parent: int) -> NoReturn:
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    try:
+        path: list[str] | None = pickle.loads(connection.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(0)
+    sys.path[:] = path or sys.path
+    from tunesmith.monitor.children import end_with_parent
+
+    end_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent gets them too, and ends this process
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    serve(connection)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

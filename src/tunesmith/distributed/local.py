@@ -1,0 +1,82 @@
+"""The processes of a run on this machine, each with GPUs of its own where there are several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from itertools import count
+from pathlib import Path
+from threading import Lock
+from typing import Protocol
+
+from tunesmith.config.placement import Role
+from tunesmith.distributed.child import ChildProcess
+from tunesmith.distributed.far import PATIENCE, Far
+from tunesmith.errors import EngineError, TunesmithError
+from tunesmith.plan.cluster import NAMES
+
+
+class Processes(Protocol):
+    """Where a run's processes are started: this machine (``LocalProcesses``) or a Ray cluster (``RayCluster``)."""
+
+    def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
+        """A new process for a role.
+
+        Args:
+            lost: what its calls raise when the process has ended.
+            python: the interpreter of another environment that has Tunesmith.
+
+        Raises:
+            EngineError: there is no room for another one.
+        """
+        ...
+
+    def close(self, *roles: Role) -> None:
+        """End the processes of these roles."""
+        ...
+
+
+class LocalProcesses:
+    """Child processes. One that ended leaves its GPUs to the next of its role.
+
+    Args:
+        gpus: for each process of a role, the GPUs that it sees; a role that is missing sees those of this process.
+    """
+
+    def __init__(self, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None, patience: float = PATIENCE) -> None:
+        self._gpus, self._patience = gpus or {}, patience
+        self._running: dict[Far, tuple[Role, int]] = {}
+        self._numbers = count(1)
+        self._lock = Lock()
+
+    def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
+        with self._lock:
+            place, environment = self._free_place(role), None
+            if role in self._gpus:
+                environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[role][place])}
+            name = f"the {NAMES[role]}'s process {next(self._numbers)}"
+            far = ChildProcess(name, lost, python=python, environment=environment, patience=self._patience)
+            self._running[far] = role, place
+        far.ended.add_done_callback(lambda _: self._running.pop(far, None))
+        return far
+
+    def close(self, *roles: Role) -> None:
+        for far, (role, _) in list(self._running.items()):
+            if role in roles:
+                far.close()
+
+    def _free_place(self, role: Role) -> int:
+        places = self._gpus.get(role)
+        while True:
+            running = {place: far for far, (other, place) in list(self._running.items()) if other == role}
+            free = next(place for place in count() if place not in running)
+            if places is None or free < len(places):
+                return free
+            ending = [far.ended for far in running.values() if far.lost]
+            if not ending:
+                each = "1 GPU" if len(places[0]) == 1 else f"{len(places[0])} GPUs"
+                raise EngineError(
+                    f"there are GPUs for {len(places)} {NAMES[role]}s of {each} each, and none is left for another"
+                )
+            wait(ending, return_when=FIRST_COMPLETED)

@@ -1,0 +1,292 @@
+"""One contract for objects in other processes, however they are started: calls, errors, cancellation, liveness."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tunesmith.config.system import SystemSection
+from tunesmith.distributed.child import ChildProcess
+from tunesmith.distributed.far import Far, entered, gather
+from tunesmith.errors import ConfigError, EngineLostError
+from tunesmith.plan.cluster import Bundle
+
+CODE = """
+import asyncio, os, sys, threading, time
+from contextlib import contextmanager
+from types import SimpleNamespace
+from tunesmith.errors import ConfigError
+
+class Strange(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+class Thing:
+    def __init__(self, start=0):
+        self.part = SimpleNamespace(n=start)
+        self.inside = False
+        self.ended = []
+    def add(self, n, *, times=1):
+        self.part.n += n * times
+        return self.part.n
+    def big(self, data):
+        return data + data
+    def fail(self, kind):
+        raise {"own": ConfigError("a", "b"), "value": ValueError("of there"), "strange": Strange(1, 2)}[kind]
+    def thread(self):
+        return threading.current_thread().name
+    def wait(self, seconds):
+        time.sleep(seconds)
+    def die(self):
+        print("my last words", file=sys.stderr)
+        os._exit(7)
+    @contextmanager
+    def within(self):
+        self.inside = True
+        yield
+        self.inside = False
+    async def later(self, seconds, value):
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.ended.append(value)
+            raise
+        return value
+
+def thing(start=0):
+    return Thing(start)
+"""
+Start = Callable[[], Far]
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A module that the other process imports too."""
+    folder = tmp_path_factory.mktemp("code")
+    (folder / "far_thing.py").write_text(CODE)
+    sys.path.insert(0, str(folder))
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{folder}:{before}"
+    import far_thing  # pyright: ignore[reportMissingImports]
+
+    yield far_thing
+    sys.path.remove(str(folder))
+    os.environ["PYTHONPATH"] = before
+
+
+@contextmanager
+def children() -> Generator[Start]:
+    made: list[Far] = []
+
+    def start() -> Far:
+        made.append(ChildProcess("the engine's process", EngineLostError, patience=2.0))
+        return made[-1]
+
+    yield start
+    for far in made:
+        far.close()
+
+
+@contextmanager
+def actors() -> Generator[Start]:
+    pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
+    from tunesmith.distributed.ray_cluster import RayCluster
+
+    with RayCluster.open(SystemSection(), [Bundle(("rollout",), 0.1, 0.0)] * 3, patience=4.0) as cluster:
+        yield lambda: cluster.spawn("rollout", EngineLostError)
+
+
+@pytest.fixture(scope="module", params=[children, pytest.param(actors, marks=pytest.mark.xdist_group("ray"))])
+def start(request: pytest.FixtureRequest, code: Any) -> Iterator[Start]:
+    del code
+    with request.param() as starter:
+        yield starter
+
+
+@pytest.fixture(scope="module")
+def far(start: Start, code: Any) -> Iterator[Far]:
+    """One for all checks that leave it as it is."""
+    far = start()
+    far.make(partial(code.thing, 3)).result(60)
+    yield far
+    far.close()
+
+
+def test_calls_and_attributes(far: Far) -> None:
+    before = far.get("part.n")
+    assert far.call("add", 2) == before + 2
+    assert far.call("add", 2, times=3) == before + 8 == far.get("part.n")
+    data = os.urandom(3 << 20)
+    assert far.call("big", data) == data + data
+    assert far.pid() != os.getpid()
+
+
+def test_methods_run_one_after_the_other_and_coroutines_meanwhile(far: Far) -> None:
+    async def run() -> None:
+        slow = far.submit("wait", 0.5)
+        numbers = [far.submit("add", 1) for _ in range(5)]
+        assert await asyncio.gather(*(far.call_async("later", 0.05, i) for i in range(3))) == [0, 1, 2]
+        assert not slow.done()
+        found = await asyncio.to_thread(gather, numbers)
+        assert found == list(range(found[0], found[0] + 5)) and slow.done()
+
+    asyncio.run(run())
+
+
+def test_errors_arrive_as_they_were_raised(far: Far) -> None:
+    with pytest.raises(ConfigError) as error:
+        far.call("fail", "own")
+    assert error.value.args == ("a", "b")
+    with pytest.raises(ValueError, match="of there"):
+        far.call("fail", "value")
+    with pytest.raises(RuntimeError, match="Strange: 1 and 2"):
+        far.call("fail", "strange")
+    with pytest.raises(AttributeError):
+        far.call("nothing")
+    assert far.call("add", 0) == far.get("part.n"), "it goes on"
+
+
+def test_what_cannot_travel_is_refused_here(far: Far) -> None:
+    with pytest.raises(TypeError):
+        far.call("big", threading.Lock())
+    assert not far.lost
+
+
+def test_cancelling_ends_the_coroutine_there(far: Far) -> None:
+    async def run() -> None:
+        task = asyncio.create_task(far.call_async("later", 60, "cancelled"))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while "cancelled" not in far.get("ended"):
+            await asyncio.sleep(0.02)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_context_managers(far: Far) -> None:
+    with entered([far], "within"):
+        assert far.get("inside")
+    assert not far.get("inside")
+
+
+def test_an_object_that_cannot_be_built(start: Start, code: Any) -> None:
+    far = start()
+    with pytest.raises(TypeError, match="positional"):
+        far.make(partial(code.thing, 1, 2)).result(60)
+    far.close()
+
+
+def made(start: Start, code: Any) -> Far:
+    far = start()
+    far.make(code.thing).result(60)
+    return far
+
+
+@pytest.mark.parametrize(("how", "words"), [("killed", "SIGKILL"), ("exits", "7")])
+def test_a_process_that_ends_fails_what_waits_and_what_comes(start: Start, code: Any, how: str, words: str) -> None:
+    far = made(start, code)
+    waiting = [far.submit("wait", 60), far.submit_async("later", 60, 0)] if how == "killed" else [far.submit("die")]
+    if how == "killed":
+        os.kill(far.pid(), signal.SIGKILL)
+    for answer in waiting:
+        with pytest.raises(EngineLostError) as error:
+            answer.result(30)
+        if isinstance(far, ChildProcess):
+            assert words in str(error.value) and (how == "killed" or "my last words" in str(error.value))
+    far.ended.result(30)
+    with pytest.raises(EngineLostError, match="the engine"):
+        far.call("add", 1)
+
+
+def test_a_process_that_hangs_is_killed(start: Start, code: Any) -> None:
+    far = made(start, code)
+    if not isinstance(far, ChildProcess):
+        pytest.skip("slow; test_ray.py does it with an engine")
+    process = psutil.Process(far.pid())
+    process.suspend()
+    with pytest.raises(EngineLostError, match="did not answer for 2 s"):
+        far.submit("add", 1).result(30)
+    process.wait(10)
+
+
+def test_one_that_computes_for_long_is_alive(start: Start, code: Any) -> None:
+    far = made(start, code)
+    patience: Any = far._patience  # pyright: ignore[reportPrivateUsage]
+    if patience > 2:
+        pytest.skip("the same code; once is enough")
+    far.call("wait", 2.5 * patience)
+    far.close()
+
+
+def test_closing_fails_what_waits(start: Start, code: Any) -> None:
+    far = made(start, code)
+    waiting = far.submit("wait", 60)
+    far.close()
+    with pytest.raises(EngineLostError, match="was closed"):
+        waiting.result(10)
+    assert far.lost and far.ended.done()
+
+
+def test_the_first_failure_ends_the_wait(start: Start, code: Any) -> None:
+    one, other = made(start, code), made(start, code)
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="of there"):
+        gather([one.submit("wait", 30), other.submit("fail", "value")])
+    assert time.monotonic() - begun < 20
+    one.close(), other.close()
+
+
+# Children only
+
+PARENT = """
+import sys, time
+from tunesmith.distributed.child import ChildProcess
+from tunesmith.errors import EngineLostError
+print(ChildProcess("child", EngineLostError).pid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_child_ends_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    psutil.wait_procs([child], 10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_signals_of_the_terminal_leave_a_child_alone(far: Far) -> None:
+    if isinstance(far, ChildProcess):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(far.pid(), number)
+        assert far.call("add", 0) == far.get("part.n")
+
+
+def test_a_child_in_another_environment(tmp_path: Path, code: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/bash\nexport ANOTHER=yes\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    far = ChildProcess("child", EngineLostError, python=interpreter)
+    far.make(partial(__import__, "os")).result(30)
+    assert far.call("environ.get", "ANOTHER") == "yes"
+    far.call("write", 1, b"printed\n")
+    far.close()
+    out, err = capfd.readouterr()
+    assert "printed" in err and "printed" not in out
+    del code
