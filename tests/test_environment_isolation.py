@@ -129,8 +129,8 @@ class Draws:
 
     def step(self, action):
         metrics = {"numpy": numpy.random.rand(), "random": random.random(), "torch": float(torch.rand(()))}
-        from tunesmith.environments.steps import Step
-        return Step(reward=0.0, done=True, metrics=metrics)
+        from tunesmith.environments.steps import StepResult
+        return StepResult(reward=0.0, done=True, metrics=metrics)
 """
 
 

@@ -189,7 +189,7 @@ def test_an_episode_ends_where_there_is_no_room_left(tokenizer: Any, tmp_path: P
 
 FAILING = """
 import asyncio, threading, time
-from tunesmith.environments.steps import Step
+from tunesmith.environments.steps import StepResult
 
 class Failing:
     def __init__(self):
@@ -218,8 +218,8 @@ RESULTS = {
     "number": (3, 1.0, True),
     "silent": (None, 1.0, False),
     "huge": (None, 10**400, True),
-    "metrics": Step(None, 1.0, True, {"distance": "far"}),
-    "no metrics": Step(None, 1.0, True, [1.0]),
+    "metrics": StepResult(None, 1.0, True, {"distance": "far"}),
+    "no metrics": StepResult(None, 1.0, True, [1.0]),
 }
 
 class Blocking(Failing):

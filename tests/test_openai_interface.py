@@ -10,7 +10,8 @@ import pytest
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
 from tunesmith.environments.conversation import before_stop
-from tunesmith.environments.responses import as_response, messages_of, stream_of
+from tunesmith.environments.openai_answers import as_response, stream_of
+from tunesmith.environments.openai_requests import messages_of
 from tunesmith.errors import EpisodeError
 from tunesmith.types import Status
 
@@ -183,8 +184,8 @@ return 1.0
     [
         ("messages=START, n=0", "'n'"),
         ("messages=START, n=True", "'n'"),
-        ("messages=START, stop=['']", "'stop'"),
-        ("messages=START, tools=['add']", "'tools'"),
+        ("messages=START, stop=['']", "'stop.0'"),
+        ("messages=START, tools=['add']", "'tools.0'"),
         ("messages=START, audio={'voice': 'x'}", "'audio'"),
         ("messages=START, functions=[{}]", "'functions'"),
         ("messages=[{'role': 'user', 'content': chr(0xD800)}]", "Unicode"),

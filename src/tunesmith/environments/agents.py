@@ -6,7 +6,7 @@
 
 It asks by name for ``client`` (OpenAI's interface, in process), or for ``base_url`` and ``api_key`` (the same
 over HTTP, for an agent with a client of its own, which may then be a plain function), and for columns of the
-data. It returns the reward, a ``Step`` with a reward and metrics, or None where reward functions judge.
+data. It returns the reward, a ``StepResult`` with a reward and metrics, or None where reward functions judge.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.environments.base import Generate
-from tunesmith.environments.completions import Client, Session
 from tunesmith.environments.conversation import Conversation, Setting
 from tunesmith.environments.games import columns_of
 from tunesmith.environments.multi_turn import told_by
-from tunesmith.environments.steps import Step, as_reward, as_step
+from tunesmith.environments.openai_api import EpisodeApi, PolicyClient
+from tunesmith.environments.steps import StepResult, as_reward, as_step
 from tunesmith.errors import ConfigError, EpisodeError
 from tunesmith.types import Rollout
 from tunesmith.usercode.calls import EpisodeCode, is_async, taken
@@ -67,16 +67,16 @@ class Agent:
     async def play(self, rollout: Rollout, generate: Generate) -> None:
         task = rollout.task
         conversation = Conversation(rollout, generate, self.setting, self.setting.prompt_of(task), told_by(task))
-        session = Session(conversation, self.model)
+        api = EpisodeApi(conversation, self.model)
         key = None
-        given: dict[str, Any] = {**columns_of(task), "client": Client(session)}
+        given: dict[str, Any] = {**columns_of(task), "client": PolicyClient(api)}
         if not OVER_HTTP.isdisjoint(inspect.signature(self.function).parameters):
-            base_url, key = self.endpoint().open(session)
+            base_url, key = self.endpoint().open(api)
             given |= {"base_url": base_url, "api_key": key}
         try:
             with EpisodeCode(math.inf) as code:  # the rollout's own deadline is the agent's
                 value = await code.run(self.name, self.function, **taken(self.function, given))
-            if isinstance(value, Step):
+            if isinstance(value, StepResult):
                 step = as_step(replace(value, done=True), self.name)
                 rollout.metrics.update(step.metrics)
                 value = step.reward
@@ -85,7 +85,7 @@ class Agent:
             if conversation.failure is None:
                 raise
         finally:
-            session.close()
+            api.close()
             if key is not None:
                 self.endpoint().drop(key)
             conversation.close()

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from tunesmith.environments.steps import Observation, Step, as_observation, as_reward, as_step
+from tunesmith.environments.steps import Observation, StepResult, as_observation, as_reward, as_step
 from tunesmith.environments.tools import Tool, answer_of
 from tunesmith.errors import EpisodeError, shortened
 from tunesmith.types import Message, Task
@@ -83,9 +83,9 @@ class Game:
         value = await self.call("reset", **taken(self.it.reset, columns_of(task)))
         return as_observation(value, f"{self.name}.reset")
 
-    async def step(self, text: str) -> Step:
+    async def step(self, text: str) -> StepResult:
         del text
-        return Step(done=True)
+        return StepResult(done=True)
 
     async def finish(self) -> float | None:
         """A last reward."""
@@ -98,7 +98,7 @@ class Game:
 class Native(Game):
     stepped: bool = False
 
-    async def step(self, text: str) -> Step:
+    async def step(self, text: str) -> StepResult:
         self.stepped = True
         return as_step(await self.call("step", text), f"{self.name}.step")
 
@@ -139,7 +139,7 @@ class OpenRLHF(Game):
         self.said = observation
         return [{"role": "user", "content": observation}]
 
-    async def step(self, text: str) -> Step:
+    async def step(self, text: str) -> StepResult:
         what = f"{self.name}.step"
         states = {"observation_text": self.said, "action_text": text, "label": self.label, "sampling_params": None}
         value = await self.call("step", states)
@@ -154,7 +154,7 @@ class OpenRLHF(Game):
         for name, logged in (value.get("extra_logs") or {}).items():
             with suppress(EpisodeError):  # what is no number is for OpenRLHF's logs
                 metrics[name] = as_reward(logged, what)
-        return as_step(Step(feedback or None, value["rewards"], bool(value["done"]), metrics), what)
+        return as_step(StepResult(feedback or None, value["rewards"], bool(value["done"]), metrics), what)
 
 
 SHAPES = {"native": Native, "trl": TRL, "openrlhf": OpenRLHF}

@@ -10,7 +10,7 @@ from typing import Any
 
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.environments.games import Game, Loaded
-from tunesmith.environments.steps import Observation, Step
+from tunesmith.environments.steps import Observation, StepResult
 from tunesmith.environments.tools import Tool
 from tunesmith.errors import DeadlineExceeded, EpisodeError
 from tunesmith.types import Message, Task
@@ -46,8 +46,8 @@ class FarGame(Game):
     async def reset(self, task: Task, prompt: list[Message]) -> Observation:
         return await self.ask("reset", (task.id, task.prompt, (), dict(task.columns)), prompt)
 
-    async def step(self, text: str) -> Step:
-        return Step(*await self.ask("step", text))
+    async def step(self, text: str) -> StepResult:
+        return StepResult(*await self.ask("step", text))
 
     async def finish(self) -> float | None:
         return await self.ask("finish")

@@ -13,7 +13,7 @@ An environment is a class in the user's own file; each episode gets an instance 
             return ("higher" if guess < self.secret else "lower"), 0.0, False
 
 ``reset`` gets the columns of the data; what it returns is put behind the prompt (text), replaces it
-(messages) or leaves it alone (None). ``step`` gets what the policy wrote and returns a ``Step`` or the tuple
+(messages) or leaves it alone (None). ``step`` gets what the policy wrote and returns a ``StepResult`` or the tuple
 ``(observation, reward, done)``. Both may be ``async``. A ``close`` is called at the end, where there is one.
 """
 

@@ -15,7 +15,7 @@ Observation = str | list[Message] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepResult:
     """What an environment answers to a turn.
 
     ``observation`` becomes a user message (or the messages given); it may be None only when ``done``.
@@ -55,12 +55,14 @@ def as_reward(value: Any, what: str, meant: str = "reward") -> float | None:
     return number
 
 
-def as_step(value: Any, what: str) -> Step:
-    """A ``Step``, or the tuple ``(observation, reward, done)``, checked; an EpisodeError otherwise."""
+def as_step(value: Any, what: str) -> StepResult:
+    """A ``StepResult``, or the tuple ``(observation, reward, done)``, checked; an EpisodeError otherwise."""
     if isinstance(value, tuple) and len(value) == 3:
-        value = Step(*value)
-    if not isinstance(value, Step):
-        raise EpisodeError(f"{what} returned {shortened(repr(value))}; expected (observation, reward, done) or a Step")
+        value = StepResult(*value)
+    if not isinstance(value, StepResult):
+        raise EpisodeError(
+            f"{what} returned {shortened(repr(value))}; expected (observation, reward, done) or a StepResult"
+        )
     observation = as_observation(value.observation, what)
     done: Any = value.done
     if isinstance(done, str | None):
@@ -72,4 +74,4 @@ def as_step(value: Any, what: str) -> Step:
         raise EpisodeError(f"{what} gave {shortened(repr(given))} as metrics; expected numbers by name")
     metrics = {name: as_reward(number, what, f"metric '{name}'") for name, number in given.items()}
     known = {name: number for name, number in metrics.items() if number is not None}
-    return Step(observation, as_reward(value.reward, what), bool(done), known)
+    return StepResult(observation, as_reward(value.reward, what), bool(done), known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tunesmith.environments.steps import Step
+from tunesmith.environments.steps import StepResult
 from tunesmith.errors import ConfigError, EpisodeError
 
 LOADER = "load_environment"
@@ -20,7 +20,7 @@ def is_environment(code: object) -> bool:
     return any(k.__name__ == "Environment" and k.__module__.split(".")[0] == "verifiers" for k in type(code).__mro__)
 
 
-def as_agent(environment: Any, reference: str) -> Callable[..., Coroutine[Any, Any, Step]]:
+def as_agent(environment: Any, reference: str) -> Callable[..., Coroutine[Any, Any, StepResult]]:
     """An agent that plays the environment's own rollout and returns its reward and its metrics.
 
     Raises:
@@ -32,7 +32,7 @@ def as_agent(environment: Any, reference: str) -> Callable[..., Coroutine[Any, A
             "Move such functions to [reward]."
         )
 
-    async def play(base_url: str, api_key: str, prompt: Any, **columns: Any) -> Step:
+    async def play(base_url: str, api_key: str, prompt: Any, **columns: Any) -> StepResult:
         from openai import AsyncOpenAI
         from verifiers.legacy.clients import OpenAIChatCompletionsClient
 
@@ -44,6 +44,6 @@ def as_agent(environment: Any, reference: str) -> Callable[..., Coroutine[Any, A
             output = await environment.run_rollout(task, client, "policy", {}, state_columns=[])
         if output["error"] is not None:
             raise EpisodeError(f"{reference}: {output['error']}")
-        return Step(reward=output["reward"], done=True, metrics=output["metrics"] or {})
+        return StepResult(reward=output["reward"], done=True, metrics=output["metrics"] or {})
 
     return play
