@@ -17,6 +17,7 @@ from benchmarks.protocol import Measure, Result, answer, peak_memory_mb
 from benchmarks.workload import FIRST_WORD, VOCABULARY, WORKLOADS, Workload
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.assembly import run_rl
+from tunesmith.backends.limits import measure_limits
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.load import load_config
@@ -27,8 +28,9 @@ from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cost import training_cost
 from tunesmith.monitor.metrics import read_metrics
+from tunesmith.plan.cost import PeakRates
 from tunesmith.plan.facts import Facts, read_model_facts
-from tunesmith.plan.hardware import PeakRates, measure_limits, read_hardware
+from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Completion, Sample, Sampling
 

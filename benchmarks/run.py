@@ -24,7 +24,8 @@ from benchmarks.peers import DTYPES, PARTS, PEERS, SYSTEMS, Found, System, find
 from benchmarks.protocol import Measure, ask
 from benchmarks.report import show, summarise
 from benchmarks.workload import WORKLOADS, build_model
-from tunesmith.plan.hardware import measure_limits, read_hardware
+from tunesmith.backends.limits import measure_limits
+from tunesmith.plan.hardware import read_hardware
 
 LATEST = Path(__file__).with_name("results") / "latest.json"
 

@@ -242,21 +242,24 @@ def test_a_hub_name_without_a_hub_is_refused_after_one_try(monkeypatch: pytest.M
 def test_the_speed_of_memory_is_measured_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from tunesmith.plan import hardware
+    from tunesmith.backends import limits
 
     ones, sizes = torch.ones, list[int]()
 
-    def short(size: int, **settings: Any) -> torch.Tensor:
+    def short(size: int, *more: int, **settings: Any) -> torch.Tensor:
+        if more:
+            return ones(64, 64, **settings)
         sizes.append(size)
         if size > 2**20:
             raise RuntimeError("can't allocate memory")
         return ones(size, **settings)
 
     monkeypatch.setattr(torch, "ones", short)
-    assert hardware._copy_rate(2**22, "cpu", lambda: None) > 0
+    assert limits.copy_rate(2**22, "cpu", lambda: None) > 0
     assert sizes == [2**22, 2**21, 2**20]
-    monkeypatch.setattr(hardware, "_memory", lambda: (2**40, 2**28))
-    assert hardware._copied_bytes() == 2**20
+    monkeypatch.setattr(limits, "memory", lambda: (2**40, 2**28))
+    limits.measure_limits.__wrapped__("cpu", "float32")
+    assert sizes[3:] == [2**20]
 
 
 VALUES = st.recursive(

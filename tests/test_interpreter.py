@@ -14,8 +14,8 @@ from tiny_runs import rl_settings
 from tunesmith import assembly
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
+from tunesmith.engines.interpreter import check_interpreter
 from tunesmith.errors import ConfigError
-from tunesmith.plan.interpreter import check_interpreter
 
 BASE = ('model.path="org/m"', 'data.train="org/d"', 'reward.functions=["exact_match"]', "system.engine_process=true")
 

@@ -25,10 +25,11 @@ from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import AlgorithmSection
 from tunesmith.data.forest import Forest, Predictions
-from tunesmith.data.packing import CostModel, SampleTooLong
+from tunesmith.data.packing import SampleTooLong
 from tunesmith.errors import DeviceMemoryError, UserError
 from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
 Grads = dict[str, Tensor]

@@ -26,7 +26,7 @@ from tunesmith.engines.local.runner import split_pieces
 from tunesmith.engines.local.scheduler import compact
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.hardware import PeakRates
+from tunesmith.plan.cost import PeakRates
 from tunesmith.types import Completion, Sampling
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -27,7 +27,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan import hub
-from tunesmith.plan.cost import Layout, adapter_numbers, copy_bytes, price
+from tunesmith.plan.cost import Layout, activation_bytes, adapter_numbers, copy_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
 from tunesmith.plan.hardware import Gpu, Hardware
 from tunesmith.plan.memory import memory_table, planned
@@ -101,9 +101,7 @@ def test_parts_of_a_price_by_hand() -> None:
     assert turns.training == turns.state + turns.head and turns.sampling == 4 * n + 10**9
     assert price(SMALL, Layout(2, engines=1, kv_bytes=10**9)).training == turns.training + 2 * n + 10**9
     assert price(SMALL, Layout(2, trains=False)).peak == 2 * n
-    assert price(SMALL, Layout(2, tokens=10)).activations == 10 * SMALL.activation_bytes_per_token(
-        2, checkpointing=False
-    )
+    assert price(SMALL, Layout(2, tokens=10)).activations == 10 * activation_bytes(SMALL, 2, checkpointing=False)
 
 
 @pytest.mark.parametrize("kind", [SFTConfig, RLConfig, DPOConfig, RMConfig, DistillConfig, RFTConfig])

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.data.packing import CostModel, SampleTooLong, num_forest_tokens, pack
+from tunesmith.data.packing import SampleTooLong, num_forest_tokens, pack
+from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
 

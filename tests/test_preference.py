@@ -24,11 +24,12 @@ from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.data.forest import Predictions
-from tunesmith.data.packing import CostModel, GroupTooLong, group_tokens, num_forest_tokens, pack
+from tunesmith.data.packing import GroupTooLong, group_tokens, num_forest_tokens, pack
 from tunesmith.loop.learner import Learner
 from tunesmith.loop.preference import with_margin, with_reward_std, with_values
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel, whole_sequence
+from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
 

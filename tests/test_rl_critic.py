@@ -24,7 +24,6 @@ from tunesmith.algorithms.presets import resolve_algorithm
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import AlgorithmSection
-from tunesmith.data.packing import CostModel
 from tunesmith.errors import CheckpointError, ConfigError, RewardError
 from tunesmith.loop.checkpoint import read_state
 from tunesmith.loop.critic import Critic, value_metrics
@@ -33,6 +32,7 @@ from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel, whole_sequence
 from tunesmith.monitor.metrics import read_metrics
+from tunesmith.plan.cost import CostModel
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Task
 
 OWN: dict[str, Any] = {"algorithm__name": "ppo"}

@@ -28,7 +28,7 @@ from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
 from tunesmith.data.forest import Forest, Predictions, build_forest
-from tunesmith.data.packing import CostModel, num_forest_tokens, pack
+from tunesmith.data.packing import num_forest_tokens, pack
 from tunesmith.distributed import rank_group
 from tunesmith.distributed.process_group import open_store
 from tunesmith.distributed.rank_group import RankGroup, reach_store
@@ -36,6 +36,7 @@ from tunesmith.errors import DeviceMemoryError, ModelError, TrainerLostError
 from tunesmith.loop.learner import Learner
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
 HERE = "127.0.0.1"

@@ -18,6 +18,7 @@ from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.prepare import peek
 from tunesmith.data.prompts import read_shots
+from tunesmith.engines.interpreter import check_interpreter
 from tunesmith.environments.loading import check_environment
 from tunesmith.errors import CheckpointError, ConfigError
 from tunesmith.loop.checkpoint import Checkpoints
@@ -25,7 +26,6 @@ from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.hub import known_model_facts, known_parameters
-from tunesmith.plan.interpreter import check_interpreter
 from tunesmith.plan.resolve import resolve
 from tunesmith.rewards.loading import check_rewards
 

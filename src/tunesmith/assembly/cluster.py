@@ -21,7 +21,7 @@ from tunesmith.monitor.run_dir import RunDir
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cluster import bundles, processes
-from tunesmith.plan.hardware import PeakRates
+from tunesmith.plan.cost import PeakRates
 
 if TYPE_CHECKING:
     from torch import Tensor

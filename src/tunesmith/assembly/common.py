@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.monitor.waits import long_wait
-from tunesmith.plan.hardware import PeakRates, measure_limits
+from tunesmith.plan.cost import PeakRates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,6 +96,8 @@ def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM
 
 
 def limits_of(config: RunConfig) -> PeakRates:
+    from tunesmith.backends.limits import measure_limits
+
     return measure_limits(config.system.device, config.model.dtype)
 
 

@@ -21,8 +21,7 @@ from tunesmith.loop.session import Session
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.checks import critic_steps
-from tunesmith.plan.cost import USUAL_RANK
-from tunesmith.plan.hardware import PeakRates
+from tunesmith.plan.cost import USUAL_RANK, PeakRates
 
 Trained = tuple[TrainBackend, PeakRates]
 """What trains a model, and the peak rates of its devices."""

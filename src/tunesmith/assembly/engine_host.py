@@ -41,7 +41,7 @@ def _local(
 
     from tunesmith.engines.local.engine import LocalEngine
     from tunesmith.models.causal_lm import CausalLM
-    from tunesmith.plan.hardware import PeakRates
+    from tunesmith.plan.cost import PeakRates
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tunesmith.data.forest import Forest, Predictions
-from tunesmith.data.packing import CostModel
+from tunesmith.plan.cost import CostModel
 
 LossFn = Callable[[Forest, Predictions], tuple[Tensor, dict[str, Tensor]]]
 """``loss(forest, predictions) -> (scalar to minimise, metrics)``.

@@ -11,9 +11,9 @@ from typing import Any
 
 from tunesmith.backends.base import LossFn
 from tunesmith.data.forest import Forest, Predictions
-from tunesmith.data.packing import CostModel
 from tunesmith.distributed.far import Answer, Far, entered, gather
 from tunesmith.errors import DeviceMemoryError
+from tunesmith.plan.cost import CostModel
 
 REFERENCE_DIRECTORY = "reference"
 AHEAD = 2

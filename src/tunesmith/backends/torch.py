@@ -16,11 +16,11 @@ from tunesmith.backends.base import LossFn, OneDevice
 from tunesmith.backends.memory import memory_boundary
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
 from tunesmith.data.forest import Forest, Predictions
-from tunesmith.data.packing import CostModel
 from tunesmith.distributed.rank_group import RankGroup
 from tunesmith.errors import CheckpointError, DivergedError, boundary
 from tunesmith.models.cost import training_cost
 from tunesmith.models.decoder import Decoder
+from tunesmith.plan.cost import CostModel
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 MODEL_DIRECTORY = "model"

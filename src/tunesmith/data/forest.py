@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tunesmith.data.packing import CostModel
 from tunesmith.data.trie import Node, build_nodes, prefix_order
+from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from tunesmith.data.trie import PrefixOrder, num_forest_tokens, prefix_order
 from tunesmith.errors import DataError
+from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
 EXCHANGES = 200
@@ -31,26 +32,6 @@ class SampleTooLong(DataError):
 
 class GroupTooLong(DataError):
     """Samples that have to share a micro-batch are over the cap together."""
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """What a micro-batch costs: ``linear`` per token, ``quadratic`` per pair of attention, ``head`` per loss token."""
-
-    linear: float = 1.0
-    quadratic: float = 0.0
-    head: float = 0.0
-
-    @classmethod
-    def of_decoder(
-        cls, *, parameters: int, layers: int, heads: int, head_dim: int, vocabulary: int, hidden: int
-    ) -> CostModel:
-        """Floating-point operations of forward and backward; ``parameters`` without embeddings."""
-        return cls(6.0 * parameters, 12.0 * layers * heads * head_dim, 6.0 * vocabulary * hidden)
-
-    def prefix(self, tokens: int) -> float:
-        """Cost of the first ``tokens`` tokens of a sequence, without the head."""
-        return self.linear * tokens + self.quadratic * tokens * (tokens + 1) / 2
 
 
 def pack(

@@ -13,9 +13,10 @@ import numpy as np
 from tunesmith.algorithms.aggregation import rollouts_of, weigh
 from tunesmith.backends.base import LossFn, TrainBackend
 from tunesmith.data.forest import Forest, build_forest, forest_cost
-from tunesmith.data.packing import CostModel, group_tokens, pack
+from tunesmith.data.packing import group_tokens, pack
 from tunesmith.errors import DeviceMemoryError, DivergedError
 from tunesmith.monitor import interrupts
+from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
 Metrics = dict[str, float]

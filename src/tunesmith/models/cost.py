@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from tunesmith.data.packing import CostModel
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.quantised import num_weights
+from tunesmith.plan.cost import CostModel
 
 
 def training_cost(model: CausalLM) -> CostModel:

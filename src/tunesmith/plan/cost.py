@@ -1,4 +1,7 @@
-"""What a run takes of a device's memory, in bytes: the one cost model, for plans, refusals and tables. Pure."""
+"""What a run costs: bytes of a device's memory, floating-point operations of training, seconds of a forward pass.
+
+Packing, metering and planning all read their prices here. Pure functions of sizes.
+"""
 
 from __future__ import annotations
 
@@ -112,12 +115,24 @@ def price(model: ModelFacts, layout: Layout) -> Price:
         gradients=layout.models * 4 * trained,
         optimizer=layout.models * kept * trained,
         frozen=frozen,
-        activations=layout.tokens * model.activation_bytes_per_token(layout.bytes_per_number, layout.checkpointing),
+        activations=layout.tokens * activation_bytes(model, layout.bytes_per_number, layout.checkpointing),
         head=head_bytes(model, layout) if layout.has_vocabulary_head else 0,
         engine=engine,
         kv=kv,
         turns=layout.turns,
     )
+
+
+def activation_bytes(model: ModelFacts, bytes_per_number: int, checkpointing: bool) -> int:
+    """What backward keeps of one token, without the head.
+
+    Per layer about 8 vectors of the hidden size (inputs and outputs of norms and blocks), 4 of all attention heads
+    (queries, keys, values, outputs) and 4 of the feed-forward size. With checkpointing only each layer's input, and
+    one layer in full while it is computed again.
+    """
+    layer = 8 * model.hidden_size + 4 * model.heads * model.head_dim + 4 * model.intermediate_size
+    kept = model.layers * model.hidden_size + layer if checkpointing else model.layers * layer
+    return kept * bytes_per_number
 
 
 def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = None) -> int:
@@ -148,3 +163,55 @@ def head_bytes(model: ModelFacts, layout: Layout) -> int:
 def chunk_rows(vocabulary: int, device: str) -> int:
     """Rows whose float32 logits take about ``CHUNK_BYTES``."""
     return max(LEAST_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Operations of a training micro-batch: ``linear`` per token, ``quadratic`` per pair of query and key, ``head`` per
+    token in the loss."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+    head: float = 0.0
+
+    @classmethod
+    def of_decoder(
+        cls, *, parameters: int, layers: int, heads: int, head_dim: int, vocabulary: int, hidden: int
+    ) -> CostModel:
+        """Forward and backward: three products per weight, each a multiplication and an addition.
+
+        Args:
+            parameters: without embeddings.
+        """
+        return cls(6.0 * parameters, 12.0 * layers * heads * head_dim, 6.0 * vocabulary * hidden)
+
+    def prefix(self, tokens: int) -> float:
+        """Cost of the first ``tokens`` tokens of a sequence, without the head."""
+        return self.linear * tokens + self.quadratic * tokens * (tokens + 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class PeakRates:
+    """What a device attains in large matrix products, and in reading and writing memory."""
+
+    flops_per_second: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCost:
+    """What one forward pass of a decoder reads and computes."""
+
+    weight_bytes: int
+    """Of every parameter that a token passes through: the head is included, the embedding table is not."""
+    weights: int
+    kv_bytes: int
+    """Per token, all layers."""
+    attention_flops: int
+    """Per pair of query and key, all layers: ``4 * layers * heads * head_dim``."""
+
+    def seconds(self, rates: PeakRates, tokens: int, kv_read: int, pairs: int) -> float:
+        """The least time of a pass over ``tokens`` new tokens that reads the keys and values of ``kv_read`` others."""
+        read = self.weight_bytes + self.kv_bytes * kv_read
+        flops = 2 * self.weights * tokens + self.attention_flops * pairs
+        return max(read / rates.bytes_per_second, flops / rates.flops_per_second)

@@ -41,17 +41,6 @@ class ModelFacts:
         """Keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
 
-    def activation_bytes_per_token(self, bytes_per_number: int, checkpointing: bool) -> int:
-        """What backward keeps of one token, without the head.
-
-        Per layer about 8 vectors of the hidden size (inputs and outputs of norms and blocks), 4 of all
-        attention heads (queries, keys, values, outputs) and 4 of the feed-forward size. With checkpointing
-        only each layer's input, and one layer in full while it is computed again.
-        """
-        layer = 8 * self.hidden_size + 4 * self.heads * self.head_dim + 4 * self.intermediate_size
-        kept = self.layers * self.hidden_size + layer if checkpointing else self.layers * layer
-        return kept * bytes_per_number
-
 
 @dataclass(frozen=True, slots=True)
 class Facts:

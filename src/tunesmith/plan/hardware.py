@@ -1,22 +1,14 @@
-"""What the machine has, read without torch, and what it can attain, measured with it."""
+"""What the machine has, read without torch."""
 
 from __future__ import annotations
 
 import os
 import resource
 import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import psutil
-
-from tunesmith.errors import DeviceMemoryError
-
-DType = Literal["float32", "bfloat16", "float16"]
 
 _NATIVE_BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"})
 _NO_LIMIT = 2**60
@@ -52,18 +44,10 @@ class Hardware:
     gpus: tuple[Gpu, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PeakRates:
-    """What a device attains: in large matrix products, and in reading and writing memory."""
-
-    flops_per_second: float
-    bytes_per_second: float
-
-
 def read_hardware() -> Hardware:
     """Facts of this machine. Takes some milliseconds, and a tenth of a second where ``nvidia-smi`` exists."""
     cpu = _cpu_info()
-    total, available = _memory()
+    total, available = memory()
     flags = set((cpu.get("flags") or cpu.get("Features") or "").split())
     return Hardware(
         cpu=cpu.get("model name", "CPU"),
@@ -120,60 +104,6 @@ def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
-@cache
-def measure_limits(device: str, dtype: DType) -> PeakRates:
-    """Measure matrix products and a copy on ``device``, once per process, in a few tenths of a second.
-
-    The best of several tries counts: a limit is what nothing gets above.
-    """
-    import torch
-
-    kind = getattr(torch, dtype)
-    on_gpu = torch.device(device).type == "cuda"
-    wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
-    size = 8192 if on_gpu else 1024
-    with torch.no_grad():
-        a = torch.ones(size, size, dtype=kind, device=device)
-        product = torch.empty_like(a)
-        flops = 2 * size**3 / _best_seconds(lambda: torch.mm(a, a, out=product), wait)
-        bandwidth = _copy_rate(512 * 2**20 if on_gpu else _copied_bytes(), device, wait)
-    return PeakRates(flops, bandwidth)
-
-
-def _copied_bytes() -> int:
-    """Larger than a CPU's cache, so that a copy goes at memory's speed, but a small part of what is free."""
-    _, available = _memory()
-    return max(2**20, min(64 * 2**20, available // 256))
-
-
-def _copy_rate(size: int, device: str, wait: Callable[[], None]) -> float:
-    """Bytes per second, read and written; with half the size where memory is short."""
-    import torch
-
-    try:
-        source = torch.ones(size, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-    except RuntimeError:  # torch has no other for memory that is not there
-        if size <= 2**16:
-            raise DeviceMemoryError(f"there is no memory left on {device}: not even for {2 * size} bytes") from None
-        return _copy_rate(size // 2, device, wait)
-    return 2 * size / _best_seconds(lambda: target.copy_(source), wait)
-
-
-def _best_seconds(run: Callable[[], object], wait: Callable[[], None], budget: float = 0.15) -> float:
-    """The least of at least three runs, after one to warm up, within about ``budget`` seconds."""
-    run()
-    wait()
-    best, started, tries = float("inf"), time.perf_counter(), 0
-    while tries < 3 or time.perf_counter() - started < budget:
-        before = time.perf_counter()
-        run()
-        wait()
-        best = min(best, time.perf_counter() - before)
-        tries += 1
-    return best
-
-
 def _cpu_info() -> dict[str, str]:
     """The first processor of ``/proc/cpuinfo``; empty where there is none."""
     try:
@@ -193,8 +123,8 @@ def _cores() -> int:
     return max(1, min(allowed, physical, _cgroup_cpus() or allowed, threads))
 
 
-def _memory() -> tuple[int, int]:
-    """(total, available) bytes: the least of machine, container and ``ulimit -v``."""
+def memory() -> tuple[int, int]:
+    """(total, available) bytes: the least of what machine, container and ``ulimit -v`` allow."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     for limit, used in (_cgroup_memory(), _address_space()):

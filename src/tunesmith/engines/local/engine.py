@@ -25,7 +25,7 @@ from tunesmith.engines.local.speculation import Drafter, DraftModel, NgramDrafte
 from tunesmith.engines.local.stopping import StopStrings
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.hardware import PeakRates
+from tunesmith.plan.cost import PeakRates
 from tunesmith.types import Completion, FinishReason, Sampling
 
 

@@ -1,4 +1,4 @@
-"""What the engine counts, and the least time its steps could have taken (``ModelCost.seconds``)."""
+"""What the engine counts, and the least time its steps could have taken (``ForwardCost.seconds``)."""
 
 from __future__ import annotations
 
@@ -8,33 +8,14 @@ from dataclasses import dataclass, field
 from tunesmith.engines.base import EngineStats, add_stats
 from tunesmith.engines.local.prefill_attention import Piece
 from tunesmith.engines.local.requests import Request
-from tunesmith.plan.hardware import PeakRates
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCost:
-    """What one forward pass reads and computes."""
-
-    weight_bytes: int
-    """Of every parameter that a token passes through, head included, embedding table not."""
-    weights: int
-    kv_bytes: int
-    """Per token, all layers."""
-    attention_flops: int
-    """Per pair of query and key, all layers: ``4 * layers * heads * head_dim``."""
-
-    def seconds(self, limits: PeakRates, tokens: int, kv_read: int, pairs: int) -> float:
-        """Of a pass over ``tokens`` new tokens that reads ``kv_read`` cached ones."""
-        read = self.weight_bytes + self.kv_bytes * kv_read
-        flops = 2 * self.weights * tokens + self.attention_flops * pairs
-        return max(read / limits.bytes_per_second, flops / limits.flops_per_second)
+from tunesmith.plan.cost import ForwardCost, PeakRates
 
 
 @dataclass(slots=True)
 class Meter:
     """Counters of an engine's steps."""
 
-    cost: ModelCost
+    cost: ForwardCost
     limits: PeakRates | None
     counted: EngineStats = field(default_factory=EngineStats)
 

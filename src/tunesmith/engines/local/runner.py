@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from tunesmith.engines.local.decode_attention import DecodeAttention, Grouping
 from tunesmith.engines.local.decode_model import FEW_ROWS, DecodeModel
 from tunesmith.engines.local.kv_cache import KVCache, KVLayout
-from tunesmith.engines.local.metering import ModelCost
 from tunesmith.engines.local.penalties import penalise
 from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention
 from tunesmith.engines.local.requests import CachedPrompt, Request
@@ -21,6 +20,7 @@ from tunesmith.errors import ModelError
 from tunesmith.models.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM, logit_scale
 from tunesmith.models.head import bfloat16_operands
+from tunesmith.plan.cost import ForwardCost
 
 
 def text_config(model: CausalLM) -> Any:
@@ -39,7 +39,7 @@ class _Probe:
 
 
 @torch.inference_mode()
-def probe(model: CausalLM) -> tuple[KVLayout, ModelCost]:
+def probe(model: CausalLM) -> tuple[KVLayout, ForwardCost]:
     """What the model's attention needs of the cache, and what a pass costs: seen in one pass over one token.
 
     On a CPU the cache is float32 for bfloat16 models too: small batched products are three times as fast.
@@ -61,7 +61,7 @@ def probe(model: CausalLM) -> tuple[KVLayout, ModelCost]:
     weights -= 0 if head is embedding else embedding.numel()
     dtype = torch.float32 if model.device.type == "cpu" else head.dtype
     layout = KVLayout(layers, kv_heads, head_dim, dtype, model.device)
-    cost = ModelCost(
+    cost = ForwardCost(
         weight_bytes=weights * head.element_size(),
         weights=weights,
         kv_bytes=layout.token_bytes,

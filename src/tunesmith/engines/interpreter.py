@@ -1,4 +1,4 @@
-"""Whether the interpreter of another environment can run an engine, asked of it before anything loads."""
+"""Asking the interpreter of another environment, before anything loads, whether it can run an engine."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ for node in ast.parse(file.read_text()).body if file and file.exists() else ():
 
 
 def check_interpreter(config: RunConfig) -> None:
-    """Ask the interpreter that engines run in what is installed beside it; takes some hundredths of a second.
+    """Ask the interpreter of the engines what is installed there; takes some hundredths of a second.
 
-    This one is asked for the names of vLLM's engine arguments only, and only where some are given. On a cluster
-    ``system.engine_python`` lies on other machines, and the engine's actor says what is missing.
+    The trainer's own interpreter is asked only for the names of vLLM's engine arguments, and only if some are given.
+    On a cluster ``system.engine_python`` lies on other machines, and the engine's actor reports what is missing.
 
     Raises:
-        ConfigError: it cannot be run, or lacks Tunesmith, or the vLLM that is asked for,
-            or that vLLM has no such engine argument.
+        ConfigError: it cannot be run, lacks Tunesmith or the right vLLM, or its vLLM has no such engine argument.
     """
     system = config.system
     extra = system.engine == "vllm" and system.vllm.extra

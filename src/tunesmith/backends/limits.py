@@ -1,0 +1,62 @@
+"""What a device attains, measured with torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Literal
+
+import torch
+
+from tunesmith.errors import DeviceMemoryError
+from tunesmith.plan.cost import PeakRates
+from tunesmith.plan.hardware import memory
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@cache
+def measure_limits(device: str, dtype: DType) -> PeakRates:
+    """Measure matrix products and a copy on ``device``, once per process, in a few tenths of a second.
+
+    The best of several runs counts, because a limit is what no run exceeds.
+    """
+    kind = getattr(torch, dtype)
+    on_gpu = torch.device(device).type == "cuda"
+    wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+    size = 8192 if on_gpu else 1024
+    with torch.no_grad():
+        a = torch.ones(size, size, dtype=kind, device=device)
+        product = torch.empty_like(a)
+        flops = 2 * size**3 / _best_seconds(lambda: torch.mm(a, a, out=product), wait)
+        # On a CPU more than its cache holds, but a small part of the free memory.
+        copied = 512 * 2**20 if on_gpu else max(2**20, min(64 * 2**20, memory()[1] // 256))
+        bandwidth = copy_rate(copied, device, wait)
+    return PeakRates(flops, bandwidth)
+
+
+def copy_rate(size: int, device: str, wait: Callable[[], None]) -> float:
+    """Bytes read and written per second when ``size`` bytes are copied; half as many if memory is short."""
+    try:
+        source = torch.ones(size, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+    except RuntimeError:  # the only error torch raises when memory is short
+        if size <= 2**16:
+            raise DeviceMemoryError(f"there is no memory left on {device}: not even for {2 * size} bytes") from None
+        return copy_rate(size // 2, device, wait)
+    return 2 * size / _best_seconds(lambda: target.copy_(source), wait)
+
+
+def _best_seconds(run: Callable[[], object], wait: Callable[[], None], budget: float = 0.15) -> float:
+    """The least of at least three runs, after one to warm up, within about ``budget`` seconds."""
+    run()
+    wait()
+    best, started, tries = float("inf"), time.perf_counter(), 0
+    while tries < 3 or time.perf_counter() - started < budget:
+        before = time.perf_counter()
+        run()
+        wait()
+        best = min(best, time.perf_counter() - before)
+        tries += 1
+    return best
