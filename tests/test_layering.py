@@ -19,6 +19,7 @@ FLOORS = {
     "types": 0,
     "errors": 0,
     "redact": 0,
+    "storage": 0,
     "config": 0,
     "monitor": 0,
     "algorithms": 1,

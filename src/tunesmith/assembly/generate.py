@@ -26,17 +26,16 @@ from tunesmith.offline.generation import (
     answer,
     claim,
     given_records,
-    read_json,
     read_lines,
     records_of,
     repair,
     score_given,
     scored_line,
     window_of,
-    write_json,
     write_whole,
 )
 from tunesmith.offline.selection import MADE, Choice, level_borders, usable
+from tunesmith.storage import read_json, write_json
 
 _PART = "run"
 

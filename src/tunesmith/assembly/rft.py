@@ -27,7 +27,7 @@ from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.loop.usage import Usage, total_of
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.monitor.text import Example
-from tunesmith.offline.generation import Json, LineWriter, claim, read_json, write_json
+from tunesmith.offline.generation import Json, LineWriter, claim
 from tunesmith.offline.rft import (
     Round,
     adopt_answers,
@@ -42,6 +42,7 @@ from tunesmith.offline.rft import (
 )
 from tunesmith.plan.engine import SAMPLER_KEYS
 from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup
+from tunesmith.storage import read_json, write_json
 from tunesmith.types import Task
 from tunesmith.usercode.loading import located
 

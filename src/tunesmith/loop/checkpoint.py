@@ -1,15 +1,13 @@
 """Checkpoints that are there whole or not at all.
 
-A checkpoint is a directory ``checkpoints/step-000120`` holding what the backend writes (``model/`` in Hugging
-Face format, optimizer and random state) and ``state.json`` (step, data position and all else the loop needs
-to continue). It is written under another name, flushed to disk and renamed, so that a crash at any moment
-leaves the one before it untouched.
+A checkpoint is a directory ``checkpoints/step-000120`` with what the backend writes (``model/`` in Hugging Face
+format, optimizer and random state), ``state.json`` (step, data position and everything else the loop needs to
+continue) and ``manifest.json``. A crash at any moment leaves the checkpoints before it untouched.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from typing import Any, cast
 
 from tunesmith.errors import CheckpointError, StorageError, boundary
 from tunesmith.loop.manifest import write_manifest
+from tunesmith.storage import replacing
 
 STATE_FILE = "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -26,7 +25,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """The checkpoints of one run; the newest ``keep`` stay, and the best one."""
+    """The checkpoints of one run. The newest ``keep`` and the best one are kept."""
 
     directory: Path
     keep: int
@@ -52,28 +51,24 @@ class Checkpoints:
         """Write a checkpoint and drop the oldest ones.
 
         Args:
-            step: names the checkpoint.
-            state: JSON-able state of the loop.
-            write: writes everything else below the directory it is given.
-            best: step of the best checkpoint so far, which is kept whatever its age.
+            state: of the loop, as JSON values.
+            write: writes everything else into the directory it is given.
+            best: step of the best checkpoint so far, which is never dropped.
 
         Raises:
             StorageError: it could not be written; the checkpoints before it are untouched.
         """
-        target, unfinished = self.path(step), self.directory / f".step-{step:06d}.unfinished"
+        target = self.path(step)
         try:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-            write(unfinished)
-            (unfinished / STATE_FILE).write_text(json.dumps(state))
-            write_manifest(unfinished)
-            _share_alike(unfinished)
-            _flush(unfinished)
-            self._remove(step)
-            unfinished.rename(target)
-            _flush_entry(self.directory)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with replacing(target, durable=True) as unfinished:
+                unfinished.mkdir()
+                write(unfinished)
+                (unfinished / STATE_FILE).write_text(json.dumps(state))
+                write_manifest(unfinished)
+                _make_readable(unfinished)
+                self._remove(step)
         except Exception as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
             if not _is_storage_failure(error):
                 raise
             kept = self.newest()
@@ -84,7 +79,7 @@ class Checkpoints:
 
     def _rotate(self, newest: int, best: int | None) -> None:
         steps = self.steps()
-        # Later ones are of a course that this run went back from.
+        # Later ones belong to a course that this run has left by resuming from an earlier step.
         later = [s for s in steps if s > newest]
         older = [s for s in steps if s <= newest][: -self.keep]
         for step in [*later, *(s for s in older if s != best)]:
@@ -94,7 +89,7 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _remove(self, step: int) -> None:
-        """Out of sight in one move, so that no half-deleted directory passes for a checkpoint."""
+        """Rename it first, so that a half-deleted directory never looks like a checkpoint."""
         if self.path(step).exists():
             removed = self.directory / f".step-{step:06d}.removed"
             shutil.rmtree(removed, ignore_errors=True)
@@ -143,27 +138,13 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _is_storage_failure(error: Exception) -> bool:
-    # safetensors reports a full disk as its own error, with the system's words inside.
+    # safetensors reports a full disk as its own error that quotes the system's message.
     words = str(error).lower()
     return isinstance(error, OSError) or "no space left" in words or "file too large" in words or "i/o" in words
 
 
-def _share_alike(directory: Path) -> None:
-    """Readable for whom other new files are: safetensors makes its own for the owner alone."""
+def _make_readable(directory: Path) -> None:
+    """Give safetensors files, which are created for their owner only, the mode of other new files."""
     mode = (directory / STATE_FILE).stat().st_mode & 0o777
     for file in directory.rglob("*.safetensors"):
         file.chmod(mode)
-
-
-def _flush(directory: Path) -> None:
-    for entry in sorted(directory.rglob("*"), reverse=True):
-        _flush_entry(entry)
-    _flush_entry(directory)
-
-
-def _flush_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,6 +25,7 @@ from tunesmith.monitor.metrics import JsonLines, is_whole, keep_lines
 from tunesmith.monitor.progress import open_progress
 from tunesmith.redact import redact_values
 from tunesmith.rewards.metrics import check_failed, reward_metrics
+from tunesmith.storage import read_json, replacing, write_json
 from tunesmith.types import Completion, Rollout, RolloutGroup, Status, Task
 
 BLOCK = 64
@@ -141,30 +142,14 @@ def read_lines(path: Path) -> Iterator[Json]:
 
 def write_whole(path: Path, lines: Iterator[Json]) -> int:
     """A file that is there whole or not at all; the number of its lines."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
     count = 0
-    with boundary(StorageError, f"cannot write {path}", OSError):
-        unfinished.unlink(missing_ok=True)
+    with boundary(StorageError, f"cannot write {path}", OSError), replacing(path) as unfinished:
         out = JsonLines(unfinished, private=True)
         for line in lines:
             out.write(line)
             count += 1
         out.close()
-        unfinished.replace(path)
     return count
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """There whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with boundary(StorageError, f"cannot write {path}", OSError):
-        unfinished.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-
-
-def read_json(path: Path) -> Json:
-    with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
-        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def claim(path: Path, identity: Mapping[str, Any]) -> None:
@@ -176,8 +161,7 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
     note = path.with_name(f".{path.stem}.source.json")
     current: Json = {key: same_path(value) for key, value in json.loads(json.dumps(redact_values(identity))).items()}
     if path.exists() and note.exists():
-        with boundary(StorageError, f"cannot read {note}", (OSError, ValueError)):
-            before: Json = json.loads(note.read_text(encoding="utf-8"))
+        before = read_json(note)
         changed = [key for key in (*before, *current) if same_path(before.get(key)) != current.get(key)]
         if changed:
             raise ConfigError(
@@ -185,8 +169,7 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
                 f"{current.get(changed[0])!r}: its lines would not belong together. Say another run_dir, "
                 f"or delete {path}"
             )
-    with boundary(StorageError, f"cannot write {note}", OSError):
-        note.write_text(json.dumps(current), encoding="utf-8")
+    write_json(note, current)
 
 
 async def answer(

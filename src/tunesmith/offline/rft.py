@@ -24,8 +24,9 @@ from typing import Any
 
 from tunesmith.errors import ConfigError, DataError, boundary
 from tunesmith.monitor.text import Example, last_message
-from tunesmith.offline.generation import Json, read_json, read_lines, records_of, write_json, write_whole
+from tunesmith.offline.generation import Json, read_lines, records_of, write_whole
 from tunesmith.offline.selection import Yield, accuracy, correct_answers, select, usable
+from tunesmith.storage import read_json, write_json
 from tunesmith.types import Sample, Task
 
 

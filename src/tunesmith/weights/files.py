@@ -22,6 +22,7 @@ from torch import Tensor
 from tunesmith.distributed.checksum import checksum
 from tunesmith.errors import EngineError, StorageError, boundary
 from tunesmith.monitor.children import owned_name, remove_at_end, remove_stale
+from tunesmith.storage import replacing
 from tunesmith.weights.base import NamedTensors, Offer
 
 MEMORY = Path("/dev/shm")
@@ -99,14 +100,13 @@ class FilePlane:
         """
         self._published += 1
         path = Path(self.directory.name) / f"{self._published}-version-{version}.safetensors"
-        unfinished = path.with_suffix(".unfinished")
-        if self._spare is not None:
-            self._spare.rename(unfinished)
-        with boundary(StorageError, f"cannot write weights to {unfinished}", OSError):
+        with boundary(StorageError, f"cannot write weights to {path}", OSError), replacing(path) as unfinished:
+            if self._spare is not None:
+                self._spare.rename(unfinished)
+                self._spare = None
             _write(unfinished, version, dict(self.tensors()))
-            if self._newest is not None:  # no longer to be found, still there for who reads it
+            if self._newest is not None:  # cannot be found any more, but those who are reading it can go on
                 self._spare = self._newest[1].rename(self._newest[1].with_suffix(".old"))
-            unfinished.rename(path)
         self._newest = version, path
         return path
 

@@ -11,8 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.errors import ConfigError
 from tunesmith.monitor.catalogue import with_aliases
+from tunesmith.storage import read_json, write_json
 
 CLOSE_SECONDS = 60.0
 """What a sink may take at the end of a run for what it has not sent yet."""
@@ -43,14 +44,11 @@ class RunInfo:
 
     def keep_id(self, sink: str, identity: str) -> None:
         """Note what a service calls this run, so that a resumed run continues there."""
-        file = self.directory / _IDS
-        with boundary(StorageError, f"cannot write {file}", OSError):
-            file.write_text(json.dumps({**self._ids(), sink: identity}), encoding="utf-8")
+        write_json(self.directory / _IDS, {**self._ids(), sink: identity})
 
     def _ids(self) -> dict[str, str]:
         file = self.directory / _IDS
-        with boundary(StorageError, f"cannot read {file}", (OSError, ValueError)):
-            return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return read_json(file) if file.exists() else {}
 
 
 class Sink(Protocol):

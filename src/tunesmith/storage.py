@@ -1,0 +1,72 @@
+"""Files and directories that are there whole or not at all: written under another name, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import StorageError, boundary
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
+    """A path next to ``path`` to write a file or a directory to; it takes the name ``path`` at the end.
+
+    An error inside removes it, and leaves what was at ``path``. A directory at ``path`` has to be moved away before
+    the end. What a killed process left there is removed first.
+
+    Args:
+        durable: the new content is on disk before it takes the name, so that it survives a crash of the machine.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    _remove(unfinished)
+    try:
+        yield unfinished
+        if durable:
+            for entry in (*unfinished.rglob("*"), unfinished):
+                _flush(entry)
+        unfinished.replace(path)
+    except BaseException:
+        _remove(unfinished)
+        raise
+    if durable:
+        _flush(path.parent)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with boundary(StorageError, f"cannot write {path}", OSError), replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        StorageError: it cannot be read, or is no JSON.
+    """
+    with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

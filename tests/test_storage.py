@@ -1,0 +1,49 @@
+"""Files and directories are there whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunesmith.errors import StorageError
+from tunesmith.storage import read_json, replacing, write_json
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_file_is_replaced_at_the_end(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    (tmp_path / ".a.txt.unfinished").mkdir()  # a killed process left it
+    with replacing(path, durable=durable) as unfinished:
+        unfinished.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as unfinished:
+        unfinished.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_appears_whole(tmp_path: Path) -> None:
+    with replacing(tmp_path / "d", durable=True) as unfinished:
+        (unfinished / "sub").mkdir(parents=True)
+        (unfinished / "sub" / "a").write_text("a")
+        assert not (tmp_path / "d").exists()
+    assert (tmp_path / "d" / "sub" / "a").read_text() == "a"
+
+
+def test_json_comes_back_and_damage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"a": [1, "ü"]})
+    assert read_json(path) == {"a": [1, "ü"]}
+    path.write_text("{")
+    with pytest.raises(StorageError, match=r"a\.json"):
+        read_json(path)
+    with pytest.raises(StorageError, match="missing"):
+        write_json(tmp_path / "missing" / "a.json", {})
