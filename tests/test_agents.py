@@ -225,10 +225,10 @@ def test_an_engine_that_fails_is_not_the_agents_fault(hidden: bool, tokenizer: A
     [
         ("def agent(client): ...", "define it with `async def`"),
         ("async def agent(question): ...", "neither 'client' nor 'base_url'"),
-        ("def agent(question): ...", "is no environment: write a class"),
-        ("agent = 3", "is no environment: write a class"),
+        ("def agent(question): ...", "is not an environment"),
+        ("agent = 3", "is not an environment"),
         ("class agent:\n    def step(self, action): ...", "has step but no reset"),
-        ("class agent:\n    def __init__(self, level): ...\n    def reset(self): ...", "needs 'level' to be made"),
+        ("class agent:\n    def __init__(self, level): ...\n    def reset(self): ...", "'level'"),
         ("class agent:\n    x = 1", "neither step(action) nor public methods"),
         ("class agent:\n    def act(self, x): ...", "cannot be a tool"),
     ],

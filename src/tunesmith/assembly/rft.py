@@ -21,7 +21,7 @@ from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.config.schema import DataSection, LoraSection
 from tunesmith.data.prepare import load_samples, load_tasks
 from tunesmith.data.prompts import PromptEncoder, Shots, read_shots
-from tunesmith.environments.multi_turn import told_by
+from tunesmith.environments.multi_turn import tools_in_data
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.loop.usage import Usage, total_of
@@ -123,7 +123,7 @@ def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | No
     """The task as it is sampled. What is learned and evaluated is the task as it is."""
     if not shots:
         return task
-    ids = encoder.ids(task.prompt, told_by(task), shots)
+    ids = encoder.ids(task.prompt, tools_in_data(task), shots)
     if limit is not None and len(ids) > limit:
         raise DataError(
             f"task {task.id}: with the worked examples of rft.few_shot the prompt has {len(ids)} tokens, the limit is "

@@ -1,12 +1,12 @@
-"""Agents: the user's own loop around the policy, as one function::
+"""Agents: a user's loop around the policy, written as one function::
 
     async def agent(client, question, answer):
         reply = await client.chat.completions.create(messages=[{"role": "user", "content": question}])
         return float(answer in reply.choices[0].message.content)
 
-It asks by name for ``client`` (OpenAI's interface, in process), or for ``base_url`` and ``api_key`` (the same
-over HTTP, for an agent with a client of its own, which may then be a plain function), and for columns of the
-data. It returns the reward, a ``StepResult`` with a reward and metrics, or None where reward functions judge.
+Its parameters name what it gets: ``client`` (OpenAI's interface, within the process), or ``base_url`` and ``api_key``
+(the same over HTTP, for an agent with its own client, which may then be a plain function), and columns of the data.
+It returns the reward, a ``StepResult`` with a reward and metrics, or None where reward functions score the episode.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.environments.base import Generate
-from tunesmith.environments.conversation import Conversation, Setting
+from tunesmith.environments.conversation import Conversation, EpisodeSettings
 from tunesmith.environments.games import columns_of
-from tunesmith.environments.multi_turn import told_by
+from tunesmith.environments.multi_turn import tools_in_data
 from tunesmith.environments.openai_api import EpisodeApi, PolicyClient
 from tunesmith.environments.steps import StepResult, as_reward, as_step
 from tunesmith.errors import ConfigError, EpisodeError
@@ -38,44 +38,44 @@ def is_agent(function: Callable[..., Any], reference: str) -> bool:
     """Whether a function has an agent's form.
 
     Raises:
-        ConfigError: it has, and could not speak with the policy.
+        ConfigError: it has, but no access to the policy.
     """
-    asks = GIVEN & inspect.signature(function).parameters.keys()
-    if not asks and not is_async(function):
+    access = GIVEN & inspect.signature(function).parameters.keys()
+    if not access and not is_async(function):
         return False
-    if not asks:
+    if not access:
         raise ConfigError(
-            f"'{reference}' takes neither 'client' nor 'base_url', so it cannot speak with the policy. "
+            f"'{reference}' takes neither 'client' nor 'base_url', so it has no access to the policy. "
             "Write async def agent(client, **columns)."
         )
-    if "client" in asks and not is_async(function):
+    if "client" in access and not is_async(function):
         raise ConfigError(f"'{reference}' takes 'client', whose calls are awaited: define it with `async def`.")
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """Fulfils ``Environment`` with an agent of the user's."""
+    """An ``Environment`` whose episodes a user's agent plays."""
 
     name: str
     function: Callable[..., Any]
-    setting: Setting
+    setting: EpisodeSettings
     model: str
     endpoint: Callable[[], Endpoint]
-    """Opened when the first agent asks for it."""
+    """Starts the endpoint on first use."""
 
     async def play(self, rollout: Rollout, generate: Generate) -> None:
         task = rollout.task
-        conversation = Conversation(rollout, generate, self.setting, self.setting.prompt_of(task), told_by(task))
+        conversation = Conversation(rollout, generate, self.setting, self.setting.prompt_of(task), tools_in_data(task))
         api = EpisodeApi(conversation, self.model)
         key = None
-        given: dict[str, Any] = {**columns_of(task), "client": PolicyClient(api)}
+        arguments: dict[str, Any] = {**columns_of(task), "client": PolicyClient(api)}
         if not OVER_HTTP.isdisjoint(inspect.signature(self.function).parameters):
             base_url, key = self.endpoint().open(api)
-            given |= {"base_url": base_url, "api_key": key}
+            arguments |= {"base_url": base_url, "api_key": key}
         try:
-            with EpisodeCode(math.inf) as code:  # the rollout's own deadline is the agent's
-                value = await code.run(self.name, self.function, **taken(self.function, given))
+            with EpisodeCode(math.inf) as code:  # the rollout's deadline applies
+                value = await code.run(self.name, self.function, **taken(self.function, arguments))
             if isinstance(value, StepResult):
                 step = as_step(replace(value, done=True), self.name)
                 rollout.metrics.update(step.metrics)
@@ -90,7 +90,7 @@ class Agent:
                 self.endpoint().drop(key)
             conversation.close()
         if conversation.failure is not None:
-            raise conversation.failure  # the engine's fault, whatever the agent made of it
+            raise conversation.failure  # the engine failed, even if the agent hid it
         if not rollout.turns:
             raise EpisodeError(f"{self.name} ended without a turn of the policy")
         rollout.metrics["turns"] = float(conversation.turns)

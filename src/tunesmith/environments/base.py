@@ -1,4 +1,4 @@
-"""What an environment is, and the simplest one: a prompt and one answer."""
+"""The port of environments, and the simplest one: a prompt and one answer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from tunesmith.types import Completion, Rollout
 
 
 class Generate(Protocol):
-    """Completes a run of tokens with the current policy."""
+    """Completes a sequence of tokens with the current policy."""
 
     async def __call__(
         self, prompt_ids: Sequence[int], /, *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
     ) -> Completion:
-        """Sample as the run says; at most ``max_new_tokens`` where that is fewer, ending at ``stop`` as well."""
+        """Sample with the run's settings; also limited to ``max_new_tokens``, and ended by ``stop`` strings."""
         ...
 
 
 class Environment(Protocol):
-    """Plays one task out.
+    """Plays one episode of a task.
 
-    ``play`` gets a rollout that holds the prompt, and appends to it: what the policy wrote (``act``) and
-    what came back (``observe``). An exception makes that rollout a typed failure and leaves its siblings
-    alone. An environment may set ``rollout.reward``; reward functions add to it.
+    ``play`` gets a rollout with the prompt and appends to it: what the policy wrote (``act``) and what came back
+    (``observe``). An exception makes that rollout a typed failure and does not affect the others. An environment may
+    set ``rollout.reward``; reward functions add to it.
     """
 
     async def play(self, rollout: Rollout, generate: Generate) -> None: ...

@@ -1,10 +1,9 @@
-"""What is said in an episode, kept as tokens: a conversation that goes on appends, one that was edited forks.
+"""An episode's conversation as tokens: one that continues appends to a record, one that was edited forks.
 
-Each call of the policy gets the whole conversation as messages. Where it begins with what a record says up to
-one of its turns, the record's own tokens are taken, and only the messages that are new become tokens. Where
-it does not (thinking dropped, history summarised, another conversation begun), or where the chat template
-renders what was said differently now, or where the record has gone on meanwhile, a new record begins; what it
-has in common with another is context there.
+Each call of the policy gets the whole conversation as messages. If it begins with the content of a record up to one of
+its turns, the record's tokens are kept and only the new messages are tokenized. If it does not (thinking dropped,
+history summarised, another conversation), or if the chat template now renders the earlier messages differently, or the
+record has continued in another way, a new record begins; what it shares with another is context there.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from tunesmith.errors import EpisodeError, shortened
 from tunesmith.types import Completion, FinishReason, Message, Record, Rollout, Task, text_of_content
 
 TEXT = "text"
-"""The key of a place that no conversation of messages goes on from."""
+"""The key of a place after raw text, from which no conversation of messages continues."""
 
 
 class OutOfRoom(EpisodeError):
-    """The conversation is as long as it may be, in turns or in tokens."""
+    """The conversation has reached its limit of turns or tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class EpisodeSettings:
     """What all episodes of a run have in common."""
 
     renderer: Renderer
     prompt_of: Callable[[Task], list[Message]]
-    """A task's prompt as the messages that its tokens say."""
+    """A task's prompt as the messages that its tokens represent."""
     max_turns: int
     """Calls of the policy."""
     max_tokens: int
-    """Of a record: the whole conversation with what the policy writes."""
+    """Limit of a record, including what the policy writes."""
     parse: Parse | None
-    """Finds tool calls in what the policy wrote, where there are tools."""
+    """Finds tool calls in what the policy wrote, if there are tools."""
     timeout: float
     """Seconds of one call of the user's code."""
     bad_call: Literal["tell", "end"]
@@ -53,7 +52,7 @@ class Reply:
     """One turn of the policy."""
 
     message: Message
-    """As a chat message, with ``tool_calls`` where it made some; cut before the request's stop string."""
+    """As a chat message, with any ``tool_calls``; cut before the request's stop string."""
     text: str
     """The same turn as plain text, without special tokens."""
     calls: list[ToolCall | BadCall]
@@ -67,37 +66,37 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in a record from which the conversation can go on: after the prompt, or after a turn."""
+    """A place in a record from which the conversation can continue: after the prompt, or after a turn."""
 
     record: Record
     length: int
     key: tuple[str, ...]
-    """What has been said, for comparison."""
-    said: tuple[Message, ...]
-    """The same for the template, with the policy's turns as it wrote them."""
+    """The messages so far, for comparison."""
+    messages: tuple[Message, ...]
+    """The same for the chat template, with the policy's turns verbatim."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """The policy as one episode speaks with it; writes the rollout's records."""
+    """The policy's side of one episode; writes the rollout's records."""
 
     rollout: Rollout
     generate: Generate
-    setting: Setting
+    setting: EpisodeSettings
     prompt: Sequence[Message]
-    """What the rollout's first record says."""
+    """The content of the rollout's first record."""
     prompt_tools: Tools = None
     turns: int = 0
     failure: Exception | None = None
-    """What the engine raised first: an agent may hide it."""
+    """The engine's first error, which an agent may have hidden."""
     _writing: set[int] = field(default_factory=set[int])
     """``id`` of the records that the policy is writing to."""
     _places: list[_Place] = field(default_factory=list[_Place])
 
     def __post_init__(self) -> None:
-        first, said = self.rollout.records[0], tuple(map(for_template, self.prompt))
+        first, messages = self.rollout.records[0], tuple(map(for_template, self.prompt))
         key = _key(self.prompt, self.prompt_tools)
-        self._places.append(_Place(first, len(first.token_ids), key, said))
+        self._places.append(_Place(first, len(first.token_ids), key, messages))
 
     async def reply(
         self,
@@ -112,19 +111,19 @@ class Conversation:
         """The policy's next turn after ``messages``.
 
         Args:
-            max_new_tokens: a limit for this turn, beside the run's own.
+            max_new_tokens: a limit for this turn, in addition to the run's.
             stop: strings that end this turn. The record keeps them; the reply is cut before them.
             find_calls: whether tool calls in the turn are parsed or left as text.
-            options: variables for the chat template, beside the run's own.
+            options: variables for the chat template, in addition to the run's.
 
         Raises:
-            OutOfRoom: ``max_turns`` or ``max_tokens`` are reached.
+            OutOfRoom: ``max_turns`` or ``max_tokens`` is reached.
             EpisodeError: the messages cannot go through the chat template.
             EngineError: generation failed.
         """
         self._check_turns()
         renderer = self.setting.renderer.with_options(options) if options else self.setting.renderer
-        record, said = self._record_of(messages, tools, renderer, options)
+        record, rendered = self._record_of(messages, tools, renderer, options)
         prompt_tokens = len(record.token_ids)
         completion = await self._sample(record, max_new_tokens, stop)
         parse = self.setting.parse
@@ -132,18 +131,18 @@ class Conversation:
         raw, text = before_stop(written, stop), before_stop(renderer.plain(ids), stop)
         content, calls = parse(raw, text) if parse and tools and find_calls else (text, [])
         if any(isinstance(call, BadCall) for call in calls):
-            content = text  # Nothing that was said is lost.
+            content = text  # keep the text of calls that cannot be read
         message = _assistant(content, calls, self.turns)
         shown = (*messages, message)
-        said = (*said, {"role": "assistant", "content": written})
-        self._places.append(_Place(record, len(record.token_ids), _key(shown, tools, options), said))
+        rendered = (*rendered, {"role": "assistant", "content": written})
+        self._places.append(_Place(record, len(record.token_ids), _key(shown, tools, options), rendered))
         self.rollout.messages = [dict(m) for m in self._after_prompt(shown)]
         return Reply(message, text, calls, prompt_tokens, completion)
 
     async def continue_text(
         self, prompt: str | Sequence[int], *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
     ) -> Reply:
-        """What the policy writes after ``prompt``, which is raw text or token ids and skips the chat template.
+        """The policy's continuation of ``prompt``, which is raw text or token ids and skips the chat template.
 
         Raises:
             OutOfRoom, EngineError: as in ``reply``.
@@ -157,11 +156,11 @@ class Conversation:
         return Reply({"role": "assistant", "content": text}, text, [], prompt_tokens, completion)
 
     def pay(self, reward: float) -> None:
-        """Give the last turn a reward."""
+        """Add a reward to the last turn."""
         self._places[-1].record.pay(reward)
 
     def close(self) -> None:
-        """Leave out of the rollout what never got a turn, and let the record that spoke last stand last."""
+        """Drop what the policy never answered, and put the record of the last turn last."""
         for record in self.rollout.records:
             if record.turns:
                 record.cut(record.turns[-1].stop)
@@ -197,18 +196,20 @@ class Conversation:
         return completion
 
     def _record_of_text(self, prompt: str | Sequence[int]) -> Record:
-        """The record that says ``prompt``: continued where its tokens already say the beginning, else a new one."""
+        """The record that ends with ``prompt``: one that already holds its beginning, continued, else a new one."""
         renderer = self.setting.renderer
         ends = renderer.end_ids
         best: tuple[_Place, int] | None = None
         for place in self._places:
             ids = place.record.token_ids
-            # A client that was given a turn without its end token sends it back without one.
+            # A client gets a turn without its end token, so it sends it back without one.
             lengths = [place.length, place.length - 1] if ids[place.length - 1] in ends else [place.length]
             for length in lengths:
-                there = ids[:length] if not isinstance(prompt, str) else renderer.decoded(ids[:length])
-                starts = prompt[: len(there)] == there if isinstance(prompt, str) else list(prompt[:length]) == there
-                if starts and (best is None or (length, self._goes_on(place)) > (best[1], self._goes_on(best[0]))):
+                if isinstance(prompt, str):
+                    starts = prompt.startswith(renderer.decoded(ids[:length]))
+                else:
+                    starts = list(prompt[:length]) == ids[:length]
+                if starts and (best is None or (length, self._is_open(place)) > (best[1], self._is_open(best[0]))):
                     best = place, length
         if best is None:
             return self._begin(renderer.raw(prompt) if isinstance(prompt, str) else list(prompt))
@@ -218,7 +219,7 @@ class Conversation:
             rest = renderer.after(ids, prompt[len(renderer.decoded(ids)) :])
         else:
             rest = list(prompt[length:])
-        if length != place.length or not self._goes_on(place):
+        if length != place.length or not self._is_open(place):
             return self._begin([*ids, *rest])
         place.record.observe(rest)
         return place.record
@@ -226,27 +227,27 @@ class Conversation:
     def _record_of(
         self, messages: Sequence[Message], tools: Tools, renderer: Renderer, options: Mapping[str, Any] | None
     ) -> tuple[Record, tuple[Message, ...]]:
-        """The record that says ``messages`` at its end, gone on with or begun; and its messages for the template."""
+        """The record that ends with ``messages``, continued or new; and its messages for the chat template."""
         key = _key(messages, tools, options)
         held = [p for p in self._places if key[: len(p.key)] == p.key]
         if not held:
-            said = tuple(map(for_template, messages))
-            return self._begin(renderer.whole(said, tools)), said
-        # The longest; of several as long (the same was said twice), one that has not gone on.
-        place = max(held, key=lambda p: (len(p.key), self._goes_on(p)))
-        new = tuple(map(for_template, messages[len(place.said) :]))
-        said = (*place.said, *new)
+            rendered = tuple(map(for_template, messages))
+            return self._begin(renderer.whole(rendered, tools)), rendered
+        # The longest; among equally long ones (the same conversation twice), one that can still be appended to.
+        place = max(held, key=lambda p: (len(p.key), self._is_open(p)))
+        new = tuple(map(for_template, messages[len(place.messages) :]))
+        rendered = (*place.messages, *new)
         ids = place.record.token_ids[: place.length]
-        rest = renderer.following(ids, place.said, new, tools)
+        rest = renderer.following(ids, place.messages, new, tools)
         if rest is None:
-            return self._begin(renderer.whole(said, tools)), said
-        if not self._goes_on(place):
-            return self._begin([*ids, *rest]), said
+            return self._begin(renderer.whole(rendered, tools)), rendered
+        if not self._is_open(place):
+            return self._begin([*ids, *rest]), rendered
         place.record.observe(rest)
-        return place.record, said
+        return place.record, rendered
 
-    def _goes_on(self, place: _Place) -> bool:
-        """Whether the record can go on from there: it ends there, and the policy is not writing to it."""
+    def _is_open(self, place: _Place) -> bool:
+        """Whether the record can be appended to: it ends at this place, and the policy is not writing to it."""
         return len(place.record.token_ids) == place.length and id(place.record) not in self._writing
 
     def _begin(self, token_ids: list[int]) -> Record:
@@ -256,39 +257,39 @@ class Conversation:
         return record
 
     def _after_prompt(self, shown: tuple[Message, ...]) -> tuple[Message, ...]:
-        """The conversation without the prompt; from the first turn on, where the prompt was another one."""
+        """The conversation without the prompt; from the first assistant turn if it began with another prompt."""
         if _key(shown[: len(self.prompt)], None) == _key(self.prompt, None):
             return shown[len(self.prompt) :]
         return tuple(dropwhile(lambda message: message["role"] != "assistant", shown))
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
-    """``text`` up to the first of the strings ``stop`` in it."""
+    """``text`` up to the first stop string in it."""
     return text[: min((place for end in stop if (place := text.find(end)) >= 0), default=len(text))]
 
 
 def for_template(message: Message) -> Message:
     """A message as chat templates expect it: text content, arguments of tool calls as objects."""
-    made = {name: value for name, value in message.items() if value is not None}
-    made["content"] = text_of_content(message.get("content"))
-    calls = made.get("tool_calls") or []
-    if calls:
-        made["tool_calls"] = [_with_object(call) for call in (calls if isinstance(calls, list | tuple) else [calls])]
-    return made
+    cleaned = {name: value for name, value in message.items() if value is not None}
+    cleaned["content"] = text_of_content(message.get("content"))
+    if calls := cleaned.get("tool_calls"):
+        listed = calls if isinstance(calls, list | tuple) else [calls]
+        cleaned["tool_calls"] = [_with_object_arguments(call) for call in listed]
+    return cleaned
 
 
-def _with_object(call: Any) -> dict[str, Any]:
+def _with_object_arguments(call: Any) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise EpisodeError(f"'tool_calls' is a list of calls with a 'function'; this is none: {shortened(repr(call))}")
+        raise EpisodeError(f"'tool_calls' is a list of calls with a 'function', not {shortened(repr(call))}")
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
-        with suppress(ValueError):  # what was written as arguments may be no JSON
+        with suppress(ValueError):  # the policy may have written invalid JSON
             function["arguments"] = json.loads(function["arguments"])
     return {**call, "function": function}
 
 
 def _assistant(content: str, calls: Sequence[ToolCall | BadCall], turn: int) -> Message:
-    made = [
+    tool_calls = [
         {
             "id": f"call_{turn}_{number}",
             "type": "function",
@@ -297,11 +298,11 @@ def _assistant(content: str, calls: Sequence[ToolCall | BadCall], turn: int) -> 
         for number, call in enumerate(calls)
         if isinstance(call, ToolCall)
     ]
-    return {"role": "assistant", "content": content, **({"tool_calls": made} if made else {})}
+    return {"role": "assistant", "content": content, **({"tool_calls": tool_calls} if tool_calls else {})}
 
 
 def _key(messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """What a rendering depends on as comparable text; names and ids, which an agent may leave out, do not count."""
+    """All that a rendering depends on, as comparable text; without names and ids, which an agent may leave out."""
     return (json.dumps([tools, options or {}], sort_keys=True), *map(_message_key, messages))
 
 

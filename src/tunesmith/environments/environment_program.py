@@ -1,4 +1,4 @@
-"""An environment of the user's in a worker process: one episode at a time, played call by call."""
+"""A user's environment in a worker process: one episode at a time, played call by call."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tunesmith.usercode.calls import RaisedInCall, is_async
 
 
 class InlineCode:
-    """Runs the user's code where it stands; the process is killed where it overruns."""
+    """Runs the user's code directly; the process is killed if it takes too long."""
 
     async def run(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
-            made = function(*args, **kwargs)
-            return await made if is_async(function) else made
+            result = function(*args, **kwargs)
+            return await result if is_async(function) else result
         except BaseException as error:
             raise EpisodeError(f"{what} raised\n{RaisedInCall(error).trace}") from error
 
 
 class EnvironmentProgram:
-    """Called with what is to be done and its arguments; gives ``{"value": ...}`` or ``{"error": ...}``."""
+    """Called with an operation and its arguments; returns ``{"value": ...}`` or ``{"error": ...}``."""
 
     def __init__(self, section: Mapping[str, Any], base_dir: str) -> None:
         self._loaded = {
@@ -39,7 +39,7 @@ class EnvironmentProgram:
         self._loop: tuple[int, asyncio.AbstractEventLoop] | None = None
 
     def __call__(self, do: str, *given: Any) -> dict[str, Any]:
-        if self._loop is None or self._loop[0] != os.getpid():  # a loop does not outlive a fork
+        if self._loop is None or self._loop[0] != os.getpid():  # a forked process needs its own loop
             self._loop = os.getpid(), asyncio.new_event_loop()
         try:
             return {"value": self._loop[1].run_until_complete(self._do(do, *given))}

@@ -1,11 +1,11 @@
-"""The shapes that the user's environments come in, each as a ``Game``.
+"""The forms of users' environments, each as a ``Game``.
 
-- ``Game`` itself: no environment, only tools; the episode ends with the first turn that calls none.
+- ``Game`` itself: no environment, only tools; the episode ends with the first turn without a call.
 - ``Native``: ``reset(**columns)`` and ``step(action)``.
-- ``TRL``: what TRL's ``environment_factory`` takes. Public methods are tools, ``reset(**columns)`` begins,
-  and the reward is ``get_reward()`` or the attribute ``reward``.
-- ``OpenRLHF``: ``reset(states)`` and ``step(states)`` with dictionaries. Its feedback holds the chat template's
-  markers itself and is put behind the policy's text as it is.
+- ``TRL``: the classes of TRL's ``environment_factory``. Public methods are tools, ``reset(**columns)`` begins an
+  episode, and the reward is ``get_reward()`` or the attribute ``reward``.
+- ``OpenRLHF``: ``reset(states)`` and ``step(states)`` with dictionaries. Its feedback includes the chat template's
+  markers and is appended to the policy's text unchanged.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ TRL_RESERVED = ("reset", "get_reward")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The user's code behind one name."""
+    """A user's environment, imported."""
 
     name: str
     reference: str
     kind: Literal["agent", "native", "trl", "openrlhf", "tools"]
     code: Any
     tools: Mapping[str, Tool] = field(default_factory=dict[str, Tool])
-    """The run's tools that the policy may call there."""
+    """The run's tools that the policy may call in it."""
     methods: Mapping[str, Tool] = field(default_factory=dict[str, Tool])
     """TRL: a tool for each public method."""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the policy is told that it may call."""
+        """Descriptions of all tools that the policy may call."""
         return [tool.schema for tool in (*self.tools.values(), *self.methods.values())]
 
 
 def columns_of(task: Task) -> dict[str, Any]:
-    """What user code can ask for by name: the columns of the data, and the prompt in the shape it has there."""
+    """Arguments of user code by name: the columns of the data, and the prompt in the form that it has there."""
     return {**task.columns, "prompt": task.prompt}
 
 
 class Code(Protocol):
-    """Runs the user's code; what it raises becomes an EpisodeError."""
+    """Runs the user's code; its exceptions become an EpisodeError."""
 
     async def run(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -68,15 +68,15 @@ class Game:
         return await self.code.run(f"{self.name}.{method}", getattr(self.it, method), *args, **kwargs)
 
     async def call_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
-        """Its answer, or what it raised, for the policy, which may know better next time."""
+        """The tool's answer for the policy, or its exception as text."""
         try:
             return answer_of(await self.code.run(f"the tool '{tool.name}'", tool.function, **arguments))
-        except (EpisodeError, TypeError, ValueError, RecursionError) as error:  # also of a result that is no JSON
+        except (EpisodeError, TypeError, ValueError, RecursionError) as error:  # JSON cannot represent every result
             cause = error.__cause__ or error
             return f"Error: {type(cause).__name__}: {cause}"
 
     async def reset(self, task: Task, prompt: list[Message]) -> Observation:
-        """``prompt`` is the task's as messages."""
+        """``prompt`` is the task's prompt as messages."""
         del prompt
         if not hasattr(self.it, "reset"):
             return None
@@ -88,7 +88,7 @@ class Game:
         return StepResult(done=True)
 
     async def finish(self) -> float | None:
-        """A last reward."""
+        """The reward at the end of the episode."""
         return None
 
     async def close(self) -> None: ...
@@ -103,7 +103,7 @@ class Native(Game):
         return as_step(await self.call("step", text), f"{self.name}.step")
 
     async def finish(self) -> float | None:
-        """An episode that never came to a step (it only called tools) has earned nothing."""
+        """An episode without a step (it only called tools) has a reward of 0."""
         return None if self.stepped else 0.0
 
     async def close(self) -> None:
@@ -122,37 +122,38 @@ class TRL(Game):
 
 @dataclass(slots=True)
 class OpenRLHF(Game):
-    said: str = ""
+    text: str = ""
+    """The conversation so far."""
     label: Any = None
 
     async def reset(self, task: Task, prompt: list[Message]) -> Observation:
-        self.said = prompt[0]["content"]
+        self.text = prompt[0]["content"]
         self.label = task.columns.get("label", task.columns.get("answer"))
-        value = await self.call("reset", {"observation": self.said, "label": self.label})
+        value = await self.call("reset", {"observation": self.text, "label": self.label})
         observation = value.get("observation") if isinstance(value, Mapping) else None
         if not isinstance(observation, str):
             raise EpisodeError(
                 f"{self.name}.reset returned {shortened(repr(value))}; expected a dictionary with 'observation'"
             )
-        if observation == self.said:
+        if observation == self.text:
             return None
-        self.said = observation
+        self.text = observation
         return [{"role": "user", "content": observation}]
 
     async def step(self, text: str) -> StepResult:
         what = f"{self.name}.step"
-        states = {"observation_text": self.said, "action_text": text, "label": self.label, "sampling_params": None}
+        states = {"observation_text": self.text, "action_text": text, "label": self.label, "sampling_params": None}
         value = await self.call("step", states)
         if not isinstance(value, Mapping) or "done" not in value or "rewards" not in value:
             expected = "a dictionary with 'rewards', 'environment_feedback' and 'done'"
             raise EpisodeError(f"{what} returned {shortened(repr(value))}; expected {expected}")
         if value.get("sampling_params") is not None:
-            raise EpisodeError(f"{what} changes 'sampling_params'; how the policy samples is the run's to say")
+            raise EpisodeError(f"{what} changes 'sampling_params'; sampling is set by the run alone")
         feedback = value.get("environment_feedback") or ""
-        self.said += text + feedback
+        self.text += text + feedback
         metrics: dict[str, Any] = {"scores": value.get("scores")}
         for name, logged in (value.get("extra_logs") or {}).items():
-            with suppress(EpisodeError):  # what is no number is for OpenRLHF's logs
+            with suppress(EpisodeError):  # only numbers become metrics
                 metrics[name] = as_reward(logged, what)
         return as_step(StepResult(feedback or None, value["rewards"], bool(value["done"]), metrics), what)
 
@@ -162,20 +163,20 @@ SHAPES = {"native": Native, "trl": TRL, "openrlhf": OpenRLHF}
 
 @asynccontextmanager
 async def open_game(loaded: Loaded, timeout: float) -> AsyncGenerator[Game]:
-    """An episode on threads of its own."""
+    """An episode on its own threads."""
     with EpisodeCode(timeout) as code:
         yield await make_game(loaded, code)
 
 
 async def make_game(loaded: Loaded, code: Code) -> Game:
-    """An episode with an object of its own of the user's class; TRL's methods are that object's."""
+    """An episode with a new object of the user's class, whose methods are the tools in TRL's form."""
     if loaded.kind == "tools":
         return Game(code, loaded.tools)
     kind = loaded.code
 
     async def awaited() -> Any:
         it: Any = object.__new__(kind)
-        await it.__init__()  # OpenRLHF's first examples have it so
+        await it.__init__()  # as in OpenRLHF's first examples
         return it
 
     late = loaded.kind == "openrlhf" and inspect.iscoroutinefunction(kind.__init__)

@@ -28,17 +28,17 @@ class FarGame(Game):
     timeout: float = 0.0
 
     async def ask(self, do: str, *given: Any, what: str = "") -> Any:
-        """The answer. EpisodeError where the code raised or its process ended, DeadlineExceeded where it overran."""
+        """The answer. EpisodeError if the code raised or its process ended, DeadlineExceeded if it took too long."""
         assert self.worker is not None
         try:
-            found = await answered(self.worker, (do, *given), self.timeout)
+            answer = await answered(self.worker, (do, *given), self.timeout)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{what or f'{self.name}.{do}'} {error}") from None
         except WorkerError as error:
             raise EpisodeError(f"{what or f'{self.name}.{do}'}: {error}") from None
-        if "error" in found:
-            raise EpisodeError(found["error"])
-        return found["value"]
+        if "error" in answer:
+            raise EpisodeError(answer["error"])
+        return answer["value"]
 
     async def call_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
         return await self.ask("call", tool.name, dict(arguments), what=f"the tool '{tool.name}'")
@@ -57,7 +57,7 @@ class FarGame(Game):
 
 
 class IsolatedGames:
-    """Episodes of the user's environments, each in a worker process; one that ended well takes the next episode."""
+    """Episodes of users' environments, each in a worker process, which is reused after an episode without errors."""
 
     def __init__(self, section: EnvironmentSection, base_dir: Path) -> None:
         given = (section.model_dump(), str(base_dir))
@@ -76,7 +76,7 @@ class IsolatedGames:
             await game.ask("open", loaded.name, what=f"{name}()")
             yield game
         except BaseException:
-            worker.kill()  # who knows what was left undone
+            worker.kill()  # its state is unknown
             raise
         self._workers.give_back(worker)
 

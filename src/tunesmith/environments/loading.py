@@ -1,4 +1,4 @@
-"""From the ``[environment]`` section to environments: finding the user's code, checking it, making it ready."""
+"""From the ``[environment]`` section to the environments of a run: checking it, importing the user's code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tunesmith.data.formats import Example
 from tunesmith.environments import verifiers
 from tunesmith.environments.agents import GIVEN, Agent, is_agent
 from tunesmith.environments.base import Environment, SingleTurn
-from tunesmith.environments.conversation import Setting
+from tunesmith.environments.conversation import EpisodeSettings
 from tunesmith.environments.games import TRL_RESERVED, Game, Loaded, open_game
 from tunesmith.environments.multi_turn import MultiTurn
 from tunesmith.environments.rendering import ChatRenderer, PlainRenderer, Tools
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from tunesmith.environments.isolated import IsolatedGames
 
 SINGLE_TURN = "single_turn"
-"""The environment of tasks that no environment of the user's plays; may stand in the routing column."""
+"""The environment of tasks without a user's environment; a valid value of the routing column."""
 
 
 def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
-    """Refuse a section that cannot work (``ConfigError``), without running any of the user's code."""
+    """Refuse (``ConfigError``) a section that cannot work, without running any of the user's code."""
     references = references_of(section)
     if SINGLE_TURN in references and isinstance(section.path, dict):
-        raise ConfigError(f"environment.path: the name '{SINGLE_TURN}' is taken: it is a prompt and one answer.")
+        raise ConfigError(f"environment.path: the name '{SINGLE_TURN}' is reserved for a prompt and one answer.")
     if section.memory is not None and section.isolation == "thread":
         raise ConfigError('environment.memory has no effect with environment.isolation = "thread".')
     for reference in (*references.values(), *section.tools):
@@ -47,19 +47,19 @@ def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
 
 
 def references_of(section: EnvironmentSection) -> dict[str, str]:
-    """The user's code by the name in the routing column; one environment alone is called by its own name."""
+    """References to the user's code by the value of the routing column; a single one by its own name."""
     if isinstance(section.path, str):
         return {section.path.rpartition(":")[2]: section.path}
     return dict(section.path or {})
 
 
 def load_environments(section: EnvironmentSection, base_dir: Path) -> EnvironmentSet:
-    """Check the section and import the user's files. ConfigError also where what they hold has no known shape."""
+    """Check the section and import the user's files. ConfigError also if an object has no known form."""
     check_environment(section, base_dir)
-    made = [make_tool(user_code.load_object(reference, base_dir), reference) for reference in section.tools]
-    tools = {tool.name: tool for tool in made}
-    if len(tools) < len(made):
-        repeated = min(tool.name for tool in made if sum(tool.name == other.name for other in made) > 1)
+    defined = [make_tool(user_code.load_object(reference, base_dir), reference) for reference in section.tools]
+    tools = {tool.name: tool for tool in defined}
+    if len(tools) < len(defined):
+        repeated = min(tool.name for tool in defined if sum(tool.name == other.name for other in defined) > 1)
         raise ConfigError(f"environment.tools has two tools called '{repeated}'; the policy could not tell them apart.")
     loaded = [
         _loaded(name, reference, _load(reference, base_dir), tools)
@@ -69,14 +69,14 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
         loaded = [Loaded("tools", "environment.tools", "tools", None, tools)]
     if tools and not any(one.tools for one in loaded):
         raise ConfigError(
-            "environment.tools is set, but none of the environments would use them: an agent brings its own, "
+            "environment.tools is set, but no environment uses them: an agent has its own, "
             "and OpenRLHF's form has none."
         )
     return EnvironmentSet(section, loaded, base_dir)
 
 
 def _load(reference: str, base_dir: Path) -> Any:
-    """What a reference names; of a loader of the ``verifiers`` package, the environment that it makes, as an agent."""
+    """The object of a reference; for a loader of the ``verifiers`` package, its environment as an agent."""
     code = user_code.load_object(reference, base_dir)
     if reference.rpartition(":")[2] == verifiers.LOADER and callable(code):
         with boundary(ConfigError, f"'{reference}' failed", Exception), user_code.keeping_signals():
@@ -85,14 +85,14 @@ def _load(reference: str, base_dir: Path) -> Any:
 
 
 def _loaded(name: str, reference: str, code: Any, tools: Mapping[str, Tool]) -> Loaded:
-    """Tell the shape of the user's code."""
+    """Detect the form of the user's code."""
     if isinstance(code, type):
         _check_constructor(code, reference)
         if not hasattr(code, "step"):
             methods = _methods(code, reference)
             if not methods:
                 raise ConfigError(
-                    f"'{reference}' has neither step(action) nor public methods to be tools; an environment "
+                    f"'{reference}' has neither step(action) nor public methods as tools; an environment "
                     "needs reset and step, or methods that the policy may call."
                 )
             return Loaded(name, reference, "trl", code, tools, methods)
@@ -105,7 +105,7 @@ def _loaded(name: str, reference: str, code: Any, tools: Mapping[str, Tool]) -> 
     if callable(code) and is_agent(code, reference):
         return Loaded(name, reference, "agent", code)
     raise ConfigError(
-        f"'{reference}' is no environment: write a class with reset(**columns) and step(action), "
+        f"'{reference}' is not an environment: write a class with reset(**columns) and step(action), "
         "or async def agent(client, **columns)."
     )
 
@@ -114,18 +114,18 @@ def _check_constructor(kind: type[Any], reference: str) -> None:
     for p in list(inspect.signature(kind.__init__).parameters.values())[1:]:
         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
             raise ConfigError(
-                f"'{reference}' needs '{p.name}' to be made; each episode makes one without arguments. "
+                f"'{reference}' takes '{p.name}' in its constructor; each episode calls that without arguments. "
                 "What depends on the task goes into reset(**columns)."
             )
 
 
 def _methods(kind: type[Any], reference: str) -> dict[str, Tool]:
-    """Public methods as tools, by the method's name; described as bound, so that ``self`` is no argument."""
-    found: dict[str, Tool] = {}
+    """Public methods as tools, by the method's name; described as bound methods, so that ``self`` is left out."""
+    tools: dict[str, Tool] = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name not in TRL_RESERVED:
-            found[name] = make_tool(types.MethodType(function, object()), f"{reference}.{name}")
-    return found
+            tools[name] = make_tool(types.MethodType(function, object()), f"{reference}.{name}")
+    return tools
 
 
 class EnvironmentSet:
@@ -135,15 +135,15 @@ class EnvironmentSet:
         self.section = section
         self.loaded = tuple(loaded)
         self.keeps_instances = False
-        """Whether instances of TRL's form stay on their rollouts until the rewards are computed."""
+        """Whether instances of TRL's form stay on their rollouts for the reward functions."""
         self._base_dir = base_dir
 
     def route(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks, each with the environment that plays it; and what they lack refused.
+        """The tasks, each with the name of its environment.
 
         Raises:
             DataError: the routing column is missing or names no environment.
-            ConfigError: an environment requires a column that no task has.
+            ConfigError: an environment needs a column that no task has.
         """
         if not self.loaded:
             return list(tasks)
@@ -158,9 +158,9 @@ class EnvironmentSet:
         return routed
 
     def tools_of(self, task: Task | Example) -> Tools:
-        """The tools that the environment of a task tells the policy about; a DataError as in ``route``."""
-        told = {one.name: one.schemas for one in self.loaded if one.schemas}
-        return told.get(self._environment_of(task)) if told else None
+        """Descriptions of the tools in the environment of a task; a DataError as in ``route``."""
+        schemas = {one.name: one.schemas for one in self.loaded if one.schemas}
+        return schemas.get(self._environment_of(task)) if schemas else None
 
     def _environment_of(self, task: Task | Example) -> str:
         if not isinstance(self.section.path, dict):
@@ -168,7 +168,7 @@ class EnvironmentSet:
         column, names = self.section.column, [*(one.name for one in self.loaded), SINGLE_TURN]
         if column not in task.columns:
             raise DataError(
-                f"task {task.id} has no column '{column}' (environment.column), which says who plays it: "
+                f"task {task.id} has no column '{column}' (environment.column), which names its environment: "
                 f"{', '.join(names)}.{nearest(column, task.columns)}"
             )
         value = task.columns[column]
@@ -181,7 +181,11 @@ class EnvironmentSet:
     def build(
         self, tokenizer: Any, prompt_of: Callable[[Task], list[Message]], *, chat: bool, max_tokens: int, model: str
     ) -> dict[str, Environment]:
-        """Environments by name. ``prompt_of`` gives a task's prompt as messages; ``chat``: through the template.
+        """Environments by name.
+
+        Args:
+            prompt_of: a task's prompt as messages.
+            chat: prompts go through the chat template.
 
         Raises:
             ConfigError: see ``template``.
@@ -189,7 +193,7 @@ class EnvironmentSet:
         plain = PlainRenderer(tokenizer)
         template = self.template(tokenizer, chat=chat)
         section = self.section
-        setting = Setting(
+        setting = EpisodeSettings(
             renderer=ChatRenderer(template) if template else plain,
             prompt_of=prompt_of,
             max_turns=section.max_turns,
@@ -199,7 +203,7 @@ class EnvironmentSet:
             bad_call=section.bad_call,
         )
 
-        # OpenRLHF's feedback holds the template's markers, so text is put behind text there.
+        # OpenRLHF's feedback includes the template's markers, so its conversations are plain text.
         def text_alone(task: Task) -> list[Message]:
             return [{"role": "user", "content": tokenizer.decode(list(task.prompt_ids), skip_special_tokens=False)}]
 
@@ -215,12 +219,12 @@ class EnvironmentSet:
         return made
 
     def template(self, tokenizer: Any, *, chat: bool) -> ChatTemplate | None:
-        """The chat template, if prompts go through it; a ConfigError where agents or tools have no place in it."""
+        """The chat template, if prompts go through it; a ConfigError if agents or tools need one that is not there."""
         template = ChatTemplate.of(tokenizer) if chat else None
         for one in self.loaded:
             if template is None and (one.kind == "agent" or one.schemas):
                 raise ConfigError(
-                    f"'{one.reference}' needs a chat template: agents and tools speak in messages. Name one with "
+                    f"'{one.reference}' needs a chat template: agents and tools use messages. Name one with "
                     "model.chat_template, and leave data.chat = false out."
                 )
             if template is not None and one.schemas and not template.takes_tools:

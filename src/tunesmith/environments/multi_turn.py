@@ -1,6 +1,6 @@
-"""Episodes of several turns: the policy writes, an environment or a tool answers, until one of them is done.
+"""Episodes of several turns: the policy writes and an environment or a tool answers, until the episode is done.
 
-An environment is a class in the user's own file; each episode gets an instance of its own::
+An environment is a class in the user's file; each episode gets an instance::
 
     class GuessNumber:
         def reset(self, secret, **columns):
@@ -12,9 +12,9 @@ An environment is a class in the user's own file; each episode gets an instance 
                 return "right", 1.0, True
             return ("higher" if guess < self.secret else "lower"), 0.0, False
 
-``reset`` gets the columns of the data; what it returns is put behind the prompt (text), replaces it
-(messages) or leaves it alone (None). ``step`` gets what the policy wrote and returns a ``StepResult`` or the tuple
-``(observation, reward, done)``. Both may be ``async``. A ``close`` is called at the end, where there is one.
+``reset`` gets the columns of the data; what it returns is appended to the prompt (text), replaces it (messages) or
+leaves it unchanged (None). ``step`` gets the policy's text and returns a ``StepResult`` or the tuple
+``(observation, reward, done)``. Both may be ``async``. ``close``, if it exists, is called at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.environments.base import Generate
-from tunesmith.environments.conversation import Conversation, OutOfRoom, Reply, Setting
+from tunesmith.environments.conversation import Conversation, EpisodeSettings, OutOfRoom, Reply
 from tunesmith.environments.games import Game
 from tunesmith.environments.rendering import Tools
 from tunesmith.environments.steps import Observation, as_reward
@@ -37,20 +37,20 @@ from tunesmith.types import Message, Rollout, Task
 
 @dataclass(frozen=True, slots=True)
 class MultiTurn:
-    """Fulfils ``Environment`` with the user's code."""
+    """An ``Environment`` whose episodes are played with the user's code."""
 
     open: Callable[[float], AbstractAsyncContextManager[Game]]
-    """Given the seconds that one call of it may take."""
-    setting: Setting
+    """Opens an episode; the argument is the deadline of one call in seconds."""
+    setting: EpisodeSettings
     schemas: Tools = None
-    """Of the game's tools; the prompts of its tasks have them."""
+    """Of the game's tools, which the prompts of its tasks include."""
     keeps: bool = False
-    """Whether the user's instance stays on the rollout, for its rewards."""
+    """Whether the user's instance stays on the rollout, for the reward functions."""
 
     async def play(self, rollout: Rollout, generate: Generate) -> None:
         prompt = self.setting.prompt_of(rollout.task)
-        # What follows plain text is plain text, whatever its data says of tools.
-        tools = self.schemas or (told_by(rollout.task) if self.setting.parse else None)
+        # Plain text has no place for tools, even if the data names some.
+        tools = self.schemas or (tools_in_data(rollout.task) if self.setting.parse else None)
         conversation = Conversation(rollout, generate, self.setting, prompt, tools)
         async with self.open(self.setting.timeout) as game:
             try:
@@ -60,8 +60,8 @@ class MultiTurn:
             finally:
                 conversation.close()
                 await _close(game, rollout)
-        given = [reward for reward in rewards if reward is not None]
-        rollout.reward = as_reward(sum(given), "the episode", "sum of its rewards") if given else None
+        earned = [reward for reward in rewards if reward is not None]
+        rollout.reward = as_reward(sum(earned), "the episode", "sum of its rewards") if earned else None
         rollout.metrics["turns"] = float(conversation.turns)
         rollout.metrics["forks"] = float(len(rollout.records) - 1)
         rollout.instance = game.it if self.keeps else None
@@ -69,7 +69,7 @@ class MultiTurn:
     async def _turns(
         self, game: Game, conversation: Conversation, messages: list[Message], schemas: Tools
     ) -> list[float | None]:
-        """Play to the end; the turns' rewards. An episode that its limits end keeps what it has."""
+        """Play to the end; the turns' rewards. An episode that reaches its limits keeps its rewards so far."""
         metrics = conversation.rollout.metrics
         metrics |= {"unfinished": 0.0, **({"bad_calls": 0.0} if schemas else {})}
         rewards: list[float | None] = []
@@ -99,36 +99,35 @@ class MultiTurn:
             messages += _as_messages(step.observation)
 
 
-def told_by(task: Task) -> Tools:
-    """The tools that the data itself names in a task's prompt (its column ``tools``)."""
-    value = task.columns.get("tools")
-    found: Any = json.loads(value) if isinstance(value, str) and value else value
-    return found or None
+def tools_in_data(task: Task) -> Tools:
+    """The tools in a task's column ``tools``, which its prompt describes."""
+    value: Any = task.columns.get("tools")
+    return (json.loads(value) if isinstance(value, str) and value else value) or None
 
 
 async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:
-    """Run the calls of a turn, in order; the tools' messages, and how many calls were bad ones.
+    """Run the calls of a turn in order; the tools' messages and the number of bad calls.
 
-    What a tool raises is told to the policy, which may know better next time.
+    The policy gets an exception of a tool as its answer.
     """
     answers: list[Message] = []
     ids = iter(reply.message.get("tool_calls", ()))
     bad = 0
     for call in reply.calls:
-        made = {"role": "tool"} if isinstance(call, BadCall) else {"role": "tool", "tool_call_id": next(ids)["id"]}
+        answer = {"role": "tool"} if isinstance(call, BadCall) else {"role": "tool", "tool_call_id": next(ids)["id"]}
         tool = find(call, game.tools)
         if isinstance(tool, BadCall):
             bad += 1
-            answers.append({**made, "content": f"Error: {tool.reason}"})
+            answers.append({**answer, "content": f"Error: {tool.reason}"})
             continue
         assert not isinstance(call, BadCall)
         text = await game.call_tool(tool, call.arguments)
-        answers.append({**made, "name": tool.name, "content": text})
+        answers.append({**answer, "name": tool.name, "content": text})
     return answers, bad
 
 
 async def _close(game: Game, rollout: Rollout) -> None:
-    """An environment that fails to clean up has been played all the same."""
+    """An environment that fails to clean up does not fail its episode."""
     try:
         await game.close()
     except (TunesmithError, TimeoutError) as error:
@@ -136,7 +135,7 @@ async def _close(game: Game, rollout: Rollout) -> None:
 
 
 def opening(prompt: list[Message], observation: Observation) -> list[Message]:
-    """The conversation that an episode begins with. Text is put behind the prompt's last message, if a user's."""
+    """The first messages of an episode. Text is appended to the prompt's last message if that is a user's."""
     if observation is None:
         return prompt
     if isinstance(observation, list):

@@ -144,7 +144,7 @@ class ChatRequest(Request):
 
 
 class TextRequest(Request):
-    prompt: Annotated[Any, BeforeValidator(_only_prompt), AfterValidator(_text_or_ids)] = None
+    prompt: Annotated[Any, BeforeValidator(_only_prompt), AfterValidator(_text_or_ids)]
     echo: bool | None = None
     logprobs: int | None = None
     """0 asks for those of the sampled tokens alone, as does any number here."""

@@ -1,8 +1,8 @@
-"""Conversations as tokens: whole, or only what follows what is there already.
+"""Conversations as tokens: whole, or only what follows existing tokens.
 
-Nothing the policy wrote is ever tokenized. What comes after it is found by rendering the longer conversation
-and taking what stands behind the text that the tokens already say. A template that renders earlier turns
-differently once the conversation goes on (Qwen3 drops their thinking) gives no such continuation.
+What the policy wrote is never tokenized again. The text after it is found by rendering the longer conversation and
+removing the text of the existing tokens. A template that renders earlier turns differently once the conversation
+continues (Qwen3 drops their thinking) gives no such continuation.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tunesmith.errors import ConfigError, DataError, EpisodeError, boundary
 from tunesmith.types import Message
 
 TAIL = 16
-"""Tokens of what is there that are looked at when text is put behind them."""
+"""Existing tokens that are decoded as context when text is appended to them."""
 
 Tools = list[dict[str, Any]] | None
 """JSON schemas, as chat templates take them."""
 
 
 class Renderer:
-    """Conversations as tokens with a tokenizer; ``ends`` is what may end the policy's turn, as text."""
+    """Conversations as tokens; ``ends`` are the texts that may end the policy's turn."""
 
     def __init__(self, tokenizer: Tokenizer, ends: tuple[str, ...]) -> None:
         self.tokenizer = tokenizer
@@ -37,29 +37,29 @@ class Renderer:
         return {ids[0] for ids in encoded if len(ids) == 1}
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Tokens of a conversation up to where the policy writes."""
+        """Tokens of a conversation up to the start of the policy's turn."""
         raise NotImplementedError
 
     def with_options(self, options: Mapping[str, Any]) -> Renderer:
-        """The renderer whose chat template has these variables set as well; an EpisodeError where it reads none."""
+        """The renderer with further variables of its chat template; an EpisodeError if there is no chat template."""
         raise EpisodeError(f"there is no chat template to read {', '.join(options)} (chat_template_kwargs)")
 
     def following(
-        self, token_ids: Sequence[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
+        self, token_ids: Sequence[int], earlier: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
-        """What to append to ``token_ids``, which say ``said``, so that the policy answers ``new``.
+        """Tokens to append to ``token_ids``, the rendering of ``earlier``, so that the policy answers ``new``.
 
-        None where that is rendered differently from ``token_ids``.
+        None if ``earlier`` is now rendered differently.
         """
         raise NotImplementedError
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote, as later renderings have it: without the token that ends its turn."""
+        """The policy's text as in later renderings: without the token that ends its turn."""
         text = decode(self.tokenizer, token_ids)
         return text.removesuffix(next((end for end in self._ends if text.endswith(end)), ""))
 
     def decoded(self, token_ids: Sequence[int]) -> str:
-        """All that the tokens say, special tokens included."""
+        """The text of tokens, including special tokens."""
         return decode(self.tokenizer, token_ids)
 
     def raw(self, text: str) -> list[int]:
@@ -67,11 +67,11 @@ class Renderer:
         return with_leading(leading_ids(self.tokenizer), encode(self.tokenizer, [text])[0])
 
     def after(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Tokens of ``text`` as it stands behind ``token_ids``."""
+        """Tokens of ``text`` as a continuation of ``token_ids``."""
         return encode_after(self.tokenizer, decode(self.tokenizer, token_ids[-TAIL:]), text) if text else []
 
     def plain(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote, without special tokens."""
+        """The text of tokens, without special tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -86,31 +86,31 @@ class ChatRenderer(Renderer):
         return encode(self.tokenizer, [self._render(messages, tools)])[0]
 
     def following(
-        self, token_ids: Sequence[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
+        self, token_ids: Sequence[int], earlier: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
         if not new:
             return []
-        there = decode(self.tokenizer, token_ids)
-        rest = behind(there, self._render([*said, *new], tools))
+        existing = decode(self.tokenizer, token_ids)
+        rest = behind(existing, self._render([*earlier, *new], tools))
         return None if rest is None else encode_after(self.tokenizer, decode(self.tokenizer, token_ids[-1:]), rest)
 
     def with_options(self, options: Mapping[str, Any]) -> Renderer:
         with boundary(EpisodeError, "chat_template_kwargs", Exception):
             try:
                 return ChatRenderer(self.template.with_options(options))
-            except ConfigError as error:  # one request was wrong, not the run
+            except ConfigError as error:  # the request is wrong, not the run
                 raise EpisodeError(str(error)) from error
 
     def _render(self, messages: Sequence[Message], tools: Tools) -> str:
         with boundary(EpisodeError, "this conversation cannot go through the chat template", Exception):
             try:
                 return self.template.render(messages, tools, prompt=True)
-            except DataError as error:  # one line of data was not wrong here, one episode is
+            except DataError as error:  # the episode is wrong, not a line of data
                 raise EpisodeError(str(error)) from error
 
 
 class PlainRenderer(Renderer):
-    """Text put behind text: for models without a chat template."""
+    """Concatenated text, for models without a chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, (_eos(tokenizer),))
@@ -120,9 +120,9 @@ class PlainRenderer(Renderer):
         return self.raw(_joined(messages))
 
     def following(
-        self, token_ids: Sequence[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
+        self, token_ids: Sequence[int], earlier: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
-        del said, tools
+        del earlier, tools
         return self.after(token_ids, _joined(new))
 
 
@@ -134,17 +134,17 @@ def _eos(tokenizer: Tokenizer) -> str:
     return "" if tokenizer.eos_token_id is None else str(tokenizer.decode([tokenizer.eos_token_id]))
 
 
-def behind(there: str, full: str) -> str | None:
-    """What of ``full`` stands behind ``there``, blanks aside; None where ``full`` does not begin with it.
+def behind(existing: str, full: str) -> str | None:
+    """The rest of ``full`` after ``existing``, ignoring white space; None if ``full`` does not begin with it.
 
-    Templates trim what was written. A blank too many or too few does not make another conversation of it.
+    Templates trim what was written, and a difference in white space alone must not fork the conversation.
     """
-    if full.startswith(there):
-        return full[len(there) :]
-    squashed = "".join(there.split())
+    if full.startswith(existing):
+        return full[len(existing) :]
+    squashed = "".join(existing.split())
     if not squashed or not "".join(full.split()).startswith(squashed):
         return None
     solid = (place for place, character in enumerate(full, 1) if not character.isspace())
     rest = full[next(islice(solid, len(squashed) - 1, None)) :]
-    blanks = "".join(takewhile(str.isspace, reversed(there)))[::-1]
+    blanks = "".join(takewhile(str.isspace, reversed(existing)))[::-1]
     return rest.removeprefix(blanks)

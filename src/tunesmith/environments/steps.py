@@ -1,4 +1,4 @@
-"""What an environment answers to a turn, and the checks of what user code gave as that."""
+"""What an environment returns for a turn, and checks of what user code returned as such."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Observation = str | list[Message] | None
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment answers to a turn.
+    """What an environment returns for a turn.
 
-    ``observation`` becomes a user message (or the messages given); it may be None only when ``done``.
-    ``reward`` None says nothing about the turn.
+    ``observation`` becomes a user message, or is a list of messages; it may be None only when ``done``. A ``reward``
+    of None leaves the turn without one.
     """
 
     observation: Observation = None
@@ -29,18 +29,19 @@ class StepResult:
 
 
 def as_observation(value: Any, what: str) -> Observation:
-    """What user code calls an observation, checked; an EpisodeError otherwise."""
+    """Check an observation of user code; an EpisodeError if it is none."""
     if value is None or isinstance(value, str):
         return value
     messages = value if isinstance(value, list | tuple) else ()
     if messages and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
         return [dict(m) for m in messages]
-    given = shortened(repr(value))
-    raise EpisodeError(f"{what} gave {given} as observation; expected text, a list of messages or None")
+    raise EpisodeError(
+        f"{what} gave {shortened(repr(value))} as observation; expected text, a list of messages or None"
+    )
 
 
-def as_reward(value: Any, what: str, meant: str = "reward") -> float | None:
-    """What user code calls a reward (or what is ``meant``), checked; an EpisodeError otherwise."""
+def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
+    """Check a reward (or another number, its ``role``) of user code; an EpisodeError if it is none."""
     if value is None:
         return None
     try:
@@ -49,14 +50,14 @@ def as_reward(value: Any, what: str, meant: str = "reward") -> float | None:
         number = math.nan
     if not abs(number) <= LARGEST_REWARD:
         raise EpisodeError(
-            f"{what} gave {shortened(repr(value))} as {meant}; expected a finite number of at most "
+            f"{what} gave {shortened(repr(value))} as {role}; expected a finite number of at most "
             f"{LARGEST_REWARD:g}, or None"
         )
     return number
 
 
 def as_step(value: Any, what: str) -> StepResult:
-    """A ``StepResult``, or the tuple ``(observation, reward, done)``, checked; an EpisodeError otherwise."""
+    """Check a ``StepResult`` or a tuple ``(observation, reward, done)`` of user code, else an EpisodeError."""
     if isinstance(value, tuple) and len(value) == 3:
         value = StepResult(*value)
     if not isinstance(value, StepResult):
@@ -69,9 +70,9 @@ def as_step(value: Any, what: str) -> StepResult:
         raise EpisodeError(f"{what} gave {shortened(repr(done))} as done; expected true or false")
     if not done and not observation:
         raise EpisodeError(f"{what} is not done and gave no observation: there is nothing to answer")
-    given: Any = value.metrics
-    if not isinstance(given, Mapping):
-        raise EpisodeError(f"{what} gave {shortened(repr(given))} as metrics; expected numbers by name")
-    metrics = {name: as_reward(number, what, f"metric '{name}'") for name, number in given.items()}
-    known = {name: number for name, number in metrics.items() if number is not None}
-    return StepResult(observation, as_reward(value.reward, what), bool(done), known)
+    raw: Any = value.metrics
+    if not isinstance(raw, Mapping):
+        raise EpisodeError(f"{what} gave {shortened(repr(raw))} as metrics; expected numbers by name")
+    numbers = {name: as_reward(number, what, f"metric '{name}'") for name, number in raw.items()}
+    metrics = {name: number for name, number in numbers.items() if number is not None}
+    return StepResult(observation, as_reward(value.reward, what), bool(done), metrics)

@@ -1,7 +1,7 @@
-"""Tools, which are plain typed functions with docstrings, and how the policy calls them.
+"""Tools, which are plain typed functions with docstrings, and the policy's calls of them.
 
-Calls are found in what it wrote, in the ways that chat templates make models write them. A call that cannot be
-read is a value, ``BadCall``: the policy is told what was wrong, or the episode ends.
+Calls are parsed from the policy's text in the three notations of chat templates. A call that cannot be read is a value,
+``BadCall``: the policy gets the reason, or the episode ends.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class BadCall:
-    """Something that was meant as a call, and why it is none."""
+    """An attempted call, and the reason why it is not valid."""
 
     reason: str
 
 
 Calls = list[ToolCall | BadCall]
 Parse = Callable[[str, str], tuple[str, Calls]]
-"""From a turn with its special tokens, and without, to what is said beside the calls, and the calls."""
+"""From a turn with and without special tokens to the text around its calls, and the calls."""
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -43,7 +43,7 @@ _MISTRAL = "[TOOL_CALLS]"
 
 
 def parser_for(template: str) -> Parse:
-    """How a model with this chat template writes its calls; Hermes' way where the template does not say."""
+    """The notation of calls in this chat template; that of Hermes if the template shows none."""
     if "<tool_call>" in template:
         return parse_hermes
     if _MISTRAL in template:
@@ -54,15 +54,15 @@ def parser_for(template: str) -> Parse:
 
 
 def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), any number of them.
+    """Any number of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen).
 
-    Inside may also stand ``<function=name><parameter=key>value</parameter></function>`` (Qwen3-Coder). What
-    is thought before ``</think>`` calls nothing.
+    A block may also hold ``<function=name><parameter=key>value</parameter></function>`` (Qwen3-Coder). Text before
+    ``</think>`` makes no calls.
     """
     source = text if "<tool_call>" in text else raw
-    thought, closed, said = source.rpartition("</think>")
+    thought, closed, spoken = source.rpartition("</think>")
     calls: Calls = []
-    for block in _BLOCK.finditer(said):
+    for block in _BLOCK.finditer(spoken):
         function = _FUNCTION.search(block[1])
         if function:
             arguments = {key.strip(): _value(value) for key, value in _PARAMETER.findall(function[2])}
@@ -71,13 +71,13 @@ def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
             calls.append(_from_json(block[1]))
     if not calls:
         return text, []
-    return f"{thought}{closed}{_BLOCK.sub('', said)}".strip(), calls
+    return f"{thought}{closed}{_BLOCK.sub('', spoken)}".strip(), calls
 
 
 def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
-    """``{"name": ..., "parameters": {...}}`` as the whole turn, several divided by ``;`` (Llama 3).
+    """The whole turn is ``{"name": ..., "parameters": {...}}``, or several separated by ``;`` (Llama 3).
 
-    A turn that only begins like a call is a bad one; text that holds no call is just text.
+    A turn that only begins like a call is a bad call; a turn without a call is text.
     """
     before, marked, tail = raw.rpartition(_PYTHON_TAG)
     body = (tail if before.strip() else text).strip()
@@ -96,15 +96,15 @@ def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
 
 def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
     """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`` (Mistral)."""
-    said, marker, body = raw.rpartition(_MISTRAL)
+    spoken, marker, body = raw.rpartition(_MISTRAL)
     if not marker:
         return text, []
     try:
         value, _ = json.JSONDecoder().raw_decode(body.strip())
     except (ValueError, RecursionError) as error:
-        return said.strip(), [BadCall(f"the list of tool calls is not valid JSON: {error}")]
+        return spoken.strip(), [BadCall(f"the list of tool calls is not valid JSON: {error}")]
     items = value if isinstance(value, list) else [value]
-    return said.strip(), [_checked(item) for item in items]
+    return spoken.strip(), [_checked(item) for item in items]
 
 
 def _from_json(body: str) -> ToolCall | BadCall:
@@ -116,7 +116,7 @@ def _from_json(body: str) -> ToolCall | BadCall:
 
 
 def _value(text: str) -> Any:
-    """Numbers, lists and the like as such; all else as text."""
+    """JSON values as such, all else as text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -139,7 +139,7 @@ def _checked(value: Any) -> ToolCall | BadCall:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function, and what the policy is told about it."""
+    """A function and its description for the policy."""
 
     name: str
     function: Callable[..., Any]
@@ -148,12 +148,12 @@ class Tool:
 
 
 def make_tool(function: Callable[..., Any], reference: str) -> Tool:
-    """A tool from a function with typed arguments and a docstring that describes each (Google's style)."""
+    """A tool from a function with typed arguments, each described in its docstring (Google's style)."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # DocstringParsingException, TypeHintParsingException and what they hide
+    except Exception as error:  # DocstringParsingException, TypeHintParsingException and others
         raise ConfigError(
             f"'{reference}' cannot be a tool: {error}. A tool has a type for each argument and a docstring that says "
             "what it does and, under 'Args:', describes each argument."
@@ -162,7 +162,7 @@ def make_tool(function: Callable[..., Any], reference: str) -> Tool:
 
 
 def find(call: ToolCall | BadCall, tools: Mapping[str, Tool]) -> Tool | BadCall:
-    """The tool that a call means, if it can be called so."""
+    """The tool of a call, if it exists and takes these arguments."""
     if isinstance(call, BadCall):
         return call
     tool = tools.get(call.name)
@@ -177,5 +177,5 @@ def find(call: ToolCall | BadCall, tools: Mapping[str, Tool]) -> Tool | BadCall:
 
 
 def answer_of(result: object) -> str:
-    """What a tool returned, as the policy reads it: text as it is, all else as JSON."""
+    """A tool's result as the policy reads it: text unchanged, all else as JSON."""
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

@@ -1,6 +1,6 @@
 """Environments of the ``verifiers`` package (https://github.com/PrimeIntellect-ai/verifiers), played as agents.
 
-The environment runs its own rollout against the episode's endpoint and scores it with its own rubric.
+The environment runs its rollout against the episode's endpoint and scores it with its rubric.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tunesmith.environments.steps import StepResult
 from tunesmith.errors import ConfigError, EpisodeError
 
 LOADER = "load_environment"
-"""The function that a module of such an environment has, by the package's convention."""
+"""The name of the function that makes the environment, by the package's convention."""
 
 
 def is_environment(code: object) -> bool:
@@ -21,14 +21,14 @@ def is_environment(code: object) -> bool:
 
 
 def as_agent(environment: Any, reference: str) -> Callable[..., Coroutine[Any, Any, StepResult]]:
-    """An agent that plays the environment's own rollout and returns its reward and its metrics.
+    """An agent that runs the environment's rollout and returns its reward and metrics.
 
     Raises:
         ConfigError: the environment scores several rollouts together.
     """
     if environment.requires_group_rollouts:
         raise ConfigError(
-            f"'{reference}' has reward functions over a group of rollouts; each rollout is scored alone here. "
+            f"'{reference}' has reward functions over a group of rollouts; each rollout is scored by itself here. "
             "Move such functions to [reward]."
         )
 
@@ -37,7 +37,7 @@ def as_agent(environment: Any, reference: str) -> Callable[..., Coroutine[Any, A
         from verifiers.legacy.clients import OpenAIChatCompletionsClient
 
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        del columns["client"]  # the one in process
+        del columns["client"]
         task = {"example_id": 0, **columns, "prompt": messages}
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as http:
             client = OpenAIChatCompletionsClient(http)
