@@ -23,10 +23,10 @@ from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.sizes import parse_size
+from tunesmith.data.batch import Batch
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.cost import training_cost
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan.cost import PeakRates
 from tunesmith.plan.facts import Facts, read_model_facts
@@ -88,10 +88,11 @@ async def measure_rollout(wanted: Measure) -> Result:
         attainable = engine.stats().since(counted).attainable_seconds
     await engine.close()
     peak = peak_memory_mb()
-    samples = [
-        _sample(prompts[i // workload.group], c.token_ids, c.logprobs, i, workload) for i, c in enumerate(completions)
-    ]
-    facts = {"limit_share": attainable / seconds[-1], **_mismatch(wanted, model, samples)}
+    sampler = [logprob for completion in completions for logprob in completion.logprobs]
+    batch = _batch(prompts, [completion.token_ids for completion in completions], sampler, workload)
+    distances = abs(_learner(wanted, model).score(batch) - batch.columns["old_logprobs"])
+    mismatch = {"mismatch_max": float(distances.max()), "mismatch_mean": float(distances.mean())}
+    facts = {"limit_share": attainable / seconds[-1], **mismatch}
     return Result({"rollout": seconds[1:]}, sum(lengths), peak, facts)
 
 
@@ -102,17 +103,16 @@ def measure_train(wanted: Measure) -> Result:
     learner = _learner(wanted, model)
     rng = random.Random(2)
     prompts = _prompts(model, workload)
-    samples: list[Sample] = []
-    for i, length in enumerate(workload.lengths()):
-        written = [rng.randrange(FIRST_WORD, VOCABULARY) for _ in range(length)]
-        # What a model that knows nothing gives every token: the ratios of the loss are then near 1.
-        old = [-8.32] * length
-        samples.append(_sample(prompts[i // workload.group], written, old, i, workload))
+    written = [[rng.randrange(FIRST_WORD, VOCABULARY) for _ in range(length)] for length in workload.lengths()]
+    # What a model that knows nothing gives every token: the ratios of the loss are then near 1.
+    old = [-8.32] * sum(workload.lengths())
+    objective = policy_objective(_config(wanted).algorithm)
     runs: list[float] = []
     metrics: dict[str, float] = {}
     for _ in range(1 + wanted.repeats):
         started = time.perf_counter()
-        metrics = learner.update(samples, len(samples), 1, 0)
+        batch = _batch(prompts, written, old, workload)  # packed anew each time
+        metrics = learner.update(batch, objective)
         runs.append(time.perf_counter() - started)
     facts = {
         "limit_share": metrics["attainable_seconds"] / median(runs[1:]),
@@ -207,44 +207,29 @@ def _learner(wanted: Measure, model: CausalLM) -> Learner:
     assert config.algorithm.aggregation and config.system.max_tokens_per_microbatch, "not resolved"
     return Learner(
         backend=TorchBackend(model, AdamWSettings(), CausalLM.predict),
-        objective=policy_objective(config.algorithm),
         aggregation=config.algorithm.aggregation,
         max_new_tokens=config.rollout.max_new_tokens,
         learning_rate=lambda step: LR,  # noqa: ARG005
         max_tokens=config.system.max_tokens_per_microbatch,
-        cost=training_cost(model),
         share_prompts=config.system.share_prompts,
         flops_per_second=_limits(wanted).flops_per_second,
     )
-
-
-def _mismatch(wanted: Measure, model: CausalLM, samples: list[Sample]) -> dict[str, float]:
-    """Distance of the sampler's log-probabilities from the trainer's, over all sampled tokens."""
-    scored = _learner(wanted, model).score(samples, "scored", reference=False)
-    pairs = (
-        abs(a - b)
-        for s in scored
-        for a, b, m in zip(s.columns["scored"], s.columns["old_logprobs"], s.loss_mask, strict=True)
-        if m
-    )
-    distances = list(pairs)
-    return {"mismatch_max": max(distances), "mismatch_mean": sum(distances) / len(distances)}
 
 
 def _prompts(model: CausalLM, workload: Workload) -> list[list[int]]:
     return [model.tokenizer(text)["input_ids"] for text in workload.texts()]
 
 
-def _sample(prompt: list[int], written: list[int], old: list[float], place: int, workload: Workload) -> Sample:
-    """A completion as the learner sees it; half of every group is right."""
-    before, after = len(prompt), len(written)
-    advantage = 1.0 if place % 2 else -1.0
-    columns = {
-        "old_logprobs": [0.0] * before + old,
-        "advantages": [0.0] * before + [advantage] * after,
-    }
-    mask = [False] * before + [True] * after
-    return Sample([*prompt, *written], mask, columns, place // workload.group)
+def _batch(prompts: list[list[int]], written: list[list[int]], old: list[float], workload: Workload) -> Batch:
+    """Completions as the learner sees them; half of every group is right."""
+    samples: list[Sample] = []
+    for i, ids in enumerate(written):
+        prompt, group = prompts[i // workload.group], i // workload.group
+        samples.append(Sample([*prompt, *ids], [False] * len(prompt) + [True] * len(ids), group))
+    batch = Batch.of(samples)
+    batch.add("old_logprobs", old)
+    batch.add("advantages", [1.0 if place % 2 else -1.0 for place in batch.sample.tolist()])
+    return batch
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from test_learner import backend_of, learner_of
 from tiny import save_model
+from training import backend_of, learner_of
 from tunesmith.assembly.planes import file_plane, read_offer
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.pool import EnginePool

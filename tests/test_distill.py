@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tiny import save_model, tokenizer
 from tiny_runs import rl_settings, same_tensors, sft_settings, untimed
+from training import forest_of, whole
 from tunesmith import assembly
 from tunesmith.algorithms.advantages import Outcome, compute_advantages
-from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.objective import distillation_objective
-from tunesmith.data.forest import Predictions, build_forest
+from tunesmith.algorithms.objective import DistillationObjective
+from tunesmith.data.forest import Predictions
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
@@ -111,9 +111,9 @@ def test_its_gradient_is_that_of_finite_differences() -> None:
 
 
 def objective_of(alpha: float, logprobs: list[float], divergence: list[float]) -> tuple[float, dict[str, float]]:
-    samples = weigh([Sample([1, 2, 3], [False, True, True]), Sample([1, 4], [False, True])], "token_mean", None)
+    [forest] = whole([Sample([1, 2, 3], [False, True, True]), Sample([1, 4], [False, True])])
     found = Predictions(torch.tensor(logprobs), divergence=torch.tensor(divergence))
-    loss, metrics = distillation_objective(alpha)(build_forest(samples), found)
+    loss, metrics = DistillationObjective(alpha)(forest, found)
     return float(loss), {name: float(m) for name, m in metrics.items()}
 
 
@@ -123,8 +123,9 @@ def test_the_objective_by_hand() -> None:
     assert metrics == {"nll": pytest.approx(2.0), "teacher_kl": pytest.approx(0.5), "nonfinite_tokens": 0}
     loss, metrics = objective_of(1.0, [-1.0, -2.0, -3.0], [0.6, float("nan"), 0.3])
     assert loss == pytest.approx(0.3) and metrics["nonfinite_tokens"] == 1
-    empty = distillation_objective(0.5)(build_forest([]), Predictions(torch.zeros(0), divergence=torch.zeros(0)))
-    assert float(empty[0]) == 0 and empty[1] == {}
+    [nothing] = whole([])
+    empty = DistillationObjective(0.5)(nothing, Predictions(torch.zeros(0), divergence=torch.zeros(0)))
+    assert float(empty[0]) == 0 and all(float(metric) == 0 for metric in empty[1].values())
 
 
 SEQUENCES = [
@@ -141,7 +142,7 @@ def loaded(models: tuple[Path, Path]) -> tuple[CausalLM, CausalLM]:
 
 def plain(model: CausalLM, sample: Sample) -> Tensor:
     """Log-probabilities ``[n, V]`` where the sample predicts, by the Hugging Face layers' hidden states alone."""
-    forest = build_forest([sample])
+    forest = forest_of([sample])
     from tunesmith.models.forest_attention import ForestAttention
 
     hidden = model.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))[forest.source]
@@ -151,26 +152,25 @@ def plain(model: CausalLM, sample: Sample) -> Tensor:
 def test_a_student_is_compared_with_its_teacher_token_by_token(models: tuple[Path, Path]) -> None:
     student, teacher = loaded(models)
     predict = partial(predict_with_teacher, teacher=teacher, chunk=2)
-    found = predict(student, build_forest(SEQUENCES), top_k=300)
+    found = predict(student, forest_of(SEQUENCES), top_k=300)
     expected = torch.cat([plain(teacher, s).exp() * (plain(teacher, s) - plain(student, s)) for s in SEQUENCES]).sum(-1)
     assert found.divergence is not None and found.logprobs is not None
     torch.testing.assert_close(found.divergence, expected, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(found.logprobs, student.predict(build_forest(SEQUENCES)).logprobs)
-    few = predict(student, build_forest(SEQUENCES), top_k=5).divergence
+    torch.testing.assert_close(found.logprobs, student.predict(forest_of(SEQUENCES)).logprobs)
+    few = predict(student, forest_of(SEQUENCES), top_k=5).divergence
     assert few is not None and (few <= expected + 1e-9).all() and (few > 0).all()
-    same = predict_with_teacher(teacher, build_forest(SEQUENCES), teacher=teacher, top_k=5).divergence
+    same = predict_with_teacher(teacher, forest_of(SEQUENCES), teacher=teacher, top_k=5).divergence
     torch.testing.assert_close(same, torch.zeros(8, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
 def test_the_gradient_does_not_depend_on_the_split(models: tuple[Path, Path]) -> None:
     student, teacher = loaded(models)
-    samples = weigh(SEQUENCES, "token_mean", None)
 
     def gradient(split: list[list[int]]) -> list[Tensor]:
         student.module.zero_grad()
         for indices in split:
-            forest = build_forest(samples, indices)
-            loss, _ = distillation_objective(0.7)(
+            [forest] = whole(SEQUENCES, indices)
+            loss, _ = DistillationObjective(0.7)(
                 forest, predict_with_teacher(student, forest, teacher=teacher, top_k=9)
             )
             loss.backward()

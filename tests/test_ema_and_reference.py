@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, sums, write_lines
+from training import whole
 from tunesmith import assembly
-from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.objective import sft_objective
+from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
-from tunesmith.data.forest import build_forest
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.types import Sample
@@ -30,8 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def step(backend: TorchBackend[Any]) -> dict[str, torch.Tensor]:
     """Take one; the weights after it, as the optimizer keeps them."""
-    samples = weigh([Sample([5, 9, 30, 77], [False, False, True, True])], "token_mean")
-    backend.forward_backward(build_forest(samples), sft_objective())
+    backend.forward_backward(whole([Sample([5, 9, 30, 77], [False, False, True, True])]), SFTObjective())
     backend.step(1e-2)
     return {name: m.detach().clone() for name, m in backend.optimizer.masters.items()}
 

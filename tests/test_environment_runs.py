@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tiny
@@ -16,12 +17,13 @@ from tiny_runs import rl_settings, write_lines
 from tunesmith.assembly import run_rl
 from tunesmith.assembly.environments import load_run_tasks
 from tunesmith.config.schema import DataSection, EnvironmentSection
+from tunesmith.data.batch import Batch
 from tunesmith.data.prepare import Prepared
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.environments.loading import load_environments
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.loop.learner import Learner
-from tunesmith.types import Sample, Task
+from tunesmith.types import Task
 
 PAGE = list(blocks_of(ROOT / "docs" / "environments.md"))
 LINES = [{"prompt": "7*6?", "answer": "42", "secret": 3}]
@@ -156,7 +158,7 @@ def test_training_tokens_are_bit_for_bit_those_of_the_engine(
 ) -> None:
     """From the sampler to the optimizer: tokens, log-probabilities, and what is learned of them."""
     exchanges: list[tuple[list[int], list[int], list[float]]] = []
-    trained: list[Sample] = []
+    trained: list[Batch] = []
     generate, update = LocalEngine.generate, Learner.update
 
     async def recording(engine: Any, prompt_ids: Any, sampling: Any) -> Any:
@@ -164,9 +166,9 @@ def test_training_tokens_are_bit_for_bit_those_of_the_engine(
         exchanges.append((list(prompt_ids), list(done.token_ids), list(done.logprobs)))
         return done
 
-    def learning(learner: Any, samples: Any, *rest: Any, **named: Any) -> Any:
-        trained.extend(samples)
-        return update(learner, samples, *rest, **named)
+    def learning(learner: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+        trained.append(batch)
+        return update(learner, batch, *rest, **named)
 
     monkeypatch.setattr(LocalEngine, "generate", recording)
     monkeypatch.setattr(Learner, "update", learning)
@@ -180,14 +182,12 @@ def test_training_tokens_are_bit_for_bit_those_of_the_engine(
     }
     run_rl(None, rl_settings(tmp_path, model, data__chat=True, **changed))
     assert trained and len(exchanges) == 2 * 16 * 3
-    for sample in trained:
-        starts = [t for t, (now, before) in enumerate(zip(sample.loss_mask[1:], sample.loss_mask, strict=False), 1)
-                  if now and not before]  # fmt: skip
-        for start in starts:
-            stop = next((t for t in range(start, len(sample.loss_mask)) if not sample.loss_mask[t]), None)
-            stop = len(sample.loss_mask) if stop is None else stop
-            tokens, logprobs = sample.token_ids, sample.columns["behaviour_logprobs"]
-            exchanges.remove((tokens[:start], tokens[start:stop], logprobs[start:stop]))
+    for batch in trained:
+        sampler, turns = batch.columns["behaviour_logprobs"], np.flatnonzero(np.diff(batch.predicted) > 1) + 1
+        for places in np.split(np.arange(batch.num_predictions), turns):  # the prompt of the next sample parts them too
+            begin, (start, stop) = batch.offsets[batch.sample[places[0]]], batch.predicted[places[[0, -1]]] + [0, 1]
+            prompt, wrote = batch.token_ids[begin:start].tolist(), batch.token_ids[start:stop].tolist()
+            exchanges.remove((prompt, wrote, sampler[places].tolist()))
     assert not exchanges, "every turn is learned once"
 
 

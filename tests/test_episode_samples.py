@@ -7,11 +7,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tunesmith.algorithms.aggregation import token_weights
+from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.presets import resolve_algorithm
 from tunesmith.config.schema import AlgorithmSection
-from tunesmith.loop.experience import make_experience, with_written, written
-from tunesmith.types import Completion, Record, Rollout, RolloutGroup, Sample, Task
+from tunesmith.data.batch import Batch
+from tunesmith.loop.experience import by_rollout, make_experience
+from tunesmith.types import Completion, Record, Rollout, RolloutGroup, Task
 
 
 def record(*turns: tuple[int, float], prompt: int = 2) -> Record:
@@ -34,23 +35,22 @@ def group(*rollouts: list[Record], last: float = 0.0) -> RolloutGroup:
     )
 
 
-def samples_of(groups: list[RolloutGroup], **settings: Any) -> list[Sample]:
+def batch_of(groups: list[RolloutGroup], **settings: Any) -> Batch:
     section, _ = resolve_algorithm(AlgorithmSection(**settings), max_new_tokens=8)
     return make_experience(groups, section, cast("Any", None), kl_coef=0.0, max_new_tokens=8, seed=0)
 
 
 def test_each_record_is_a_sample_with_its_rollouts_advantage() -> None:
     forked = [record((2, 0.0)), record((1, 1.0), prompt=5)]
-    samples = samples_of([group(forked, [record((3, 0.0))])], name="grpo")
-    assert [s.token_ids for s in samples] == [[3, 3, 5, 5], [3, 3, 3, 3, 3, 5], [3, 3, 5, 5, 5]]
-    assert [s.loss_mask.count(True) for s in samples] == [2, 1, 3]
-    assert len({s.group for s in samples}) == 1
-    assert [s.rollout for s in samples] == [0, 0, 1]
-    assert [w[-1] for w in token_weights(samples, "seq_mean_token_mean")] == pytest.approx([1 / 6, 1 / 6, 1 / 6])
+    batch = batch_of([group(forked, [record((3, 0.0))])], name="grpo")
+    tokens = np.split(batch.token_ids, batch.offsets[1:-1])
+    assert [t.tolist() for t in tokens] == [[3, 3, 5, 5], [3, 3, 3, 3, 3, 5], [3, 3, 5, 5, 5]]
+    assert batch.predicted.tolist() == [2, 3, 9, 12, 13, 14]
+    assert batch.group.tolist() == [0, 0, 0] and batch.rollout.tolist() == [0, 0, 1]
+    weigh(batch, "seq_mean_token_mean")
+    assert batch.columns["weight"] == pytest.approx([1 / 6] * 6)
     high, low = (1 - 0.5) / (0.5**0.5 + 1e-6), (0 - 0.5) / (0.5**0.5 + 1e-6)
-    assert samples[0].columns["advantages"] == pytest.approx([0, 0, high, high])
-    assert samples[1].columns["advantages"] == pytest.approx([0, 0, 0, 0, 0, high])
-    assert samples[2].columns["advantages"] == pytest.approx([0, 0, low, low, low])
+    assert batch.columns["advantages"] == pytest.approx([high] * 3 + [low] * 3)
 
 
 def test_a_turns_reward_counts_from_the_token_where_it_was_paid() -> None:
@@ -59,12 +59,10 @@ def test_a_turns_reward_counts_from_the_token_where_it_was_paid() -> None:
     other = [record((1, 0.0))]
     made = group(rollout, other)
     made.rollouts[0].reward = 1.0 + 4.0
-    samples = samples_of([made], name="reinforce_pp", gamma=0.5, kl_coef=0.0)
+    batch = batch_of([made], name="reinforce_pp", gamma=0.5, kl_coef=0.0)
     returns = np.array([0.5 + 1.0, 1.0 + 2.0, 4.0, 0.0])
     expected = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
-    assert samples[0].columns["advantages"] == pytest.approx([0, 0, *expected[:2]])
-    assert samples[1].columns["advantages"] == pytest.approx([0, 0, 0, 0, expected[2]])
-    assert samples[2].columns["advantages"] == pytest.approx([0, 0, expected[3]])
+    assert batch.columns["advantages"] == pytest.approx(expected)
 
 
 def test_rewards_of_turns_without_tokens_are_not_lost() -> None:
@@ -74,15 +72,9 @@ def test_rewards_of_turns_without_tokens_are_not_lost() -> None:
     assert made.token_rewards == [0.0, 1.5]
 
 
-def test_columns_are_joined_by_rollout_and_cut_again() -> None:
-    samples = [Sample([1, 2, 3], mask, {"x": column}) for mask, column in (
-        ([False, True, True], [0.0, 1.0, 2.0]), ([False, False, True], [0.0, 0.0, 3.0]), ([False] * 3, [0.0] * 3),
-    )]  # fmt: skip
-    joined = written(samples, [0, 0, 1], "x")
-    assert [j.tolist() for j in joined] == [[1.0, 2.0, 3.0], []]
-    again = with_written(samples, joined, "y")
-    assert [s.columns["y"] for s in again] == [s.columns["x"] for s in samples]
-    assert with_written([], [], "y") == []
+def test_a_column_is_split_by_rollout() -> None:
+    batch = batch_of([group([record((2, 0.0)), record((1, 1.0))], [record((3, 0.0))])], name="grpo")
+    assert [own.tolist() for own in by_rollout(batch, np.arange(6.0))] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_what_the_policy_wrote_cannot_be_cut_off() -> None:

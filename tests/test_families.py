@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
-from tunesmith.data.forest import Forest, build_forest
+from training import forest_of
+from tunesmith.data.forest import Forest
 from tunesmith.errors import ModelError
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
@@ -121,7 +122,7 @@ def test_forest_equals_one_sequence_at_a_time(model_type: str) -> None:
     want = one_at_a_time(model, batch, 0.8)
     want_gradients = gradients(model, want)
     model.module.set_attn_implementation(ATTENTION_NAME)
-    forest = build_forest(batch)
+    forest = forest_of(batch)
     assert forest.num_tokens < sum(len(s.token_ids) for s in batch)
     for lean in dict.fromkeys((None, LeanDecoder.of(model.module.base_model))):
         assert lean is not None or model.lean is None
@@ -145,7 +146,7 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch, model: CausalLM) -> None:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_lean_equals_hugging_face_in_float64(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, forest = build(model_type, torch.float64), build_forest(samples())
+    model, forest = build(model_type, torch.float64), forest_of(samples())
     model.module.set_attn_implementation(ATTENTION_NAME)
     exact_norms(monkeypatch, model)
     want, want_entropy = logprobs(model, forest, entropy=True)
@@ -162,7 +163,7 @@ def test_lean_equals_hugging_face_in_float64(model_type: str, monkeypatch: pytes
 
 
 def test_lean_with_biases_and_partly_frozen() -> None:
-    model, forest = build("llama", attention_bias=True, mlp_bias=True), build_forest(samples())
+    model, forest = build("llama", attention_bias=True, mlp_bias=True), forest_of(samples())
     model.module.set_attn_implementation(ATTENTION_NAME)
     frozen = [p for n, p in model.module.named_parameters() if "k_proj" in n or "layers.0" in n]
     for parameter in frozen:
@@ -174,7 +175,7 @@ def test_lean_with_biases_and_partly_frozen() -> None:
 
 def test_lean_follows_the_modules(tmp_path: Path) -> None:
     """Optimizer steps reach the fused weights, and replaced, hooked or moved modules are called themselves."""
-    model, forest = CausalLM.load(tiny.save_model(tmp_path / "m", "llama")), build_forest(samples())
+    model, forest = CausalLM.load(tiny.save_model(tmp_path / "m", "llama")), forest_of(samples())
     lean = model.lean
     assert lean is not None
 
@@ -214,7 +215,7 @@ def test_lean_follows_the_modules(tmp_path: Path) -> None:
 def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:
     model, forest = (
         CausalLM.load(tiny.save_model(tmp_path / "m", "qwen3", tie_word_embeddings=True)),
-        build_forest(samples()),
+        forest_of(samples()),
     )
     assert model.lean is not None
     with torch.no_grad():
@@ -235,7 +236,7 @@ def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:
 
 def test_dropout_is_off_and_kept_in_the_configuration(tmp_path: Path) -> None:
     path = tiny.save_model(tmp_path / "m", "gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
-    model, forest = CausalLM.load(path), build_forest(samples())
+    model, forest = CausalLM.load(path), forest_of(samples())
     want, _ = logprobs(model, forest)
     model.module.train()
     assert torch.equal(logprobs(model, forest)[0], want)

@@ -11,21 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from test_learner import backend_of, learner_of
 from tiny import save_model
+from training import backend_of, learner_of
 from tunesmith.algorithms.losses import POLICY_LOSSES
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.algorithms.presets import PRESETS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
+from tunesmith.data.batch import Batch, Floats
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import ConfigError
 from tunesmith.loop.critic import Critic
-from tunesmith.loop.experience import make_experience
+from tunesmith.loop.experience import make_experience, rollout_batch
 from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check, resolved_algorithm
-from tunesmith.types import UNALTERED, Rollout, RolloutGroup, Sample, Sampling, Task
+from tunesmith.types import UNALTERED, Rollout, RolloutGroup, Sampling, Task
 
 ALTERED = {"top_p": 0.7, "top_k": 20, "min_p": 0.2, "repetition_penalty": 0.1, "min_new_tokens": 6}
 ENDS = tuple(range(150, 300))
@@ -45,8 +46,8 @@ def unmoved(step: int) -> float:  # noqa: ARG001
 class Values:
     """A critic's learner that values every state alike."""
 
-    def predict(self, samples: list[Sample], **_: Any) -> list[list[float]]:
-        return [[0.3] * s.num_loss_tokens for s in samples]
+    def score(self, batch: Batch, of: str, *, ends: bool = False) -> Floats:  # noqa: ARG002
+        return np.full(batch.num_predictions + ends * batch.num_samples, 0.3)
 
 
 @dataclass
@@ -64,12 +65,12 @@ class Bench:
         section, _ = resolved_algorithm(config(*overrides))
         critic: Any = Critic(Values(), 1, None)  # type: ignore[arg-type]
         groups = self.groups[altered, stale]
-        samples = make_experience(
+        batch = make_experience(
             groups, section, self.learner, kl_coef=section.kl_coef or 0.0, max_new_tokens=8, seed=0, critic=critic
         )
-        assert samples and section.aggregation
-        self.learner.objective, self.learner.aggregation = policy_objective(section), section.aggregation
-        return self.learner.step(samples)
+        assert batch.num_samples and section.aggregation
+        self.learner.aggregation = section.aggregation
+        return self.learner.update(batch, policy_objective(section))
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +140,8 @@ def test_what_the_sampler_reports_of_an_altered_distribution_is_another_number(b
     """Without this the test above would pass for nothing: the ratio to the sampler's numbers is far from 1."""
     for name in ALTERED:
         [first, *_] = bench.groups[name, False]
-        sample = Sample(first.rollouts[0].token_ids, first.rollouts[0].sampled)
-        (scored,) = bench.learner.score([sample], "trainer")
-        mask = np.array(sample.loss_mask)
-        ours = np.array(scored.columns["trainer"])[mask]
-        theirs = np.array(first.rollouts[0].records[0].logprobs)[mask]
-        assert np.abs(ours - theirs).mean() > 0.1, name
+        batch = rollout_batch([(first.rollouts[0], 0)])
+        assert np.abs(bench.learner.score(batch) - batch.columns["behaviour_logprobs"]).mean() > 0.1, name
 
 
 def test_the_plan_says_why_and_refuses_what_cannot_be_right() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Forest, Segment, build_forest
 from tunesmith.data.trie import num_forest_tokens
 from tunesmith.types import Sample
 
 
-def sample(text: list[int], loss: str, **columns: list[float]) -> Sample:
-    return Sample(text, [c == "x" for c in loss], dict(columns))
+def sample(text: list[int], loss: str) -> Sample:
+    return Sample(text, [c == "x" for c in loss])
 
 
 def path(forest: Forest, segment: int) -> list[int]:
@@ -37,7 +39,7 @@ def check_invariants(forest: Forest, samples: list[Sample], share: bool) -> None
         assert segment.parent < 0 or i == segment.parent + 1 or segment_of(forest, row - 1) >= segment.parent
         row += segment.length
         assert forest.position_ids[path(forest, i)].tolist() == list(range(len(path(forest, i))))
-    assert row == forest.num_tokens == num_forest_tokens(chosen, share)
+    assert row == forest.num_tokens == num_forest_tokens(Batch.of(chosen), share=share)
     children = [s.parent for s in forest.segments if s.parent >= 0]
     assert all(children.count(p) > 1 for p in children), "an only child should continue its parent"
     for s, one in enumerate(chosen):
@@ -48,17 +50,17 @@ def check_invariants(forest: Forest, samples: list[Sample], share: bool) -> None
             rows = path(forest, segment_of(forest, source))
             seen = rows[: rows.index(source) + 1]
             assert forest.token_ids[seen].tolist() == one.token_ids[:t]
-        for name, column in one.columns.items():
-            assert forest.columns[name][mine].tolist() == [column[t] for t in predicted]
+        last = path(forest, segment_of(forest, int(forest.ends[s])))
+        assert forest.token_ids[last[: last.index(int(forest.ends[s])) + 1]].tolist() == one.token_ids
     assert forest.sample.tolist() == sorted(forest.sample.tolist())
+    assert forest.predictions.tolist() == list(range(len(forest.predictions)))
 
 
 def test_prompt_with_two_completions() -> None:
-    group = [
-        sample([5, 6, 7, 2], "..xx", advantages=[0, 0, 0.5, 0.25]),
-        sample([5, 6, 8], "..x", advantages=[0, 0, -1]),
-    ]
-    forest = build_forest(group)
+    batch = Batch.of([sample([5, 6, 7, 2], "..xx"), sample([5, 6, 8], "..x")])
+    batch.add("advantages", [0.5, 0.25, -1])
+    batch.add_per_sample("side", [1, -1])
+    forest = build_forest(batch).gather(batch)
     assert forest.token_ids.tolist() == [5, 6, 7, 2, 8]
     assert forest.position_ids.tolist() == [0, 1, 2, 3, 2]
     assert forest.segments == (Segment(0, 2, -1), Segment(2, 2, 0), Segment(4, 1, 0))
@@ -67,18 +69,19 @@ def test_prompt_with_two_completions() -> None:
     assert forest.sample.tolist() == [0, 0, 1]
     assert forest.columns["advantages"].tolist() == [0.5, 0.25, -1]
     assert forest.columns["advantages"].dtype == torch.float32
+    assert forest.per_sample["side"].tolist() == [1, -1]
 
 
 def test_without_sharing_every_sample_is_a_root() -> None:
     group = [sample([5, 6, 7], "..x"), sample([5, 6, 8], "..x")]
-    forest = build_forest(group, share=False)
+    forest = build_forest(Batch.of(group), share=False)
     assert forest.token_ids.tolist() == [5, 6, 7, 5, 6, 8]
     assert [s.parent for s in forest.segments] == [-1, -1]
 
 
 def test_loss_tokens_are_never_shared() -> None:
     twins = [sample([5, 6, 7, 8], ".xx."), sample([5, 6, 7, 8], "..xx")]
-    forest = build_forest(twins)
+    forest = build_forest(Batch.of(twins))
     assert forest.segments == (Segment(0, 1, -1), Segment(1, 3, 0), Segment(4, 3, 0))
 
 
@@ -88,7 +91,7 @@ def test_forked_conversation_has_parents_two_deep() -> None:
         sample([1, 2, 3, 4, 8], "....x"),
         sample([1, 2, 5, 9], "...x"),
     ]
-    forest = build_forest(samples)
+    forest = build_forest(Batch.of(samples))
     assert forest.segments == (
         Segment(0, 2, -1),
         Segment(2, 2, 0),
@@ -102,31 +105,36 @@ def test_forked_conversation_has_parents_two_deep() -> None:
 
 def test_a_sample_that_continues_another_is_one_segment() -> None:
     samples = [sample([1, 2], ".."), sample([1, 2, 3, 4], "...x"), sample([1, 2], "..")]
-    forest = build_forest(samples)
+    forest = build_forest(Batch.of(samples))
     assert forest.segments == (Segment(0, 4, -1),)
     assert forest.sample_ids == (0, 1, 2) and forest.sample.tolist() == [1]
 
 
 def test_one_token_and_no_loss() -> None:
-    forest = build_forest([sample([4], "."), sample([4], "."), sample([7], ".")])
+    forest = build_forest(Batch.of([sample([4], "."), sample([4], "."), sample([7], ".")]))
     assert forest.num_tokens == 2 and forest.targets.numel() == 0 and forest.source.dtype == torch.int64
 
 
 def test_empty_forest() -> None:
-    forest = build_forest([])
+    forest = build_forest(Batch.of([]))
     assert forest.num_tokens == 0 and forest.segments == () and forest.token_ids.dtype == torch.int64
 
 
 def test_indices_choose_and_order() -> None:
     samples = [sample([5, 6, 7], "..x"), sample([1, 2], ".x"), sample([5, 6, 8], "..x")]
-    forest = build_forest(samples, [2, 0])
+    batch = Batch.of(samples)
+    batch.add("order", [0, 1, 2])
+    forest = build_forest(batch, [2, 0]).gather(batch)
     assert forest.sample_ids == (2, 0) and forest.targets.tolist() == [8, 7]
+    assert forest.columns["order"].tolist() == [2, 0] and forest.predictions.tolist() == [2, 0]
 
 
 def test_columns_follow_the_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
+    batch = Batch.of([sample([1, 2], ".x")])
+    batch.add("a", [0.1])
     try:
-        forest = build_forest([sample([1, 2], ".x", a=[0, 0.1])])
+        forest = build_forest(batch).gather(batch)
     finally:
         torch.set_default_dtype(torch.float32)
     assert forest.columns["a"].dtype == torch.float64 and forest.columns["a"].item() == 0.1
@@ -138,12 +146,19 @@ def test_columns_follow_the_default_dtype() -> None:
         Sample([], []),
         Sample([1, 2], [False]),
         Sample([1, 2], [True, False]),
-        Sample([1, 2], [False, True], {"a": [0.0]}),
     ],
 )
 def test_malformed_samples_are_refused(bad: Sample) -> None:
     with pytest.raises(AssertionError):
-        build_forest([bad])
+        Batch.of([bad])
+
+
+def test_a_column_has_a_value_for_each_prediction_or_sample() -> None:
+    batch = Batch.of([sample([1, 2, 3], ".xx")])
+    with pytest.raises(AssertionError):
+        batch.add("a", [1.0])
+    with pytest.raises(AssertionError):
+        batch.add_per_sample("a", [1.0, 2.0])
 
 
 @st.composite
@@ -152,7 +167,7 @@ def batches(draw: st.DrawFn) -> list[Sample]:
         tokens = draw(st.lists(st.integers(0, 2), min_size=1, max_size=7))
         first = draw(st.integers(1, 8))
         mask = [t >= first and draw(st.booleans()) for t in range(len(tokens))]
-        return Sample(tokens, mask, {"a": [float(draw(st.integers(0, 99))) for _ in tokens]})
+        return Sample(tokens, mask)
 
     return [one() for _ in range(draw(st.integers(1, 9)))]
 
@@ -160,10 +175,25 @@ def batches(draw: st.DrawFn) -> list[Sample]:
 @settings(max_examples=300, deadline=None)
 @given(batches(), st.booleans())
 def test_every_forest_holds_its_samples(samples: list[Sample], share: bool) -> None:
-    check_invariants(build_forest(samples, share=share), samples, share)
+    check_invariants(build_forest(Batch.of(samples), share=share), samples, share)
 
 
 def test_a_deep_trie_does_not_exhaust_the_stack() -> None:
-    samples = [sample([*range(n), -1], "." * n + "x") for n in range(1, 2000)]
-    assert num_forest_tokens(samples) == 1999 + 1999
-    assert build_forest(samples).num_tokens == 3998
+    samples = [sample([*range(n), 5000], "." * n + "x") for n in range(1, 2000)]
+    assert num_forest_tokens(Batch.of(samples)) == 1999 + 1999
+    assert build_forest(Batch.of(samples)).num_tokens == 3998
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.data())
+def test_a_part_of_a_batch_is_the_batch_of_those_samples(samples: list[Sample], data: st.DataObject) -> None:
+    batch = Batch.of(samples)
+    batch.add("place", range(batch.num_predictions))
+    batch.add_per_sample("number", [float("nan"), *range(1, len(samples))])
+    chosen = data.draw(st.lists(st.integers(0, len(samples) - 1), unique=True))
+    part, expected = batch.take(chosen), Batch.of([samples[i] for i in chosen])
+    for name in ("token_ids", "offsets", "predicted", "sample", "group", "rollout", "lengths", "counts"):
+        assert getattr(part, name).tolist() == getattr(expected, name).tolist(), name
+    assert part.columns["place"].tolist() == batch.predictions_of(np.array(chosen, np.int64)).tolist()
+    assert part.finite.tolist() == [chosen[s] != 0 for s in part.sample]
+    assert batch.take(range(len(samples))) is batch

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import tiny
-from tunesmith.data.forest import Segment, build_forest
+from training import forest_of
+from tunesmith.data.batch import Batch
+from tunesmith.data.forest import Segment
 from tunesmith.data.packing import pack
 from tunesmith.models.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM
@@ -169,18 +171,24 @@ def conversations() -> list[Sample]:
             mask = [False] * 11 + [True] * 3 + [False] * 4 + [True] * 2
             made.append((deeper + draw(9), mask))
     made.append((draw(8), [False] + [True] * 7))
-    return [Sample(t, m, {"weight": [rng.uniform(-1, 1) for _ in t]}) for t, m in made]
+    return [Sample(t, m) for t, m in made]
+
+
+def weights(samples: list[Sample]) -> Tensor:
+    """A number for each prediction, which depends on its sample alone."""
+    parts = [torch.randn(s.num_loss_tokens, generator=torch.Generator().manual_seed(sum(s.token_ids))) for s in samples]
+    return torch.cat(parts)
 
 
 def gradient(model: CausalLM, batches: list[list[Sample]], share: bool, entropy: bool = False) -> Tensor:
     model.module.zero_grad()
     for batch in batches:
-        forest = build_forest(batch, share=share)
+        forest, weight = forest_of(batch, share=share), weights(batch)
         found = model.predict(forest, temperature=0.9, entropy=entropy, chunk=13)
         # Not linear in the log-probabilities, like a clipped policy loss.
-        loss = (forest.columns["weight"] * torch.exp(0.1 * found.logprobs)).sum()
+        loss = (weight * torch.exp(0.1 * found.logprobs)).sum()
         if found.entropy is not None:
-            loss = loss + 0.3 * (forest.columns["weight"] * found.entropy).sum()
+            loss = loss + 0.3 * (weight * found.entropy).sum()
         loss.backward()
     return torch.cat([p.grad.flatten() for p in model.module.parameters() if p.grad is not None]).clone()
 
@@ -217,7 +225,7 @@ def test_gradient_does_not_depend_on_the_system(model_type: str, default_dtype: 
                 shuffled = rng.sample(samples, len(samples))
                 got = gradient(model, cut(shuffled, parts), share, entropy=True)
                 assert float((got - want).norm() / want.norm()) < tolerance, (checkpointing, parts, share)
-        packed = [[samples[i] for i in b] for b in pack(samples, 40)]
+        packed = [[samples[i] for i in b] for b in pack(Batch.of(samples), 40)]
         assert len(packed) > 3
         assert float((gradient(model, packed, True, entropy=True) - want).norm() / want.norm()) < tolerance
 
@@ -225,7 +233,7 @@ def test_gradient_does_not_depend_on_the_system(model_type: str, default_dtype: 
 def test_checkpointing_saves_memory_and_recomputes(tmp_path: Path) -> None:
     model = CausalLM.load(tiny.save_model(tmp_path, "llama", num_hidden_layers=6))
     model.module.train()
-    forest = build_forest(conversations())
+    forest = forest_of(conversations())
 
     def saved() -> int:
         total = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,23 +15,22 @@ import torch
 from torch import Tensor
 
 from tiny import save_model
+from training import backend_of, difference, gradient, learner_of, samples_of, whole
 from tunesmith.algorithms.losses import POLICY_LOSSES
-from tunesmith.algorithms.objective import policy_objective, sft_objective
+from tunesmith.algorithms.objective import Objective, SFTObjective, policy_objective
 from tunesmith.algorithms.presets import resolve_algorithm
-from tunesmith.backends.base import LossFn, OneDevice
 from tunesmith.backends.memory import is_out_of_memory
-from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import AlgorithmSection
-from tunesmith.data.forest import Forest, Predictions
+from tunesmith.data.batch import Batch, Floats
+from tunesmith.data.forest import Forest, Packing, Predictions, build_forest
 from tunesmith.data.packing import SampleTooLong
 from tunesmith.errors import DeviceMemoryError, UserError
-from tunesmith.loop.learner import Learner
+from tunesmith.loop.learner import optimizer_batches
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
-Grads = dict[str, Tensor]
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 
 
@@ -45,56 +43,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def backend_of(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> TorchBackend[CausalLM]:
-    settings = AdamWSettings(max_grad_norm=None)
-    return TorchBackend(CausalLM.load(path, dtype=dtype), settings, **{"predict": CausalLM.predict, **options})
-
-
-def learner_of(backend: Any, max_tokens: int = 4096, **options: Any) -> Learner:
-    settings: dict[str, Any] = {
-        "objective": sft_objective(),
-        "aggregation": "seq_mean_token_mean",
-        "max_new_tokens": 16,
-        "learning_rate": lambda step: 1e-2,  # noqa: ARG005
-        "cost": CostModel(1.0, 0.01, 0.1),
-        "report": lambda text: None,  # noqa: ARG005
-    }
-    return Learner(backend=backend, max_tokens=max_tokens, **{**settings, **options})
-
-
-def samples_of(seed: int = 0, groups: int = 4, size: int = 3) -> list[Sample]:
-    """Groups of completions (1 to 12 tokens) after prompts (2 to 9 tokens)."""
-    rng = np.random.default_rng(seed)
-    found: list[Sample] = []
-    for group in range(groups):
-        prompt = rng.integers(5, 260, rng.integers(2, 10)).tolist()
-        for _ in range(size):
-            answer = rng.integers(5, 260, rng.integers(1, 13)).tolist()
-            found.append(Sample(prompt + answer, [False] * len(prompt) + [True] * len(answer), {}, group))
-    return found
-
-
-def gradient(learner: Learner, samples: Sequence[Sample]) -> tuple[Grads, dict[str, float]]:
-    """Of one step, before the optimizer takes it."""
-    metrics = learner._accumulate(_weighed(learner, samples))  # pyright: ignore[reportPrivateUsage]
-    masters = learner.backend.optimizer.masters  # type: ignore[attr-defined]
-    grads = {name: m.grad.clone() for name, m in masters.items() if m.grad is not None}
-    learner.backend.zero_grad()
-    return grads, metrics
-
-
-def _weighed(learner: Learner, samples: Sequence[Sample]) -> list[Sample]:
-    from tunesmith.algorithms.aggregation import weigh
-
-    return weigh(samples, learner.aggregation, learner.max_new_tokens)
-
-
-def difference(a: Grads, b: Grads) -> float:
-    assert a.keys() == b.keys() and a
-    delta = sum(float((a[n] - b[n]).double().square().sum()) for n in a) ** 0.5
-    return delta / sum(float(b[n].double().square().sum()) for n in b) ** 0.5
-
-
 def forked(samples: Sequence[Sample], rng: np.random.Generator) -> list[Sample]:
     """The same rollouts with their last tokens in further records, after what came before as context."""
     made: list[Sample] = []
@@ -103,9 +51,8 @@ def forked(samples: Sequence[Sample], rng: np.random.Generator) -> list[Sample]:
         cuts = sorted(rng.integers(first, len(places) + 1, int(rng.integers(0, 4))))
         for start, stop in pairwise([first, *cuts, len(places)]):
             mask = [start <= place < stop for place in places][:stop]
-            columns = {name: column[:stop] for name, column in sample.columns.items()}
             if start < stop:
-                made.append(Sample(sample.token_ids[:stop], mask, columns, sample.group, number))
+                made.append(Sample(sample.token_ids[:stop], mask, sample.group, number))
     return made
 
 
@@ -117,48 +64,37 @@ BY_SEQUENCE = ("gspo", "gspo_token", "gmpo")
 def test_a_rollout_teaches_the_same_however_it_is_cut_into_forks(models: dict[str, Path], aggregation: str) -> None:
     rng, backend = np.random.default_rng(0), backend_of(models["llama"], torch.float64)
     learner = learner_of(backend, aggregation=aggregation)
-    plain = learner.score(samples_of(), "old_logprobs")
+    samples = samples_of()
+    logprobs = learner.score(Batch.of(samples))
     for loss in POLICY_LOSSES:
         if loss == "gepo":  # compares the records of a group, of which there are more
             continue
         section, _ = resolve_algorithm(AlgorithmSection(loss=loss), max_new_tokens=16)
-        learner.objective = policy_objective(section)
+        objective = policy_objective(section)
         moved = 0.0 if loss in BY_SEQUENCE else 0.3
-        samples: list[Sample] = []
-        for s in plain:
-            advantages = rng.normal() * np.array(s.loss_mask)
-            old = np.array(s.columns["old_logprobs"]) + moved * rng.normal(size=len(s.loss_mask))
-            selected = 1.0 * (rng.random(len(s.loss_mask)) < 0.2)
-            columns = {"advantages": advantages, "old_logprobs": old, "selected": selected}
-            samples.append(replace(s, columns={name: c.tolist() for name, c in columns.items()}))
-        expected, reference = gradient(learner, samples)
-        cut = forked(samples, rng)
-        assert len(cut) > len(samples)
-        found, metrics = gradient(learner, cut)
+        whole, cut = Batch.of(samples), Batch.of(forked(samples, rng))
+        assert cut.num_samples > whole.num_samples and cut.num_predictions == whole.num_predictions
+        columns = {
+            "advantages": rng.normal(size=whole.num_samples)[whole.sample],
+            "old_logprobs": logprobs + moved * rng.normal(size=whole.num_predictions),
+            "selected": 1.0 * (rng.random(whole.num_predictions) < 0.2),
+        }
+        for name, column in columns.items():
+            whole.add(name, column)
+            cut.add(name, column)
+        expected, reference = gradient(learner, whole, objective)
+        found, metrics = gradient(learner, cut, objective)
         assert difference(found, expected) < 1e-6, loss
         assert metrics["loss"] == pytest.approx(reference["loss"], rel=1e-6, abs=1e-9), loss
 
 
-def test_an_optimizer_batch_counts_rollouts_and_keeps_their_forks_together(models: dict[str, Path]) -> None:
-    samples = forked(samples_of(groups=4, size=3), np.random.default_rng(1))
-    sizes: list[list[int]] = []
-
-    class Seen(Learner):
-        def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-            sizes[-1] += [s.rollout for s in samples]
-            sizes.append([])
-            return {}
-
-    learner = Seen(
-        **{f.name: getattr(learner_of(backend_of(models["llama"])), f.name) for f in fields(Learner) if f.init}
-    )
+def test_an_optimizer_batch_counts_rollouts_and_keeps_their_forks_together() -> None:
+    batch = Batch.of(forked(samples_of(groups=4, size=3), np.random.default_rng(1)))
     for size, expected in ((12, [12]), (20, [12]), (6, [6, 6]), (3, [3] * 4), (4, [4, 4, 4]), (5, [5, 5, 2])):
-        sizes[:] = [[]]
-        learner.update(samples, size, 1, seed=0, group_size=3)
-        batches = sizes[:-1]
-        assert [len(set(batch)) for batch in batches] == expected
-        assert sorted(r for batch in batches for r in batch) == sorted(s.rollout for s in samples)
-        assert sum(len(set(batch)) for batch in batches) == 12, "no rollout is in two batches"
+        parts = [part.rollout.tolist() for part in optimizer_batches(batch, size, 3, np.random.default_rng(0))]
+        assert [len(set(part)) for part in parts] == expected
+        assert sorted(r for part in parts for r in part) == sorted(batch.rollout.tolist())
+        assert sum(len(set(part)) for part in parts) == 12, "no rollout is in two batches"
 
 
 CUTS: list[tuple[str, Callable[[list[Sample]], tuple[int, bool, list[Sample]]]]] = [
@@ -180,12 +116,13 @@ def test_gradient_is_the_same_however_it_is_cut(
     torch.set_default_dtype(dtype)
     try:
         plain = backend_of(models[family], dtype)
-        expected, reference = gradient(learner_of(plain, share_prompts=False), samples)
+        expected, reference = gradient(learner_of(plain, share_prompts=False), Batch.of(samples), SFTObjective())
         backend = backend_of(models[family], dtype, gradient_checkpointing=checkpointing)
         counts: list[float] = []
         for name, cut in CUTS:
             cap, share, ordered = cut(samples)
-            found, metrics = gradient(learner_of(backend, cap, share_prompts=share), ordered)
+            learner = learner_of(backend, cap, share_prompts=share)
+            found, metrics = gradient(learner, Batch.of(ordered), SFTObjective())
             assert difference(found, expected) < bound, name
             assert metrics["loss"] == pytest.approx(reference["loss"], rel=1e-5)
             counts.append(metrics["microbatches"])
@@ -196,13 +133,12 @@ def test_gradient_is_the_same_however_it_is_cut(
 
 @pytest.mark.parametrize("wanted", [1, 2, 7])
 def test_gradient_in_1_2_and_7_micro_batches(models: dict[str, Path], wanted: int) -> None:
-    samples = samples_of()
+    batch = Batch.of(samples_of())
     backend = backend_of(models["llama"])
-    expected, _ = gradient(learner_of(backend), samples)
-    caps = range(21, 400)
-    for cap in caps:
-        found, metrics = gradient(learner_of(backend, cap), samples) if cap % 6 == 0 or cap < 30 else ({}, {})
-        if metrics.get("microbatches") == wanted:
+    expected, _ = gradient(learner_of(backend), batch, SFTObjective())
+    for cap in (*range(21, 30), *range(30, 400, 6)):
+        found, metrics = gradient(learner_of(backend, cap), batch, SFTObjective())
+        if metrics["microbatches"] == wanted:
             assert difference(found, expected) < 1e-5
             return
     raise AssertionError(f"no cap gives {wanted} micro-batches")
@@ -231,7 +167,8 @@ def test_every_aggregation_is_the_plain_formula(models: dict[str, Path], aggrega
     }[aggregation]
     loss.backward()
     expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    found, metrics = gradient(learner_of(backend, 30, aggregation=aggregation), samples)
+    learner = learner_of(backend, 30, aggregation=aggregation)
+    found, metrics = gradient(learner, Batch.of(samples), SFTObjective())
     assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     assert difference(found, expected) < 1e-5
 
@@ -242,53 +179,60 @@ def backend_logits(module: Any, ids: Tensor) -> Tensor:
 
 
 def test_dropout_is_off_in_training(models: dict[str, Path]) -> None:
-    samples = samples_of(2, 2, 2)
+    batch = Batch.of(samples_of(2, 2, 2))
     backend = backend_of(models["gpt2"])
     assert backend.model.module.config.resid_pdrop > 0
-    first, _ = gradient(learner_of(backend), samples)
-    second, _ = gradient(learner_of(backend, 30), samples)
+    first, _ = gradient(learner_of(backend), batch, SFTObjective())
+    second, _ = gradient(learner_of(backend, 30), batch, SFTObjective())
     assert difference(second, first) < 1e-5
 
 
-class Recorder(OneDevice):
+class Recorder:
     """A backend without a model: it notes what it was given."""
+
+    ranks, cost, limit = 1, CostModel(1.0, 0.01, 0.1), 4096
 
     def __init__(self) -> None:
         self.optimizer_steps = 0
-        self.seen: list[list[int]] = []
+        self.seen: list[int] = []
         self.steps: list[list[int]] = []
         self.rates: list[float] = []
 
-    def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
-        return Predictions(torch.arange(forest.targets.numel(), dtype=torch.float32) + 100 * reference)
+    def score(self, packing: Packing, of: str, *, reference: bool = False) -> Floats:  # noqa: ARG002
+        """The target of each prediction, 1000 more by the reference."""
+        found = np.zeros(packing.num_predictions)
+        for forest in packing.forests:
+            found[forest.predictions] = forest.targets + 1000 * reference
+        return found
 
-    def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:  # noqa: ARG002
-        self.seen.append(sorted({int(t) for t in forest.targets}))
-        return {"loss": float(forest.columns["weight"].sum())}
-
-    def zero_grad(self) -> None:
-        self.seen = []
+    def forward_backward(self, packing: Packing, objective: Objective) -> dict[str, float]:  # noqa: ARG002
+        if any(forest.num_tokens > self.limit for forest in packing):
+            raise DeviceMemoryError("a micro-batch did not fit in memory")
+        self.seen = sorted({int(t) for forest in packing for t in forest.targets})
+        return {"loss": sum(float(forest.columns["weight"].sum()) for forest in packing)}
 
     def step(self, lr: float) -> dict[str, float]:
-        self.steps.append(sorted(t for seen in self.seen for t in seen))
+        self.steps.append(self.seen)
         self.rates.append(lr)
         self.optimizer_steps += 1
         return {"grad_norm": 1.0}
 
 
-def grouped(sizes: Sequence[int]) -> list[Sample]:
+def grouped(sizes: Sequence[int]) -> Batch:
     """Samples whose one learned token is 10 × group + member."""
-    return [
-        Sample([1, 10 * group + member], [False, True], {}, group)
-        for group, size in enumerate(sizes)
-        for member in range(size)
-    ]
+    return Batch.of(
+        [
+            Sample([1, 10 * group + member], [False, True], group)
+            for group, size in enumerate(sizes)
+            for member in range(size)
+        ]
+    )
 
 
 def test_several_steps_per_batch_keep_groups_whole_and_take_each_sample_once_a_pass() -> None:
     backend = Recorder()
-    learner = learner_of(backend, learning_rate=lambda step: step + 1.0)
-    metrics = learner.update(grouped([4] * 6), 8, passes=2, seed=5, group_size=4)
+    learner = learner_of(backend, learning_rate=lambda step: step + 1.0, group_size=4)
+    metrics = learner.update(grouped([4] * 6), SFTObjective(), batch_size=8, passes=2, seed=5)
     assert metrics["optimizer_steps"] == 6 and backend.rates == [1, 2, 3, 4, 5, 6]
     for steps in (backend.steps[:3], backend.steps[3:]):
         assert sorted(t for step in steps for t in step) == [10 * g + m for g in range(6) for m in range(4)]
@@ -300,88 +244,101 @@ def test_several_steps_per_batch_keep_groups_whole_and_take_each_sample_once_a_p
 
 def test_groups_that_lost_members_stay_whole_and_steps_stay_as_many() -> None:
     backend = Recorder()
-    learner_of(backend).update(grouped([4, 1, 3, 4, 4, 2]), 8, passes=1, seed=5, group_size=4)
+    learner_of(backend, group_size=4).update(grouped([4, 1, 3, 4, 4, 2]), SFTObjective(), batch_size=8, seed=5)
     assert len(backend.steps) == 3
     assert all(len({t // 10 for t in step}) == 2 for step in backend.steps)
 
 
 def test_a_batch_smaller_than_a_group_cuts_it() -> None:
     backend = Recorder()
-    learner_of(backend).update(grouped([4, 4]), 2, passes=1, seed=0, group_size=4)
+    learner_of(backend, group_size=4).update(grouped([4, 4]), SFTObjective(), batch_size=2)
     assert [len(step) for step in backend.steps] == [2, 2, 2, 2]
 
 
 def test_the_order_depends_on_the_seed_alone() -> None:
     def order(seed: int) -> list[list[int]]:
         backend = Recorder()
-        learner_of(backend).update(grouped([2] * 8), 4, passes=1, seed=seed, group_size=2)
+        learner_of(backend, group_size=2).update(grouped([2] * 8), SFTObjective(), batch_size=4, seed=seed)
         return backend.steps
 
     assert order(1) == order(1) != order(2)
 
 
-def test_scores_come_back_in_the_samples_order() -> None:
-    samples = samples_of(3)
-    scored = learner_of(Recorder(), 30).score(samples, "ref_logprobs", reference=True)
-    for before, after in zip(samples, scored, strict=True):
-        column = after.columns["ref_logprobs"]
-        assert [c > 0 for c in column] == before.loss_mask
-        assert after.token_ids == before.token_ids
-    assert learner_of(Recorder()).score([], "x", reference=False) == []
+def test_scores_come_back_in_the_batchs_order() -> None:
+    batch = Batch.of(samples_of(3))
+    learner = learner_of(Recorder(), 30)
+    targets = batch.token_ids[batch.predicted]
+    assert learner.score(batch, reference=True).tolist() == (targets + 1000).tolist()
+    with_ends = learner.score(batch, ends=True)
+    assert with_ends.tolist() == [*targets, *batch.token_ids[batch.offsets[1:] - 1]]
+    assert not learner.score(Batch.of([])).size
 
 
 def test_scores_are_those_of_one_sequence_at_a_time(models: dict[str, Path]) -> None:
-    samples = samples_of(4)
+    batch = Batch.of(samples_of(4))
     backend = backend_of(models["qwen3"], predict=partial(CausalLM.predict, temperature=0.7))
-    together = learner_of(backend, 64).score(samples, "x", reference=False)
-    for i, s in enumerate(samples):
-        alone = learner_of(backend).score([s], "x", reference=False)
-        assert together[i].columns["x"] == pytest.approx(alone[0].columns["x"], abs=2e-5)
+    together = batch.split(learner_of(backend, 64).score(batch))
+    for i, scored in enumerate(together):
+        assert scored == pytest.approx(learner_of(backend).score(batch.take([i])), abs=2e-5)
+
+
+def test_a_batch_is_packed_once_for_scoring_and_for_every_pass(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts: list[tuple[int, ...]] = []
+
+    def counted(batch: Batch, samples: Sequence[int], *, share: bool = True) -> Forest:
+        layouts.append(tuple(samples))
+        return build_forest(batch, samples, share=share)
+
+    monkeypatch.setattr("tunesmith.data.forest.build_forest", counted)
+    policy, critic = (learner_of(backend_of(models["llama"]), 60) for _ in range(2))
+    batch = Batch.of(samples_of())
+    policy.score(batch), critic.score(batch, ends=True)
+    critic.update(batch, SFTObjective(), passes=2)
+    policy.update(batch, SFTObjective(), passes=3)
+    assert len(layouts) > 1 and sorted(i for layout in layouts for i in layout) == list(range(batch.num_samples))
 
 
 def test_a_sample_over_the_cap_is_refused_with_what_to_do() -> None:
     with pytest.raises(UserError, match=r"raise system\.max_tokens_per_microbatch") as error:
-        learner_of(Recorder(), 4).step([Sample([1] * 5, [False] + [True] * 4)])
+        learner_of(Recorder(), 4).update(Batch.of([Sample([1] * 5, [False] + [True] * 4)]), SFTObjective())
     assert isinstance(error.value, SampleTooLong)
 
 
-class Failing(OneDevice):
-    """A backend that does not fit: at the given calls, or above a size, before or half-way through backward."""
+class Failing:
+    """A backend that does not fit: at the given micro-batches, or above a size, before or half-way through backward."""
 
-    def __init__(self, inner: TorchBackend, *, at: Sequence[int] = (), above: int | None = None, where: str) -> None:
+    def __init__(self, inner: TorchBackend, *, at: Sequence[int] = (), above: int = 4096, where: str) -> None:
         self.inner, self.at, self.above, self.where = inner, set(at), above, where
-        self.calls = self.score_calls = 0
+        self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def _fails(self, forest: Forest, call: int) -> bool:
-        return call in self.at or (self.above is not None and forest.num_tokens > self.above)
-
-    def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
-        self.score_calls += 1
-        if self._fails(forest, self.score_calls):
+    def score(self, packing: Packing, of: Any = "logprobs", *, reference: bool = False) -> Floats:
+        if any(forest.num_tokens > self.above for forest in packing.forests):
             raise DeviceMemoryError("scoring did not fit in memory")
-        return self.inner.score(forest, reference=reference)
+        return self.inner.score(packing, of, reference=reference)
 
-    def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:
-        self.calls += 1
-        if not self._fails(forest, self.calls):
-            return self.inner.forward_backward(forest, loss)
-        if self.where == "forward":
+    def forward_backward(self, packing: Packing, objective: Objective) -> dict[str, float]:
+        handles: list[Any] = []
 
-            def exhausted(*_: Any) -> Any:
-                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        def failing(forest: Forest, predictions: Predictions) -> Any:
+            self.calls += 1
+            if self.calls in self.at or forest.num_tokens > self.above:
+                if self.where == "forward":
+                    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+                # Gradients arrive from the last layer to the first: when this one fails, the later ones are added.
+                layer: Any = self.inner.model.module.base_model.layers[0]
+                handles.append(layer.mlp.down_proj.weight.register_hook(_exhaust))
+            return objective(forest, predictions)
 
-            return self.inner.forward_backward(forest, exhausted)
-        layer = self.inner.model.module.base_model.layers[0]
-        weight: torch.nn.Parameter = layer.mlp.down_proj.weight
-        # Gradients arrive from the last layer to the first: when this one fails, the later ones are added.
-        handle = weight.register_hook(_exhaust)
         try:
-            return self.inner.forward_backward(forest, loss)
+            return self.inner.forward_backward(packing, failing)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
 
 def _exhaust(_: Tensor) -> Tensor:
@@ -394,16 +351,16 @@ def _exhaust(_: Tensor) -> Tensor:
 def test_a_step_that_did_not_fit_is_the_step_of_the_lower_cap_bit_by_bit(
     models: dict[str, Path], where: str, call: int, dtype: torch.dtype
 ) -> None:
-    samples, told = samples_of(), list[str]()
+    batch, told = Batch.of(samples_of()), list[str]()
     failing = Failing(backend_of(models["llama"], dtype), at=[call], where=where)
     learner = learner_of(failing, 80, report=told.append)
     lower = learner_of(backend_of(models["llama"], dtype), 40)
-    metrics, expected = learner.step(samples), lower.step(samples)
+    metrics, expected = learner.update(batch, SFTObjective()), lower.update(batch, SFTObjective())
     assert metrics == expected
     assert learner.max_tokens == 40
     (line,) = told
     assert "did not fit" in line and "max_tokens_per_microbatch" in line and "80 to 40" in line
-    second, expected = learner.step(samples), lower.step(samples)
+    second, expected = learner.update(batch, SFTObjective()), lower.update(batch, SFTObjective())
     assert second == expected and len(told) == 1, "the lower cap is kept"
     ours, theirs = failing.inner.model.module.state_dict(), lower.backend.model.module.state_dict()  # type: ignore[attr-defined]
     assert all(ours[n].equal(theirs[n]) for n in theirs)
@@ -413,53 +370,43 @@ def test_a_step_that_did_not_fit_is_the_step_of_the_lower_cap_bit_by_bit(
 
 def test_failing_backward_half_way_really_leaves_gradients_behind(models: dict[str, Path]) -> None:
     backend = backend_of(models["llama"])
-    failing = Failing(backend, at=[1], where="backward")
-    learner = learner_of(failing)
-    samples = _weighed(learner, samples_of())
     with pytest.raises(DeviceMemoryError):
-        failing.forward_backward(next(learner._forests(samples)), learner.objective)  # pyright: ignore[reportPrivateUsage]
+        Failing(backend, at=[1], where="backward").forward_backward(whole(samples_of()), SFTObjective())
     assert any(p.grad is not None for p in backend.optimizer.parameters.values())
 
 
 def test_scoring_halves_too(models: dict[str, Path]) -> None:
-    samples = samples_of()
-    failing = Failing(backend_of(models["llama"]), above=70, where="forward")
-    learner = learner_of(failing, 240)
-    scored = learner.score(samples, "x", reference=False)
-    expected = learner_of(backend_of(models["llama"]), 60).score(samples, "x", reference=False)
+    batch = Batch.of(samples_of())
+    learner = learner_of(Failing(backend_of(models["llama"]), above=70, where="forward"), 240)
+    scored = learner.score(batch)
     assert learner.max_tokens == 60
-    assert [s.columns for s in scored] == [s.columns for s in expected]
+    assert scored.tolist() == learner_of(backend_of(models["llama"]), 60).score(batch).tolist()
 
 
 def test_one_sequence_that_does_not_fit_ends_the_run_with_advice(models: dict[str, Path]) -> None:
-    failing = Failing(backend_of(models["llama"]), above=5, where="forward")
-    learner = learner_of(failing, 120)
+    learner = learner_of(Failing(backend_of(models["llama"]), above=5, where="forward"), 120)
     longest = max(len(s.token_ids) for s in samples_of())
     with pytest.raises(DeviceMemoryError, match=rf"longest sequence \({longest} tokens\)") as error:
-        learner.step(samples_of())
+        learner.update(Batch.of(samples_of()), SFTObjective())
     assert "gradient_checkpointing" in str(error.value) and "logprob_chunk" in str(error.value)
 
 
 def test_a_cap_lowered_for_short_sequences_gives_way_to_a_longer_one() -> None:
     """Memory that ran out among short ones must not forbid a longer one that was allowed at the start."""
 
-    class Narrow(Recorder):
-        limit = 8
+    def learn(samples: list[Sample]) -> None:
+        learner.update(Batch.of(samples), SFTObjective())
 
-        def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:
-            if forest.num_tokens > self.limit:
-                raise DeviceMemoryError("a micro-batch did not fit in memory")
-            return super().forward_backward(forest, loss)
-
-    backend = Narrow()
+    backend = Recorder()
+    backend.limit = 8
     learner = learner_of(backend, 64)
-    learner.step([Sample([i, 2, 3, 4], [False, True, True, True]) for i in range(32)])
+    learn([Sample([i, 2, 3, 4], [False, True, True, True]) for i in range(32)])
     assert learner.max_tokens == 8
     backend.limit = 64
-    learner.step([Sample([7] * 30, [False] + [True] * 29)])
+    learn([Sample([7] * 30, [False] + [True] * 29)])
     assert learner.max_tokens == 8
     with pytest.raises(SampleTooLong):
-        learner.step([Sample([7] * 65, [False] + [True] * 64)])
+        learn([Sample([7] * 65, [False] + [True] * 64)])
 
 
 def test_what_counts_as_out_of_memory() -> None:
@@ -475,9 +422,9 @@ def test_other_errors_are_not_taken_for_memory(models: dict[str, Path]) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("size mismatch")
 
-    learner = learner_of(backend_of(models["llama"]), objective=broken)
+    learner = learner_of(backend_of(models["llama"]))
     with pytest.raises(RuntimeError, match="size mismatch"):
-        learner.step(samples_of())
+        learner.update(Batch.of(samples_of()), broken)
     assert learner.max_tokens == 4096
 
 

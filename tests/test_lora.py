@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from tiny import CHATML, save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, tensors, untimed
+from training import forest_of, whole
 from tunesmith import assembly
-from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.objective import sft_objective
+from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection, SFTConfig
-from tunesmith.data.forest import Forest, build_forest
+from tunesmith.data.forest import Forest, Packing, build_forest
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import CheckpointError, ConfigError, ModelError, StorageError
 from tunesmith.models import adapters
@@ -43,7 +43,7 @@ def samples() -> list[Sample]:
 
 
 def forest(indices: list[int] | None = None) -> Forest:
-    return build_forest(weigh(samples(), "token_mean", None), indices)
+    return forest_of(samples(), indices)
 
 
 def adapted(base: Path, dtype: torch.dtype = torch.float32, **section: Any) -> TorchBackend[CausalLM]:
@@ -55,15 +55,13 @@ def adapted(base: Path, dtype: torch.dtype = torch.float32, **section: Any) -> T
 
 def trained(backend: TorchBackend[Any], steps: int = 2) -> TorchBackend[Any]:
     for _ in range(steps):
-        backend.forward_backward(forest(), sft_objective())
+        backend.forward_backward(whole(samples()), SFTObjective())
         backend.step(0.05)
     return backend
 
 
 def logprobs(backend: TorchBackend[Any], *, reference: bool = False) -> Tensor:
-    found = backend.score(forest(), reference=reference).logprobs
-    assert found is not None
-    return found
+    return torch.from_numpy(backend.score(whole(samples()), reference=reference)).float()
 
 
 def hugging_face(model: Any) -> Tensor:
@@ -116,12 +114,11 @@ def test_the_gradient_is_autograds_and_independent_of_the_split(base: Path) -> N
 
 
 def gradients(backend: TorchBackend[Any], split: list[list[int] | None]) -> list[Tensor]:
-    backend.zero_grad()
-    for indices in split:
-        backend.forward_backward(forest(indices), sft_objective())
-    found = [p.grad.clone() for p in backend.optimizer.masters.values() if p.grad is not None]
-    backend.zero_grad()
-    return found
+    batch = whole(samples()).batch
+    assert batch is not None
+    forests = tuple(build_forest(batch, indices) for indices in split)
+    backend.forward_backward(Packing(forests, batch.num_predictions, batch), SFTObjective())
+    return [p.grad.clone() for p in backend.optimizer.masters.values() if p.grad is not None]
 
 
 def hugging_face_training(model: Any) -> Tensor:
@@ -167,8 +164,7 @@ def test_the_sampler_sees_the_adapter(base: Path, dtype: torch.dtype) -> None:
 
         completions = asyncio.run(draw())
         drawn = [Sample([*PROMPT, *c.token_ids], [False] * 4 + [True] * 12) for c in completions]
-        scored = backend.score(build_forest(drawn)).logprobs
-        assert scored is not None
+        scored = torch.from_numpy(backend.score(whole(drawn))).float()
         return torch.tensor([p for c in completions for p in c.logprobs]), scored
 
     for _ in range(2):
@@ -192,7 +188,7 @@ def test_saved_loaded_and_merged_it_is_the_same_model(base: Path, tmp_path: Path
     assert assembly.run_merge(tmp_path / "adapter", tmp_path / "merged") == str(base)
     merged = CausalLM.load(tmp_path / "merged")
     assert merged.module.num_parameters() == size
-    found = TorchBackend(merged, AdamWSettings(), CausalLM.predict).score(forest()).logprobs
+    found = logprobs(TorchBackend(merged, AdamWSettings(), CausalLM.predict))
     torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
 
 
@@ -218,14 +214,15 @@ def test_a_reward_model_trains_its_head_beside_the_adapter(base: Path, tmp_path:
     def objective(_: Forest, predictions: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return (predictions.values - 1.0).square().sum(), {}
 
-    sequences = build_forest([whole_sequence([5, 6, 7]), whole_sequence([5, 8])])
+    sequences = whole([whole_sequence([5, 6, 7]), whole_sequence([5, 8])])
     losses = [backend.forward_backward(sequences, objective)["loss"] for _ in range(20) if backend.step(0.005)]
     assert losses[-1] < losses[0] / 2
     model.save(tmp_path / "adapter")
     assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
     with torch.no_grad():
-        merged = ScoreModel.load(tmp_path / "merged").scores(sequences)
-        torch.testing.assert_close(merged, model.scores(sequences), rtol=0, atol=1e-5)
+        [forest] = sequences
+        merged = ScoreModel.load(tmp_path / "merged").scores(forest)
+        torch.testing.assert_close(merged, model.scores(forest), rtol=0, atol=1e-5)
 
 
 def run(settings: list[str], kind: str = "rl") -> assembly.RunResult:
@@ -360,8 +357,8 @@ def test_an_adapter_on_a_quantised_base(tmp_path: Path, quantize: Any) -> None:
     trained(backend, 1)
     before = logprobs(backend, reference=True)
     torch.testing.assert_close(before, logprobs(exact), rtol=0, atol=0.1)
-    alone = [backend.score(forest([i]), reference=True).logprobs for i in range(3)]
-    torch.testing.assert_close(torch.cat([a for a in alone if a is not None]), before, rtol=0, atol=1e-4)
+    alone = sum(backend.score(whole(samples(), [i]), reference=True) for i in range(3))
+    torch.testing.assert_close(torch.from_numpy(alone).float(), before, rtol=0, atol=1e-4)
     assert (logprobs(backend) - before).abs().max() > 0.1
     model.save(tmp_path / "adapter")
     assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from micro import forest_of, gather, random_logprobs, random_samples
+from micro import batch_of, gather, micro_batch, random_batch, random_logprobs
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.columns import (
     choose_clip_cov,
@@ -18,11 +18,11 @@ from tunesmith.algorithms.columns import (
     prepare_columns,
 )
 from tunesmith.algorithms.losses import POLICY_LOSSES, LossParams, PolicyBatch, value_loss
-from tunesmith.algorithms.objective import policy_objective, sft_objective, value_objective
+from tunesmith.algorithms.objective import SFTObjective, ValueObjective, policy_objective
 from tunesmith.algorithms.presets import resolve_algorithm
 from tunesmith.config.schema import AlgorithmSection
+from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Predictions
-from tunesmith.types import Sample
 
 LOSSES = sorted(POLICY_LOSSES)
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
@@ -303,7 +303,7 @@ def resolved(**keys: object) -> AlgorithmSection:
 
 
 def evaluated(
-    samples: Sequence[Sample],
+    ready: Batch,
     logprobs: Sequence[Tensor],
     cuts: Sequence[Sequence[int]],
     section: AlgorithmSection,
@@ -315,7 +315,7 @@ def evaluated(
     for indices in cuts:
         current = gather(leaves, indices)
         entropy = (current * current.exp()).neg() if section.entropy_coef else None
-        scalar, found = objective(forest_of(samples, indices), Predictions(current, entropy))
+        scalar, found = objective(micro_batch(ready, indices), Predictions(current, entropy))
         if scalar.requires_grad:
             scalar.backward()
         total += scalar.item()
@@ -331,9 +331,10 @@ def test_any_split_and_order_give_the_same_step(name: str, aggregation: str) -> 
         loss=name, aggregation=aggregation, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01,
         correction="sequence_mask", correction_low=0.9, correction_high=1.2,
     )  # fmt: skip
-    samples = random_samples(1, lengths=(3, 1, 5, 2, 4, 4))
-    prepared = weigh(prepare_columns(samples, section, seed=5), aggregation, 8)
-    logprobs = random_logprobs(samples, 2)
+    prepared = random_batch(1, lengths=(3, 1, 5, 2, 4, 4))
+    prepare_columns(prepared, section, seed=5)
+    weigh(prepared, aggregation, 8)
+    logprobs = random_logprobs(prepared, 2)
     whole = evaluated(prepared, logprobs, [range(6)], section)
     for cuts in (
         [[5, 3], [0, 1, 4], [2]],
@@ -351,18 +352,17 @@ def test_any_split_and_order_give_the_same_step(name: str, aggregation: str) -> 
 def test_the_scalar_by_hand() -> None:
     """Two sequences of 1 and 2 tokens on policy: −mean(A) plus β·KL minus c·H, weighted by correction."""
     columns = {
-        "advantages": [0, 0.5, 0.5],
-        "old_logprobs": [0, -1.0, -2.0],
-        "ref_logprobs": [0, -1.0, -3.0],
-        "correction": [0, 1.0, 0.5],
+        "advantages": [0.5, 0.5, 0.5],
+        "old_logprobs": [-1.0, -1.0, -2.0],
+        "ref_logprobs": [-1.0, -1.0, -3.0],
+        "correction": [1.0, 1.0, 0.5],
     }
-    short = {name: [0, column[1]] for name, column in columns.items()}
-    samples = [Sample([1, 2], [False, True], short), Sample([1, 2, 3], [False, True, True], columns)]
-    samples = weigh(samples, "seq_mean_token_mean")
+    ready = batch_of((1, 2), columns)
+    weigh(ready, "seq_mean_token_mean")
     section = resolved(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
     logprobs = double([-1.0, -1.0, -2.0]).requires_grad_()
     scalar, metrics = policy_objective(section)(
-        forest_of(samples, [0, 1]), Predictions(logprobs, double([2.0, 1.0, 3.0]))
+        micro_batch(ready, [0, 1]), Predictions(logprobs, double([2.0, 1.0, 3.0]))
     )
     policy = -0.5 * (0.5 * 1 + 0.25 * 1 + 0.25 * 0.5)
     kl = 0.25 * 0.5
@@ -375,7 +375,7 @@ def test_the_scalar_by_hand() -> None:
     assert metrics["policy_kl"].item() == pytest.approx(0.0)
     assert metrics["clip_low"].item() == metrics["clip_high"].item() == 0.0
     doubled, _ = policy_objective(section, kl_coef=0.2)(
-        forest_of(samples, [0, 1]), Predictions(logprobs, double([2.0, 1.0, 3.0]))
+        micro_batch(ready, [0, 1]), Predictions(logprobs, double([2.0, 1.0, 3.0]))
     )
     assert doubled.item() - scalar.item() == pytest.approx(0.1 * kl)
 
@@ -385,26 +385,19 @@ def test_the_scalar_by_hand() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_input_is_as_if_the_token_were_not_there(name: str, column: str, bad: float) -> None:
     section = resolved(loss=name, kl_coef=0.1, kl_estimator="k3")
-    samples = random_samples(3, lengths=(3, 4))
-    place = 2 + 1  # second token of the first sample
-    samples[0].columns[column][place] = bad
-    shorter = [
-        Sample(
-            s.token_ids,
-            [m and not (i == 0 and t == place) for t, m in enumerate(s.loss_mask)],
-            {n: [0.0 if not math.isfinite(v) else v for v in c] for n, c in s.columns.items()},
-            s.group,
-        )
-        for i, s in enumerate(samples)
-    ]
-    logprobs = random_logprobs(samples, 4)
+    clean_columns = random_batch(3, lengths=(3, 4)).columns
+    values = clean_columns[column]
+    whole = batch_of((3, 4), {**clean_columns, column: [values[0], bad, *values[2:]]})
+    shorter = batch_of((2, 4), {name: np.delete(values, 1) for name, values in clean_columns.items()})
+    logprobs = random_logprobs(whole, 4)
     without = [torch.cat([logprobs[0][:1], logprobs[0][2:]]), logprobs[1]]
 
-    def step(batch: list[Sample], current: Sequence[Tensor]) -> tuple[float, list[Tensor], dict[str, float]]:
-        ready = weigh(prepare_columns(batch, section, seed=1), "seq_mean_token_mean")
+    def step(ready: Batch, current: Sequence[Tensor]) -> tuple[float, list[Tensor], dict[str, float]]:
+        prepare_columns(ready, section, seed=1)
+        weigh(ready, "seq_mean_token_mean")
         return evaluated(ready, current, [[0, 1]], section)
 
-    dirty, clean = step(samples, logprobs), step(shorter, without)
+    dirty, clean = step(whole, logprobs), step(shorter, without)
     assert dirty[0] == pytest.approx(clean[0], rel=1e-12)
     assert dirty[1][0][1].item() == 0.0
     assert torch.allclose(torch.cat([dirty[1][0][:1], dirty[1][0][2:]]), clean[1][0])
@@ -415,11 +408,13 @@ def test_a_non_finite_input_is_as_if_the_token_were_not_there(name: str, column:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_new_logprob_that_is_not_finite_reaches_no_gradient(name: str) -> None:
     section = resolved(loss=name)
-    samples = weigh(prepare_columns(random_samples(3, lengths=(3, 4)), section, seed=1), "token_mean")
-    logprobs = random_logprobs(samples, 4)
+    ready = random_batch(3, lengths=(3, 4))
+    prepare_columns(ready, section, seed=1)
+    weigh(ready, "token_mean")
+    logprobs = random_logprobs(ready, 4)
     with torch.no_grad():
         logprobs[0][1] = -math.inf
-    loss, gradients, metrics = evaluated(samples, logprobs, [[0, 1]], section)
+    loss, gradients, metrics = evaluated(ready, logprobs, [[0, 1]], section)
     assert math.isfinite(loss)
     assert all(g.isfinite().all() for g in gradients)
     assert gradients[0][1].item() == 0.0
@@ -429,49 +424,49 @@ def test_a_new_logprob_that_is_not_finite_reaches_no_gradient(name: str) -> None
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_batch_without_loss_tokens_gives_zero(name: str) -> None:
     section = resolved(loss=name)
-    samples = [Sample(s.token_ids, s.loss_mask, s.columns, s.group) for s in random_samples(3, lengths=(2, 2))]
-    for s in samples:
-        s.columns["advantages"] = [math.nan] * 4
-    ready = weigh(prepare_columns(samples, section, seed=1), "seq_mean_token_mean")
-    loss, gradients, metrics = evaluated(ready, random_logprobs(samples, 4), [[0, 1]], section)
+    ready = random_batch(3, lengths=(2, 2))
+    ready.add("advantages", [math.nan] * 4)
+    prepare_columns(ready, section, seed=1)
+    weigh(ready, "seq_mean_token_mean")
+    loss, gradients, metrics = evaluated(ready, random_logprobs(ready, 4), [[0, 1]], section)
     assert loss == 0.0
     assert all(torch.equal(g, torch.zeros(2, dtype=torch.float64)) for g in gradients)
     assert set(metrics.values()) == {0.0}
 
 
 def test_columns_that_were_not_made_are_named() -> None:
-    samples = random_samples(0, lengths=(2,))
     with pytest.raises(AssertionError, match=r"aggregation\.weigh"):
-        policy_objective(resolved())(forest_of(samples, [0]), Predictions(torch.zeros(2)))
-    ready = weigh([Sample([1, 2], [False, True], {"advantages": [0, 1.0], "old_logprobs": [0, 0.0]})], "token_mean")
+        policy_objective(resolved())(micro_batch(random_batch(0, lengths=(2,)), [0]), Predictions(torch.zeros(2)))
+    ready = batch_of((1,), {"advantages": [1.0], "old_logprobs": [0.0]})
+    weigh(ready, "token_mean")
     with pytest.raises(AssertionError, match="ref_logprobs"):
-        policy_objective(resolved(kl_coef=0.1))(forest_of(ready, [0]), Predictions(torch.zeros(1)))
+        policy_objective(resolved(kl_coef=0.1))(micro_batch(ready, [0]), Predictions(torch.zeros(1)))
     with pytest.raises(AssertionError, match="entropy"):
-        policy_objective(resolved(entropy_coef=0.1))(forest_of(ready, [0]), Predictions(torch.zeros(1)))
+        policy_objective(resolved(entropy_coef=0.1))(micro_batch(ready, [0]), Predictions(torch.zeros(1)))
 
 
 def test_sft_objective_is_the_mean_nll() -> None:
-    samples = weigh([Sample([1, 2], [False, True]), Sample([1, 2, 3], [False, True, True])], "token_mean")
+    ready = batch_of((1, 2), {})
+    weigh(ready, "token_mean")
     logprobs = double([-1.0, -2.0, -6.0]).requires_grad_()
-    scalar, metrics = sft_objective()(forest_of(samples, [0, 1]), Predictions(logprobs))
+    scalar, metrics = SFTObjective()(micro_batch(ready, [0, 1]), Predictions(logprobs))
     assert scalar.item() == pytest.approx(3.0) == metrics["nll"].item()
     scalar.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-1 / 3] * 3)
-    dropped, found = sft_objective()(forest_of(samples, [0, 1]), Predictions(double([-1.0, math.nan, -6.0])))
+    dropped, found = SFTObjective()(micro_batch(ready, [0, 1]), Predictions(double([-1.0, math.nan, -6.0])))
     assert dropped.item() == pytest.approx(7 / 3)
     assert found["nonfinite_tokens"].item() == 1
 
 
 def test_value_objective_adds_up_over_micro_batches() -> None:
-    samples = random_samples(0, lengths=(2, 3))
-    for s in samples:
-        s.columns["returns"] = s.columns["advantages"]
-        s.columns["old_values"] = s.columns["old_logprobs"]
-    ready = weigh(samples, "token_mean")
-    predicted = [x.detach() for x in random_logprobs(samples, 1)]
-    objective = value_objective(0.1)
-    whole, metrics = objective(forest_of(ready, [0, 1]), Predictions(values=gather(predicted, [0, 1])))
-    parts = [objective(forest_of(ready, [i]), Predictions(values=predicted[i])) for i in (1, 0)]
+    ready = random_batch(0, lengths=(2, 3))
+    ready.add("returns", ready.columns["advantages"])
+    ready.add("old_values", ready.columns["old_logprobs"])
+    weigh(ready, "token_mean")
+    predicted = [x.detach() for x in random_logprobs(ready, 1)]
+    objective = ValueObjective(0.1)
+    whole, metrics = objective(micro_batch(ready, [0, 1]), Predictions(values=gather(predicted, [0, 1])))
+    parts = [objective(micro_batch(ready, [i]), Predictions(values=predicted[i])) for i in (1, 0)]
     assert sum(p[0].item() for p in parts) == pytest.approx(whole.item())
     assert sum(p[1]["value_error"].item() for p in parts) == pytest.approx(metrics["value_error"].item())

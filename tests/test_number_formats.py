@@ -15,11 +15,11 @@ import torch
 import tiny
 from test_config_resolve import CPU, facts
 from tiny_runs import write_lines
+from training import forest_of
 from tunesmith.assembly.generate import run_generate
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
-from tunesmith.data.forest import build_forest
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import ConfigError
 from tunesmith.models.adapters import START, attach
@@ -82,7 +82,7 @@ def test_generate_samples_from_rounded_weights_without_an_adapter(
             written: list[int] = line["token_ids"]
             prompt: list[int] = rounded.tokenizer(line["prompt"])["input_ids"]
             mask = [False] * len(prompt) + [True] * len(written)
-            forest = build_forest([Sample(prompt + written, mask)])
+            forest = forest_of([Sample(prompt + written, mask)])
             whole, found = (model.predict(forest).logprobs for model in (exact, rounded))
             assert whole is not None and found is not None
             assert line["logprobs"] == pytest.approx(found.tolist(), abs=0.02)

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.data.packing import SampleTooLong, num_forest_tokens, pack
+from tunesmith.data.batch import Batch
+from tunesmith.data.packing import SampleTooLong, pack
+from tunesmith.data.trie import num_forest_tokens
 from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
@@ -20,34 +22,37 @@ def completion(prompt: list[int], length: int) -> Sample:
 
 
 def tokens(samples: list[Sample], bins: list[list[int]], share: bool = True) -> list[int]:
-    return [num_forest_tokens([samples[i] for i in b], share) for b in bins]
+    return [num_forest_tokens(Batch.of(samples), b, share=share) for b in bins]
 
 
 def test_a_group_is_one_micro_batch_where_it_fits() -> None:
     samples = [completion([p] * 4, n) for n in (1, 2, 3) for p in (1, 2)]
-    assert pack(samples, 10) == [[0, 2, 4], [1, 3, 5]]
-    assert pack(samples, 20) == [[0, 1, 2, 3, 4, 5]]
+    assert pack(Batch.of(samples), 10) == [[0, 2, 4], [1, 3, 5]]
+    assert pack(Batch.of(samples), 20) == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_a_tree_over_the_cap_is_split_with_its_prefix_repeated() -> None:
     samples = [completion([1] * 10, 5) for _ in range(4)]
-    bins = pack(samples, 20)
+    bins = pack(Batch.of(samples), 20)
     assert sorted(len(b) for b in bins) == [2, 2]
     assert tokens(samples, bins) == [20, 20]
 
 
 def test_a_token_common_to_all_does_not_glue_groups_together() -> None:
     samples = [completion([0, p, p, p], 4) for p in (1, 2, 3, 4) for _ in range(2)]
-    bins = pack(samples, 12)
+    bins = pack(Batch.of(samples), 12)
     assert [sorted({samples[i].token_ids[1] for i in b}) for b in bins] == [[1], [2], [3], [4]]
 
 
 def test_costs_are_evened_out() -> None:
     samples = [completion([p], n) for p, n in enumerate([99, 49, 49, 49, 49, 99])]
-    bins = pack(samples, 200)
+    bins = pack(Batch.of(samples), 200)
     assert sorted(tokens(samples, bins)) == [200, 200]
     quadratic = CostModel(linear=0.0, quadratic=1.0)
-    loads = [sum(quadratic.prefix(len(samples[i].token_ids)) for i in b) for b in pack(samples, 220, cost=quadratic)]
+    loads = [
+        sum(quadratic.prefix(len(samples[i].token_ids)) for i in b)
+        for b in pack(Batch.of(samples), 220, cost=quadratic)
+    ]
     assert max(loads) < 1.01 * min(loads)
 
 
@@ -60,11 +65,11 @@ def test_costs_follow_the_formula() -> None:
 
 def test_a_sample_over_the_cap_is_named() -> None:
     with pytest.raises(SampleTooLong, match=r"sample 1 has 9 tokens.*\(8\).*max_tokens_per_microbatch"):
-        pack([completion([1], 3), completion([1], 8)], 8)
+        pack(Batch.of([completion([1], 3), completion([1], 8)]), 8)
 
 
 def test_nothing_to_pack() -> None:
-    assert pack([], 10) == []
+    assert pack(Batch.of([]), 10) == []
 
 
 @st.composite
@@ -78,12 +83,12 @@ def batches(draw: st.DrawFn) -> list[Sample]:
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(17, 60), st.booleans())
 def test_every_sample_once_and_never_over_the_cap(samples: list[Sample], cap: int, share: bool) -> None:
-    bins = pack(samples, cap, share=share)
+    bins = pack(Batch.of(samples), cap, share=share)
     assert sorted(i for b in bins for i in b) == list(range(len(samples)))
     assert all(b == sorted(b) and b for b in bins)
     sizes = tokens(samples, bins, share)
     assert max(sizes) <= cap
-    assert bins == pack(samples, cap, share=share)
+    assert bins == pack(Batch.of(samples), cap, share=share)
     if not share:
         # Best fit decreasing never leaves two bins that would fit into one, so half of the bound is certain.
         assert len(bins) <= 2 * -(-sum(sizes) // cap)
@@ -92,8 +97,8 @@ def test_every_sample_once_and_never_over_the_cap(samples: list[Sample], cap: in
 def test_few_bins() -> None:
     rng = random.Random(0)
     samples = [completion([i % 7, i], rng.randrange(10, 500)) for i in range(300)]
-    bins = pack(samples, 2048)
-    assert len(bins) <= 1 + -(-num_forest_tokens(samples) // 2048)
+    bins = pack(Batch.of(samples), 2048)
+    assert len(bins) <= 1 + -(-num_forest_tokens(Batch.of(samples)) // 2048)
     sizes = tokens(samples, bins)
     assert min(sizes) > 0.9 * max(sizes)
 

@@ -16,20 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from micro import forest_of
+import training
+from micro import batch_of, micro_batch
 from tiny import save_model
 from tunesmith.algorithms import preference as p
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
+from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Predictions
-from tunesmith.data.packing import GroupTooLong, group_tokens, num_forest_tokens, pack
+from tunesmith.data.packing import GroupTooLong, group_tokens, pack
+from tunesmith.data.trie import num_forest_tokens
 from tunesmith.loop.learner import Learner
-from tunesmith.loop.preference import with_margin, with_reward_std, with_values
+from tunesmith.loop.preference import with_margin, with_reward_std
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel, whole_sequence
-from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
 
@@ -85,35 +87,34 @@ LENGTHS = (3, 1, 2, 4, 1, 2)
 """Three pairs."""
 
 
-def pairs(lengths: Sequence[int] = LENGTHS, **values: Sequence[float]) -> list[Sample]:
-    samples: list[Sample] = []
-    for number, length in enumerate(lengths):
-        own = {name: column[number] for name, column in values.items()}
-        side = 1.0 if number % 2 == 0 else -1.0
-        sample = Sample([1] * (length + 2), [False] * 2 + [True] * length)
-        samples.append(with_values(sample, {"side": side, "ref_logprob": 0.0, "margin": 0.0, **own}, number // 2))
-    return samples
+def pairs(lengths: Sequence[int] = LENGTHS, **values: Sequence[float]) -> Batch:
+    batch = batch_of(lengths, {})
+    count = len(lengths)
+    columns = {"side": [1.0, -1.0] * (count // 2), "reference": [0.0] * count, "margin": [0.0] * count, **values}
+    for name, column in columns.items():
+        batch.add_per_sample(name, column)
+    return batch
 
 
-def predictions(samples: Sequence[Sample], seed: int = 0) -> list[Tensor]:
+def predictions(batch: Batch, seed: int = 0) -> list[Tensor]:
     rng = np.random.default_rng(seed)
-    return [torch.tensor(rng.normal(-1, 0.5, s.num_loss_tokens)).requires_grad_() for s in samples]
+    return [torch.tensor(rng.normal(-1, 0.5, count)).requires_grad_() for count in batch.counts]
 
 
 Course = tuple[float, dict[str, float], list[Tensor]]
 
 
 def course(
-    objective: Objective, samples: Sequence[Sample], predicted: Sequence[Tensor], cut: Sequence[Sequence[int]], of: str
+    objective: Objective, batch: Batch, predicted: Sequence[Tensor], cut: Sequence[Sequence[int]], of: str
 ) -> Course:
     """Loss, metrics and gradients of a batch in the micro-batches of ``cut``."""
-    weighed = weigh(samples, p.AGGREGATION)
+    weigh(batch, p.AGGREGATION)
     total, metrics = 0.0, dict[str, float]()
     for x in predicted:
         x.grad = None
     for indices in cut:
         found = torch.cat([predicted[i] for i in indices]) if indices else torch.zeros(0, dtype=torch.float64)
-        loss, more = objective(forest_of(weighed, indices), Predictions(**{of: found}))
+        loss, more = objective(micro_batch(batch, indices), Predictions(**{of: found}))
         if indices:
             loss.backward()
         total += loss.item()
@@ -122,13 +123,13 @@ def course(
     return total, metrics, [torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in predicted]
 
 
-def whole(objective: Objective, samples: Sequence[Sample], predicted: Sequence[Tensor], of: str = "logprobs") -> Course:
-    return course(objective, samples, predicted, [range(len(samples))], of)
+def whole(objective: Objective, batch: Batch, predicted: Sequence[Tensor], of: str = "logprobs") -> Course:
+    return course(objective, batch, predicted, [range(batch.num_samples)], of)
 
 
 def test_dpo_by_hand() -> None:
     reference = (-3.0, -1.5, -2.0, -4.0, -0.5, -2.5)
-    samples = pairs(ref_logprob=reference)
+    samples = pairs(reference=reference)
     predicted = predictions(samples)
     sums = [x.sum().item() for x in predicted]
     delta = [a - b for a, b in zip(sums, reference, strict=True)]
@@ -136,7 +137,7 @@ def test_dpo_by_hand() -> None:
     h = [beta * (delta[k] - delta[k + 1]) for k in (0, 2, 4)]
     nll = [-sums[k] / LENGTHS[k] for k in (0, 2, 4)]
     expected = np.mean([-math.log(sigma(x)) + 0.2 * n for x, n in zip(h, nll, strict=True)])
-    loss, metrics, _ = whole(p.dpo_objective("sigmoid", beta, 0.0, 0.2), samples, predicted)
+    loss, metrics, _ = whole(p.DPOObjective("sigmoid", beta, 0.0, 0.2), samples, predicted)
     assert loss == pytest.approx(expected)
     assert metrics["rewards/chosen"] == pytest.approx(beta * np.mean(delta[0::2]))
     assert metrics["rewards/rejected"] == pytest.approx(beta * np.mean(delta[1::2]))
@@ -146,15 +147,15 @@ def test_dpo_by_hand() -> None:
         ("ipo", [(x / beta - 1 / (2 * beta)) ** 2 for x in h]),
         ("hinge", [max(0.0, 1 - x) for x in h]),
     ):
-        assert whole(p.dpo_objective(name, beta), samples, predicted)[0] == pytest.approx(np.mean(each))
+        assert whole(p.DPOObjective(name, beta), samples, predicted)[0] == pytest.approx(np.mean(each))
     smoothed = [-0.8 * math.log(sigma(x)) - 0.2 * math.log(sigma(-x)) for x in h]
-    assert whole(p.dpo_objective("sigmoid", beta, 0.2), samples, predicted)[0] == pytest.approx(np.mean(smoothed))
+    assert whole(p.DPOObjective("sigmoid", beta, 0.2), samples, predicted)[0] == pytest.approx(np.mean(smoothed))
 
 
 def test_a_policy_that_is_its_reference_has_even_odds() -> None:
     predicted = predictions(pairs())
-    samples = pairs(ref_logprob=[x.sum().item() for x in predicted])
-    loss, metrics, grads = whole(p.dpo_objective("sigmoid", 0.1), samples, predicted)
+    samples = pairs(reference=[x.sum().item() for x in predicted])
+    loss, metrics, grads = whole(p.DPOObjective("sigmoid", 0.1), samples, predicted)
     assert loss == pytest.approx(math.log(2)) and metrics["accuracy"] == 0.5
     assert all((g < 0).all() for g in grads[0::2]), "the chosen become likelier"
     assert all((g > 0).all() for g in grads[1::2])
@@ -163,48 +164,47 @@ def test_a_policy_that_is_its_reference_has_even_odds() -> None:
 def test_reward_models_by_hand() -> None:
     samples = pairs((1,) * 6, margin=(0.5, 0.5, 0.0, 0.0, 1.0, 1.0))
     values = [t(v).requires_grad_() for v in (1.0, 0.2, -1.0, 0.5, 2.0, 2.0)]
-    loss, metrics, _ = whole(p.reward_objective(), samples, values, "values")
+    loss, metrics, _ = whole(p.RewardObjective(), samples, values, "values")
     assert loss == pytest.approx(np.mean([-math.log(sigma(x)) for x in (0.3, -1.5, -1.0)]))
     assert metrics["accuracy"] == pytest.approx(0.5) and metrics["margin"] == pytest.approx(-0.7 / 3)
     told = with_reward_std(metrics)
     flat = [v.item() for v in values]
     assert told["rewards/mean"] == pytest.approx(np.mean(flat)) and "rewards/square" not in told
     assert told["rewards/std"] == pytest.approx(np.std(flat))
-    plain, _, _ = whole(p.reward_objective(margins=False), samples, values, "values")
+    plain, _, _ = whole(p.RewardObjective(margins=False), samples, values, "values")
     assert plain == pytest.approx(np.mean([math.log(1 + math.exp(-x)) for x in (0.8, -1.5, 0.0)]))
 
 
-def judged(sides: Sequence[float], kl: float, **values: Sequence[float]) -> list[Sample]:
-    samples: list[Sample] = []
-    for number, (side, length) in enumerate(zip(sides, LENGTHS, strict=True)):
-        own = {name: column[number] for name, column in values.items()}
-        own = {"side": side, "kl": kl, "class_share": 1 / sides.count(side), "ref_logprob": 0.0, **own}
-        samples.append(with_values(Sample([1] * (length + 2), [False] * 2 + [True] * length), own))
-    return samples
+def judged(sides: Sequence[float], kl: float, **values: Sequence[float]) -> Batch:
+    batch = batch_of(LENGTHS, {}, size=1)
+    for name, column in {"side": sides, "reference": [0.0] * len(sides), **values}.items():
+        batch.add_per_sample(name, column)
+    p.add_kto_columns(batch, np.array([kl - 1.0, kl + 1.0, math.nan]))
+    return batch
 
 
 def test_kto_by_hand() -> None:
     sides, reference = (1.0, -1.0, 1.0, 1.0, -1.0, 1.0), (-2.0, -1.0, -3.0, -5.0, -1.0, -2.0)
-    samples = judged(sides, 0.3, ref_logprob=reference)
+    samples = judged(sides, 0.3, reference=reference)
     predicted = predictions(samples)
     delta = [x.sum().item() - r for x, r in zip(predicted, reference, strict=True)]
     each = [(1.2 if s > 0 else 0.7) * (1 - sigma(0.5 * s * (d - 0.3))) for s, d in zip(sides, delta, strict=True)]
-    loss, metrics, _ = whole(p.kto_objective(0.5, 1.2, 0.7), samples, predicted)
+    loss, metrics, _ = whole(p.KTOObjective(0.5, 1.2, 0.7), samples, predicted)
     assert loss == pytest.approx(np.mean(each)) and metrics["kl"] == pytest.approx(0.3)
     chosen, rejected = ([0.5 * d for s, d in zip(sides, delta, strict=True) if s == side] for side in (1, -1))
     assert metrics["rewards/chosen"] == pytest.approx(np.mean(chosen))
     assert metrics["rewards/rejected"] == pytest.approx(np.mean(rejected))
     assert with_margin(metrics)["margin"] == pytest.approx(np.mean(chosen) - np.mean(rejected))
     assert metrics["accuracy"] == pytest.approx(np.mean([s * (d - 0.3) > 0 for s, d in zip(sides, delta, strict=True)]))
-    alone = [replace(s, group=-1) for s in judged((1.0,) * 6, 0.0)]
-    _, metrics, _ = whole(p.kto_objective(0.5), alone, predicted)
+    _, metrics, _ = whole(p.KTOObjective(0.5), judged((1.0,) * 6, -3.0), predicted)
+    assert metrics["kl"] == 0.0, "of a negative estimate"
     assert "rewards/rejected" not in metrics and "margin" not in with_margin(metrics)
 
 
 def test_process_rewards_by_hand() -> None:
     samples = pairs((1,) * 6, label=(1.0, 1.0, 0.0, 0.0, 0.3, 0.3))
     logprobs = [t(v).requires_grad_() for v in (-1.0, -2.0, -1.0, -3.0, -2.0, -1.0)]
-    loss, metrics, grads = whole(p.step_objective(), samples, logprobs)
+    loss, metrics, grads = whole(p.StepObjective(), samples, logprobs)
     logits = (1.0, 2.0, -1.0)
     expected = [
         -y * math.log(sigma(x)) - (1 - y) * math.log(sigma(-x)) for x, y in zip(logits, (1, 0, 0.3), strict=True)
@@ -216,22 +216,22 @@ def test_process_rewards_by_hand() -> None:
 
 
 CASES: dict[str, tuple[Callable[[], Objective], str]] = {
-    "rm": (p.reward_objective, "values"),
-    "dpo": (lambda: p.dpo_objective("sigmoid", 0.3, 0.1, 0.2), "logprobs"),
-    "ipo": (lambda: p.dpo_objective("ipo", 0.3), "logprobs"),
-    "hinge": (lambda: p.dpo_objective("hinge", 0.3), "logprobs"),
-    "kto": (lambda: p.kto_objective(0.3, 1.2, 0.9), "logprobs"),
-    "prm": (p.step_objective, "logprobs"),
+    "rm": (p.RewardObjective, "values"),
+    "dpo": (lambda: p.DPOObjective("sigmoid", 0.3, 0.1, 0.2), "logprobs"),
+    "ipo": (lambda: p.DPOObjective("ipo", 0.3), "logprobs"),
+    "hinge": (lambda: p.DPOObjective("hinge", 0.3), "logprobs"),
+    "kto": (lambda: p.KTOObjective(0.3, 1.2, 0.9), "logprobs"),
+    "prm": (p.StepObjective, "logprobs"),
 }
 
 
-def batch(case: str) -> list[Sample]:
+def batch(case: str) -> Batch:
     rng = np.random.default_rng(1)
     if case == "kto":
-        return judged((1.0, -1.0, -1.0, 1.0, 1.0, -1.0), 0.2, ref_logprob=rng.normal(-2, 1, 6).tolist())
+        return judged((1.0, -1.0, -1.0, 1.0, 1.0, -1.0), 0.2, reference=rng.normal(-2, 1, 6).tolist())
     label = np.repeat(rng.random(3), 2).tolist()
     lengths = (1,) * 6 if case in ("rm", "prm") else LENGTHS
-    return pairs(lengths, ref_logprob=rng.normal(-2, 1, 6).tolist(), margin=np.repeat(rng.random(3), 2), label=label)
+    return pairs(lengths, reference=rng.normal(-2, 1, 6).tolist(), margin=np.repeat(rng.random(3), 2), label=label)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -254,8 +254,9 @@ def test_any_cut_and_order_of_pairs_gives_the_same(case: str, order: list[int], 
 @pytest.mark.parametrize("case", CASES)
 def test_objectives_have_the_gradients_of_finite_differences(case: str) -> None:
     make, of = CASES[case]
-    weighed = weigh(batch(case), p.AGGREGATION)
-    forest = forest_of(weighed, range(6))
+    weighed = batch(case)
+    weigh(weighed, p.AGGREGATION)
+    forest = micro_batch(weighed, range(6))
     start = torch.cat([x.detach() for x in predictions(batch(case))]).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: make()(forest, Predictions(**{of: x}))[0], (start,))
 
@@ -265,10 +266,11 @@ def test_what_is_not_finite_is_dropped_with_its_partner(case: str) -> None:
     make, of = CASES[case]
     samples, kept = batch(case), ([0, 1, 4, 5] if case != "kto" else [0, 1, 2, 4, 5])
     predicted = predictions(samples)
-    few = [replace(samples[i]) for i in kept]
-    expected = whole(make(), few, [predicted[i] for i in kept], of)
+    expected = whole(make(), samples.take(kept), [predicted[i] for i in kept], of)
     lost = [i for i in range(6) if i not in kept]
-    broken = [with_values(s, {"ref_logprob": math.nan}, s.group) if i in lost else s for i, s in enumerate(samples)]
+    broken, reference = batch(case), samples.per_sample["reference"].copy()
+    reference[lost] = math.nan
+    broken.add_per_sample("reference", reference)
     loss, metrics, grads = whole(make(), broken, predicted, of)
     assert loss == pytest.approx(expected[0]), "out of the denominator too"
     assert all(not grads[i].any() for i in lost)
@@ -278,17 +280,15 @@ def test_what_is_not_finite_is_dropped_with_its_partner(case: str) -> None:
         predicted[3][0] = math.nan
     loss, _, grads = whole(make(), samples, predicted, of)
     count, left = (6, 5) if case == "kto" else (3, 2)
-    shares = [
-        with_values(s, {"class_share": s.columns["class_share"][0]}, s.group) if case == "kto" else s for s in few
-    ]
-    assert loss == pytest.approx(whole(make(), shares, [predicted[i] for i in kept], of)[0] * left / count)
+    few = samples.take(kept)
+    assert loss == pytest.approx(whole(make(), few, [predicted[i] for i in kept], of)[0] * left / count)
     assert all(g.isfinite().all() for g in grads) and not grads[3].any()
 
 
 def test_a_pair_in_two_micro_batches_is_a_fault_of_ours() -> None:
     samples = pairs()
     with pytest.raises(AssertionError, match="a pair was cut"):
-        course(p.dpo_objective("sigmoid", 0.1), samples, predictions(samples), [[0, 2, 3], [1, 4, 5]], "logprobs")
+        course(p.DPOObjective("sigmoid", 0.1), samples, predictions(samples), [[0, 2, 3], [1, 4, 5]], "logprobs")
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
@@ -301,32 +301,29 @@ def test_groups_stay_whole_under_a_hard_cap(given: list[tuple[int, int, int]], r
         head = [[5, 6, 7], [5, 6], [5], [8, 9]][prompt]
         for length in (first, second):
             mask = [False] * len(head) + [True] * length
-            samples.append(Sample(head + [group + 10] * length, mask, {}, group))
-    cap = group_tokens(samples, share=share) + room
-    bins = pack(samples, cap, share=share, keep_groups=True)
+            samples.append(Sample(head + [group + 10] * length, mask, group))
+    packed = Batch.of(samples)
+    cap = group_tokens(packed, share=share) + room
+    bins = pack(packed, cap, share=share, keep_groups=True)
     assert sorted(i for b in bins for i in b) == list(range(len(samples)))
     for b in bins:
-        assert num_forest_tokens([samples[i] for i in b], share) <= cap
+        assert num_forest_tokens(packed, b, share=share) <= cap
         assert sorted(b) == sorted(i for i, s in enumerate(samples) if s.group in {samples[k].group for k in b})
     pair = [replace(s, group=0) for s in (samples[0], Sample([99] * cap, [False] * cap))]
     with pytest.raises(GroupTooLong, match=f"more than a micro-batch may hold .{cap}."):
-        pack(pair, cap, share=share, keep_groups=True)
+        pack(Batch.of(pair), cap, share=share, keep_groups=True)
 
 
 def test_a_pair_shares_its_prompt() -> None:
     prompt = list(range(10, 30))
-    two = [Sample([*prompt, *tail], [False] * 20 + [True] * len(tail), {}, 0) for tail in ([3, 4], [5, 6, 7])]
-    assert group_tokens(two) == 25 and group_tokens(two, share=False) == 45
-    scored = [whole_sequence(s.token_ids) for s in two]
-    assert group_tokens(scored) == 27, "a reward model's two also share it, with one more token each"
+    two = [Sample([*prompt, *tail], [False] * 20 + [True] * len(tail), 0) for tail in ([3, 4], [5, 6, 7])]
+    assert group_tokens(Batch.of(two)) == 25 and group_tokens(Batch.of(two), share=False) == 45
+    scored = [replace(whole_sequence(s.token_ids), group=0) for s in two]
+    assert group_tokens(Batch.of(scored)) == 27, "a reward model's two also share it, with one more token each"
 
 
-def learner_of(backend: Any, objective: Objective, cap: int, **options: Any) -> Learner:
-    return Learner(
-        backend=backend, objective=objective, aggregation=p.AGGREGATION, max_new_tokens=None,
-        learning_rate=float, max_tokens=cap, cost=CostModel(1.0, 0.01, 0.1), keep_groups=True,
-        report=str, **options,
-    )  # fmt: skip
+def learner_of(backend: Any, cap: int, **options: Any) -> Learner:
+    return training.learner_of(backend, cap, aggregation=p.AGGREGATION, keep_groups=True, **options)
 
 
 @pytest.mark.parametrize("kind", ["rm", "dpo"])
@@ -342,40 +339,40 @@ def test_the_gradient_is_the_same_however_pairs_are_packed(
             torch.manual_seed(0)
             torch.nn.init.normal_(model.head.weight)
             backend: Any = TorchBackend(model, AdamWSettings(), ScoreModel.predict)
-            objective = p.reward_objective()
+            objective = p.RewardObjective()
         else:
             backend = TorchBackend(CausalLM.load(path, dtype=dtype), AdamWSettings(), CausalLM.predict)
-            objective = p.dpo_objective("sigmoid", 0.1, 0.1, 0.2)
+            objective = p.DPOObjective("sigmoid", 0.1, 0.1, 0.2)
         rng = np.random.default_rng(0)
         samples: list[Sample] = []
         for number in range(5):
             prompt = rng.integers(5, 260, 3 + number).tolist()
-            for side in (1.0, -1.0):
+            for _ in range(2):
                 ids = prompt + rng.integers(5, 260, rng.integers(1, 6)).tolist()
                 mask = [k >= len(prompt) for k in range(len(ids))]
                 sample = whole_sequence(ids) if kind == "rm" else Sample(ids, mask)
-                values = {"side": side, "margin": 0.2 * number, "ref_logprob": -20.0 - number}
-                samples.append(with_values(sample, values, number))
+                samples.append(replace(sample, group=number))
+        batch = Batch.of(samples)
+        for name, column in (("side", [1.0, -1.0] * 5), ("margin", np.repeat(0.2 * np.arange(5), 2)),
+                             ("reference", np.repeat(-20.0 - np.arange(5), 2))):  # fmt: skip
+            batch.add_per_sample(name, column)
         found: list[tuple[dict[str, Tensor], dict[str, float]]] = []
-        smallest = group_tokens(samples, share=False)
+        smallest = group_tokens(batch, share=False)
         for cap, share, order in ((4096, True, range(10)), (smallest, True, range(10)), (smallest, False, range(10)),
                                   (40, True, [9, 2, 4, 0, 7, 1, 3, 8, 5, 6])):  # fmt: skip
-            learner = learner_of(backend, objective, cap, share_prompts=share)
-            metrics = learner._accumulate(weigh([samples[i] for i in order], p.AGGREGATION))  # pyright: ignore[reportPrivateUsage]
-            grads = {n: m.grad.clone() for n, m in backend.optimizer.masters.items() if m.grad is not None}
-            backend.zero_grad()
-            found.append((grads, metrics))
+            learner = learner_of(backend, cap, share_prompts=share)
+            found.append(training.gradient(learner, batch.take(order), objective))
         expected, reference = found[0]
         for grads, metrics in found[1:]:
             assert metrics["microbatches"] > reference["microbatches"] == 1
             assert metrics["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-            delta = sum(float((grads[n] - expected[n]).double().square().sum()) for n in expected) ** 0.5
-            assert delta / sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5 < bound
-        evaluated = learner_of(backend, objective, smallest).evaluate(samples)
-        same = {n: v for n, v in reference.items() if n not in ("microbatches", "trained_tokens")}
+            assert training.difference(grads, expected) < bound
+        evaluated = learner_of(backend, smallest).evaluate(batch, objective)
+        ours = ("microbatches", "trained_tokens", "optimizer_steps", "grad_norm", "lr")
+        same = {n: v for n, v in reference.items() if n not in ours}
         assert evaluated == pytest.approx(same, rel=1e-4, abs=1e-6)
         with torch.no_grad():
             next(iter(backend.optimizer.parameters.values())).fill_(math.nan)
-        assert all(math.isnan(v) for v in learner_of(backend, objective, 4096).evaluate(samples).values())
+        assert all(math.isnan(v) for v in learner_of(backend, 4096).evaluate(batch, objective).values())
     finally:
         torch.set_default_dtype(torch.float32)

@@ -21,6 +21,7 @@ from engine_contract import FREE, Subject
 from pool_bench import PoolBench, each_check
 from tiny import save_model
 from tiny_runs import rl_settings
+from training import learner_of
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.assembly.cluster import remote_trainer
@@ -31,7 +32,8 @@ from tunesmith.backends.base import TrainBackend
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.system import SystemSection
-from tunesmith.data.forest import build_forest
+from tunesmith.data.batch import Batch
+from tunesmith.data.forest import Packing
 from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import (
     ClusterError,
@@ -42,7 +44,6 @@ from tunesmith.errors import (
     RewardError,
     TrainerLostError,
 )
-from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check
 from tunesmith.plan.cluster import Bundle, bundles, missing, processes
@@ -145,14 +146,16 @@ def resolved(folder: Path, **changed: Any) -> RLConfig:
     return resolve(config, Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)).config
 
 
-def samples() -> list[Sample]:
-    made = []
+def batch() -> Batch:
+    made: list[Sample] = []
     for length in (5, 9, 7):
         ids = [10 + (7 * t + length) % 40 for t in range(length)]
         mask = [t > 2 for t in range(length)]
-        columns = {"advantages": [0.5] * length, "old_logprobs": [-3.0] * length, "ref_logprobs": [-3.1] * length}
-        made.append(Sample(ids, mask, columns))
-    return made
+        made.append(Sample(ids, mask))
+    whole = Batch.of(made)
+    for name, value in (("advantages", 0.5), ("old_logprobs", -3.0), ("ref_logprobs", -3.1)):
+        whole.add(name, [value] * whole.num_predictions)
+    return whole
 
 
 def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_path: Path) -> None:
@@ -164,17 +167,16 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_pat
     there, _ = remote_trainer(cluster, config)
     assert there.cost == local.cost
     objective = policy_objective(config.algorithm)
-    forest = build_forest(weigh(samples(), "token_mean", None), [0, 1, 2])
+    weighed = batch()
+    weigh(weighed, "token_mean")
+    packing = Packing.of(weighed, 40)
 
     def learned(backend: TrainBackend) -> list[Any]:
-        backend.zero_grad()
-        [(_, metrics)] = backend.forward_backward_all([forest], objective)
+        metrics = backend.forward_backward(packing, objective)
         return [metrics, backend.step(1e-2), scored(backend)]
 
     def scored(backend: TrainBackend, **options: Any) -> list[float]:
-        [(_, predictions)] = backend.score_all([forest], **options)
-        assert predictions.logprobs is not None
-        return predictions.logprobs.tolist()
+        return backend.score(packing, **options).tolist()
 
     for _ in range(3):
         assert learned(local) == learned(there)
@@ -216,29 +218,25 @@ def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: 
         return objective(forest, predictions)
 
     alone, both = (
-        Learner(
-            backend=backend, objective=loss, aggregation="token_mean", max_new_tokens=8, max_tokens=40,
-            learning_rate=lambda step: 1e-2 / (step + 1), cost=local.cost, report=lambda text: None,  # noqa: ARG005
-        )
-        for backend, loss in ((local, objective), (there, exhausted))
-    )  # fmt: skip
-    for batch in (samples(), samples()[:1], samples()):
-        ours, theirs = alone.step(batch), both.step(batch)
+        learner_of(backend, 40, aggregation="token_mean", learning_rate=lambda step: 1e-2 / (step + 1))
+        for backend in (local, there)
+    )
+    for part in (batch(), batch().take([0]), batch()):
+        ours, theirs = alone.update(part, objective), both.update(part, exhausted)
         assert [theirs[n] for n in ("loss", "grad_norm")] == pytest.approx([ours[n] for n in ("loss", "grad_norm")])
     assert both.max_tokens == 20 and there.optimizer_steps == 3
     (tmp_path / "saved").mkdir()
     there.save(tmp_path / "saved")
     assert (tmp_path / "saved/random-00001.safetensors").is_file()
     with local.ema_weights(), there.ema_weights():
-        ours, theirs = (learner.score(samples(), "x") for learner in (alone, both))
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.columns["x"] == pytest.approx(b.columns["x"], abs=1e-5)
+        ours, theirs = (learner.score(batch()) for learner in (alone, both))
+    assert ours == pytest.approx(theirs, abs=1e-5)
     local.load(tmp_path / "saved")
     there.load(tmp_path / "saved")
     assert local.optimizer_steps == there.optimizer_steps == 3
     os.kill(there.replicas[1].pid(), signal.SIGKILL)
     with pytest.raises(TrainerLostError):
-        both.step(samples())
+        both.update(batch(), objective)
     cluster.close("actor")
 
 

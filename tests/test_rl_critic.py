@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tiny
+import training
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sums, tensors, untimed, write_lines
+from training import Grads, difference, learner_of
 from tunesmith import assembly
-from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.objective import actor_critic_objective, policy_objective, value_objective
+from tunesmith.algorithms.objective import ActorCriticObjective, ValueObjective, policy_objective
 from tunesmith.algorithms.presets import resolve_algorithm
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import AlgorithmSection
+from tunesmith.data.batch import Batch, Floats
 from tunesmith.errors import CheckpointError, ConfigError, RewardError
 from tunesmith.loop.checkpoint import read_state
 from tunesmith.loop.critic import Critic, value_metrics
@@ -32,7 +33,6 @@ from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel, whole_sequence
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.plan.cost import CostModel
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Task
 
 OWN: dict[str, Any] = {"algorithm__name": "ppo"}
@@ -58,19 +58,21 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_how_much_a_critic_explains() -> None:
-    def sample(returns: list[float], values: list[float]) -> Sample:
-        columns = {"returns": [9.0, *returns], "old_values": [-9.0, *values]}  # the prompt's do not count
-        return Sample([1] * (len(returns) + 1), [False] + [True] * len(returns), columns)
+    def batch(returns: list[float], values: list[float]) -> Batch:
+        made = Batch.of([Sample([1] * (len(returns) + 1), [False] + [True] * len(returns))])
+        made.add("returns", returns)
+        made.add("old_values", values)
+        return made
 
-    found = value_metrics([sample([1.0, 2.0], [1.0, 2.5]), sample([3.0], [2.5])])
+    found = value_metrics(batch([1.0, 2.0, 3.0], [1.0, 2.5, 2.5]))
     errors = np.array([0.0, -0.5, 0.5])
     assert found == {"returns": 2.0, "value_explained": pytest.approx(1 - errors.var() / np.array([1, 2, 3]).var())}
-    assert value_metrics([sample([1.0, 2.0], [1.0, 2.0])])["value_explained"] == 1
-    assert value_metrics([sample([1.0, 2.0], [7.0, 7.0])])["value_explained"] == 0
-    assert value_metrics([sample([2.0, 2.0], [1.0, 0.0])]) == {"returns": 2.0}
+    assert value_metrics(batch([1.0, 2.0], [1.0, 2.0]))["value_explained"] == 1
+    assert value_metrics(batch([1.0, 2.0], [7.0, 7.0]))["value_explained"] == 0
+    assert value_metrics(batch([2.0, 2.0], [1.0, 0.0])) == {"returns": 2.0}
 
 
-def valued(seed: int = 0, groups: int = 4, size: int = 3) -> list[Sample]:
+def valued(seed: int = 0, groups: int = 4, size: int = 3) -> Batch:
     """Groups of completions with every column that PPO's two losses read; some tokens the policy did not write."""
     rng = np.random.default_rng(seed)
     found: list[Sample] = []
@@ -79,31 +81,19 @@ def valued(seed: int = 0, groups: int = 4, size: int = 3) -> list[Sample]:
         for _ in range(size):
             n = int(rng.integers(3, 13))
             mask = [False] * len(prompt) + [True, False] + [True] * (n - 2)
-            names = {"advantages": 0.0, "returns": 0.5, "old_values": 0.3, "old_logprobs": -5.0}
-            columns = {k: (rng.normal(at, 0.7, len(mask)) * np.array(mask)).tolist() for k, at in names.items()}
-            found.append(Sample(prompt + rng.integers(5, 260, n).tolist(), mask, columns, group))
-    return found
+            found.append(Sample(prompt + rng.integers(5, 260, n).tolist(), mask, group))
+    batch = Batch.of(found)
+    for name, at in {"advantages": 0.0, "returns": 0.5, "old_values": 0.3, "old_logprobs": -5.0}.items():
+        batch.add(name, rng.normal(at, 0.7, batch.num_predictions))
+    return batch
 
 
-def learner(backend: TorchBackend[Any], objective: Any, max_tokens: int = 4096, share: bool = True) -> Learner:
-    return Learner(
-        backend, objective, "token_mean", None, lambda _: 1e-2, max_tokens, CostModel(1.0, 0.01, 0.1),
-        share_prompts=share, report=lambda _: None,
-    )  # fmt: skip
+def learner(backend: TorchBackend[Any], max_tokens: int = 4096, share: bool = True) -> Learner:
+    return learner_of(backend, max_tokens, share_prompts=share, aggregation="token_mean")
 
 
-def gradient(backend: TorchBackend[Any], samples: list[Sample], objective: Any, *cut: Any) -> dict[str, torch.Tensor]:
-    made = learner(backend, objective, *cut)
-    made._accumulate(weigh(samples, made.aggregation))  # pyright: ignore[reportPrivateUsage]
-    grads = {name: m.grad.clone() for name, m in backend.optimizer.masters.items() if m.grad is not None}
-    backend.zero_grad()
-    return grads
-
-
-def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys() and a
-    size = sum(float(t.square().sum()) for t in b.values())
-    return (sum(float((a[n] - b[n]).square().sum()) for n in a) / size) ** 0.5
+def gradient(backend: TorchBackend[Any], batch: Batch, objective: Any, *cut: Any) -> Grads:
+    return training.gradient(learner(backend, *cut), batch, objective)[0]
 
 
 def critic_of(path: Path) -> TorchBackend[ScoreModel]:
@@ -134,21 +124,21 @@ def float64() -> Any:
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_gradient_is_the_same_however_the_batch_is_cut(model: Path, shared: bool) -> None:
     backend = actor_critic_of(model) if shared else critic_of(model)
-    objective = actor_critic_objective(POLICY, 0.2, 0.5) if shared else value_objective(0.2)
-    samples = valued()
-    whole = gradient(backend, samples, objective)
+    objective = ActorCriticObjective(POLICY, 0.2, 0.5) if shared else ValueObjective(0.2)
+    batch = valued()
+    whole = gradient(backend, batch, objective)
     for cut in ((60, True), (21, False), (4096, False)):
-        assert difference(gradient(backend, samples, objective, *cut), whole) < 1e-10
-    assert difference(gradient(backend, samples[::-1], objective, 60), whole) < 1e-10
+        assert difference(gradient(backend, batch, objective, *cut), whole) < 1e-10
+    assert difference(gradient(backend, batch.take(range(batch.num_samples)[::-1]), objective, 60), whole) < 1e-10
 
 
 @pytest.mark.usefixtures("float64")
 def test_one_backward_gives_the_sum_of_both_gradients(model: Path) -> None:
-    backend, samples = actor_critic_of(model), valued()
-    policy = gradient(backend, samples, POLICY)
+    backend, batch = actor_critic_of(model), valued()
+    policy = gradient(backend, batch, POLICY)
     assert "value_head.weight" not in policy
-    value = gradient(backend, samples, value_objective(0.2))
-    both = gradient(backend, samples, actor_critic_objective(POLICY, 0.2, 0.5))
+    value = gradient(backend, batch, ValueObjective(0.2))
+    both = gradient(backend, batch, ActorCriticObjective(POLICY, 0.2, 0.5))
     expected = {name: 0.5 * t + policy.get(name, torch.zeros_like(t)) for name, t in value.items()}
     expected |= {name: t for name, t in policy.items() if name not in value}
     assert difference(both, expected) < 1e-12
@@ -161,7 +151,7 @@ def test_the_head_learns_at_its_own_rate(model: Path) -> None:
         CausalLM.load(model), AdamWSettings(weight_decay=0.5), predict, value_head=head, head_lr_ratio=10.0
     )
     before = {name: p.detach().clone() for name, p in backend.optimizer.parameters.items()}
-    learner(backend, actor_critic_objective(POLICY, None, 1.0)).step(valued())
+    learner(backend).update(valued(), ActorCriticObjective(POLICY, None, 1.0))
     moved = {name: float((p.detach() - before[name]).abs().max()) for name, p in backend.optimizer.parameters.items()}
     assert moved.pop("value_head.weight") == pytest.approx(0.1, rel=1e-3), "Adam's first step is the learning rate"
     assert max(moved.values()) < 0.02
@@ -322,17 +312,13 @@ def test_settings_that_would_mean_nothing_are_refused(
 
 
 class Scorer:
-    """A learner that finds what it is told, token by token of each sample."""
+    """A learner that scores as it is told."""
 
     def __init__(self, **columns: list[float]) -> None:
         self.columns = columns
 
-    def score(self, samples: list[Sample], column: str, **_: Any) -> list[Sample]:
-        return [replace(s, columns={**s.columns, column: self.columns[column]}) for s in samples]
-
-    def predict(self, samples: list[Sample], **_: Any) -> list[list[float]]:
-        values = self.columns["old_values"]
-        return [[values[place] for place in np.flatnonzero(s.loss_mask)] + [0.7] * s.goes_on for s in samples]
+    def score(self, batch: Batch, of: str = "logprobs", **_: Any) -> Floats:  # noqa: ARG002
+        return np.array(self.columns["old_values" if of == "values" else "ref_logprobs"])
 
 
 def algorithm(**keys: Any) -> AlgorithmSection:
@@ -353,22 +339,27 @@ def played(reward: float, *turns: int, finish: Any = "stop", rewards: dict[str, 
 TASK = Task("1", "ab", (5, 6))
 
 
+def by_sample(batch: Batch) -> list[float]:
+    """The advantage of the last token of each."""
+    return [float(own[-1]) for own in batch.split(batch.columns["advantages"])]
+
+
 def test_advantages_and_returns_skip_what_the_policy_did_not_write() -> None:
     section = algorithm(name="ppo", gae_lambda=0.5, kl_coef=0.1)
-    values, reference = [0.0, 0.0, 0.2, 0.4, 0.0, 0.6], [0.0, 0.0, -1.5, -1.5, 0.0, -1.5]
+    values, reference = [0.2, 0.4, 0.6], [-1.5, -1.5, -1.5]
     scorer: Any = Scorer(old_values=values, ref_logprobs=reference)
     critic = Critic(scorer, 1, None)
     rollout = played(1.0, 2, 1)
-    (sample,) = make_experience(
+    batch = make_experience(
         [RolloutGroup(TASK, [rollout])], section, scorer, kl_coef=0.1, max_new_tokens=8, seed=0, critic=critic
     )
     # δ = r + V' − V with r = −0.1 · 0.5 per token and 1 at the end: 0.15, 0.15, 0.35; then A = δ + 0.5 A'.
     expected = np.array([0.3125, 0.325, 0.35])
-    assert sample.columns["returns"] == pytest.approx([0, 0, 0.5125, 0.725, 0, 0.95])
-    assert sample.columns["old_values"] == values
+    assert batch.columns["returns"] == pytest.approx([0.5125, 0.725, 0.95])
+    assert batch.columns["old_values"].tolist() == values
     whitened = (expected - expected.mean()) / (expected.std(ddof=1) + 1e-6)
-    assert np.array(sample.columns["advantages"])[[2, 3, 5]] == pytest.approx(whitened)
-    assert sample.columns["advantages"][4] == 0 and sample.loss_mask == [False, False, True, True, False, True]
+    assert batch.columns["advantages"] == pytest.approx(whitened)
+    assert batch.predicted.tolist() == [2, 3, 5]
 
 
 @pytest.mark.usefixtures("float64")
@@ -380,27 +371,24 @@ def test_with_bootstrap_a_cut_rollout_is_worth_what_the_critic_expects_of_going_
     rollouts[2].metrics["unfinished"] = 1.0
     rollouts[1].records.insert(0, played(0.0, 5, finish="length").records[0])
     groups = [RolloutGroup(TASK, rollouts)]
-    learned = learner(backend, POLICY, max(len(r.token_ids) for r in rollouts))
+    learned = learner(backend, max(len(r.token_ids) for r in rollouts))
     critic = Critic(learned, 1, None)
 
     def value_after(rollout: Rollout) -> float:
-        [[value]] = learner(backend, POLICY).predict([whole_sequence(rollout.token_ids)], of="values")
-        return value
+        [value] = learner(backend).score(Batch.of([whole_sequence(rollout.token_ids)]), "values")
+        return float(value)
 
     ends = {False: [0.0, 0.0, 0.0], True: [0.0, value_after(rollouts[1]), value_after(rollouts[2])]}
     assert abs(ends[True][1]) > 0.01 < abs(ends[True][2])
     for bootstrap, finals in ends.items():
         section = algorithm(name="ppo", critic_lambda=1.0, kl_coef=0.0, bootstrap_truncated=bootstrap)
-        samples = make_experience(groups, section, learned, kl_coef=0.0, max_new_tokens=8, seed=0, critic=critic)
-        assert len(samples) == 4
-        for sample in samples:
-            returns = np.array(sample.columns["returns"])[np.array(sample.loss_mask)]
-            rollout = rollouts[sample.rollout]
+        batch = make_experience(groups, section, learned, kl_coef=0.0, max_new_tokens=8, seed=0, critic=critic)
+        assert batch.num_samples == 4
+        for sample, returns in enumerate(batch.split(batch.columns["returns"])):
+            rollout = rollouts[batch.rollout[sample]]
             assert rollout.reward is not None
-            assert returns == pytest.approx(rollout.reward + finals[sample.rollout], abs=1e-6)
-        moved = gradient(
-            backend, samples, actor_critic_objective(POLICY, None, 0.1) if shared else value_objective(None)
-        )
+            assert returns == pytest.approx(rollout.reward + finals[batch.rollout[sample]], abs=1e-6)
+        moved = gradient(backend, batch, ActorCriticObjective(POLICY, None, 0.1) if shared else ValueObjective(None))
         assert sum(float(g.square().sum()) for g in moved.values()) > 0
 
 
@@ -415,19 +403,18 @@ def test_a_run_bootstraps_only_when_it_is_asked_to(tmp_path: Path, model: Path) 
 
 
 def test_a_token_whose_log_probability_is_not_a_number_pays_no_kl() -> None:
-    scorer: Any = Scorer(ref_logprobs=[0.0, 0.0, -1.5, float("nan"), -0.5])
+    scorer: Any = Scorer(ref_logprobs=[-1.5, float("nan"), -0.5])
     group = RolloutGroup(TASK, [played(1.0, 3)])
-    (sample,) = make_experience([group], algorithm(name="distill"), scorer, kl_coef=1.0, max_new_tokens=8, seed=0)
-    assert sample.columns["advantages"] == pytest.approx([0, 0, -0.5, 0, 0.5])
+    batch = make_experience([group], algorithm(name="distill"), scorer, kl_coef=1.0, max_new_tokens=8, seed=0)
+    assert batch.columns["advantages"] == pytest.approx([-0.5, 0, 0.5])
 
 
 def test_remax_compares_with_the_greedy_rollout_shaped_in_the_same_way() -> None:
     section = algorithm(name="remax", stop_properly=0.5)
     cut, whole = played(0.8, 3, finish="length"), played(0.8, 2)
     group = RolloutGroup(TASK, [cut, whole], greedy=played(1.0, 4, finish="length"))
-    samples = make_experience([group], section, Scorer(), kl_coef=0.0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
-    assert [s.columns["advantages"][-1] for s in samples] == pytest.approx([0.4 - 0.5, 0.8 - 0.5])
-    assert len(samples) == 2, "the greedy rollout is not learned from"
+    batch = make_experience([group], section, Scorer(), kl_coef=0.0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
+    assert by_sample(batch) == pytest.approx([0.4 - 0.5, 0.8 - 0.5]), "the greedy rollout is not learned from"
 
 
 def test_a_rollout_that_did_not_stop_properly_keeps_a_share_of_its_reward_or_gets_a_penalty() -> None:
@@ -435,7 +422,7 @@ def test_a_rollout_that_did_not_stop_properly_keeps_a_share_of_its_reward_or_get
         rollouts = [played(1.0, 2), played(1.0, 2, finish="length")]
         section = algorithm(name="dr_grpo", stop_properly=coef)
         found = make_experience([RolloutGroup(TASK, rollouts)], section, Scorer(), kl_coef=0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
-        return [s.columns["advantages"][-1] for s in found]
+        return by_sample(found)
 
     assert advantages(1.0) == [0, 0]
     assert advantages(0.4) == pytest.approx([0.3, -0.3])
@@ -451,7 +438,7 @@ def test_gdpo_standardises_each_reward_and_weighs_it() -> None:
         found = make_experience(
             [group], section, Scorer(), kl_coef=0, max_new_tokens=8, seed=0, reward_weights=weights  # type: ignore[arg-type]
         )  # fmt: skip
-        return [s.columns["advantages"][-1] for s in found]
+        return by_sample(found)
 
     only_a = np.array([-1, 2, -1]) / 3**0.5
     assert advantages(a=2.0, b=0.0) == pytest.approx(only_a, rel=1e-5)

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import tiny
 from test_families import SPECIAL, assert_same_gradients, gradients
-from tunesmith.data.forest import build_forest
+from training import forest_of
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.speculation import Speculation
 from tunesmith.errors import UserError
@@ -145,7 +145,7 @@ def test_a_forest_equals_one_sequence_at_a_time(case: str, share: bool) -> None:
     assert (model.lengths or LengthRule()) == LengthRule(*((ORIGINAL,) if found else () for found in apart))
     want_gradients = gradients(CausalLM(plain, tiny.tokenizer()), want)
     model.module.set_attn_implementation(ATTENTION_NAME)
-    forest = build_forest(batch, share=share)
+    forest = forest_of(batch, share=share)
     for lean in dict.fromkeys((None, LeanDecoder.of(model.module.base_model))):
         model.lean = lean
         got = model.predict(forest).logprobs
@@ -157,11 +157,11 @@ def test_a_forest_equals_one_sequence_at_a_time(case: str, share: bool) -> None:
 def test_a_sequence_is_scored_the_same_whatever_it_is_packed_with() -> None:
     model, batch = CausalLM(sharp(config_of("phi3", {"rope_parameters": long()})), tiny.tokenizer()), samples()
     model.module.set_attn_implementation(ATTENTION_NAME)
-    whole = build_forest(batch)
+    whole = forest_of(batch)
     together = model.predict(whole).logprobs
     assert together is not None
     for split in ([3], [0, 3, 4], list(range(7))):
-        got = model.predict(build_forest(batch, split)).logprobs
+        got = model.predict(forest_of(batch, split)).logprobs
         rows = torch.cat([(whole.sample == i).nonzero().squeeze(1) for i in split])
         torch.testing.assert_close(got, together[rows], rtol=0, atol=1e-5)
 
@@ -171,7 +171,7 @@ def test_only_prompts_on_both_sides_of_the_switch_stand_twice() -> None:
     model.module.set_attn_implementation(ATTENTION_NAME)
     seen: list[int] = []
     model.module.base_model.embed_tokens.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0].numel()))
-    short, whole = build_forest(batch, [0, 1, 6]), build_forest(batch[:5])
+    short, whole = forest_of(batch, [0, 1, 6]), forest_of(batch[:5])
     model.predict(short)
     model.predict(whole)
     assert seen == [short.num_tokens, whole.num_tokens + 9]
@@ -198,7 +198,7 @@ def test_a_score_model_reads_its_sequences_at_their_own_length() -> None:
         want = [float(plain(input_ids=torch.tensor([ids]), use_cache=False).logits) for ids in sequences]
         model = ScoreModel(plain, tiny.tokenizer(), LeanDecoder.of(plain.base_model))
         plain.set_attn_implementation(ATTENTION_NAME)
-        got = model.scores(build_forest([whole_sequence(ids) for ids in sequences]))
+        got = model.scores(forest_of([whole_sequence(ids) for ids in sequences]))
     assert got.tolist() == pytest.approx(want, abs=1e-5)
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tiny import save_model
-from tunesmith.data.forest import build_forest
+from training import forest_of
 from tunesmith.errors import ModelError
 from tunesmith.models.score_model import ScoreModel, whole_sequence
 
@@ -19,7 +19,7 @@ SEQUENCES = [[5, 6, 7, 8, 9], [5, 6, 7, 11], [12, 13]]
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral"])
 def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     model = ScoreModel.load(save_model(tmp_path / "base", family))
-    forest = build_forest([whole_sequence(ids) for ids in SEQUENCES])
+    forest = forest_of([whole_sequence(ids) for ids in SEQUENCES])
     assert model.scores(forest).tolist() == [0.0, 0.0, 0.0]
     torch.manual_seed(0)
     torch.nn.init.normal_(model.head.weight)
@@ -40,7 +40,7 @@ def test_a_saved_model_names_the_tokenizers_pad_token_also_where_its_id_is_0(tmp
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm").eval()
     assert theirs.config.pad_token_id == 0
     with torch.no_grad():
-        found = model.scores(build_forest([whole_sequence([7, 8, 9, 2])])).item()
+        found = model.scores(forest_of([whole_sequence([7, 8, 9, 2])])).item()
         assert theirs(torch.tensor([[7, 8, 9, 2]])).logits.item() == pytest.approx(found, abs=1e-5)
 
 

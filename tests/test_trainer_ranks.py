@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import cycle
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import training
 from tiny import save_model
-from tunesmith.algorithms.objective import sft_objective
-from tunesmith.backends.base import LossFn
+from tunesmith.algorithms.objective import Objective, SFTObjective
+from tunesmith.backends.base import Quantity
 from tunesmith.backends.memory import memory_boundary
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
-from tunesmith.data.forest import Forest, Predictions, build_forest
-from tunesmith.data.packing import num_forest_tokens, pack
+from tunesmith.data.batch import Batch, Floats
+from tunesmith.data.forest import Forest, Packing, Predictions
+from tunesmith.data.packing import pack
+from tunesmith.data.trie import num_forest_tokens
 from tunesmith.distributed import rank_group
 from tunesmith.distributed.process_group import open_store
 from tunesmith.distributed.rank_group import RankGroup, reach_store
@@ -44,7 +48,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Threads:
-    """Ranks in threads of this process, as the loop sees them: a real group, and forests in turn."""
+    """Ranks in threads of this process, as the loop sees them: a real group, and each has its share of a packing."""
+
+    cost = CostModel(1.0, 0.01, 0.1)
 
     def __init__(self, replicas: Sequence[TorchBackend[CausalLM]]) -> None:
         self.replicas, self.ranks = replicas, len(replicas)
@@ -62,39 +68,32 @@ class Threads:
     def optimizer(self) -> MasterAdamW:
         return self.replicas[0].optimizer
 
-    def score_all(self, forests: Iterable[Forest], *, reference: bool = False) -> Iterator[tuple[Forest, Predictions]]:
-        return self._share_out(forests, lambda replica, forest: replica.score(forest, reference=reference))
+    def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
+        shares = [packing.for_rank(rank, self.ranks, columns=False) for rank in range(self.ranks)]
+        return np.sum(self.each(lambda replica, share: replica.score(share, of, reference=reference), shares), axis=0)
 
-    def forward_backward_all(
-        self, forests: Iterable[Forest], loss: LossFn
-    ) -> Iterator[tuple[Forest, dict[str, float]]]:
-        return self._share_out(forests, lambda replica, forest: replica.forward_backward(forest, loss))
+    def forward_backward(self, packing: Packing, objective: Objective) -> dict[str, float]:
+        """Each rank's micro-batches arrive as they would from another process."""
+        shares = [pickle.loads(pickle.dumps(packing.for_rank(rank, self.ranks))) for rank in range(self.ranks)]
+        self.counts = [len(share) for share in shares]
 
-    def _share_out(self, forests: Iterable[Forest], do: Callable[..., Any]) -> Iterator[tuple[Forest, Any]]:
-        def alone(replica: TorchBackend[CausalLM], forest: Forest) -> Any:
+        def alone(replica: TorchBackend[CausalLM], share: Packing) -> dict[str, float]:
             with self.lock:
-                return do(replica, forest)
+                return replica.forward_backward(share, objective)
 
-        given: list[tuple[Forest, Future[Any]]] = []
-        for forest, rank in zip(forests, cycle(range(self.ranks)), strict=False):
-            self.counts[rank] += 1
-            given.append((forest, self.pools[rank].submit(alone, self.replicas[rank], forest)))
-        try:
-            yield from ((forest, answer.result()) for forest, answer in given)
-        finally:
-            for _, answer in given:
-                answer.exception()
-
-    def zero_grad(self) -> None:
-        self.each(TorchBackend.zero_grad)
+        parts = self.each(alone, shares)
+        return {name: sum(part.get(name, 0.0) for part in parts) for name in parts[0]}
 
     def step(self, lr: float) -> dict[str, float]:
-        found = self.each(lambda replica: replica.step(lr))
+        found = self.each(lambda replica, _: replica.step(lr), [None] * self.ranks)
         assert all(metrics == found[0] for metrics in found)
         return found[0]
 
-    def each(self, do: Callable[[TorchBackend[CausalLM]], Any]) -> list[Any]:
-        return [a.result() for a in [p.submit(do, r) for p, r in zip(self.pools, self.replicas, strict=True)]]
+    def each(self, do: Callable[[TorchBackend[CausalLM], Any], Any], given: Sequence[Any]) -> list[Any]:
+        answers = [p.submit(do, *both) for p, *both in zip(self.pools, self.replicas, given, strict=True)]
+        for answer in answers:
+            answer.exception()
+        return [answer.result() for answer in answers]
 
 
 def groups(world: int, patience: float = 30.0) -> list[RankGroup]:
@@ -125,11 +124,11 @@ def backend_of(path: Path, dtype: torch.dtype = torch.float32) -> TorchBackend[C
 
 
 def learner_of(backend: Any, max_tokens: int = 60) -> Learner:
-    return Learner(
-        backend=backend, objective=sft_objective(), aggregation="token_mean", max_new_tokens=16,
-        learning_rate=lambda step: 1e-2, max_tokens=max_tokens, cost=CostModel(1.0, 0.01, 0.1),  # noqa: ARG005
-        report=lambda text: None,  # noqa: ARG005
-    )  # fmt: skip
+    return training.learner_of(backend, max_tokens, aggregation="token_mean")
+
+
+def learn(learner: Learner, samples: Sequence[Sample]) -> dict[str, float]:
+    return learner.update(Batch.of(samples), SFTObjective())
 
 
 def samples_of(seed: int, groups: int, size: int = 3) -> list[Sample]:
@@ -139,7 +138,7 @@ def samples_of(seed: int, groups: int, size: int = 3) -> list[Sample]:
         prompt = [draw.randrange(5, 260) for _ in range(draw.randrange(2, 10))]
         for _ in range(size):
             answer = [draw.randrange(5, 260) for _ in range(draw.randrange(1, 13))]
-            found.append(Sample(prompt + answer, [False] * len(prompt) + [True] * len(answer), {}, group))
+            found.append(Sample(prompt + answer, [False] * len(prompt) + [True] * len(answer), group))
     return found
 
 
@@ -163,24 +162,25 @@ def test_any_number_of_ranks_takes_the_steps_of_one(
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     try:
         alone = backend_of(model, dtype)
-        expected = [learner_of(alone, 1000).step(samples) for samples in STEPS]
-        scored = learner_of(alone).score(STEPS[0], "x")
+        expected = [learn(learner_of(alone, 1000), samples) for samples in STEPS]
+        scored = learner_of(alone).score(Batch.of(STEPS[0]))
         for world in (2, 3):
             ranks = Threads([backend_of(model, dtype) for _ in range(world)])
             learner = learner_of(ranks, 1000)
-            found = [learner.step(samples) for samples in STEPS]
+            found, counts = [], list[list[int]]()
+            for samples in STEPS:
+                found.append(learn(learner, samples))
+                counts.append(ranks.counts)
             for ours, theirs in zip(found, expected, strict=True):
                 for name in ("loss", "grad_norm"):
                     assert ours[name] == pytest.approx(theirs[name], rel=bound)
             assert [metrics["microbatches"] for metrics in found] == [world, 1, world]
-            assert ranks.counts == [3, *[2] * (world - 1)]
+            assert counts == [[1] * world] * 3, "where there is one micro-batch the others have padding"
             first, *others = (state_of(replica) for replica in ranks.replicas)
             assert all(first[name].equal(other[name]) for other in others for name in first), "bit by bit"
             for name, tensor in state_of(alone).items():
                 assert float((first[name] - tensor).abs().mean()) < weights, name
-            again = learner.score(STEPS[0], "x")
-            for ours, theirs in zip(again, scored, strict=True):
-                assert ours.columns["x"] == pytest.approx(theirs.columns["x"], abs=50 * weights)
+            assert learner.score(Batch.of(STEPS[0])) == pytest.approx(scored, abs=50 * weights)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -190,15 +190,15 @@ def test_memory_that_runs_out_on_one_rank_begins_the_step_again(model: Path) -> 
     tight: TorchBackend[CausalLM] = ranks.backend.replicas[1]  # type: ignore[attr-defined]
     usual, calls = tight.forward_backward, list[int]()
 
-    def narrow(forest: Forest, loss: LossFn) -> dict[str, float]:
+    def narrow(packing: Packing, objective: Objective) -> dict[str, float]:
         def exhausted(*_: Any) -> Any:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 
-        calls.append(forest.num_tokens)
-        return usual(forest, exhausted if len(calls) == 1 else loss)
+        calls.append(packing.num_tokens)
+        return usual(packing, exhausted if len(calls) == 1 else objective)
 
     tight.forward_backward = narrow  # type: ignore[method-assign]
-    ours, theirs = ranks.step(STEPS[0]), alone.step(STEPS[0])
+    ours, theirs = learn(ranks, STEPS[0]), learn(alone, STEPS[0])
     assert ranks.max_tokens == 30 and len(calls) > 1
     assert [ours[n] for n in ("loss", "grad_norm")] == pytest.approx([theirs[n] for n in ("loss", "grad_norm")])
 
@@ -243,7 +243,7 @@ def test_sums_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_by_all(model: Path) -> None:
     ranks = Threads([backend_of(model) for _ in range(2)])
     before = {name: tensor.clone() for name, tensor in state_of(ranks.replicas[0]).items()}
-    list(ranks.forward_backward_all([build_forest(s) for s in ([STEPS[0][0]], [STEPS[0][4]])], with_weight_one))
+    ranks.forward_backward(Packing.of(Batch.of([STEPS[0][0], STEPS[0][4]]), 22, multiple_of=2), with_weight_one)
     gradients = [m.grad for m in ranks.replicas[1].optimizer.masters.values() if m.grad is not None]
     gradients[0].view(-1)[0] = float("inf")
     assert ranks.step(0.1)["skipped_steps"] == 1.0
@@ -360,8 +360,7 @@ def _train_with_dropout(group: RankGroup, pipe: Any, model: str, folder: str) ->
         return TorchBackend(loaded, AdamWSettings(), CausalLM.predict, seed=5)
 
     def step(backend: TorchBackend[CausalLM]) -> None:
-        backend.zero_grad()
-        backend.forward_backward(build_forest(STEPS[0][:3]), with_weight_one)
+        backend.forward_backward(training.whole(STEPS[0][:3]), with_weight_one)
         backend.step(1e-2)
 
     straight, resumed = made(), made()
@@ -421,7 +420,7 @@ def test_memory_that_is_short_is_not_a_rank_that_is_gone() -> None:
 
 
 def tokens(samples: Sequence[Sample], bins: Sequence[Sequence[int]]) -> list[int]:
-    return [num_forest_tokens([samples[i] for i in b], True) for b in bins]
+    return [num_forest_tokens(Batch.of(samples), b) for b in bins]
 
 
 @settings(max_examples=150, deadline=None)
@@ -433,22 +432,22 @@ def test_every_sample_once_and_never_over_the_cap(
 ) -> None:
     samples = samples_of(seed, number, size)
     cap = max(cap, 9 + 12 * size) if keep else cap
-    bins = pack(samples, cap, keep_groups=keep, multiple_of=ranks)
+    bins = pack(Batch.of(samples), cap, keep_groups=keep, multiple_of=ranks)
     assert sorted(i for b in bins for i in b) == list(range(len(samples)))
     assert all(bins) and max(tokens(samples, bins)) <= cap
     whole = [{samples[i].group for i in b} for b in bins]
     if keep:
         assert sum(map(len, whole)) == number
-    assert bins == pack(samples, cap, keep_groups=keep, multiple_of=ranks)
+    assert bins == pack(Batch.of(samples), cap, keep_groups=keep, multiple_of=ranks)
 
 
 @pytest.mark.parametrize("cap", [4000, 900, 350])
 def test_ranks_have_equally_much_to_do(cap: int) -> None:
     samples = samples_of(3, 40, 4)
     for ranks in (2, 4, 7):
-        bins = pack(samples, cap, multiple_of=ranks)
+        bins = pack(Batch.of(samples), cap, multiple_of=ranks)
         assert len(bins) % ranks == 0
         work = [sum(tokens(samples, bins[rank::ranks])) for rank in range(ranks)]
         assert max(work) < 1.05 * min(work)
-    assert len(pack(samples, 4000)) == 1
-    assert [len(b) for b in pack(samples[:3], 4000, multiple_of=7)] == [1, 1, 1]
+    assert len(pack(Batch.of(samples), 4000)) == 1
+    assert [len(b) for b in pack(Batch.of(samples[:3]), 4000, multiple_of=7)] == [1, 1, 1]

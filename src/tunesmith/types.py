@@ -285,30 +285,23 @@ class RolloutGroup:
 
 @dataclass(slots=True)
 class Sample:
-    """One sequence as the learner sees it.
+    """One sequence to learn from, as a ``Batch`` takes it.
 
-    ``loss_mask[t]`` says that token ``t`` is predicted in the loss (never true for ``t == 0``, which
-    nothing predicts). ``columns`` holds further per-token values of length ``L`` that the loss needs,
-    such as ``advantages``, ``old_logprobs``, ``behaviour_logprobs``, ``ref_logprobs``.
+    ``loss_mask[t]`` says that token ``t`` is predicted in the loss (never true for ``t == 0``, which nothing predicts).
 
     Example:
-        A prompt ``[5, 6]`` and a completion ``[7, 2]`` whose advantage is 0.5::
-
-            Sample([5, 6, 7, 2], [False, False, True, True], {"advantages": [0, 0, 0.5, 0.5]})
+        A prompt ``[5, 6]`` and a completion ``[7, 2]``: ``Sample([5, 6, 7, 2], [False, False, True, True])``.
     """
 
     token_ids: list[int]
     loss_mask: list[bool]
-    columns: dict[str, list[float]] = field(default_factory=dict[str, "list[float]"])
     group: int = -1
     """Index of the sample's group in the batch; -1 where there are no groups."""
     rollout: int = -1
-    """Index of the rollout in the batch whose record this is: those of one that has forked share a sequence's weight.
-    -1: the sample is a sequence by itself."""
-    goes_on: bool = False
-    """Whether a prediction is made after the last token too: one more than there are loss tokens, for scoring alone."""
+    """Index of the rollout in the batch whose record this is: the records of a forked rollout share one sequence's
+    weight. -1: the sample is a sequence by itself."""
     stand_ins: int = 0
-    """Tokens at its end that are no part of the sequence, such as one that stands in for a target."""
+    """Tokens at its end that are not part of the sequence, such as one that stands in for a target."""
 
     @property
     def num_loss_tokens(self) -> int:

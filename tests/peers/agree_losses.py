@@ -11,7 +11,7 @@ from trl_trainers import grpo_loss
 from verl_losses import AGGREGATIONS, verl_loss
 
 from tunesmith.algorithms.columns import prepare_columns
-from tunesmith.algorithms.objective import sft_objective
+from tunesmith.algorithms.objective import SFTObjective
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
 aggregations = pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
@@ -167,7 +167,7 @@ def agree_kl_cov(seed: int, amount: float) -> None:
 
 def chosen(case: Case, name: str, **keys: float) -> Tensor:
     """The tokens ``[B, T]`` that a covariance loss of ours holds back."""
-    samples = prepare_columns(case.samples(), section(loss=name, aggregation="token_mean", **keys), seed=0)
+    samples = prepare_columns(case.batch(), section(loss=name, aggregation="token_mean", **keys), seed=0)
     return torch.tensor([s.columns["selected"][1:] for s in samples])
 
 
@@ -191,7 +191,7 @@ def agree_sft(seed: int, aggregation: str, token_level: bool) -> None:
     case = random_case(seed, empty=True)
     leaf = case.logprobs.clone().requires_grad_()
     theirs = grade(openrlhf.SFTLoss(token_level_loss=token_level)(leaf, case.mask), leaf)
-    assert_same(evaluate(case, case.samples(), sft_objective(), aggregation), theirs)
+    assert_same(evaluate(case, case.batch(), SFTObjective(), aggregation), theirs)
 
 
 @seeds

@@ -16,9 +16,9 @@ from trl_trainers import dpo_loss, kto_loss, reward_loss
 from tunesmith.algorithms.objective import Objective
 from tunesmith.algorithms.preference import (
     AGGREGATION,
-    dpo_objective,
-    kto_objective,
-    reward_objective,
+    DPOObjective,
+    KTOObjective,
+    RewardObjective,
 )
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
@@ -26,13 +26,12 @@ PAIRS = 4
 
 
 def pair_case(seed: int) -> Case:
-    """Four pairs; the reference's log-probability of a sequence stands in every token's column."""
+    """Four pairs, with the reference's log-probability of each sequence."""
     case = random_case(seed, rows=2 * PAIRS, drift=0.5)
-    rows = torch.arange(2 * PAIRS, dtype=torch.float64)[:, None].expand_as(case.mask)
-    reference = (case["ref_logprobs"] * case.mask).sum(1, keepdim=True).expand_as(case.mask)
+    reference = (case["ref_logprobs"] * case.mask).sum(1)
     return replace(
         case,
-        columns={"pair": rows // 2, "side": 1.0 - 2.0 * (rows % 2), "ref_logprob": reference},
+        columns={"side": 1.0 - 2.0 * (torch.arange(2 * PAIRS) % 2).double(), "reference": reference},
         group=tuple(i // 2 for i in range(2 * PAIRS)),
     )
 
@@ -43,18 +42,17 @@ def reward_case(seed: int) -> tuple[Case, Tensor]:
     mask = torch.zeros_like(case.mask)
     mask[:, 1] = 1.0
     margin = torch.tensor(np.random.default_rng(seed).uniform(0, 1, PAIRS))
-    column = margin.repeat_interleave(2)[:, None].expand_as(mask)
-    return replace(case, mask=mask).with_columns(margin=column), margin
+    return replace(case, mask=mask).with_columns(margin=margin.repeat_interleave(2)), margin
 
 
 def ours(case: Case, objective: Objective, *, values: bool = False) -> Graded:
-    return evaluate(case, case.samples(), objective, AGGREGATION, values=values)
+    return evaluate(case, case.batch(), objective, AGGREGATION, values=values)
 
 
 def by_sequence(case: Case, compute: Callable[[Tensor, Tensor], Tensor]) -> Graded:
     """A loss of the sums of each sequence's log-probabilities ``[B]`` and the reference's."""
     leaf = case.logprobs.clone().requires_grad_()
-    return grade(compute((leaf * case.mask).sum(1), case["ref_logprob"][:, 0]), leaf)
+    return grade(compute((leaf * case.mask).sum(1), case["reference"]), leaf)
 
 
 def openrlhf_dpo(case: Case, **settings: object) -> Graded:
@@ -70,20 +68,20 @@ def openrlhf_dpo(case: Case, **settings: object) -> Graded:
 def agree_dpo_openrlhf(seed: int, smoothing: float) -> None:
     case = pair_case(seed)
     theirs = openrlhf_dpo(case, beta=0.3, label_smoothing=smoothing)
-    assert_same(ours(case, dpo_objective("sigmoid", 0.3, smoothing)), theirs)
+    assert_same(ours(case, DPOObjective("sigmoid", 0.3, smoothing)), theirs)
 
 
 @seeds
 def agree_ipo_openrlhf(seed: int) -> None:
     case = pair_case(seed)
-    assert_same(ours(case, dpo_objective("ipo", 0.3)), openrlhf_dpo(case, beta=0.3, ipo=True))
+    assert_same(ours(case, DPOObjective("ipo", 0.3)), openrlhf_dpo(case, beta=0.3, ipo=True))
 
 
 @seeds
 @pytest.mark.parametrize("loss", ["sigmoid", "hinge"])
 def agree_dpo_trl(seed: int, loss: str) -> None:
     case = pair_case(seed)
-    assert_same(ours(case, dpo_objective(loss, 0.3)), dpo_loss(case, 0.3, {loss: 1.0}))
+    assert_same(ours(case, DPOObjective(loss, 0.3)), dpo_loss(case, 0.3, {loss: 1.0}))
 
 
 @seeds
@@ -91,7 +89,7 @@ def differ_ipo_of_means(seed: int) -> None:
     """TRL divides each sequence's log-ratio by its length: the same only where nothing but the length is in it."""
     case = pair_case(seed)
     theirs = dpo_loss(case, 0.3, {"ipo": 1.0})
-    assert differ(ours(case, dpo_objective("ipo", 0.3)), theirs)
+    assert differ(ours(case, DPOObjective("ipo", 0.3)), theirs)
     length = case.mask.sum(1)
 
     def of_means(scores: Tensor, reference: Tensor) -> Tensor:
@@ -105,11 +103,11 @@ def differ_ipo_of_means(seed: int) -> None:
 def differ_likelihood_beside_dpo(seed: int) -> None:
     """TRL averages over all chosen tokens, we over each chosen sequence first."""
     case = pair_case(seed)
-    found = ours(case, dpo_objective("sigmoid", 0.3, nll_coef=0.5))
+    found = ours(case, DPOObjective("sigmoid", 0.3, nll_coef=0.5))
     assert differ(found, dpo_loss(case, 0.3, {"sigmoid": 1.0, "sft": 0.5}))
     same = replace(case, mask=torch.ones_like(case.mask))
     theirs = dpo_loss(same, 0.3, {"sigmoid": 1.0, "sft": 0.5})
-    assert_same(ours(same, dpo_objective("sigmoid", 0.3, nll_coef=0.5)), theirs)
+    assert_same(ours(same, DPOObjective("sigmoid", 0.3, nll_coef=0.5)), theirs)
 
 
 @seeds
@@ -121,14 +119,14 @@ def agree_kto(seed: int, sign: int) -> None:
     estimate = mismatched.mean().clamp(min=0.0)
     weights = {"beta": 0.3, "desirable": 1.2, "undesirable": 0.8}
     theirs = kto_loss(case, mismatched, beta=0.3, desirable_weight=1.2, undesirable_weight=0.8)
-    columns = {"kl": estimate.expand_as(case.mask), "class_share": torch.full_like(case.mask, 1 / PAIRS)}
-    assert_same(ours(case.with_columns(**columns), kto_objective(**weights)), theirs)
+    columns = {"kl": estimate.expand(2 * PAIRS), "class_share": torch.full((2 * PAIRS,), 1 / PAIRS)}
+    assert_same(ours(case.with_columns(**columns), KTOObjective(**weights)), theirs)
 
 
 @seeds
 def agree_reward_model(seed: int) -> None:
     case, margin = reward_case(seed)
-    found = ours(case, reward_objective(), values=True)
+    found = ours(case, RewardObjective(), values=True)
     assert_same(found, reward_loss(case, margin))
     assert_same(found, by_sequence(case, lambda r, _: openrlhf.PairWiseLoss()(r[0::2], r[1::2], margin)))
 
@@ -137,4 +135,4 @@ def agree_reward_model(seed: int) -> None:
 def agree_reward_model_logexp(seed: int) -> None:
     case, _ = reward_case(seed)
     theirs = by_sequence(case, lambda r, _: openrlhf.LogExpLoss()(r[0::2], r[1::2]))
-    assert_same(ours(case, reward_objective(margins=False), values=True), theirs)
+    assert_same(ours(case, RewardObjective(margins=False), values=True), theirs)

@@ -32,7 +32,7 @@ from verl_losses import AGGREGATIONS, actor_config, verl_loss
 
 from tunesmith.algorithms.corrections import correction_weights
 from tunesmith.algorithms.kl import AdaptiveKLController, kl_loss, kl_values
-from tunesmith.algorithms.objective import value_objective
+from tunesmith.algorithms.objective import ValueObjective
 from tunesmith.algorithms.shaping import overlong_penalty, stop_properly
 from tunesmith.models.head import Head, LogitScale, fused_logprobs
 
@@ -233,7 +233,7 @@ def agree_value_loss_verl(seed: int, aggregation: str) -> None:
     loss, _ = core_algos.compute_value_loss(
         leaf, case["returns"], case["old_values"], case.mask, 0.3, mode, loss_scale_factor=MAX_NEW_TOKENS
     )
-    assert_same(evaluate(case, case.samples(), value_objective(0.3), aggregation, values=True), grade(loss, leaf))
+    assert_same(evaluate(case, case.batch(), ValueObjective(0.3), aggregation, values=True), grade(loss, leaf))
 
 
 @seeds
@@ -243,7 +243,7 @@ def agree_value_loss_openrlhf(seed: int, clip: float | None, aggregation: str, t
     case = critic_case(seed)
     leaf = case.logprobs.clone().requires_grad_()
     loss = openrlhf.ValueLoss(clip, token_level)(leaf, case["old_values"], case["returns"], action_mask=case.mask)
-    assert_same(evaluate(case, case.samples(), value_objective(clip), aggregation, values=True), grade(loss, leaf))
+    assert_same(evaluate(case, case.batch(), ValueObjective(clip), aggregation, values=True), grade(loss, leaf))
 
 
 @seeds

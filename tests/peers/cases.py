@@ -17,6 +17,7 @@ from tunesmith.algorithms.columns import prepare_columns
 from tunesmith.algorithms.objective import Objective, policy_objective
 from tunesmith.algorithms.presets import resolve_algorithm
 from tunesmith.config.schema import AlgorithmSection
+from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Predictions
 from tunesmith.types import Sample
 
@@ -35,7 +36,10 @@ Graded = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Columns are ``[B, T]`` float64; ``mask`` is 1 on policy tokens, with gaps (a tool's answer) inside a row."""
+    """Columns are ``[B, T]`` float64, or ``[B]`` where they are of whole sequences.
+
+    ``mask`` is 1 on policy tokens, with gaps (a tool's answer) inside a row.
+    """
 
     mask: Tensor
     logprobs: Tensor
@@ -52,13 +56,16 @@ class Case:
     def with_columns(self, **columns: Tensor) -> Case:
         return replace(self, columns={**self.columns, **columns})
 
-    def samples(self) -> list[Sample]:
+    def batch(self) -> Batch:
         """One prompt token before each row: nothing predicts the first token of a sequence."""
-        columns = {name: [[0.0, *row] for row in values.tolist()] for name, values in self.columns.items()}
-        return [
-            Sample([1] * (1 + len(row)), [False, *row], {name: values[i] for name, values in columns.items()}, group)
-            for i, (row, group) in enumerate(zip(self.bools.tolist(), self.group, strict=True))
-        ]
+        rows = zip(self.bools.tolist(), self.group, strict=True)
+        batch = Batch.of([Sample([1] * (1 + len(row)), [False, *row], group) for row, group in rows])
+        for name, values in self.columns.items():
+            if values.ndim == 2:
+                batch.add(name, values[self.bools].numpy())
+            else:
+                batch.add_per_sample(name, values.numpy())
+        return batch
 
 
 def random_case(
@@ -100,14 +107,15 @@ def section(**keys: object) -> AlgorithmSection:
 
 def ours(case: Case, algorithm: AlgorithmSection, entropy: Tensor | None = None) -> Graded:
     """Our policy objective, columns and weights included, over two micro-batches."""
-    samples = prepare_columns(case.samples(), algorithm, seed=0)
+    batch = case.batch()
+    prepare_columns(batch, algorithm, seed=0)
     assert algorithm.aggregation is not None
-    return evaluate(case, samples, policy_objective(algorithm), algorithm.aggregation, entropy)
+    return evaluate(case, batch, policy_objective(algorithm), algorithm.aggregation, entropy)
 
 
 def evaluate(
     case: Case,
-    samples: Sequence[Sample],
+    batch: Batch,
     objective: Objective,
     aggregation: str,
     entropy: Tensor | None = None,
@@ -116,14 +124,14 @@ def evaluate(
 ) -> Graded:
     """An objective over two micro-batches; ``values`` passes the predictions as a critic's."""
     leaf = case.logprobs.clone().requires_grad_()
-    weighed = weigh(samples, aggregation, MAX_NEW_TOKENS)
-    total = leaf.new_zeros(())
-    for indices in (range(len(samples) // 2), range(len(samples) // 2, len(samples))):
+    weigh(batch, aggregation, MAX_NEW_TOKENS)
+    total, half = leaf.new_zeros(()), batch.num_samples // 2
+    for indices in (range(half), range(half, batch.num_samples)):
         rows, keep = list(indices), case.bools[indices.start : indices.stop]
         predicted = leaf[rows][keep]
         given = entropy[rows][keep] if entropy is not None else None
         predictions = Predictions(values=predicted) if values else Predictions(predicted, given)
-        total = total + objective(micro.forest_of(weighed, rows), predictions)[0]
+        total = total + objective(micro.micro_batch(batch, rows), predictions)[0]
     return grade(total, leaf)
 
 

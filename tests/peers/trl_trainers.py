@@ -104,11 +104,11 @@ def _tokens(mask: Tensor, token: int = 1) -> dict[str, Tensor]:
 
 
 def dpo_loss(case: Case, beta: float, losses: dict[str, float]) -> Graded:
-    """``DPOTrainer._compute_loss``; rows of the case are chosen, rejected, chosen, …; ``ref_logprob`` is by row."""
+    """``DPOTrainer._compute_loss``; rows of the case are chosen, rejected, chosen, …; ``reference`` is by row."""
     leaf = case.logprobs.clone().requires_grad_()
     order = [*range(0, len(leaf), 2), *range(1, len(leaf), 2)]
     trainer = _GivenDPO(beta=beta, loss_types=list(losses), loss_weights=list(losses.values()), label_smoothing=0.0)
-    reference = case["ref_logprob"][:, 0]
+    reference = case["reference"]
     inputs = _tokens(case.mask[order]) | {
         "ref_chosen_logps": reference[0::2],
         "ref_rejected_logps": reference[1::2],
@@ -126,7 +126,7 @@ def kto_loss(case: Case, kl: Tensor, **settings: float) -> Graded:
         | mismatched
         | {
             "label": case["side"][:, 0] > 0,
-            "ref_logps": case["ref_logprob"][:, 0],
+            "ref_logps": case["reference"],
             "ref_KL_logps": torch.zeros_like(kl),
         }
     )

@@ -17,14 +17,9 @@ loss tokens (verl and OpenRLHF count sequences the same way; TRL counts fully ma
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
-
 import numpy as np
-from numpy.typing import NDArray
 
-from tunesmith.types import Sample
+from tunesmith.data.batch import Batch, Floats, Ints
 
 WEIGHT = "weight"
 """Column of a token's weight in the loss."""
@@ -32,68 +27,40 @@ METRIC_WEIGHT = "metric_weight"
 """Column of a token's weight in a mean over the optimizer batch's tokens: what metrics are summed with."""
 
 
-def finite_mask(sample: Sample) -> NDArray[np.bool_]:
-    """The loss tokens of a sample whose every column is finite, ``[L]``."""
-    mask = np.array(sample.loss_mask, dtype=np.bool_)
-    for column in sample.columns.values():
-        mask &= np.isfinite(np.array(column, dtype=np.float64))
-    return mask
-
-
 def sequence_weights(
-    counts: Sequence[int],
-    aggregation: str,
-    max_new_tokens: int | None = None,
-    rollouts: Sequence[int] | None = None,
-) -> list[float]:
-    """Weight of each token of samples with ``counts`` loss tokens, one number per sample.
+    counts: Ints, aggregation: str, max_new_tokens: int | None = None, rollouts: Ints | None = None
+) -> Floats:
+    """Weight of each token of samples with ``counts [S]`` loss tokens, ``[S]``.
 
     Samples with the same number in ``rollouts`` are one sequence; left out, each is its own.
 
     Example:
-        >>> sequence_weights([1, 3], "seq_mean_token_mean")
-        [0.5, 0.16666666666666666]
-        >>> sequence_weights([2, 1, 1], "seq_mean_token_mean", rollouts=[0, 1, 1])
+        >>> sequence_weights(np.array([1, 3]), "seq_mean_token_mean").round(3).tolist()
+        [0.5, 0.167]
+        >>> sequence_weights(np.array([2, 1, 1]), "seq_mean_token_mean", rollouts=np.array([0, 1, 1])).tolist()
         [0.25, 0.25, 0.25]
     """
-    owners = range(len(counts)) if rollouts is None else rollouts
-    lengths: Counter[int] = Counter()
-    for owner, count in zip(owners, counts, strict=True):
-        lengths[owner] += count
-    tokens, sequences = sum(counts), sum(length > 0 for length in lengths.values())
+    owners = np.arange(len(counts)) if rollouts is None else rollouts
+    lengths = np.bincount(owners, counts)
+    sequences = float((lengths > 0).sum())
     match aggregation:
         case "token_mean":
-            divisors = [tokens for _ in counts]
+            divisors = np.full(len(counts), counts.sum())
         case "seq_mean_token_mean":
-            divisors = [sequences * lengths[owner] for owner in owners]
+            divisors = sequences * lengths[owners]
         case "seq_mean_token_sum":
-            divisors = [sequences for _ in counts]
+            divisors = np.full(len(counts), sequences)
         case "seq_mean_token_sum_norm":
             assert max_new_tokens is not None, "seq_mean_token_sum_norm divides by max_new_tokens"
-            divisors = [sequences * max_new_tokens for _ in counts]
+            divisors = np.full(len(counts), sequences * max_new_tokens)
         case _:
             raise AssertionError(f"no aggregation '{aggregation}'")
-    return [1.0 / d if c else 0.0 for c, d in zip(counts, divisors, strict=True)]
+    return (counts > 0) / np.maximum(divisors, 1.0)
 
 
-def token_weights(samples: Sequence[Sample], aggregation: str, max_new_tokens: int | None = None) -> list[list[float]]:
-    """Weight of every token of an optimizer batch, ``[L]`` per sample; 0 where there is no loss."""
-    masks = [finite_mask(s) for s in samples]
-    owners = rollouts_of(samples)
-    weights = sequence_weights([int(m.sum()) for m in masks], aggregation, max_new_tokens, owners)
-    return [(m * w).tolist() for m, w in zip(masks, weights, strict=True)]
-
-
-def rollouts_of(samples: Sequence[Sample]) -> list[int]:
-    """The rollout that each sample is of; a negative number of its own where there are no rollouts."""
-    return [s.rollout if s.rollout >= 0 else -1 - place for place, s in enumerate(samples)]
-
-
-def weigh(samples: Sequence[Sample], aggregation: str, max_new_tokens: int | None = None) -> list[Sample]:
-    """The samples of one optimizer batch with the columns ``weight`` and ``metric_weight``."""
-    weights = token_weights(samples, aggregation, max_new_tokens)
-    shares = token_weights(samples, "token_mean")
-    return [
-        replace(s, columns={**s.columns, WEIGHT: w, METRIC_WEIGHT: m})
-        for s, w, m in zip(samples, weights, shares, strict=True)
-    ]
+def weigh(batch: Batch, aggregation: str, max_new_tokens: int | None = None) -> None:
+    """Add the columns ``weight`` and ``metric_weight`` to an optimizer batch; both are 0 where a token is dropped."""
+    counts = np.bincount(batch.sample[batch.finite], minlength=batch.num_samples)
+    weights = sequence_weights(counts, aggregation, max_new_tokens, batch.owners)
+    batch.add(WEIGHT, weights[batch.sample] * batch.finite)
+    batch.add(METRIC_WEIGHT, batch.finite / max(1, int(counts.sum())))

@@ -1,7 +1,7 @@
-"""What a backend minimises, composed from a loss, a KL and an entropy bonus.
+"""What a trainer minimises: a policy loss with a KL and an entropy bonus, a value loss, the losses of given data.
 
-An objective is ``(forest, predictions) -> (scalar, metrics)``. The scalar is
-``sum(weight · (loss · correction + β·KL − c·H))`` over this forest's tokens with weights that are already
+An objective is ``(forest, predictions) -> (scalar, metrics)``, a frozen dataclass that travels to other processes. The
+scalar is ``sum(weight · (loss · correction + β·KL − c·H))`` over this forest's tokens with weights that are already
 divided by the optimizer batch's denominators, so forests add up. Metrics are summed with the column
 ``metric_weight`` and add up to means over the optimizer batch's tokens.
 
@@ -9,19 +9,19 @@ Columns read: ``weight`` and ``metric_weight`` always (``aggregation.weigh``); `
 ``ref_logprobs``, ``correction``, ``group_logprob``, ``selected`` by the policy objective; ``returns`` and
 ``old_values`` by the value objective.
 
-A token whose inputs are not finite has weight 0 (``finite_mask``). It is set to zero before anything is
+A token whose inputs are not finite has weight 0 (``Batch.finite``). It is set to zero before anything is
 computed, so that nothing of it reaches a gradient. A token whose new log-probability turns out not to be
 finite is set to zero as well; it stays in the denominator, because weights are fixed before the forward pass.
-A forest without predictions, such as a rank is given that has run out of samples, gives 0 and no metrics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tunesmith.algorithms.kl import kl_loss
-from tunesmith.algorithms.losses import POLICY_LOSSES, LossParams, PolicyBatch, TokenLoss, value_loss
+from tunesmith.algorithms.losses import POLICY_LOSSES, LossFunction, LossParams, PolicyBatch, TokenLoss, value_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,21 +31,6 @@ if TYPE_CHECKING:
 
 TensorMetrics = dict[str, "Tensor"]
 Objective = Callable[["Forest", "Predictions"], "tuple[Tensor, TensorMetrics]"]
-Computation = Callable[["Forest", "Tensor", "Predictions"], "tuple[Tensor, TensorMetrics]"]
-
-
-def reads(kind: Literal["logprobs", "values"]) -> Callable[[Computation], Objective]:
-    """Make an objective of one kind of predictions; it gives 0 and no metrics for a forest without any."""
-
-    def wrap(compute: Computation) -> Objective:
-        def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
-            predicted = getattr(predictions, kind)
-            assert predicted is not None, f"the objective reads {kind}, and the model gives none"
-            return compute(forest, predicted, predictions) if predicted.numel() else (predicted.sum(), {})
-
-        return objective
-
-    return wrap
 
 
 class _Tokens:
@@ -90,18 +75,22 @@ def needs_reference(section: AlgorithmSection) -> bool:
     return bool(section.kl_coef)
 
 
-def policy_objective(section: AlgorithmSection, *, kl_coef: float | None = None) -> Objective:
-    """The objective of a resolved section. ``kl_coef`` replaces the section's (an adaptive controller's)."""
-    assert section.loss is not None, "the section is not resolved"
-    loss = POLICY_LOSSES[section.loss]
-    names = loss.settings.keys() & LossParams.__dataclass_fields__.keys()
-    params = LossParams(**{name: getattr(section, name) for name in names})
-    coef = (section.kl_coef or 0.0) if kl_coef is None else kl_coef
-    beta = coef if section.kl_in == "loss" else 0.0
-    bonus = section.entropy_coef or 0.0
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """A policy loss, and what is added to it.
 
-    @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
+    ``kl_coef`` and ``kl_estimator`` are those of a KL in the loss.
+    """
+
+    loss: LossFunction
+    params: LossParams
+    kl_coef: float = 0.0
+    kl_estimator: str | None = None
+    entropy_coef: float = 0.0
+
+    def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
+        logprobs = predictions.logprobs
+        assert logprobs is not None, "a policy objective reads logprobs"
         tokens = _Tokens(forest, logprobs)
         weight = tokens.column("weight")
         correction, reference = (tokens.find(name) for name in ("correction", "ref_logprobs"))
@@ -115,27 +104,40 @@ def policy_objective(section: AlgorithmSection, *, kl_coef: float | None = None)
             selected=tokens.find("selected"),
             group_logprob=tokens.find("group_logprob"),
         )
-        token = loss.fn(batch, params)
+        token = self.loss(batch, self.params)
         total = token.loss if correction is None else token.loss * correction
         metrics = _policy_metrics(batch, token, tokens) | {"policy_loss": (weight * total.detach()).sum()}
         if reference is not None:
             metrics["ref_kl"] = tokens.mean(kl_loss(batch.logprobs.detach(), reference, "k3"))
-        if beta:
-            assert reference is not None, "a KL in the loss needs ref_logprobs"
-            assert section.kl_estimator is not None, "the section is not resolved"
-            total = total + beta * kl_loss(batch.logprobs, reference, section.kl_estimator)
+        if self.kl_coef:
+            assert reference is not None and self.kl_estimator, "a KL in the loss needs ref_logprobs and an estimator"
+            total = total + self.kl_coef * kl_loss(batch.logprobs, reference, self.kl_estimator)
         # Without the distribution at hand, −logπ of the policy's own tokens: its mean over samples is the entropy.
         metrics["entropy"] = tokens.mean(-batch.logprobs)
         if (entropy := predictions.entropy) is not None:
             entropy = entropy.masked_fill(tokens.drop | ~entropy.detach().isfinite(), 0.0)
             metrics["entropy"] = tokens.mean(entropy)
-        if bonus:
+        if self.entropy_coef:
             assert entropy is not None, "an entropy bonus needs the entropy"
-            total = total - bonus * entropy
+            total = total - self.entropy_coef * entropy
         metrics["nonfinite_tokens"] = tokens.nonfinite
         return (weight * total).sum(), metrics
 
-    return objective
+
+def policy_objective(section: AlgorithmSection, *, kl_coef: float | None = None) -> PolicyObjective:
+    """The objective of a resolved section. ``kl_coef`` replaces the section's (an adaptive controller's)."""
+    assert section.loss is not None, "the section is not resolved"
+    loss = POLICY_LOSSES[section.loss]
+    names = loss.settings.keys() & LossParams.__dataclass_fields__.keys()
+    params = LossParams(**{name: getattr(section, name) for name in names})
+    coef = (section.kl_coef or 0.0) if kl_coef is None else kl_coef
+    return PolicyObjective(
+        loss.fn,
+        params,
+        coef if section.kl_in == "loss" else 0.0,
+        section.kl_estimator,
+        section.entropy_coef or 0.0,
+    )
 
 
 def _policy_metrics(batch: PolicyBatch, token: TokenLoss, tokens: _Tokens) -> TensorMetrics:
@@ -150,19 +152,20 @@ def _policy_metrics(batch: PolicyBatch, token: TokenLoss, tokens: _Tokens) -> Te
     }
 
 
-def sft_objective() -> Objective:
+@dataclass(frozen=True, slots=True)
+class SFTObjective:
     """``sum(weight · −logπ)``: with ``token_mean`` weights, the mean over the batch's loss tokens."""
 
-    @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
+    def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
+        logprobs = predictions.logprobs
+        assert logprobs is not None, "supervised training reads logprobs"
         tokens = _Tokens(forest, logprobs)
         nll = -tokens.kept(logprobs)
         return (tokens.column("weight") * nll).sum(), {"nll": tokens.mean(nll), "nonfinite_tokens": tokens.nonfinite}
 
-    return objective
 
-
-def distillation_objective(alpha: float) -> Objective:
+@dataclass(frozen=True, slots=True)
+class DistillationObjective:
     """``Σ weight · ((1 − α)·(−logπ) + α·KL(teacher ‖ student))``, Hinton et al., arXiv:1503.02531.
 
     With ``token_mean`` weights it is the mean over the batch's loss tokens. The cross-entropy with the teacher, which
@@ -170,39 +173,29 @@ def distillation_objective(alpha: float) -> Objective:
     samples is a policy gradient: preset ``distill``.
     """
 
-    @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
-        divergence = predictions.divergence
-        assert divergence is not None, "distillation needs a teacher"
+    alpha: float
+
+    def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
+        logprobs, divergence = predictions.logprobs, predictions.divergence
+        assert logprobs is not None and divergence is not None, "distillation needs a teacher"
         tokens = _Tokens(forest, logprobs, divergence)
         nll, kl = -tokens.kept(logprobs), tokens.kept(divergence)
         metrics = {"nll": tokens.mean(nll), "teacher_kl": tokens.mean(kl), "nonfinite_tokens": tokens.nonfinite}
-        return (tokens.column("weight") * ((1.0 - alpha) * nll + alpha * kl)).sum(), metrics
-
-    return objective
+        return (tokens.column("weight") * ((1.0 - self.alpha) * nll + self.alpha * kl)).sum(), metrics
 
 
-def actor_critic_objective(policy: Objective, clip: float | None, coef: float) -> Objective:
-    """A policy's objective and ``coef`` times the value loss, a mean over tokens: both in one backward pass."""
-    value = value_objective(clip, "metric_weight")
-
-    def objective(forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
-        loss, metrics = policy(forest, predictions)
-        value_loss, more = value(forest, predictions)
-        more.pop("nonfinite_tokens", None)
-        return loss + coef * value_loss, metrics | more
-
-    return objective
-
-
-def value_objective(clip: float | None, weight_column: str = "weight") -> Objective:
+@dataclass(frozen=True, slots=True)
+class ValueObjective:
     """The critic's objective, on the predictions' ``values``."""
 
-    @reads("values")
-    def objective(forest: Forest, values: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
-        tokens = _Tokens(forest, values)
-        values, returns = tokens.kept(values), tokens.column("returns")
-        token = value_loss(values, returns, tokens.column("old_values"), clip)
+    clip: float | None
+    weight_column: str = "weight"
+
+    def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
+        assert predictions.values is not None, "a value objective reads values"
+        tokens = _Tokens(forest, predictions.values)
+        values, returns = tokens.kept(predictions.values), tokens.column("returns")
+        token = value_loss(values, returns, tokens.column("old_values"), self.clip)
         metrics = {
             "value": tokens.mean(values),
             "value_loss": tokens.mean(token.loss),
@@ -210,6 +203,18 @@ def value_objective(clip: float | None, weight_column: str = "weight") -> Object
             **tokens.clipped(token, "value_"),
             "nonfinite_tokens": tokens.nonfinite,
         }
-        return (tokens.column(weight_column) * token.loss).sum(), metrics
+        return (tokens.column(self.weight_column) * token.loss).sum(), metrics
 
-    return objective
+
+@dataclass(frozen=True, slots=True)
+class ActorCriticObjective:
+    """A policy's objective and ``coef`` times the value loss, a mean over tokens: both in one backward pass."""
+
+    policy: Objective
+    clip: float | None
+    coef: float
+
+    def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
+        loss, metrics = self.policy(forest, predictions)
+        value_loss, more = ValueObjective(self.clip, "metric_weight")(forest, predictions)
+        return loss + self.coef * value_loss, more | metrics

@@ -2,12 +2,12 @@
 
 An objective here reduces a micro-batch's predictions to one number per sequence, and those of a pair to one
 number per pair. A sequence weighs ``1 / B`` (``seq_mean_token_sum``), so what belongs together weighs what its
-members weigh together: a mean over the optimizer batch's pairs, sequences or steps, however it is cut. Pairs
-have to lie in one micro-batch.
+members weigh together: a mean over the optimizer batch's pairs, sequences or steps, however it is cut. A pair is a
+group of two and has to lie in one micro-batch.
 
-Columns read, the same at every token of a sequence: ``pair`` (a number) and ``side`` (+1 or −1) wherever two are
-compared; ``margin`` (reward models); ``ref_logprob``, the reference's ``Σ logπ`` (DPO, KTO); ``kl`` and
-``class_share`` (KTO); ``label`` (process reward models).
+Columns read, all per sample: ``side`` (+1 or −1) wherever two are compared; ``margin`` (reward models);
+``reference``, the reference's ``Σ logπ`` (DPO, KTO); ``kl`` and ``class_share`` (KTO); ``label`` (process reward
+models).
 
 What is not finite is dropped: by its columns from numerator and denominator, by the model's prediction from the
 numerator; one member takes its pair with it.
@@ -18,11 +18,15 @@ so ``−log σ(x) = softplus(−x)``; ``Δ = logπ(y) − logπ_ref(y)``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tunesmith.algorithms.aggregation import WEIGHT
-from tunesmith.algorithms.objective import Objective, TensorMetrics, reads
+from tunesmith.algorithms.objective import TensorMetrics
+from tunesmith.data.batch import Batch, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +35,30 @@ if TYPE_CHECKING:
 
 AGGREGATION = "seq_mean_token_sum"
 """How the learner has to weigh the samples of these objectives."""
+REFERENCE = "reference"
+"""Column of the reference's log-probability of a whole sequence."""
 ROUNDING = 1e-6
 """Of log-probabilities in float32, relative to them: no larger a difference is one."""
+
+
+def add_reference(batch: Batch, reference: Floats) -> None:
+    """Add the column ``reference [S]`` to a batch of pairs; one value that is not finite takes the pair with it."""
+    lost = np.unique(batch.group[~np.isfinite(reference)])
+    batch.add_per_sample(REFERENCE, np.where(np.isin(batch.group, lost), math.nan, reference))
+
+
+def add_kto_columns(batch: Batch, gaps: Floats) -> None:
+    """Add what ``KTOObjective`` compares with: the batch's ``kl``, and each sequence's share of its side.
+
+    ``KL = max(0, mean of logπ − logπ_ref over the mismatched pairs)``, of the whole batch, without gradient.
+
+    Args:
+        gaps: ``logπ − logπ_ref`` of mismatched prompts and answers; those that are not finite are left out.
+    """
+    finite = gaps[np.isfinite(gaps)]
+    batch.add_per_sample("kl", np.full(batch.num_samples, max(0.0, float(finite.mean())) if finite.size else 0.0))
+    _, place, counts = np.unique(batch.per_sample["side"], return_inverse=True, return_counts=True)
+    batch.add_per_sample("class_share", 1.0 / counts[place])
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -84,8 +110,9 @@ class Sequences:
     keep: Tensor  # [S] bool
 
     @classmethod
-    def of(cls, forest: Forest, predicted: Tensor) -> Sequences:
+    def of(cls, forest: Forest, predicted: Tensor | None) -> Sequences:
         """``predicted [N]``: log-probabilities, or values."""
+        assert predicted is not None, "the model gives other predictions than the objective reads"
         zeros = predicted.new_zeros(forest.num_samples)
         usable = predicted.detach().isfinite() & (forest.columns[WEIGHT] != 0)
         lost = zeros.index_add(0, forest.sample, (~usable).to(zeros.dtype))
@@ -97,8 +124,7 @@ class Sequences:
 
     def column(self, name: str) -> Tensor:
         """``[S]``."""
-        column = self.forest.columns[name].to(self.weight.dtype)
-        return self.weight.new_zeros(self.keep.shape).scatter(0, self.forest.sample, column).masked_fill(~self.keep, 0)
+        return self.forest.per_sample[name].to(self.weight.dtype).masked_fill(~self.keep, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +138,12 @@ class Pairs:
 
     @classmethod
     def of(cls, sequences: Sequences) -> Pairs:
-        forest, zeros = sequences.forest, sequences.weight.new_zeros(sequences.keep.shape)
         # Not by ``column``, which hides what belongs to a sequence that was dropped.
-        number, side = (zeros.scatter(0, forest.sample, forest.columns[n].to(zeros.dtype)) for n in ("pair", "side"))
-        numbers, place = number.unique(return_inverse=True)
-        none = zeros.new_zeros(numbers.shape)
+        side = sequences.forest.per_sample["side"].to(sequences.weight.dtype)
+        numbers, place = sequences.forest.group.unique(return_inverse=True)
+        none = side.new_zeros(numbers.shape)
         assert not none.index_add(0, place, side).any(), "a pair was cut: the learner has to keep groups"
-        keep = none.index_add(0, place, (~sequences.keep).to(zeros.dtype)) == 0
+        keep = none.index_add(0, place, (~sequences.keep).to(side.dtype)) == 0
         weight = none.index_add(0, place, sequences.weight).masked_fill(~keep, 0.0)
         return cls(place, side, weight, keep)
 
@@ -135,14 +160,16 @@ class Pairs:
         return values.new_zeros(self.keep.shape).index_add(0, self.place, values).masked_fill(~self.keep, 0.0)
 
 
-def reward_objective(*, margins: bool = True) -> Objective:
+@dataclass(frozen=True, slots=True)
+class RewardObjective:
     """The reward model's, on ``values``. Without ``margins`` it is ``log(1 + e^(r_r − r_c))``."""
 
-    @reads("values")
-    def objective(forest: Forest, values: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
-        sequences = Sequences.of(forest, values)
+    margins: bool = True
+
+    def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
+        sequences = Sequences.of(forest, predictions.values)
         pairs = Pairs.of(sequences)
-        margin = pairs.first(sequences.column("margin")) if margins else 0.0
+        margin = pairs.first(sequences.column("margin")) if self.margins else 0.0
         loss = reward_loss(pairs.difference(sequences.score), margin)
         rewards = sequences.score.detach()
         metrics = _pair_metrics(pairs, rewards, rewards)
@@ -150,48 +177,53 @@ def reward_objective(*, margins: bool = True) -> Objective:
             metrics[name] = (pairs.weight * pairs.both(values) / 2.0).sum()
         return (pairs.weight * loss).sum(), metrics
 
-    return objective
 
-
-def dpo_objective(loss: str, beta: float, smoothing: float = 0.0, nll_coef: float = 0.0) -> Objective:
+@dataclass(frozen=True, slots=True)
+class DPOObjective:
     """DPO's, on ``logprobs``: a loss of ``h = β(Δ_c − Δ_r)``, plus ``λ · (−logπ(y_c)) / |y_c|`` (arXiv:2404.19733)."""
 
-    @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
-        sequences = Sequences.of(forest, logprobs)
+    loss: str
+    beta: float
+    smoothing: float = 0.0
+    nll_coef: float = 0.0
+
+    def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
+        beta, sequences = self.beta, Sequences.of(forest, predictions.logprobs)
         pairs = Pairs.of(sequences)
-        delta = sequences.score - sequences.column("ref_logprob")
+        delta = sequences.score - sequences.column(REFERENCE)
         difference = pairs.difference(delta)
-        match loss:
+        match self.loss:
             case "sigmoid":
-                each = sigmoid_loss(beta * difference, smoothing)
+                each = sigmoid_loss(beta * difference, self.smoothing)
             case "ipo":
                 each = ipo_loss(difference, beta)
             case "hinge":
                 each = hinge_loss(beta * difference)
             case _:
-                raise AssertionError(f"no loss '{loss}'")
+                raise AssertionError(f"no loss '{self.loss}'")
         metrics = _pair_metrics(pairs, beta * delta.detach(), beta * sequences.score.detach())
-        if nll_coef:
+        if self.nll_coef:
             nll = -pairs.first(sequences.score / sequences.length.clamp(min=1.0))
-            each = each + nll_coef * nll
+            each = each + self.nll_coef * nll
             metrics["nll"] = (pairs.weight * nll.detach()).sum()
         return (pairs.weight * each).sum(), metrics
 
-    return objective
 
-
-def kto_objective(beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> Objective:
+@dataclass(frozen=True, slots=True)
+class KTOObjective:
     """KTO's, on ``logprobs``. ``class_share`` is one over the number of the batch's sequences of a sequence's side."""
 
-    @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
-        sequences = Sequences.of(forest, logprobs)
+    beta: float
+    desirable: float = 1.0
+    undesirable: float = 1.0
+
+    def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
+        sequences = Sequences.of(forest, predictions.logprobs)
         side, kl, share = (sequences.column(name) for name in ("side", "kl", "class_share"))
-        delta = sequences.score - sequences.column("ref_logprob")
-        each = kto_loss(delta, kl, side, beta=beta, desirable=desirable, undesirable=undesirable)
+        delta = sequences.score - sequences.column(REFERENCE)
+        each = kto_loss(delta, kl, side, beta=self.beta, desirable=self.desirable, undesirable=self.undesirable)
         gain = side * (delta - kl).detach()
-        reward = beta * delta.detach()
+        reward = self.beta * delta.detach()
         metrics = {
             "accuracy": (sequences.weight * _right(gain, sequences.score.detach().abs())).sum(),
             "kl": (sequences.weight * kl).sum(),
@@ -202,25 +234,21 @@ def kto_objective(beta: float, desirable: float = 1.0, undesirable: float = 1.0)
                 metrics[name] = (share * reward * (side == sign)).sum()
         return (sequences.weight * each).sum(), metrics
 
-    return objective
 
-
-def step_objective() -> Objective:
+@dataclass(frozen=True, slots=True)
+class StepObjective:
     """The process reward model's, on the ``logprobs`` of the two label tokens after each step.
 
     Their difference is the logit of "good" in a softmax over the two, whatever the rest of the vocabulary gets.
     """
 
-    @reads("logprobs")
-    def objective(forest: Forest, logprobs: Tensor, _: Predictions) -> tuple[Tensor, TensorMetrics]:
-        sequences = Sequences.of(forest, logprobs)
+    def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
+        sequences = Sequences.of(forest, predictions.logprobs)
         pairs = Pairs.of(sequences)
         logit, label = pairs.difference(sequences.score), pairs.first(sequences.column("label"))
         right = _right(logit.detach() * (label - 0.5).sign())
         metrics = {"accuracy": (pairs.weight * right).sum(), "nonfinite_steps": (~pairs.keep).sum()}
         return (pairs.weight * step_loss(logit, label)).sum(), metrics
-
-    return objective
 
 
 def _pair_metrics(pairs: Pairs, rewards: Tensor, terms: Tensor) -> TensorMetrics:

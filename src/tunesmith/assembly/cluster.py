@@ -26,9 +26,11 @@ from tunesmith.plan.cost import PeakRates
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tunesmith.backends.base import Quantity
     from tunesmith.backends.ranked import RankedBackend
     from tunesmith.backends.torch import TorchBackend
-    from tunesmith.data.forest import Forest, Predictions
+    from tunesmith.data.batch import Floats
+    from tunesmith.data.forest import Forest, Packing, Predictions
     from tunesmith.distributed.far import Far
     from tunesmith.distributed.ray_cluster import RayCluster
     from tunesmith.engines.base import RolloutEngine
@@ -78,10 +80,10 @@ class ReferenceActor:
     model: CausalLM
     predict: Callable[[CausalLM, Forest], Predictions]
 
-    def score(self, forest: Forest) -> Predictions:
-        from tunesmith.backends.torch import scored
+    def score(self, packing: Packing, of: Quantity) -> Floats:
+        from tunesmith.backends.torch import score
 
-        return scored(self.model, self.predict, forest)
+        return score(self.model, self.predict, packing, of)
 
     def take(self, weights: dict[str, Tensor]) -> None:
         self.model.module.load_state_dict(weights)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tunesmith.backends.base import LossFn, TrainBackend
+    from tunesmith.backends.base import TrainBackend
     from tunesmith.backends.torch import TorchBackend
     from tunesmith.data.forest import Forest, Predictions
     from tunesmith.loop.learner import Learner
@@ -130,11 +130,12 @@ def make_learner(
     config: RunConfig,
     session: Session,
     backend: TrainBackend,
-    objective: LossFn,
     aggregation: str,
     optimizer_steps: int,
     max_new_tokens: int | None = None,
     limits: PeakRates | None = None,
+    *,
+    keep_groups: bool = False,
 ) -> Learner:
     """Args: limits: of the backend's device; None measures this machine's."""
     from tunesmith.backends.optimizer import learning_rate
@@ -143,7 +144,6 @@ def make_learner(
     train, system = config.train, config.system
     return Learner(
         backend=backend,
-        objective=objective,
         aggregation=aggregation,
         max_new_tokens=max_new_tokens,
         learning_rate=partial(
@@ -155,8 +155,9 @@ def make_learner(
             min_ratio=train.min_lr_ratio,
         ),
         max_tokens=system.max_tokens_per_microbatch,
-        cost=backend.cost,
         share_prompts=system.share_prompts,
+        keep_groups=keep_groups,
+        group_size=config.rollout.group_size if isinstance(config, RLConfig) else 1,
         flops_per_second=(limits or limits_of(config)).flops_per_second,
         report=session.note,
     )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tunesmith.algorithms.objective import value_objective
 from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.assembly.common import limits_of, load_model, load_tokenizer, make_backend, make_learner
 from tunesmith.backends.base import TrainBackend
@@ -64,7 +63,7 @@ def make_critic(
     own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": _new_adapter(config.lora)})
     backend, limits = remote(own) if remote else (critic_backend(own, tokenizer), limits_of(own))
     steps = critic_steps(config, config.train.steps)
-    learner = make_learner(own, session, backend, value_objective(clip), "token_mean", steps, limits=limits)
+    learner = make_learner(own, session, backend, "token_mean", steps, limits=limits)
     return Critic(learner, section.passes_per_batch, clip)
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tunesmith.algorithms.kl import AdaptiveKLController
-from tunesmith.algorithms.objective import policy_objective
 from tunesmith.assembly.cluster import remote_critic, remote_engines, remote_reward_model, remote_trainer
 from tunesmith.assembly.common import load_model, make_learner
 from tunesmith.assembly.critic import make_critic
@@ -104,7 +103,6 @@ def _learner_and_engine(
         config,
         session,
         backend,
-        policy_objective(algorithm),
         algorithm.aggregation,
         optimizer_steps(config, config.train.steps),
         config.rollout.max_new_tokens,

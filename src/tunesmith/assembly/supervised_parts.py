@@ -8,27 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tunesmith.algorithms.objective import distillation_objective, sft_objective
-from tunesmith.algorithms.preference import (
-    AGGREGATION,
-    dpo_objective,
-    kto_objective,
-    reward_objective,
-    step_objective,
-)
+from tunesmith.algorithms.objective import DistillationObjective, Objective, SFTObjective
+from tunesmith.algorithms.preference import AGGREGATION, DPOObjective, KTOObjective, RewardObjective, StepObjective
 from tunesmith.assembly.common import load_model, make_backend, make_learner
 from tunesmith.assembly.opening import ReadyRun
 from tunesmith.assembly.teacher import compare_with, load_teacher
 from tunesmith.assembly.training_data import label_tokens
-from tunesmith.backends.base import LossFn
+from tunesmith.backends.base import Metrics
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.distillation import OfflineDistillConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import RunConfig, SFTConfig
+from tunesmith.data.batch import Batch
 from tunesmith.data.preference import Comparison, Solution
 from tunesmith.data.prepare import Prepared
 from tunesmith.loop import preference
-from tunesmith.loop.learner import Learner, Metrics
+from tunesmith.loop.learner import Learner
 from tunesmith.loop.session import Session
 from tunesmith.loop.supervised import SupervisedParts, held_out
 from tunesmith.models.causal_lm import CausalLM
@@ -48,7 +43,8 @@ def make_parts(run: ReadyRun[Any, Any], session: Session) -> SupervisedParts[Any
 def _parts(
     run: ReadyRun[Any, T],
     learner: Learner,
-    prepare: Callable[[Sequence[T]], list[Sample]],
+    objective: Objective,
+    prepare: Callable[[Sequence[T]], Batch],
     evaluate: Callable[[], Metrics] | None,
     *,
     train: Prepared[T] | None = None,
@@ -61,6 +57,7 @@ def _parts(
     return SupervisedParts(
         items=(train or run.train).loader(config.train.batch_size, shuffle=config.data.shuffle, seed=config.data.seed),
         learner=learner,
+        objective=objective,
         prepare=prepare,
         evaluate=evaluate,
         evaluation=config.eval,
@@ -71,23 +68,30 @@ def _parts(
 
 
 def _learner(
-    config: RunConfig, session: Session, backend: TorchBackend[Any], objective: LossFn, aggregation: str = AGGREGATION
+    config: RunConfig,
+    session: Session,
+    backend: TorchBackend[Any],
+    aggregation: str = AGGREGATION,
+    *,
+    keep_groups: bool = False,
 ) -> Learner:
-    return make_learner(config, session, backend, objective, aggregation, config.train.steps)
+    return make_learner(config, session, backend, aggregation, config.train.steps, keep_groups=keep_groups)
 
 
 def _sft(run: ReadyRun[SFTConfig, Sample], session: Session) -> SupervisedParts[Sample]:
-    learner = _learner(run.config, session, _language_model(run), sft_objective(), "token_mean")
-    return _parts(run, learner, list, partial(held_out, learner, run.eval_items) if run.eval_items else None)
+    learner, objective = _learner(run.config, session, _language_model(run), "token_mean"), SFTObjective()
+    evaluate = partial(held_out, learner, objective, run.eval_items) if run.eval_items else None
+    return _parts(run, learner, objective, Batch.of, evaluate)
 
 
 def _distill(run: ReadyRun[OfflineDistillConfig, Sample], session: Session) -> SupervisedParts[Sample]:
     config = run.config
     predict = compare_with(load_teacher(config, run.tokenizer), config)
     backend = make_backend(config, load_model(CausalLM, config, run.tokenizer), predict)
-    learner = _learner(config, session, backend, distillation_objective(config.distill.alpha), "token_mean")
+    learner, objective = _learner(config, session, backend, "token_mean"), DistillationObjective(config.distill.alpha)
     names = ("loss", "nll", "teacher_kl")
-    return _parts(run, learner, list, partial(held_out, learner, run.eval_items, names) if run.eval_items else None)
+    evaluate = partial(held_out, learner, objective, run.eval_items, names) if run.eval_items else None
+    return _parts(run, learner, objective, Batch.of, evaluate)
 
 
 def _rm(run: ReadyRun[RMConfig, Comparison], session: Session) -> SupervisedParts[Comparison]:
@@ -95,17 +99,17 @@ def _rm(run: ReadyRun[RMConfig, Comparison], session: Session) -> SupervisedPart
     model = load_model(ScoreModel, config, run.tokenizer)
     _set_padding_apart(model, run.train.items)
     backend = make_backend(config, model, ScoreModel.predict)
-    learner = _learner(config, session, backend, reward_objective(margins=config.rm.loss == "sigmoid"))
-    learner.keep_groups = True
-    prepare, summarise = preference.pair_samples, preference.with_reward_std
+    learner = _learner(config, session, backend, keep_groups=True)
+    objective = RewardObjective(margins=config.rm.loss == "sigmoid")
+    prepare, summarise = preference.pair_batch, preference.with_reward_std
     evaluate = describe = None
     if held_out is not None:
-        measure = partial(preference.evaluate, learner, prepare, held_out, summarise)
+        measure = partial(preference.evaluate, learner, objective, prepare, held_out, summarise)
         evaluate = preference.Latest(measure, backend)
         # Of the weights that are saved as the model, and not of their average.
         stats = measure if config.eval.use_ema else evaluate
         describe = partial(preference.write_reward_stats, stats, STATS_FILE)
-    return _parts(run, learner, prepare, evaluate, summarise=summarise, describe=describe)
+    return _parts(run, learner, objective, prepare, evaluate, summarise=summarise, describe=describe)
 
 
 def _set_padding_apart(model: ScoreModel, items: Sequence[Comparison]) -> None:
@@ -122,38 +126,36 @@ def _set_padding_apart(model: ScoreModel, items: Sequence[Comparison]) -> None:
 
 def _dpo(run: ReadyRun[DPOConfig, Comparison], session: Session) -> SupervisedParts[Comparison]:
     section = run.config.dpo
-    objective = dpo_objective(section.loss, section.beta, section.label_smoothing, section.nll_coef)
-    learner = _learner(run.config, session, _language_model(run), objective)
-    learner.keep_groups = True
-    return _reference_parts(
-        run, session, learner, partial(preference.reference_pairs, learner), beforehand=section.precompute_reference
-    )
+    objective = DPOObjective(section.loss, section.beta, section.label_smoothing, section.nll_coef)
+    learner = _learner(run.config, session, _language_model(run), keep_groups=True)
+    prepare = partial(preference.reference_pairs, learner)
+    return _reference_parts(run, session, learner, objective, prepare, beforehand=section.precompute_reference)
 
 
 def _kto(run: ReadyRun[KTOConfig, Comparison], session: Session) -> SupervisedParts[Comparison]:
     section = run.config.kto
-    objective = kto_objective(section.beta, section.desirable_weight, section.undesirable_weight)
-    learner = _learner(run.config, session, _language_model(run), objective)
-    prepare = partial(preference.judged_samples, learner)
+    objective = KTOObjective(section.beta, section.desirable_weight, section.undesirable_weight)
+    learner = _learner(run.config, session, _language_model(run))
+    prepare, summarise = partial(preference.judged_answers, learner), preference.with_margin
     return _reference_parts(
-        run, session, learner, prepare, preference.with_margin, beforehand=section.precompute_reference
+        run, session, learner, objective, prepare, summarise, beforehand=section.precompute_reference
     )
 
 
 def _prm(run: ReadyRun[PRMConfig, Solution], session: Session) -> SupervisedParts[Solution]:
     good, bad = label_tokens(run.config, run.tokenizer)
-    learner = _learner(run.config, session, _language_model(run), step_objective())
-    learner.keep_groups = True
-    prepare = partial(preference.step_samples, good=good, bad=bad)
-    evaluate = partial(preference.evaluate, learner, prepare, run.eval_items) if run.eval_items else None
-    return _parts(run, learner, prepare, evaluate)
+    learner, objective = _learner(run.config, session, _language_model(run), keep_groups=True), StepObjective()
+    prepare = partial(preference.step_pairs, good=good, bad=bad)
+    evaluate = partial(preference.evaluate, learner, objective, prepare, run.eval_items) if run.eval_items else None
+    return _parts(run, learner, objective, prepare, evaluate)
 
 
 def _reference_parts(
     run: ReadyRun[Any, Comparison],
     session: Session,
     learner: Learner,
-    prepare: Callable[[Sequence[Comparison]], list[Sample]],
+    objective: Objective,
+    prepare: Callable[[Sequence[Comparison]], Batch],
     summarise: Callable[[Metrics], Metrics] = dict,
     *,
     beforehand: bool,
@@ -167,8 +169,8 @@ def _reference_parts(
         if held_out is not None:
             held_out = references.attach("eval", held_out)
         save_beside = references.save
-    measure = partial(preference.evaluate, learner, prepare, held_out, summarise) if held_out else None
-    return _parts(run, learner, prepare, measure, train=train, summarise=summarise, save_beside=save_beside)
+    measure = partial(preference.evaluate, learner, objective, prepare, held_out, summarise) if held_out else None
+    return _parts(run, learner, objective, prepare, measure, train=train, summarise=summarise, save_beside=save_beside)
 
 
 def _language_model(run: ReadyRun[Any, Any]) -> TorchBackend[CausalLM]:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tunesmith.algorithms.objective import distillation_objective
+from tunesmith.algorithms.objective import DistillationObjective, Objective
 from tunesmith.assembly.common import load_frozen, load_tokenizer
-from tunesmith.backends.base import LossFn
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.models.causal_lm import CausalLM
@@ -42,6 +41,6 @@ def compare_with(
     )
 
 
-def objective_with_teacher(config: Any) -> LossFn | None:
+def objective_with_teacher(config: Any) -> Objective | None:
     """What is minimised in place of a policy loss, where a run has such a thing."""
-    return distillation_objective(1.0) if isinstance(config, SampledDistillConfig) else None
+    return DistillationObjective(1.0) if isinstance(config, SampledDistillConfig) else None

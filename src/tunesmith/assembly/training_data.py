@@ -10,10 +10,11 @@ from tunesmith.config.distillation import OfflineDistillConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import DataSection, RunConfig, SFTConfig
 from tunesmith.config.section import known
-from tunesmith.data.packing import num_forest_tokens
+from tunesmith.data.batch import Batch
 from tunesmith.data.preference import Comparison, Solution, load_judged, load_pairs, load_steps
 from tunesmith.data.prepare import Prepared, Sources, load_samples
 from tunesmith.data.tokens import Tokenizer, encode
+from tunesmith.data.trie import num_forest_tokens
 from tunesmith.errors import ConfigError
 from tunesmith.types import Sample
 
@@ -69,7 +70,7 @@ def _answer_sizes(_: RunConfig, sample: Sample) -> tuple[int, int]:
 def _pair_sizes(config: RMConfig | DPOConfig, item: Comparison) -> tuple[int, int]:
     extra = int(isinstance(config, RMConfig))
     longest = max(len(sample.token_ids) for sample in item.samples) - extra
-    return longest, num_forest_tokens(item.samples, config.system.share_prompts)
+    return longest, num_forest_tokens(Batch.of(item.samples), share=config.system.share_prompts)
 
 
 def _single_sizes(_: KTOConfig, item: Comparison) -> tuple[int, int]:

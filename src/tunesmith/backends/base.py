@@ -1,27 +1,44 @@
-"""The port that every trainer of weights fulfils."""
+"""The ports that every trainer of weights fulfils.
+
+All of them take a whole ``Packing``: the micro-batches of an optimizer batch, or of a batch to score. A backend of
+several ranks gives each its part (``Packing.for_rank``, the same number of micro-batches for every rank), lets all
+compute at the same time, and adds up what they return. When one of them runs out of memory it waits for the others and
+raises ``DeviceMemoryError``; the learner then packs the batch into smaller micro-batches and calls again.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
-from torch import Tensor
-
-from tunesmith.data.forest import Forest, Predictions
+from tunesmith.algorithms.objective import Objective
+from tunesmith.data.batch import Floats
+from tunesmith.data.forest import Packing
 from tunesmith.plan.cost import CostModel
 
-LossFn = Callable[[Forest, Predictions], tuple[Tensor, dict[str, Tensor]]]
-"""``loss(forest, predictions) -> (scalar to minimise, metrics)``.
-
-The scalar is a sum over this forest's tokens of terms already divided by their global denominator, so
-the losses of a step's forests add up. Metrics are sums too.
-"""
+Metrics = dict[str, float]
+Quantity = Literal["logprobs", "values"]
 
 
-class TrainBackend(Protocol):
+class Scorer(Protocol):
+    """A model that is asked what it says: the policy, its reference, a critic."""
+
+    def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
+        """What the model, or the frozen reference, says at each prediction: ``[N]``, without gradient.
+
+        Zero at predictions that the packing leaves out, so that the parts of several ranks add up.
+
+        Raises:
+            DeviceMemoryError: a micro-batch did not fit.
+        """
+        ...
+
+
+class Trainer(Scorer, Protocol):
+    """A model and its optimizer."""
+
     @property
     def cost(self) -> CostModel:
         """Operations that training costs: per token, per pair and per loss token."""
@@ -34,27 +51,23 @@ class TrainBackend(Protocol):
 
     @property
     def ranks(self) -> int:
-        """Forests that are computed at the same time."""
+        """Micro-batches that are computed at the same time."""
         ...
 
-    def score_all(self, forests: Iterable[Forest], *, reference: bool = False) -> Iterator[tuple[Forest, Predictions]]:
-        """Each forest with what the model, or the frozen reference, says of it: without gradient, on the CPU.
+    def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
+        """Compute the gradient of an optimizer batch, in the place of any there was.
 
-        Forests are taken when there is room for them, and come back in their order; as in ``forward_backward_all``.
-        """
-        ...
-
-    def forward_backward_all(
-        self, forests: Iterable[Forest], loss: LossFn
-    ) -> Iterator[tuple[Forest, dict[str, float]]]:
-        """Add the gradients of ``loss``; give each forest back with its metrics and ``loss``.
+        Returns:
+            ``loss`` and the objective's metrics, summed over micro-batches.
 
         Raises:
-            DeviceMemoryError: one did not fit; gradients since ``zero_grad`` are then undefined.
+            DeviceMemoryError: a micro-batch did not fit; the gradient is then undefined.
         """
         ...
 
-    def zero_grad(self) -> None: ...
+    def evaluate(self, packing: Packing, objective: Objective) -> Metrics:
+        """As ``forward_backward`` without a gradient. All metrics are NaN where a prediction is not finite."""
+        ...
 
     def step(self, lr: float) -> Mapping[str, float]:
         """Clip, take one optimizer step, clear gradients; return ``grad_norm``."""
@@ -64,19 +77,9 @@ class TrainBackend(Protocol):
         """Take back what was done since the last optimizer step: gradients, random draws, an average in place."""
         ...
 
-    def ema_weights(self) -> AbstractContextManager[None]:
-        """The model computes with the moving average of its weights while inside."""
-        ...
 
-    def refresh_reference(self) -> None:
-        """Copy the model's weights into the reference."""
-        ...
-
-    def offload(self) -> None:
-        """Put what only an optimizer step needs into host memory, until ``reload``."""
-        ...
-
-    def reload(self) -> None: ...
+class Stored(Protocol):
+    """What is saved with a checkpoint."""
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
         """Write model (Hugging Face format), optimizer, random state and all else it keeps below ``directory``.
@@ -89,23 +92,23 @@ class TrainBackend(Protocol):
     def load(self, directory: Path) -> None: ...
 
 
-class OneDevice(ABC):
-    """A backend that computes one forest after the other."""
+class Offloadable(Protocol):
+    """What makes room for an engine on the same device."""
 
-    ranks = 1
+    def offload(self) -> None:
+        """Put what only an optimizer step needs into host memory, until ``reload``."""
+        ...
 
-    @abstractmethod
-    def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
-        """As ``TrainBackend.score_all``, of one forest."""
+    def reload(self) -> None: ...
 
-    @abstractmethod
-    def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:
-        """As ``TrainBackend.forward_backward_all``, of one forest."""
 
-    def score_all(self, forests: Iterable[Forest], *, reference: bool = False) -> Iterator[tuple[Forest, Predictions]]:
-        return ((forest, self.score(forest, reference=reference)) for forest in forests)
+class TrainBackend(Trainer, Stored, Offloadable, Protocol):
+    """Everything that a run asks of the process, or the processes, that train a model."""
 
-    def forward_backward_all(
-        self, forests: Iterable[Forest], loss: LossFn
-    ) -> Iterator[tuple[Forest, dict[str, float]]]:
-        return ((forest, self.forward_backward(forest, loss)) for forest in forests)
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """The model computes with the moving average of its weights while inside."""
+        ...
+
+    def refresh_reference(self) -> None:
+        """Copy the model's weights into the reference."""
+        ...

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from tunesmith.backends.base import LossFn
-from tunesmith.data.forest import Forest, Predictions
-from tunesmith.distributed.far import Answer, Far, entered, gather
+import numpy as np
+
+from tunesmith.algorithms.objective import Objective
+from tunesmith.backends.base import Metrics, Quantity
+from tunesmith.data.batch import Floats
+from tunesmith.data.forest import Packing
+from tunesmith.distributed.far import Far, entered, gather
 from tunesmith.errors import DeviceMemoryError
 from tunesmith.plan.cost import CostModel
 
 REFERENCE_DIRECTORY = "reference"
-AHEAD = 2
-"""Forests that a rank has at a time: the next one is there when one is done."""
 
 
 class RankedBackend:
     """``replicas`` hold a ``backend`` each, of one ``RankGroup`` where there are several; ``reference``, where it has
     a process of its own, an object with ``score``, ``take``, ``save`` and ``load``.
 
-    Losses and forests travel to them, each forest to one, and what they say of it comes back.
+    Each gets its share of a packing's micro-batches and the objective, and returns sums and scores.
     """
 
     def __init__(self, replicas: Sequence[Far], reference: Far | None = None) -> None:
@@ -46,18 +46,31 @@ class RankedBackend:
     def optimizer_steps(self) -> int:
         return self._optimizer_steps
 
-    def score_all(self, forests: Iterable[Forest], *, reference: bool = False) -> Iterator[tuple[Forest, Predictions]]:
+    def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
         if reference and self.reference is not None:
-            return _shared_out([self.reference], forests, "score")
-        return _shared_out(self.replicas, forests, "backend.score", reference=reference)
+            return self.reference.call("score", packing.for_rank(0, 1, columns=False), of)
+        parts = self._parts(packing, "backend.score", of, columns=False, reference=reference)
+        return np.sum(parts, axis=0)
 
-    def forward_backward_all(
-        self, forests: Iterable[Forest], loss: LossFn
-    ) -> Iterator[tuple[Forest, dict[str, float]]]:
-        return _shared_out(self.replicas, forests, "backend.forward_backward", loss)
+    def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
+        return _summed(self._parts(packing, "backend.forward_backward", objective))
 
-    def zero_grad(self) -> None:
-        self._each("backend.zero_grad")
+    def evaluate(self, packing: Packing, objective: Objective) -> Metrics:
+        return _summed(self._parts(packing, "backend.evaluate", objective))
+
+    def _parts(self, packing: Packing, name: str, *args: Any, columns: bool = True, **kwargs: Any) -> list[Any]:
+        """Call a method of all at once, each with its share of the micro-batches."""
+        answers = [
+            replica.submit(name, packing.for_rank(rank, self.ranks, columns=columns), *args, **kwargs)
+            for rank, replica in enumerate(self.replicas)
+        ]
+        try:
+            return gather(answers)
+        except DeviceMemoryError:
+            for answer in answers:  # the next attempt finds nothing of this one running
+                with suppress(DeviceMemoryError):
+                    answer.result()
+            raise
 
     def step(self, lr: float) -> dict[str, float]:
         metrics: dict[str, float] = self._each("backend.step", lr)
@@ -103,25 +116,7 @@ class RankedBackend:
         return gather(replica.submit(name, *args) for replica in self.replicas)[0]
 
 
-def _shared_out(
-    remotes: Sequence[Far], forests: Iterable[Forest], name: str, *args: Any, **kwargs: Any
-) -> Iterator[tuple[Forest, Any]]:
-    """Each forest with what a method says of it, in order; the processes take turns."""
-    given: deque[tuple[Forest, Answer]] = deque()
-    try:
-        for forest, remote in zip(forests, cycle(remotes), strict=False):
-            if len(given) == AHEAD * len(remotes):
-                yield _next(given)
-            given.append((forest, remote.submit(name, forest, *args, **kwargs)))
-        while given:
-            yield _next(given)
-    except DeviceMemoryError:
-        while given:  # who tries again finds nothing of this at work
-            with suppress(DeviceMemoryError):
-                _next(given)
-        raise
-
-
-def _next(given: deque[tuple[Forest, Answer]]) -> tuple[Forest, Any]:
-    forest, answer = given.popleft()
-    return forest, answer.result()
+def _summed(parts: Sequence[Metrics]) -> Metrics:
+    """Sums over micro-batches of several ranks, added up."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

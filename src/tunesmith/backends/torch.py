@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tunesmith.backends.base import LossFn, OneDevice
+from tunesmith.algorithms.objective import Objective
+from tunesmith.backends.base import Metrics, Quantity
 from tunesmith.backends.memory import memory_boundary
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
-from tunesmith.data.forest import Forest, Predictions
+from tunesmith.data.batch import Floats
+from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.distributed.rank_group import RankGroup
 from tunesmith.errors import CheckpointError, DivergedError, boundary
 from tunesmith.models.cost import training_cost
 from tunesmith.models.decoder import Decoder
+from tunesmith.monitor import interrupts
 from tunesmith.plan.cost import CostModel
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -33,7 +38,7 @@ RANDOM_FILE = "random-{rank:05d}.safetensors"
 M = TypeVar("M", bound=Decoder)
 
 
-class TorchBackend(OneDevice, Generic[M]):
+class TorchBackend(Generic[M]):
     """One model, its optimizer and, where a KL needs it, a frozen reference.
 
     ``predict`` runs a model on a forest: ``partial(CausalLM.predict, temperature=0.7)``, ``ScoreModel.predict``.
@@ -43,6 +48,8 @@ class TorchBackend(OneDevice, Generic[M]):
     One that has joined a ``group`` is a replica: gradients are summed over the ranks at each step, which all of them
     take, and each draws random numbers of its own.
     """
+
+    ranks = 1
 
     def __init__(
         self,
@@ -91,10 +98,10 @@ class TorchBackend(OneDevice, Generic[M]):
     def cost(self) -> CostModel:
         return training_cost(cast(Any, self.model))
 
-    def score(self, forest: Forest, *, reference: bool = False) -> Predictions:
-        model, seen = self._scored(reference)
-        with seen:
-            return scored(model, self.predict, forest)
+    def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
+        model, inside = self._scored(reference)
+        with inside:
+            return score(model, self.predict, packing, of)
 
     def _scored(self, reference: bool) -> tuple[M, AbstractContextManager[None]]:
         """The model to run, and how: the reference of one with an adapter is the same model without it."""
@@ -103,16 +110,35 @@ class TorchBackend(OneDevice, Generic[M]):
         assert self.model.adapter is not None, "this run has no reference model"
         return self.model, self.model.adapter.reference()
 
-    def forward_backward(self, forest: Forest, loss: LossFn) -> dict[str, float]:
-        self.model.module.train()
-        with memory_boundary(f"a micro-batch of {forest.num_tokens} tokens"):
-            forest = forest.to(self.model.device)
-            value, metrics = loss(forest, self.predict(self.model, forest))
-            value.backward()  # pyright: ignore[reportUnknownMemberType]
-        return {"loss": value.item(), **{name: float(m) for name, m in metrics.items()}}
-
-    def zero_grad(self) -> None:
+    def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
+        # A failed backward leaves some gradients added and some not, so every call starts from none.
         self.optimizer.zero_grad()
+        self.model.module.train()
+        sums = _Sums()
+        for forest in packing:
+            interrupts.check()
+            with memory_boundary(f"a micro-batch of {forest.num_tokens} tokens"):
+                there = forest.to(self.model.device)
+                loss, metrics = objective(there, self.predict(self.model, there))
+                loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            sums.add({"loss": loss, **metrics})
+        return sums.read()
+
+    @torch.no_grad()
+    def evaluate(self, packing: Packing, objective: Objective) -> Metrics:
+        self.model.module.eval()
+        sums = _Sums()
+        for forest in packing:
+            interrupts.check()
+            with memory_boundary(f"evaluating {forest.num_tokens} tokens"):
+                there = forest.to(self.model.device)
+                predictions = self.predict(self.model, there)
+                loss, metrics = objective(there, predictions)
+            read = (predictions.logprobs, predictions.values)
+            broken = sum((~t.isfinite()).sum() for t in read if t is not None)
+            sums.add({"loss": loss, **metrics, "broken": torch.as_tensor(broken)})
+        total = sums.read()
+        return dict.fromkeys(total, math.nan) if total.pop("broken", 0.0) else total
 
     def step(self, lr: float) -> dict[str, float]:
         with memory_boundary("the optimizer step"):
@@ -137,7 +163,7 @@ class TorchBackend(OneDevice, Generic[M]):
             )
 
     def give_up(self) -> None:
-        self.zero_grad()
+        self.optimizer.zero_grad()
         self._put(self._held)
         self._set_random_state(self._settled)
 
@@ -264,14 +290,34 @@ class TorchBackend(OneDevice, Generic[M]):
             )
 
 
+class _Sums:
+    """Metrics of micro-batches, added up on the device and read once."""
+
+    def __init__(self) -> None:
+        self.total: dict[str, Tensor] = {}
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        for name, value in metrics.items():
+            value = value.detach().double()
+            self.total[name] = self.total[name] + value if name in self.total else value
+
+    def read(self) -> Metrics:
+        values: list[float] = torch.stack(list(self.total.values())).tolist() if self.total else []
+        return dict(zip(self.total, values, strict=True))
+
+
 @torch.no_grad()
-def scored(model: M, predict: Callable[[M, Forest], Predictions], forest: Forest) -> Predictions:
-    """What a model says of a forest: without gradient, on the CPU."""
+def score(model: M, predict: Callable[[M, Forest], Predictions], packing: Packing, of: Quantity) -> Floats:
+    """What a model says at each prediction, as ``Scorer.score``."""
     model.module.eval()
-    with memory_boundary(f"scoring {forest.num_tokens} tokens"):
-        found = predict(model, forest.to(model.device))
-    every = (found.logprobs, found.entropy, found.values, found.divergence)
-    return Predictions(*(t if t is None else t.cpu() for t in every))
+    found = np.zeros(packing.num_predictions)
+    for forest in packing.forests:
+        interrupts.check()
+        with memory_boundary(f"scoring {forest.num_tokens} tokens"):
+            values = getattr(predict(model, forest.to(model.device)), of)
+        assert isinstance(values, Tensor), f"the model gives no {of}"
+        found[forest.predictions.numpy()] = values.double().cpu().numpy()
+    return found
 
 
 def _metadata(path: Path) -> dict[str, str]:

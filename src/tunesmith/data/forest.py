@@ -8,24 +8,26 @@ Segments stand in pre-order, so everything that descends from a segment is one c
 it. Attention over a whole forest is then one causal piece per segment, plus one full piece (descendants
 see the segment) per segment that has children.
 
+A batch is packed into micro-batches once per layout; that ``Packing`` serves scoring and every pass of an update.
+
 Shape legend: ``T`` tokens, ``N`` predictions (loss tokens), ``S`` samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from tunesmith.data.trie import Node, build_nodes, prefix_order
+from tunesmith.data.batch import Batch
+from tunesmith.data.packing import pack
+from tunesmith.data.trie import build_nodes, prefix_order
 from tunesmith.plan.cost import CostModel
-from tunesmith.types import Sample
 
 
 class Segment(NamedTuple):
@@ -42,9 +44,8 @@ class Forest:
 
     ``source[n]`` is the row whose hidden state predicts ``targets[n]``: the token before it in its sample,
     which may be the last token of the parent segment (one prompt end predicts every sibling's first token).
-    Of a sample that ``goes_on`` the last row predicts, too; its target and columns stand in and mean nothing.
-    Predictions of one sample are consecutive and in order; ``sample[n]`` numbers the sample within the
-    forest and ``sample_ids[s]`` is its index in the list the forest was built from.
+    ``sample[n]`` numbers the sample within the forest. ``sample_ids[s]`` and ``predictions[n]`` are the indices of a
+    sample and of a prediction in the batch that the forest is made from, whose columns it has once they are gathered.
     """
 
     token_ids: Tensor  # [T] int64
@@ -53,9 +54,13 @@ class Forest:
     source: Tensor  # [N] int64
     targets: Tensor  # [N] int64
     sample: Tensor  # [N] int64
+    predictions: Tensor  # [N] int64
+    ends: Tensor  # [S] int64, the row of each sample's last token
+    group: Tensor  # [S] int64
     sample_ids: tuple[int, ...]  # S
     lengths: tuple[int, ...]  # S, tokens of each sample
-    columns: dict[str, Tensor]  # each [N] float
+    columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [N] float
+    per_sample: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [S] float
 
     @property
     def num_tokens(self) -> int:
@@ -67,10 +72,47 @@ class Forest:
 
     def to(self, device: torch.device) -> Forest:
         """The same forest with its tensors on ``device``."""
-        names = ("token_ids", "position_ids", "source", "targets", "sample")
-        moved: dict[str, Any] = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        columns = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
-        return replace(self, **moved, columns=columns)
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        own = {f.name: moved(value) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        columns = {name: moved(column) for name, column in self.columns.items()}
+        per_sample = {name: moved(column) for name, column in self.per_sample.items()}
+        return replace(self, **cast(Any, own), columns=columns, per_sample=per_sample)
+
+    def gather(self, batch: Batch) -> Forest:
+        """The forest with the batch's columns: in float32, or in float64 where that is torch's default dtype."""
+        rows, samples = self.predictions.numpy(), list(self.sample_ids)
+        dtype = torch.get_default_dtype() if torch.get_default_dtype() == torch.float64 else torch.float32
+        return replace(
+            self,
+            columns={name: torch.from_numpy(c[rows]).to(dtype) for name, c in batch.columns.items()},
+            per_sample={name: torch.from_numpy(c[samples]).to(dtype) for name, c in batch.per_sample.items()},
+        )
+
+    def padding(self) -> Forest:
+        """One token and no prediction: what a rank computes when it has no micro-batch and the others do."""
+        one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        return Forest(
+            one, one, (Segment(0, 1, -1),), none, none, none, none, none, none, (), (1,),
+            {name: column[:0] for name, column in self.columns.items()},
+            {name: column[:0] for name, column in self.per_sample.items()},
+        )  # fmt: skip
+
+    def with_ends(self, first: int) -> Forest:
+        """A forest for scoring that has one more prediction after the last token of each sample.
+
+        Args:
+            first: the index of the first sample's in what the scores are written to.
+        """
+        return replace(
+            self,
+            source=torch.cat([self.source, self.ends]),
+            targets=torch.cat([self.targets, self.token_ids[self.ends]]),
+            sample=torch.cat([self.sample, torch.arange(self.num_samples)]),
+            predictions=torch.cat([self.predictions, first + torch.tensor(self.sample_ids, dtype=torch.int64)]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,75 +130,43 @@ class Predictions:
     """Of a student: KL(teacher ‖ student), in nats."""
 
 
-def build_forest(samples: Sequence[Sample], indices: Sequence[int] | None = None, *, share: bool = True) -> Forest:
-    """Lay out ``samples[i] for i in indices`` (all of them by default) as one forest.
+def build_forest(batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True) -> Forest:
+    """Lay out samples of a batch (all of them by default) as one forest, without the batch's columns.
 
     Leading tokens that carry no loss in any of the samples that have them are placed once. Predictions come
-    in the order of ``indices``. Columns become float32, or float64 where that is torch's default dtype.
+    in the order of ``samples``.
 
     Example:
         Prompt ``[5, 6]`` with completions ``[7, 2]`` and ``[8]`` gives tokens ``5 6 7 2 8``, segments
         ``(0, 2, -1) (2, 2, 0) (4, 1, 0)``, source ``1 2 1`` and targets ``7 2 8``.
     """
-    chosen = tuple(range(len(samples)) if indices is None else indices)
-    picked = [samples[i] for i in chosen]
-    for sample in picked:
-        _check(sample, picked[0])
-    lengths = [len(sample.token_ids) for sample in picked]
+    chosen = np.arange(batch.num_samples) if samples is None else np.array(samples, np.int64)
+    picked = batch.take(chosen)
+    lengths, offsets = picked.lengths.tolist(), picked.offsets.tolist()
     nodes, last = build_nodes(lengths, prefix_order(picked, share=share))
-    starts = list(accumulate((n.stop - n.start for n in nodes), initial=0))[:-1]
-    token_ids = [t for n in nodes for t in picked[n.sample].token_ids[n.start : n.stop]]
-    positions = [np.arange(n.start, n.stop, dtype=np.int64) for n in nodes]
-
-    rows = [_rows(length, end, nodes, starts) for length, end in zip(lengths, last, strict=True)]
-    predicted = [np.flatnonzero([*sample.loss_mask, sample.goes_on]) for sample in picked]
-    source = [path[at - 1] for path, at in zip(rows, predicted, strict=True)]
-    targets = [_at(s.token_ids, at, np.int64) for s, at in zip(picked, predicted, strict=True)]
-    numbers = [np.full(len(at), s, dtype=np.int64) for s, at in enumerate(predicted)]
-    width = np.float64 if torch.get_default_dtype() == torch.float64 else np.float32
-    names = picked[0].columns if picked else ()
+    starts = list(accumulate((n.stop - n.start for n in nodes), initial=0))
+    rows = np.empty(picked.num_tokens, np.int64)  # of each token in the forest
+    for offset, stop, end in zip(offsets, lengths, last, strict=False):
+        while end >= 0:
+            node = nodes[end]
+            rows[offset + node.start : offset + stop] = np.arange(starts[end], starts[end] + stop - node.start)
+            stop, end = node.start, node.parent
+    token_ids, position_ids = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
+    token_ids[rows] = picked.token_ids
+    position_ids[rows] = np.arange(picked.num_tokens) - np.repeat(picked.offsets[:-1], picked.lengths)
     return Forest(
-        torch.tensor(token_ids, dtype=torch.int64),
-        _flat(positions, np.int64),
-        tuple(Segment(a, n.stop - n.start, n.parent) for a, n in zip(starts, nodes, strict=True)),
-        _flat(source, np.int64),
-        _flat(targets, np.int64),
-        _flat(numbers, np.int64),
-        chosen,
-        tuple(len(sample.token_ids) - sample.stand_ins for sample in picked),
-        {
-            name: _flat([_at(s.columns[name], at, width) for s, at in zip(picked, predicted, strict=True)], width)
-            for name in names
-        },
+        torch.from_numpy(token_ids),
+        torch.from_numpy(position_ids),
+        tuple(Segment(a, n.stop - n.start, n.parent) for a, n in zip(starts, nodes, strict=False)),
+        source=torch.from_numpy(rows[picked.predicted - 1]),
+        targets=torch.from_numpy(picked.token_ids[picked.predicted]),
+        sample=torch.from_numpy(picked.sample),
+        predictions=torch.from_numpy(batch.predictions_of(chosen)),
+        ends=torch.from_numpy(rows[picked.offsets[1:] - 1]),
+        group=torch.from_numpy(picked.group),
+        sample_ids=tuple(chosen.tolist()),
+        lengths=tuple((picked.lengths - picked.stand_ins).tolist()),
     )
-
-
-def _check(sample: Sample, first: Sample) -> None:
-    length = len(sample.token_ids)
-    assert length > 0, "a sample needs at least one token"
-    assert len(sample.loss_mask) == length, "loss_mask is not as long as token_ids"
-    assert not sample.loss_mask[0], "nothing predicts the first token: it cannot carry loss"
-    assert sample.columns.keys() == first.columns.keys(), "samples of one forest have the same columns"
-    assert all(len(column) == length for column in sample.columns.values()), "a column is not as long as token_ids"
-
-
-def _rows(length: int, end: int, nodes: Sequence[Node], starts: Sequence[int]) -> NDArray[np.int64]:
-    """Row of each token of a sample that ends in node ``end``: its path from there up to the root."""
-    rows = np.empty(length, dtype=np.int64)
-    stop = length
-    while end >= 0:
-        node = nodes[end]
-        rows[node.start : stop] = np.arange(starts[end], starts[end] + stop - node.start)
-        stop, end = node.start, node.parent
-    return rows
-
-
-def _at(values: Sequence[float], at: NDArray[np.intp], dtype: type[np.generic]) -> NDArray[np.generic]:
-    return np.asarray(values, dtype=dtype)[np.minimum(at, len(values) - 1)]
-
-
-def _flat(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=dtype))
 
 
 def subtree_ends(segments: Sequence[Segment]) -> list[int]:
@@ -177,3 +187,71 @@ def forest_cost(forest: Forest, cost: CostModel) -> float:
         depth[index] = before + length
         pairs += length * before + length * (length + 1) // 2
     return cost.linear * forest.num_tokens + cost.quadratic * pairs + cost.head * forest.targets.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A batch as micro-batches; iterating gives each with the batch's columns as they are at that moment.
+
+    Scores of its predictions are written to an array of ``num_predictions``, the batch's ``N``, by each forest's
+    ``predictions``.
+    """
+
+    forests: tuple[Forest, ...]
+    num_predictions: int
+    batch: Batch | None = None
+    """Where columns are gathered from; None where the forests have theirs."""
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        max_tokens: int,
+        *,
+        share: bool = True,
+        keep_groups: bool = False,
+        multiple_of: int = 1,
+        cost: CostModel | None = None,
+    ) -> Packing:
+        """Pack a batch as ``packing.pack`` does, and lay out its forests. Each layout is made once and kept.
+
+        ``cost`` only evens out micro-batches: a layout that is there already is taken whatever cost it was made with.
+        """
+        layout = (max_tokens, share, keep_groups, multiple_of)
+        if layout not in batch.packings:
+            bins = pack(batch, max_tokens, share=share, keep_groups=keep_groups, multiple_of=multiple_of, cost=cost)
+            forests = tuple(build_forest(batch, samples, share=share) for samples in bins)
+            batch.packings[layout] = cls(forests, batch.num_predictions, batch)
+        return batch.packings[layout]
+
+    def __len__(self) -> int:
+        return len(self.forests)
+
+    def __iter__(self) -> Iterator[Forest]:
+        for forest in self.forests:
+            yield forest if self.batch is None else forest.gather(self.batch)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(forest.num_tokens for forest in self.forests)
+
+    def with_ends(self) -> Packing:
+        """For scoring: ``S`` more predictions, of what comes after the last token of each of the batch's samples."""
+        assert self.batch is not None
+        first = self.num_predictions
+        forests = tuple(forest.with_ends(first) for forest in self.forests)
+        return Packing(forests, first + self.batch.num_samples)
+
+    def for_rank(self, rank: int, world: int, *, columns: bool = True) -> Packing:
+        """What one of ``world`` ranks computes, which can travel to another process by itself.
+
+        Every rank has the same number of micro-batches, so that ranks stay in step: padding makes up for missing ones.
+
+        Args:
+            columns: whether the forests bring the batch's columns, which scoring does not read.
+        """
+        padding = [forest.padding() for forest in self.forests[:1] if rank >= len(self) % world > 0]
+        forests = (*self.forests[rank::world], *padding)
+        if columns and self.batch is not None:
+            forests = tuple(forest.gather(self.batch) for forest in forests)
+        return Packing(forests, self.num_predictions)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
+import numpy as np
+
+from tunesmith.data.batch import Batch
 from tunesmith.data.trie import PrefixOrder, num_forest_tokens, prefix_order
 from tunesmith.errors import DataError
 from tunesmith.plan.cost import CostModel
-from tunesmith.types import Sample
 
 EXCHANGES = 200
 """Most moves and swaps made to equalise costs; each one lowers the highest."""
@@ -35,7 +37,7 @@ class GroupTooLong(DataError):
 
 
 def pack(
-    samples: Sequence[Sample],
+    batch: Batch,
     max_tokens: int,
     *,
     share: bool = True,
@@ -43,7 +45,7 @@ def pack(
     keep_groups: bool = False,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """Partition ``samples`` into micro-batches whose forests have at most ``max_tokens`` tokens.
+    """Partition a batch's samples into micro-batches whose forests have at most ``max_tokens`` tokens.
 
     A tree that is over the cap is split with its prefix repeated.
 
@@ -52,23 +54,22 @@ def pack(
         multiple_of: there are so many micro-batches, or a multiple, where there is enough to share out.
 
     Returns:
-        Indices into ``samples``, ascending in each micro-batch; the costliest micro-batch first, so that one
+        Samples, ascending in each micro-batch; the costliest micro-batch first, so that one
         that does not fit in memory shows at once.
 
     Raises:
         SampleTooLong: one sample alone is over ``max_tokens``.
         GroupTooLong: a group that is to be kept together is.
     """
-    for index, sample in enumerate(samples):
-        if len(sample.token_ids) > max_tokens:
-            raise SampleTooLong(
-                f"sample {index} has {len(sample.token_ids)} tokens, more than a micro-batch may hold ({max_tokens}): "
-                "raise system.max_tokens_per_microbatch or shorten the sample"
-            )
-    prefixes = prefix_order(samples, share=share)
+    for index in np.flatnonzero(batch.lengths > max_tokens)[:1].tolist():
+        raise SampleTooLong(
+            f"sample {index} has {batch.lengths[index]} tokens, more than a micro-batch may hold ({max_tokens}): "
+            "raise system.max_tokens_per_microbatch or shorten the sample"
+        )
+    prefixes = prefix_order(batch, share=share)
     if keep_groups:
-        prefixes = _grouped(samples, prefixes, share)
-    weights = _Sizes(samples, prefixes, cost or CostModel(), keep_groups)
+        prefixes = _grouped(batch, prefixes, share)
+    weights = _Sizes(batch, prefixes, cost or CostModel(), keep_groups)
     bins = _fewest(weights, _items(weights, max_tokens), max_tokens)
     if missing := -len(bins) % multiple_of:
         bins = _shared_out(weights, bins, len(bins) + missing, max_tokens)
@@ -77,29 +78,26 @@ def pack(
     return [sorted(weights.order[r] for item in b.items for r in range(item.low, item.high)) for b in bins]
 
 
-def group_tokens(samples: Sequence[Sample], *, share: bool = True) -> int:
+def group_tokens(batch: Batch, *, share: bool = True) -> int:
     """Tokens of the largest group of samples, as ``pack`` counts them."""
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, []).append(sample)
-    return max((num_forest_tokens(members, share) for members in groups.values()), default=0)
+    members = (np.flatnonzero(batch.group == group) for group in np.unique(batch.group))
+    return max((num_forest_tokens(batch, chosen.tolist(), share=share) for chosen in members), default=0)
 
 
-def _grouped(samples: Sequence[Sample], prefixes: PrefixOrder, share: bool) -> PrefixOrder:
+def _grouped(batch: Batch, prefixes: PrefixOrder, share: bool) -> PrefixOrder:
     """The ranks with each group's beside each other, where the first of them was.
 
     What two ranks have in common is at least the least that neighbours between them have, in any order; so sizes
     may come out too large where groups interleave, and never too small.
     """
+    assert (batch.group >= 0).all(), "samples without a group cannot be kept together"
+    groups = batch.group.tolist()
     members: dict[int, list[int]] = {}
     for index in prefixes.order:
-        assert samples[index].group >= 0, "samples without a group cannot be kept together"
-        members.setdefault(samples[index].group, []).append(index)
+        members.setdefault(groups[index], []).append(index)
     order = [index for group in members.values() for index in group]
-    shared = [0] * len(order)
-    for rank in range(1, len(order) if share else 0):
-        pair = [samples[order[rank - 1]], samples[order[rank]]]
-        shared[rank] = prefix_order(pair).shared[1]
+    shared = [0][: len(order)]
+    shared += [prefix_order(batch, pair, share=share).shared[1] for pair in pairwise(order)]
     return PrefixOrder(order, shared)
 
 
@@ -128,13 +126,11 @@ class _Bin:
 class _Sizes:
     """What sets of samples, sorted by rank, weigh together."""
 
-    def __init__(
-        self, samples: Sequence[Sample], prefixes: PrefixOrder, model: CostModel, keep_groups: bool = False
-    ) -> None:
+    def __init__(self, batch: Batch, prefixes: PrefixOrder, model: CostModel, keep_groups: bool = False) -> None:
         self.order, self.shared, self.model = prefixes.order, prefixes.shared, model
-        self.groups = [samples[i].group for i in self.order] if keep_groups else list(range(len(self.order)))
-        self.lengths = [len(samples[i].token_ids) for i in self.order]
-        self.heads = [model.head * samples[i].num_loss_tokens for i in self.order]
+        self.groups: list[int] = batch.group[self.order].tolist() if keep_groups else list(range(len(self.order)))
+        self.lengths: list[int] = batch.lengths[self.order].tolist()
+        self.heads: list[float] = (model.head * batch.counts[self.order]).tolist()
         self.shared_by_all = min(self.shared[1:], default=0)
         self._minima = [self.shared]  # [k][r]: least of shared[r : r + 2**k]
         while (reach := 1 << len(self._minima)) <= len(self.order):

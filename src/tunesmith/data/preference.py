@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from tunesmith.config.schema import DataSection
+from tunesmith.data.batch import Batch
 from tunesmith.data.chat import ChatTemplate, Rendered
 from tunesmith.data.formats import Example
-from tunesmith.data.packing import num_forest_tokens
 from tunesmith.data.prompts import learned_texts, with_system
 from tunesmith.data.reading import Prepared, Reading, Sources
 from tunesmith.data.tokens import Span, Tokenizer, encode_with_offsets, mask_spans, with_leading
+from tunesmith.data.trie import num_forest_tokens
 from tunesmith.errors import DataError
 from tunesmith.types import Prompt, Sample
 
@@ -67,7 +68,7 @@ def load_pairs(
         samples = tuple(shape(answer) for answer in answers)
         if answers[0].token_ids == answers[1].token_ids:
             found.report.bad(example.where, "chosen and rejected are the same once they are tokenized and cut")
-        elif room is not None and (tokens := num_forest_tokens(samples, share)) > room:
+        elif room is not None and (tokens := num_forest_tokens(Batch.of(samples), share=share)) > room:
             reason = (
                 f"chosen and rejected have {tokens} tokens together, and a micro-batch holds {room} "
                 "(system.max_tokens_per_microbatch)"

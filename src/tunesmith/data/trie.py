@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tunesmith.types import Sample
+import numpy as np
+
+from tunesmith.data.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixOrder:
     """Samples sorted so that those sharing most stand beside each other.
 
-    ``order[r]`` is the place, in the list given, of the sample of rank ``r``; ``shared[r]`` counts the leading
+    ``order[r]`` is the place, among the samples given, of the sample of rank ``r``; ``shared[r]`` counts the leading
     tokens it has in common with rank ``r - 1`` (0 for the first). Ranks ``a < b`` share
     ``min(shared[a + 1 : b + 1])``.
 
@@ -31,23 +33,27 @@ class PrefixOrder:
     shared: list[int]
 
 
-def prefix_order(samples: Sequence[Sample], *, share: bool = True) -> PrefixOrder:
-    """Sort ``samples`` by the prefix they may share; ``share=False`` shares nothing and keeps the order."""
-    count = len(samples)
+def prefix_order(batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True) -> PrefixOrder:
+    """Sort samples of a batch (all by default) by the prefix they may share.
+
+    ``share=False`` shares nothing and keeps the order.
+    """
+    chosen = range(batch.num_samples) if samples is None else samples
+    count = len(chosen)
     if not share:
         return PrefixOrder(list(range(count)), [0] * count)
-    prefixes = [_prefix_without_loss(sample) for sample in samples]
+    starts, sizes, lengths = batch.offsets.tolist(), batch.prefix_lengths.tolist(), batch.lengths.tolist()
+    prefixes = [batch.sortable[4 * starts[i] : 4 * (starts[i] + sizes[i])] for i in chosen]
     # Of equal prefixes, one that is a whole sample goes first, so that what continues it comes right after.
-    order = sorted(range(count), key=lambda i: (prefixes[i], len(samples[i].token_ids) > len(prefixes[i]), i))
-    shared = [0] * count
-    for rank in range(1, count):
-        shared[rank] = common_length(prefixes[order[rank - 1]], prefixes[order[rank]])
-    return PrefixOrder(order, shared)
+    order = sorted(range(count), key=lambda k: (prefixes[k], lengths[chosen[k]] > sizes[chosen[k]], k))
+    pairs = pairwise(order)
+    return PrefixOrder(order, [0][:count] + [common_length(prefixes[a], prefixes[b]) // 4 for a, b in pairs])
 
 
-def num_forest_tokens(samples: Sequence[Sample], share: bool = True) -> int:
-    """Tokens of the forest built from ``samples``."""
-    return sum(len(s.token_ids) for s in samples) - sum(prefix_order(samples, share=share).shared)
+def num_forest_tokens(batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True) -> int:
+    """Tokens of the forest built from samples of a batch."""
+    lengths = batch.lengths if samples is None else batch.lengths[np.asarray(samples, np.int64)]
+    return int(lengths.sum()) - sum(prefix_order(batch, samples, share=share).shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +127,7 @@ def _place_prefixes(
         last[index] = node
 
 
-def _prefix_without_loss(sample: Sample) -> list[int]:
-    try:
-        return sample.token_ids[: sample.loss_mask.index(True)]
-    except ValueError:
-        return sample.token_ids
-
-
-def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+def common_length(a: bytes, b: bytes) -> int:
     """Length of what both begin with, by bisection on slices (compared in C)."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+import numpy as np
+
 from tunesmith.config.schema import RLConfig
+from tunesmith.data.batch import Batch
 from tunesmith.engines.base import Member, RolloutEngine
 from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.loop.collect import all_or_error
@@ -66,14 +69,14 @@ class Canary:
 
     def _differences(self, written: Sequence[Completion]) -> list[float]:
         prompt = list(self.prompt_ids)
-        samples = [
-            Sample([*prompt, *done.token_ids], [False] * len(prompt) + [True] * len(done.token_ids)) for done in written
-        ]
-        scored = self.learner.score(samples, "trainer")
-        return [
-            max(abs(a - b) for a, b in zip(done.logprobs, sample.columns["trainer"][len(prompt) :], strict=True))
-            for done, sample in zip(written, scored, strict=True)
-        ]
+        batch = Batch.of(
+            [
+                Sample([*prompt, *done.token_ids], [False] * len(prompt) + [True] * len(done.token_ids))
+                for done in written
+            ]
+        )
+        gaps = np.abs(self.learner.score(batch) - np.concatenate([done.logprobs for done in written]))
+        return [float(own.max()) for own in batch.split(gaps)]
 
     def _reason(self, name: str, version: int, difference: float) -> str:
         return (

@@ -1,48 +1,47 @@
-"""From samples to optimizer steps: weights, micro-batches, gradients, and what to do when memory is short."""
+"""From a batch to optimizer steps: weights, micro-batches, gradients, and what to do when memory is short."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from tunesmith.algorithms.aggregation import rollouts_of, weigh
-from tunesmith.backends.base import LossFn, TrainBackend
-from tunesmith.data.forest import Forest, build_forest, forest_cost
-from tunesmith.data.packing import group_tokens, pack
+from tunesmith.algorithms.aggregation import weigh
+from tunesmith.algorithms.objective import Objective
+from tunesmith.backends.base import Metrics, Quantity, TrainBackend
+from tunesmith.data.batch import Batch, Floats, Ints
+from tunesmith.data.forest import Packing, forest_cost
+from tunesmith.data.packing import group_tokens
 from tunesmith.errors import DeviceMemoryError, DivergedError
 from tunesmith.monitor import interrupts
-from tunesmith.plan.cost import CostModel
-from tunesmith.types import Sample
 
-Metrics = dict[str, float]
 SKIPPED_IN_A_ROW = 3
 """Optimizer steps without a finite gradient that end a run."""
-T = TypeVar("T")
+TOTALS = ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps")
+"""Metrics that add up over the optimizer steps of an update; all others are means."""
 
 
 @dataclass(slots=True)
 class Learner:
-    """Takes optimizer steps on samples. ``max_tokens`` shrinks when memory runs out and stays shrunk.
+    """Takes optimizer steps on batches. ``max_tokens`` shrinks when memory runs out and stays shrunk.
 
-    A sequence longer than the shrunk cap still gets a micro-batch of its own; one longer than the cap at the
+    A sequence longer than the shrunk cap still gets a micro-batch by itself; one longer than the cap at the
     start is refused.
     """
 
     backend: TrainBackend
-    objective: LossFn
     aggregation: str
     max_new_tokens: int | None
     learning_rate: Callable[[int], float]
     max_tokens: int
-    cost: CostModel
     share_prompts: bool = True
     keep_groups: bool = False
     """Samples of one group share a micro-batch, because the objective compares them."""
+    group_size: int = 1
+    """Rollouts sampled per group. Where ``batch_size`` is a multiple of it, groups stay in one optimizer batch."""
     flops_per_second: float | None = None
     """What the device attains, for ``attainable_seconds``; None leaves that out."""
     report: Callable[[str], None] = print
@@ -65,32 +64,60 @@ class Learner:
         self._learned = self.backend.optimizer_steps > 0
 
     def update(
-        self, samples: Sequence[Sample], batch_size: int, passes: int, seed: int, group_size: int = 1
+        self, batch: Batch, objective: Objective, *, batch_size: int | None = None, passes: int = 1, seed: int = 0
     ) -> Metrics:
-        """``passes`` times over the samples, ``batch_size`` rollouts to an optimizer step; the steps' mean metrics.
+        """Minimise ``objective``: ``passes`` times over the batch, ``batch_size`` rollouts to an optimizer step.
 
-        Where ``batch_size`` is a multiple of ``group_size``, groups stay whole, also those that have lost members.
+        The gradient of an optimizer step does not depend on how its samples are packed.
+
+        Returns:
+            The mean metrics of the optimizer steps, and the totals of those in ``TOTALS``.
         """
-        steps = [
-            self.step(batch)
-            for sweep in range(passes)
-            for batch in _batches(samples, batch_size, group_size, np.random.default_rng([seed, sweep]))
-        ]
-        metrics = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}
-        # Totals over the batch; all others are means over its optimizer steps.
-        for name in ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps"):
-            if name in metrics:
-                metrics[name] *= len(steps)
-        return {**metrics, "optimizer_steps": float(len(steps))}
+        steps: list[Metrics] = []
+        for sweep in range(passes):
+            draw = np.random.default_rng([seed, sweep])
+            for part in optimizer_batches(batch, batch_size or batch.num_samples, self.group_size, draw):
+                weigh(part, self.aggregation, self.max_new_tokens)
+                metrics: Metrics = {}
+                for attempt in self._attempts(part):
+                    with attempt as packing:
+                        metrics = self.backend.forward_backward(packing, objective) | self._work(packing)
+                steps.append(metrics | self._step(metrics["loss"]))
+        means = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}
+        totals = {name: means[name] * len(steps) for name in TOTALS if name in means}
+        return {**means, **totals, "optimizer_steps": float(len(steps))}
 
-    def step(self, samples: Sequence[Sample]) -> Metrics:
-        """One optimizer step; its gradient does not depend on how the samples are packed."""
-        metrics = self._accumulate(weigh(samples, self.aggregation, self.max_new_tokens))
+    def score(self, batch: Batch, of: Quantity = "logprobs", *, reference: bool = False, ends: bool = False) -> Floats:
+        """What the model, or the frozen reference, says at each prediction, ``[N]``.
+
+        Args:
+            ends: append what it says after the last token of each sample: ``[N + S]``.
+        """
+        scores = np.zeros(0)
+        for attempt in self._attempts(batch):
+            with attempt as packing:
+                asked = packing.with_ends() if ends else packing
+                scores = self.backend.score(asked, of, reference=reference)
+        return scores
+
+    def evaluate(self, batch: Batch, objective: Objective) -> Metrics:
+        """An objective's ``loss`` and metrics on a batch, without a gradient.
+
+        Training drops what is not finite; an evaluation in which the model predicts such a thing is NaN throughout.
+        """
+        weigh(batch, self.aggregation, self.max_new_tokens)
+        metrics: Metrics = {}
+        for attempt in self._attempts(batch):
+            with attempt as packing:
+                metrics = self.backend.evaluate(packing, objective)
+        return metrics
+
+    def _step(self, loss: float) -> Metrics:
         lr = self.learning_rate(self.backend.optimizer_steps)
         interrupts.commit()
         taken = self.backend.step(lr)
-        self._check_taken(metrics["loss"], taken)
-        return {**metrics, **taken, "lr": lr}
+        self._check_taken(loss, taken)
+        return {**taken, "lr": lr}
 
     def _check_taken(self, loss: float, taken: Mapping[str, float]) -> None:
         """A single gradient that is not finite may be a rare accident; the first of a run, or several in a row, is not.
@@ -112,72 +139,33 @@ class Learner:
             "saved. Lower train.lr, and look at [algorithm]'s coefficients, the rewards' size and the model's weights"
         )
 
-    def score(self, samples: Sequence[Sample], column: str, *, reference: bool = False) -> list[Sample]:
-        """The samples with the log-probabilities of their loss tokens in ``column``, zero elsewhere."""
-        found = self.predict(samples, reference=reference)
-        return [with_predicted(s, column, one) for s, one in zip(samples, found, strict=True)]
+    def _work(self, packing: Packing) -> Metrics:
+        work = {"microbatches": float(len(packing)), "trained_tokens": float(packing.num_tokens)}
+        if self.flops_per_second is not None:
+            cost = self.backend.cost
+            work["attainable_seconds"] = sum(forest_cost(f, cost) for f in packing.forests) / self.flops_per_second
+        return work
 
-    def predict(
-        self, samples: Sequence[Sample], *, reference: bool = False, of: Literal["logprobs", "values"] = "logprobs"
-    ) -> list[list[float]]:
-        """What the model says at each prediction of each sample: one per loss token, one more where it ``goes_on``."""
-
-        def predicted() -> dict[int, list[float]]:
-            found: dict[int, list[float]] = {}
-            for forest, predictions in self.backend.score_all(self._forests(samples), reference=reference):
-                values = iter(getattr(predictions, of).tolist())
-                for index in forest.sample_ids:
-                    found[index] = list(islice(values, samples[index].num_loss_tokens + samples[index].goes_on))
-            return found
-
-        found = self._retry_smaller(samples, predicted)
-        return [found[index] for index in range(len(samples))]
-
-    def evaluate(self, samples: Sequence[Sample]) -> Metrics:
-        """The objective on samples as if they were one batch, without a gradient: ``loss`` and its metrics.
-
-        Training drops what is not finite; an evaluation in which the model predicts such a thing is NaN throughout.
-        """
-        samples = weigh(samples, self.aggregation, self.max_new_tokens)
-
-        def summed() -> Metrics:
-            total: Metrics = {"loss": 0.0}
-            finite = True
-            for forest, predictions in self.backend.score_all(self._forests(samples)):
-                found = (predictions.logprobs, predictions.values)
-                finite &= all(bool(t.isfinite().all()) for t in found if t is not None)
-                loss, metrics = self.objective(forest, predictions)
-                for name, value in {"loss": loss, **metrics}.items():
-                    total[name] = total.get(name, 0.0) + float(value)
-            return total if finite else dict.fromkeys(total, math.nan)
-
-        return self._retry_smaller(samples, summed)
-
-    def _accumulate(self, samples: Sequence[Sample]) -> Metrics:
-        """Gradients of all micro-batches, and their metrics, which are sums like the loss itself."""
-
-        def accumulated() -> Metrics:
-            # A failed backward leaves some gradients added and some not, so every attempt starts from none.
-            self.backend.zero_grad()
-            total: Metrics = {"microbatches": 0.0, "trained_tokens": 0.0}
-            for forest, metrics in self.backend.forward_backward_all(self._forests(samples), self.objective):
-                counts = {"microbatches": 1.0, "trained_tokens": float(forest.num_tokens)}
-                if self.flops_per_second is not None:
-                    counts["attainable_seconds"] = forest_cost(forest, self.cost) / self.flops_per_second
-                for name, value in {**metrics, **counts}.items():
-                    total[name] = total.get(name, 0.0) + value
-            return total
-
-        return self._retry_smaller(samples, accumulated)
-
-    def _retry_smaller(self, samples: Sequence[Sample], attempt: Callable[[], T]) -> T:
-        """Run ``attempt``; when a micro-batch does not fit, halve the cap, keep it so, and start again."""
+    def _attempts(self, batch: Batch) -> Iterator[_Attempt]:
+        """Packings of a batch, to be tried until one fits in memory, each with half the cap of the one before."""
         while True:
-            try:
-                return attempt()
-            except DeviceMemoryError as error:
-                failure = str(error)
-            self._halve(failure, self._longest(samples), self._cap(samples))
+            longest = self._longest(batch)
+            # A cap that shrank among shorter sequences gives way to a longer one.
+            cap = max(self.max_tokens, min(self.initial_max_tokens, longest))
+            attempt = _Attempt(
+                Packing.of(
+                    batch,
+                    cap,
+                    share=self.share_prompts,
+                    keep_groups=self.keep_groups,
+                    multiple_of=self.backend.ranks,
+                    cost=self.backend.cost,
+                )
+            )
+            yield attempt
+            if attempt.failure is None:
+                return
+            self._halve(attempt.failure, longest, cap)
 
     def _halve(self, failure: str, longest: int, before: int) -> None:
         self.max_tokens = min(self.max_tokens, max(longest, before // 2))
@@ -189,51 +177,46 @@ class Learner:
             )
         self.report(f"{failure}; max_tokens_per_microbatch lowered from {before} to {self.max_tokens} and kept")
 
-    def _cap(self, samples: Sequence[Sample]) -> int:
-        """Tokens of a micro-batch of these: a cap shrunk for shorter sequences gives way to a longer one."""
-        return max(self.max_tokens, min(self.initial_max_tokens, self._longest(samples)))
-
-    def _longest(self, samples: Sequence[Sample]) -> int:
-        """Tokens that cannot be parted: of the longest sequence or, where groups are kept, of the largest group."""
+    def _longest(self, batch: Batch) -> int:
+        """Tokens that have to stay together: of the longest sequence or, where groups are kept, the largest group."""
         if self.keep_groups:
-            return group_tokens(samples, share=self.share_prompts)
-        return max((len(s.token_ids) for s in samples), default=0)
-
-    def _forests(self, samples: Sequence[Sample]) -> Iterator[Forest]:
-        options = {"share": self.share_prompts, "keep_groups": self.keep_groups}
-        cap, ranks = self._cap(samples), self.backend.ranks
-        for indices in pack(samples, cap, cost=self.cost, multiple_of=ranks, **options):
-            interrupts.check()
-            yield build_forest(samples, indices, share=self.share_prompts)
+            return group_tokens(batch, share=self.share_prompts)
+        return int(batch.lengths.max(initial=0))
 
 
-def with_predicted(sample: Sample, name: str, values: Sequence[float]) -> Sample:
-    """The sample with ``values``, one per loss token, as a column, zero elsewhere."""
-    given = iter(values)
-    column = [next(given) if learned else 0.0 for learned in sample.loss_mask]
-    return replace(sample, columns={**sample.columns, name: column})
+class _Attempt:
+    """A packing to try; inside ``with`` memory may run out, which ``failure`` then tells."""
+
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
+        self.failure: str | None = None
+
+    def __enter__(self) -> Packing:
+        return self.packing
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self.failure = str(error) if isinstance(error, DeviceMemoryError) else None
+        return self.failure is not None
 
 
-def _batches(samples: Sequence[Sample], size: int, group_size: int, rng: np.random.Generator) -> Iterator[list[Sample]]:
+def optimizer_batches(batch: Batch, size: int, group_size: int, draw: np.random.Generator) -> Iterator[Batch]:
     """Cut into optimizer batches of ``size`` rollouts, groups in a random order; all at once where they fit one batch.
 
-    A sample that is of no rollout counts as one. The samples of a rollout stay together.
+    The samples of a rollout stay together; groups do where ``size`` is a multiple of ``group_size``.
     """
-    owners = rollouts_of(samples)
-    if size >= len(set(owners)):
-        yield list(samples)
+    if size >= batch.num_rollouts:
+        yield batch
         return
-    groups: dict[int, dict[int, list[Sample]]] = {}
-    for place, (sample, owner) in enumerate(zip(samples, owners, strict=True)):
-        group = groups.setdefault(sample.group if sample.group >= 0 else -1 - place, {})
-        group.setdefault(owner, []).append(sample)
-    keys = list(groups)
-    order = [list(groups[keys[k]].values()) for k in rng.permutation(len(keys))]
-    if size % group_size == 0:
-        per_batch = size // group_size
-        for start in range(0, len(order), per_batch):
-            yield [s for group in order[start : start + per_batch] for rollout in group for s in rollout]
-        return
-    ordered = [rollout for group in order for rollout in group]
-    for start in range(0, len(ordered), size):
-        yield [s for rollout in ordered[start : start + size] for s in rollout]
+    groups = _numbered(np.where(batch.group >= 0, batch.group, -1 - batch.owners))
+    place = draw.permutation(groups.max() + 1).argsort()[groups]  # of each sample's group in the random order
+    order = np.lexsort((np.arange(batch.num_samples), _numbered(batch.owners), place))
+    units, per_batch = (place, size // group_size) if size % group_size == 0 else (batch.owners, size)
+    number = _numbered(units[order]) // per_batch
+    for cut in np.split(order, np.flatnonzero(np.diff(number)) + 1):
+        yield batch.take(cut)
+
+
+def _numbered(values: Ints) -> Ints:
+    """Different values counted from 0 in the order in which they first appear."""
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    return first.argsort().argsort()[inverse]

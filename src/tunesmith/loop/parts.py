@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tunesmith.algorithms.kl import AdaptiveKLController
-from tunesmith.backends.base import LossFn, TrainBackend
+from tunesmith.algorithms.objective import Objective
+from tunesmith.backends.base import TrainBackend
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.loop.canary import Canary
@@ -33,7 +34,7 @@ class RLParts:
     evaluation: EvaluationPlan | None
     canary: Canary | None = None
     """Compares sampler and trainer after each sync, where they do not share their weights."""
-    objective: LossFn | None = None
+    objective: Objective | None = None
     """Minimised on the samples in place of the algorithm's loss."""
 
     @property

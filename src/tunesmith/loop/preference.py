@@ -13,108 +13,86 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tunesmith.backends.base import TrainBackend
+from tunesmith.algorithms.objective import Objective
+from tunesmith.algorithms.preference import REFERENCE, add_kto_columns, add_reference
+from tunesmith.backends.base import Metrics, TrainBackend
+from tunesmith.data.batch import Batch, Floats
 from tunesmith.data.loader import fingerprint_of
 from tunesmith.data.preference import Comparison, Solution
 from tunesmith.errors import CheckpointError, boundary
-from tunesmith.loop.learner import Learner, Metrics
+from tunesmith.loop.learner import Learner
 from tunesmith.types import Sample
 
 T = TypeVar("T")
 
-REFERENCE = "ref_logprob"
 REFERENCE_FILE = "reference.safetensors"
 SCORED_AT_ONCE = 1024
 """Comparisons that are scored beforehand in one go; what memory cuts short starts again from there."""
 
 
-def pair_samples(items: Sequence[Comparison]) -> list[Sample]:
-    """The sequences of pairs, each with its values and the number of its pair at every token."""
-    samples: list[Sample] = []
-    for item in items:
-        for place, sample in enumerate(item.samples):
-            own = {name: values[place] for name, values in item.values.items()}
-            samples.append(with_values(sample, own, len(samples) // 2))
-    return samples
+def pair_batch(items: Sequence[Comparison]) -> Batch:
+    """The sequences of each comparison, which are its group, with its values per sample."""
+    samples = [replace(sample, group=number) for number, item in enumerate(items) for sample in item.samples]
+    batch = Batch.of(samples)
+    for name in items[0].values if items else ():
+        batch.add_per_sample(name, [value for item in items for value in item.values[name]])
+    return batch
 
 
-def with_values(sample: Sample, values: dict[str, float], pair: int = -1) -> Sample:
-    """A sample with constant columns; ``pair`` is its group, and a column too where there are pairs."""
-    own = {**values, "pair": float(pair)} if pair >= 0 else values
-    columns = {name: [value] * len(sample.token_ids) for name, value in own.items()}
-    return replace(sample, columns={**sample.columns, **columns}, group=pair)
+def reference_pairs(learner: Learner, items: Sequence[Comparison]) -> Batch:
+    """Pairs for DPO, with the reference's log-probabilities."""
+    batch = pair_batch(items)
+    add_reference(batch, reference_logprobs(learner, batch))
+    return batch
 
 
-def reference_pairs(learner: Learner, items: Sequence[Comparison]) -> list[Sample]:
-    """Pairs for DPO: with the reference's log-probabilities, scored now where the items do not have them.
-
-    One that is not finite takes the pair with it.
-    """
-    samples = with_reference(learner, pair_samples(items))
-    for at in range(0, len(samples), 2):
-        if not all(math.isfinite(s.columns[REFERENCE][0]) for s in samples[at : at + 2]):
-            samples[at : at + 2] = [with_values(s, {REFERENCE: math.nan}, s.group) for s in samples[at : at + 2]]
-    return samples
+def judged_answers(learner: Learner, items: Sequence[Comparison]) -> Batch:
+    """Answers for KTO, with what ``KTOObjective`` compares them with. The second of each item is its mismatch."""
+    both = pair_batch(items)
+    both.add_per_sample(REFERENCE, reference_logprobs(learner, both))
+    answers, others = both.take(np.arange(0, 2 * len(items), 2)), both.take(np.arange(1, 2 * len(items), 2))
+    add_kto_columns(answers, sequence_logprobs(learner, others) - others.per_sample[REFERENCE])
+    return answers
 
 
-def with_reference(learner: Learner, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with ``ref_logprob``; those that have it are left alone."""
-    if all(REFERENCE in s.columns for s in samples):
-        return list(samples)
-    found = sequence_logprobs(learner, samples, reference=True)
-    return [with_values(s, {REFERENCE: value}, s.group) for s, value in zip(samples, found, strict=True)]
+def reference_logprobs(learner: Learner, batch: Batch) -> Floats:
+    """The reference's ``Σ logπ`` of each sample, ``[S]``: the batch's, or scored now where it has none."""
+    known = batch.per_sample.get(REFERENCE)
+    return sequence_logprobs(learner, batch, reference=True) if known is None else known
 
 
-def sequence_logprobs(learner: Learner, samples: Sequence[Sample], *, reference: bool = False) -> list[float]:
-    """``Σ logπ`` of each sample's loss tokens."""
-    scored = learner.score(samples, "logprobs", reference=reference)
-    return [math.fsum(s.columns["logprobs"]) for s in scored]
+def sequence_logprobs(learner: Learner, batch: Batch, *, reference: bool = False) -> Floats:
+    """``Σ logπ`` of each sample's loss tokens, ``[S]``."""
+    return batch.sequence_sums(learner.score(batch, reference=reference))
 
 
-def judged_samples(learner: Learner, items: Sequence[Comparison]) -> list[Sample]:
-    """Answers for KTO, with the reference's log-probabilities, the batch's KL and each one's share of its side.
-
-    ``KL = max(0, mean of logπ − logπ_ref over the mismatched pairs)``, of the whole batch, without gradient.
-    """
-    both = with_reference(learner, pair_samples(items))
-    answers, others = both[0::2], both[1::2]
-    gaps = [
-        policy - sample.columns[REFERENCE][0]
-        for policy, sample in zip(sequence_logprobs(learner, others), others, strict=True)
-    ]
-    finite = [gap for gap in gaps if math.isfinite(gap)]
-    kl = max(0.0, float(np.mean(finite))) if finite else 0.0
-    sides = [sample.columns["side"][0] for sample in answers]
-    return [
-        with_values(sample, {"kl": kl, "class_share": 1.0 / sides.count(side)})
-        for sample, side in zip(answers, sides, strict=True)
-    ]
-
-
-def step_samples(items: Sequence[Solution], good: int, bad: int) -> list[Sample]:
+def step_pairs(items: Sequence[Solution], good: int, bad: int) -> Batch:
     """A pair for each step: everything up to its separator, then the good label token, or the bad one."""
-    samples: list[Sample] = []
-    for item in items:
-        for place, label in zip(item.marks, item.labels, strict=True):
-            before = item.token_ids[: place + 1]
-            for token, side in ((good, 1.0), (bad, -1.0)):
-                sample = Sample([*before, token], [False] * len(before) + [True])
-                samples.append(with_values(sample, {"side": side, "label": label}, len(samples) // 2))
-    return samples
+    steps = [(item.token_ids[: mark + 1], y) for item in items for mark, y in zip(item.marks, item.labels, strict=True)]
+    batch = Batch.of(
+        [
+            Sample([*before, token], [False] * len(before) + [True], group=number)
+            for number, (before, _) in enumerate(steps)
+            for token in (good, bad)
+        ]
+    )
+    batch.add_per_sample("side", [1.0, -1.0] * len(steps))
+    batch.add_per_sample("label", np.repeat([label for _, label in steps], 2))
+    return batch
 
 
 def evaluate(
     learner: Learner,
-    prepare: Callable[[Sequence[T]], list[Sample]],
+    objective: Objective,
+    prepare: Callable[[Sequence[T]], Batch],
     items: Sequence[T],
     summarise: Callable[[Metrics], Metrics] = dict,
 ) -> Metrics:
     """The objective's metrics over the held-out set as one batch, as ``eval/…``."""
-    metrics = summarise(learner.evaluate(prepare(items)))
+    metrics = summarise(learner.evaluate(prepare(items), objective))
     return {f"eval/{name}": value for name, value in metrics.items() if not name.startswith("nonfinite")}
 
 
@@ -164,26 +142,22 @@ class References:
 
     learner: Learner
     checkpoint: Path | None
-    found: dict[str, NDArray[np.float64]] = field(default_factory=dict[str, "NDArray[np.float64]"])
+    found: dict[str, Floats] = field(default_factory=dict[str, "Floats"])
     fingerprints: dict[str, str] = field(default_factory=dict[str, str])
 
     def attach(self, name: str, items: Sequence[Comparison]) -> list[Comparison]:
-        """The items with ``ref_logprob`` of each sequence: the checkpoint's, if they are of the same tokens."""
+        """The items with the reference's value for each sequence: the checkpoint's, if they are of the same tokens."""
         fingerprint = fingerprint_of([[s.token_ids, s.loss_mask] for item in items for s in item.samples])
         values = self._saved(name, fingerprint)
         if values is None:
-            values = np.array(
-                [
-                    value
-                    for start in range(0, len(items), SCORED_AT_ONCE)
-                    for value in sequence_logprobs(self.learner, pair_samples(items[start : start + SCORED_AT_ONCE]))
-                ]
-            )
+            starts = range(0, len(items), SCORED_AT_ONCE)
+            parts = [sequence_logprobs(self.learner, pair_batch(items[at : at + SCORED_AT_ONCE])) for at in starts]
+            values = np.concatenate(parts)
         self.found[name], self.fingerprints[name] = values, fingerprint
         left = iter(values.tolist())
         return [replace(i, values={**i.values, REFERENCE: tuple(next(left) for _ in i.samples)}) for i in items]
 
-    def _saved(self, name: str, fingerprint: str) -> NDArray[np.float64] | None:
+    def _saved(self, name: str, fingerprint: str) -> Floats | None:
         file = self.checkpoint / REFERENCE_FILE if self.checkpoint else None
         if file is None or not file.is_file():
             return None

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.algorithms.objective import policy_objective
+from tunesmith.backends.base import Metrics
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.loop.evaluate import evaluate
 from tunesmith.loop.experience import make_experience
-from tunesmith.loop.learner import Metrics
 from tunesmith.loop.parts import RLParts
 from tunesmith.loop.rollouts import RolloutSource
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
 from tunesmith.rewards.metrics import check_failed
-from tunesmith.types import RolloutGroup, Sample
+from tunesmith.types import RolloutGroup
 
 
 async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
@@ -66,13 +66,13 @@ async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> Non
 
 
 def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
-    """Advantages, then optimizer steps: the critic's, and the policy's unless it is frozen yet.
+    """Advantages, then optimizer steps: the critic's, and the policy's unless it is still frozen.
 
     A batch from which nothing can be learned takes none.
     """
     config = parts.config
     seed = derive_seed(config.train.seed, step)
-    samples = make_experience(
+    batch = make_experience(
         groups,
         config.algorithm,
         parts.learner,
@@ -83,29 +83,23 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
         reward_weights=parts.rewards.weights,
     )
     metrics: Metrics = {"optimizer_steps": 0.0}
-    if not samples:
+    if not batch.num_samples:
         return metrics
     batch_size = config.train.batch_size
     if parts.critic:
-        metrics |= parts.critic.learn(samples, batch_size, seed, config.rollout.group_size)
+        metrics |= parts.critic.learn(batch, batch_size, seed)
     spent = metrics.pop("critic/attainable_seconds", 0.0)
     if step >= config.critic.freeze_actor_steps:
-        metrics |= improve(parts, samples, batch_size, seed)
+        # A new objective each step: an adaptive KL coefficient is part of it.
+        objective = parts.objective or policy_objective(config.algorithm, kl_coef=parts.kl.coef)
+        objective = parts.critic.join(objective) if parts.critic else objective
+        passes = config.train.passes_per_batch
+        metrics |= parts.learner.update(batch, objective, batch_size=batch_size, passes=passes, seed=seed)
+        if isinstance(config, DistillConfig) and "ref_kl" in metrics:  # there the reference is the teacher
+            metrics["teacher_kl"] = metrics.pop("ref_kl")
+        if config.algorithm.kl_target is not None:
+            metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], batch.num_rollouts)
     return metrics | {"attainable_seconds": spent + metrics.get("attainable_seconds", 0.0)}
-
-
-def improve(parts: RLParts, samples: Sequence[Sample], batch_size: int, seed: int) -> Metrics:
-    """The policy's optimizer steps, and the KL coefficient's."""
-    config, learner = parts.config, parts.learner
-    # A new one each step: an adaptive KL coefficient is part of it.
-    objective = parts.objective or policy_objective(config.algorithm, kl_coef=parts.kl.coef)
-    learner.objective = parts.critic.joined(objective) if parts.critic else objective
-    metrics = learner.update(samples, batch_size, config.train.passes_per_batch, seed, config.rollout.group_size)
-    if isinstance(config, DistillConfig) and "ref_kl" in metrics:  # there the reference is the teacher
-        metrics["teacher_kl"] = metrics.pop("ref_kl")
-    if config.algorithm.kl_target is not None:
-        metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], len({s.rollout for s in samples}))
-    return metrics
 
 
 async def _evaluate(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:

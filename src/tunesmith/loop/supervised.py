@@ -9,9 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from tunesmith.algorithms.objective import Objective
+from tunesmith.backends.base import Metrics
 from tunesmith.config.schema import EvalSection
+from tunesmith.data.batch import Batch
 from tunesmith.data.loader import Loader
-from tunesmith.loop.learner import Learner, Metrics
+from tunesmith.loop.learner import Learner
 from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
 from tunesmith.types import Sample
@@ -25,8 +28,9 @@ class SupervisedParts(Generic[T]):
 
     items: Loader[T]
     learner: Learner
-    prepare: Callable[[Sequence[T]], list[Sample]]
-    """The samples of an optimizer batch with every column the objective reads; it may score models for them."""
+    objective: Objective
+    prepare: Callable[[Sequence[T]], Batch]
+    """An optimizer batch with every column the objective reads; it may score models for it."""
     evaluate: Callable[[], Metrics] | None
     """The held-out set's metrics, by names that begin with ``eval/``."""
     evaluation: EvalSection
@@ -49,11 +53,9 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
         items = parts.items.next_batch()
         with session.phase("train"):
             batch = parts.prepare(items)
-            metrics = parts.summarise(parts.learner.step(batch))
-        tokens = float(sum(len(s.token_ids) for s in batch))
-        session.finish_step(
-            metrics | {"tokens": tokens, "samples": float(len(batch)), "epoch": float(parts.items.epoch)}
-        )
+            metrics = parts.summarise(parts.learner.update(batch, parts.objective))
+        tokens, samples, epoch = float(batch.num_tokens), float(batch.num_samples), float(parts.items.epoch)
+        session.finish_step(metrics | {"tokens": tokens, "samples": samples, "epoch": epoch})
         session.settle(_state(parts), parts.items.epoch)
         if session.evaluation_due():
             _evaluate(parts, session)
@@ -72,9 +74,11 @@ def _evaluate(parts: SupervisedParts[T], session: Session) -> None:
         session.finish_evaluation(metrics)
 
 
-def held_out(learner: Learner, samples: Sequence[Sample], names: Sequence[str] = ("loss",)) -> Metrics:
+def held_out(
+    learner: Learner, objective: Objective, samples: Sequence[Sample], names: Sequence[str] = ("loss",)
+) -> Metrics:
     """``eval/<name>`` of the objective's metrics, such as its loss, in nats per loss token."""
-    found = learner.evaluate(samples)
+    found = learner.evaluate(Batch.of(samples), objective)
     return {f"eval/{name}": found[name] for name in names}
 
 

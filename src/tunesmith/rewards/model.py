@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tunesmith.config.schema import ModelReward
+from tunesmith.data.batch import Batch
 from tunesmith.data.chat import ChatTemplate
-from tunesmith.data.forest import build_forest
-from tunesmith.data.packing import pack
+from tunesmith.data.forest import Packing
 from tunesmith.data.tokens import Tokenizer, encode, leading_ids, with_leading
 from tunesmith.errors import DataError, ModelError
 from tunesmith.models.score_model import ScoreModel, is_trained, whole_sequence
@@ -76,13 +76,12 @@ class RewardModel:
         """One reward per sequence of token ids; a failure for one that is empty or longer than the context."""
         scores: list[Score] = [_unfit(len(ids), self.context) for ids in sequences]
         usable = [i for i, problem in enumerate(scores) if problem is None]
-        samples = [whole_sequence(sequences[i]) for i in usable]
-        longest = max((len(sample.token_ids) for sample in samples), default=0)
-        for chosen in pack(samples, max(self.max_tokens, longest)) if samples else []:
-            forest = build_forest(samples, chosen).to(self.model.device)
+        batch = Batch.of([whole_sequence(sequences[i]) for i in usable])
+        for forest in Packing.of(batch, max(self.max_tokens, int(batch.lengths.max(initial=0)))):
+            forest = forest.to(self.model.device)
             if self.context is not None:  # of the token after the last, which nothing reads, there may be no place
                 forest = replace(forest, position_ids=forest.position_ids.clamp(max=self.context - 1))
-            for place, value in zip(chosen, self.model.scores(forest).tolist(), strict=True):
+            for place, value in zip(forest.sample_ids, self.model.scores(forest).tolist(), strict=True):
                 scores[usable[place]] = self.stats.normalized(value) if self.stats else value
         return scores
 

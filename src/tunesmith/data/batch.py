@@ -1,0 +1,180 @@
+"""What an optimizer learns from, as arrays. No torch.
+
+Samples become a ``Batch`` once. From then on everything (advantages, corrections, weights, KL penalties, preference
+scalars) is an array over its predictions or over its samples, and every computation an array operation.
+
+Shape legend: ``T`` tokens, ``N`` predictions (loss tokens), ``S`` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tunesmith.types import Sample
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(eq=False)
+class Batch:
+    """Sequences with the tokens of each that are predicted in the loss.
+
+    The predictions of one sample are consecutive and in order, and samples keep their order. A column is added with
+    ``add`` or ``add_per_sample``, which look once whether its values are finite.
+
+    Example:
+        ``[5, 6, 7, 2]`` with loss on its last two tokens and ``[5, 8]`` with loss on its last one have offsets
+        ``0 4 6``, predicted ``2 3 5`` and sample ``0 0 1``.
+    """
+
+    token_ids: Ints  # [T]
+    offsets: Ints  # [S + 1], where each sample's tokens begin
+    predicted: Ints  # [N], places in token_ids
+    sample: Ints  # [N]
+    group: Ints  # [S], -1 where there are no groups
+    rollout: Ints  # [S], the rollout whose record a sample is; -1 where a sample is a sequence by itself
+    stand_ins: Ints  # [S], tokens at a sample's end that are not part of the sequence
+    finite: Mask = field(init=False)  # [N], whether every column is finite there
+    columns: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)  # each [N]
+    per_sample: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)  # each [S]
+    packings: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], init=False, repr=False)
+    """``forest.Packing`` by the layout asked for."""
+
+    def __post_init__(self) -> None:
+        self.finite = np.ones(self.num_predictions, np.bool_)
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Batch:
+        """The samples in their order, without columns."""
+        for sample in samples:
+            assert sample.token_ids, "a sample needs at least one token"
+            assert len(sample.loss_mask) == len(sample.token_ids), "loss_mask is not as long as token_ids"
+            assert not sample.loss_mask[0], "nothing predicts the first token: it cannot carry loss"
+        lengths = _ints([len(s.token_ids) for s in samples])
+        offsets = _starts(lengths)
+        mask = np.fromiter(chain.from_iterable(s.loss_mask for s in samples), np.bool_, int(offsets[-1]))
+        predicted = np.flatnonzero(mask)
+        return cls(
+            np.fromiter(chain.from_iterable(s.token_ids for s in samples), np.int64, int(offsets[-1])),
+            offsets,
+            predicted,
+            np.repeat(np.arange(len(samples)), lengths)[predicted],
+            _ints([s.group for s in samples]),
+            _ints([s.rollout for s in samples]),
+            _ints([s.stand_ins for s in samples]),
+        )
+
+    def add(self, name: str, values: ArrayLike) -> None:
+        """Add a column over predictions, ``[N]``."""
+        column = np.asarray(values, np.float64)
+        assert column.shape == self.predicted.shape, f"'{name}' needs one value per prediction"
+        self.columns[name] = column
+        self.finite &= np.isfinite(column)
+
+    def add_per_sample(self, name: str, values: ArrayLike) -> None:
+        """Add a column over samples, ``[S]``."""
+        column = np.asarray(values, np.float64)
+        assert column.shape == self.group.shape, f"'{name}' needs one value per sample"
+        self.per_sample[name] = column
+        self.finite &= np.isfinite(column)[self.sample]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.group)
+
+    @property
+    def num_predictions(self) -> int:
+        return len(self.predicted)
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """Tokens of each sample, ``[S]``."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def counts(self) -> Ints:
+        """Predictions of each sample, ``[S]``."""
+        return np.bincount(self.sample, minlength=self.num_samples)
+
+    @cached_property
+    def owners(self) -> Ints:
+        """A number for each rollout, ``[S]``, counted from 0; a sample that is of no rollout is one by itself."""
+        alone = -1 - np.arange(self.num_samples)
+        return np.unique(np.where(self.rollout >= 0, self.rollout, alone), return_inverse=True)[1]
+
+    @property
+    def num_rollouts(self) -> int:
+        return int(self.owners.max(initial=-1)) + 1
+
+    @cached_property
+    def prefix_lengths(self) -> Ints:
+        """Leading tokens of each sample that carry no loss, ``[S]``; all of them where none does."""
+        has, first = self.counts > 0, _starts(self.counts)[:-1]
+        lengths = self.lengths.copy()
+        lengths[has] = self.predicted[first[has]] - self.offsets[:-1][has]
+        return lengths
+
+    @cached_property
+    def sortable(self) -> bytes:
+        """All tokens, four bytes each, so that comparing slices compares the tokens in them in order."""
+        return self.token_ids.astype(">u4").tobytes()
+
+    def sequence_sums(self, values: Floats) -> Floats:
+        """``[N]`` summed over each sample, ``[S]``."""
+        return np.asarray(np.bincount(self.sample, values, minlength=self.num_samples), np.float64)
+
+    def split(self, values: Floats) -> list[Floats]:
+        """``[N]`` as one array per sample."""
+        return np.split(values, _starts(self.counts)[1:-1]) if self.num_samples else []
+
+    def predictions_of(self, samples: Ints) -> Ints:
+        """The predictions of ``samples``, in their order."""
+        return _ranges(_starts(self.counts)[samples], self.counts[samples])
+
+    def take(self, samples: ArrayLike) -> Batch:
+        """The batch of these samples, in this order, with their columns; itself where that is all of them."""
+        chosen = np.asarray(samples, np.int64)
+        if np.array_equal(chosen, np.arange(self.num_samples)):
+            return self
+        predictions, lengths, counts = self.predictions_of(chosen), self.lengths[chosen], self.counts[chosen]
+        offsets = _starts(lengths)
+        moved = np.repeat(offsets[:-1] - self.offsets[chosen], counts)
+        taken = Batch(
+            self.token_ids[_ranges(self.offsets[chosen], lengths)],
+            offsets,
+            self.predicted[predictions] + moved,
+            np.repeat(np.arange(len(chosen)), counts),
+            self.group[chosen],
+            self.rollout[chosen],
+            self.stand_ins[chosen],
+        )
+        taken.finite = self.finite[predictions]
+        taken.columns = {name: column[predictions] for name, column in self.columns.items()}
+        taken.per_sample = {name: column[chosen] for name, column in self.per_sample.items()}
+        return taken
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, np.int64)
+
+
+def _starts(counts: Ints) -> Ints:
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """``[start, start + length)`` of each, one after the other."""
+    return np.repeat(starts - _starts(lengths)[:-1], lengths) + np.arange(int(lengths.sum()))
