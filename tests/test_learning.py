@@ -156,7 +156,7 @@ def test_supervised_runs_say_it_too(
     watches = watched(monkeypatch)
     outcome = assembly.run_sft(None, sft_settings(tmp_path, model, **changed))
     assert outcome.warning is not None
-    assert cause in {watches[0].told, *(f.cause for f in [at_the_end(watches[0].history, watches[0].facts)] if f)}
+    assert cause in {watches[0].reported, *(f.cause for f in [at_the_end(watches[0].history, watches[0].facts)] if f)}
 
 
 def test_a_healthy_supervised_run_is_left_alone(

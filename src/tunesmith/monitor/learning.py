@@ -1,4 +1,4 @@
-"""Says when a run learns nothing, from its last steps' metrics: what the sign is, the cause, and what to do."""
+"""Recognises from its metrics that a run learns nothing, with the likely cause and what to do."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from dataclasses import dataclass, field
 Metrics = Mapping[str, float]
 
 STEPS = 3
-"""Steps in a row without anything to learn from, before it is said."""
+"""Steps in a row without anything to learn from, before a warning."""
 NO_GRADIENT = 1e-9
 LEAST_REACH = 1e-6
-"""A learning rate times all optimizer steps below which no weight changes noticeably: AdamW moves a weight by about
-its learning rate in a step, and weights are about 0.02."""
+"""Learning rate times optimizer steps below which no weight changes noticeably: AdamW moves a weight by about the
+learning rate per step, and weights are about 0.02."""
 MOST = 4000
-"""Steps that are remembered; of a longer run every second one."""
+"""Steps that are remembered; in a longer run every second one is dropped."""
 LONG_ENOUGH = 20
-"""Steps from which the beginning of a loss can be compared with its end."""
+"""Steps after which the end of a loss curve can be compared with its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What has to be known of a run to judge its metrics."""
+    """What must be known about a run to judge its metrics."""
 
     rollouts: bool = False
-    """Whether it samples; else it trains on given data."""
+    """Whether it samples, or trains on given data."""
     rewarded: bool = True
-    """Whether rewards are what it learns from; a teacher needs none."""
+    """Whether it learns from rewards; with a teacher it does not."""
     from_total: bool = True
-    """Whether nothing is learned where all total rewards are equal; not so where parts of them or lengths count."""
+    """Whether equal total rewards teach nothing; not so where single rewards or lengths count too."""
     compares_group: bool = True
-    """Whether a rollout is compared with the others of its prompt."""
+    """Whether a rollout is compared with the others of its group."""
     full_reward: float | None = None
-    """The reward of an answer that is right in all respects, where that is known."""
+    """The reward of a perfect answer, where it is known."""
     frozen_steps: int = 0
-    """Steps at the start in which only the critic learns."""
+    """First steps, in which only the critic learns."""
     reach: float = 1.0
-    """The learning rate times the optimizer steps of the run."""
+    """Learning rate times optimizer steps of the run."""
     lr: float = 0.0
     temperature: float = 1.0
     max_new_tokens: int = 0
     unknown: float = 0.0
-    """Share of the prompts' tokens that the tokenizer does not know."""
+    """Share of the prompts' tokens that are unknown to the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why nothing is learned: a word for the cause, the numbers, and what to do."""
+    """Why nothing is learned: a key of the cause, the numbers that show it, and what to do."""
 
     cause: str
     numbers: str
@@ -56,41 +56,49 @@ class Finding:
         return f"{self.numbers}. {self.advice}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """The metrics of a run so far: ``last`` has the last ``STEPS`` steps, ``history`` all that are remembered."""
+
+    history: Sequence[Metrics]
+    last: Sequence[Metrics]
+    facts: Facts
+
+    def mean(self, name: str) -> float | None:
+        """Of the last steps; None where none of them has the metric."""
+        return _mean([step[name] for step in self.last if name in step])
+
+    def always(self, holds: Callable[[Metrics], bool]) -> bool:
+        return all(map(holds, self.last))
+
+
 def finding(history: Sequence[Metrics], facts: Facts) -> Finding | None:
-    """What is wrong with the last ``STEPS`` steps, if each of them is without anything to learn from; pure.
+    """What is wrong with the last ``STEPS`` steps, if nothing could be learned in any of them.
 
     Args:
-        history: the metrics of all steps so far, of which the earlier ones show what has been lost.
+        history: the metrics of all steps so far; the earlier ones show what has been lost since.
     """
-    last = history[-STEPS:]
-    if len(last) < STEPS:
+    seen = _Evidence(history, history[-STEPS:], facts)
+    if len(seen.last) < STEPS:
         return None
-    if facts.reach < LEAST_REACH:
-        return Finding(
-            "lr_without_effect",
-            f"the learning rate {facts.lr:g} moves no weight by more than about {facts.reach:.1g} in the whole run, "
-            "and weights are about 0.02",
-            "Raise train.lr: 1e-6 is usual in reinforcement learning, 1e-5 in supervised training, ten times that "
-            "with LoRA",
-        )
-    if found := _too_fast(history, last, facts):
-        return found
-    without = _rollouts_teach_nothing if facts.rollouts else _no_gradient
-    if not all(without(step, facts) for step in last):
+    for cause in (_no_reach, _too_fast):
+        if found := cause(seen):
+            return found
+    if not seen.always(lambda step: _rollouts_teach_nothing(step, facts) if facts.rollouts else _no_gradient(step)):
         return None
     causes = _ROLLOUT_CAUSES if facts.rollouts else _SUPERVISED_CAUSES
-    return next(found for cause in causes if (found := cause(history, last, facts)))
+    return next(found for cause in causes if (found := cause(seen)))
 
 
 def at_the_end(history: Sequence[Metrics], facts: Facts) -> Finding | None:
-    """What is still wrong when the run ends, and a loss that is no lower than at the beginning."""
+    """What is still wrong when the run ends, or a loss that is no lower than at the beginning."""
     if found := finding(history, facts):
         return found
     losses = [step["loss"] for step in history if "loss" in step]
     if facts.rollouts or len(losses) < LONG_ENOUGH:
         return None
     part = len(losses) // 4
-    first, last = _mean(losses[:part]), _mean(losses[-part:])
+    first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
     if last < first:
         return None
     return Finding(
@@ -102,24 +110,21 @@ def at_the_end(history: Sequence[Metrics], facts: Facts) -> Finding | None:
 
 @dataclass(slots=True)
 class LearningWatch:
-    """Follows a run, and tells each finding once."""
+    """Follows a run and reports each finding once."""
 
     facts: Facts
     history: list[Metrics] = field(default_factory=list[Metrics])
-    told: str | None = None
-    """The cause that was told last."""
+    reported: str | None = None
+    """The cause that was reported last."""
 
     def step(self, metrics: Metrics) -> str | None:
-        """Take in a step; what is to be told now, if anything."""
+        """Take in a step; returns a warning if there is a new one."""
         self.history.append({name: metrics[name] for name in _READ if name in metrics})
         if len(self.history) > MOST:
             del self.history[STEPS:-STEPS:2]
-        found = finding(self.history, self.facts)
-        if found is None or found.cause == self.told:
-            self.told = found and found.cause
-            return None
-        self.told = found.cause
-        return f"warning: nothing is learned: {found}"
+        found, before = finding(self.history, self.facts), self.reported
+        self.reported = found and found.cause
+        return f"warning: nothing is learned: {found}" if found and found.cause != before else None
 
     def end(self) -> str | None:
         found = at_the_end(self.history, self.facts)
@@ -133,51 +138,56 @@ _READ = (
 )
 
 
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _all_skipped(step: Metrics) -> bool:
+    return step.get("skipped_steps", 0) >= step.get("optimizer_steps", 1) > 0
+
+
+def _no_gradient(step: Metrics) -> bool:
+    return step.get("optimizer_steps") == 0 or _all_skipped(step) or step.get("grad_norm", 1.0) <= NO_GRADIENT
+
+
 def _rollouts_teach_nothing(step: Metrics, facts: Facts) -> bool:
     if step["step"] <= facts.frozen_steps:
         return False
-    if _no_gradient(step, facts):
+    if _no_gradient(step):
         return True
     if not (facts.rewarded and facts.from_total) or step.get("rollouts", 0) < 2:
         return False
-    constant = step.get("reward/std") == 0
-    return constant or (facts.compares_group and step.get("groups_equal") == 1)
+    return step.get("reward/std") == 0 or (facts.compares_group and step.get("groups_equal") == 1)
 
 
-def _no_gradient(step: Metrics, facts: Facts) -> bool:
-    del facts
-    skipped = step.get("skipped_steps", 0) >= step.get("optimizer_steps", 1) > 0
-    return step.get("optimizer_steps") == 0 or skipped or step.get("grad_norm", 1.0) <= NO_GRADIENT
+def _no_reach(seen: _Evidence) -> Finding | None:
+    if seen.facts.reach >= LEAST_REACH:
+        return None
+    return Finding(
+        "lr_without_effect",
+        f"the learning rate {seen.facts.lr:g} moves no weight by more than about {seen.facts.reach:.1g} in the whole "
+        "run, and weights are about 0.02",
+        "Raise train.lr: 1e-6 is usual in reinforcement learning, 1e-5 in supervised training, ten times that "
+        "with LoRA",
+    )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _of(steps: Sequence[Metrics], name: str) -> float | None:
-    values = [step[name] for step in steps if name in step]
-    return _mean(values) if values else None
-
-
-Cause = Callable[[Sequence[Metrics], Sequence[Metrics], Facts], Finding | None]
-
-
-def _too_fast(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding | None:
+def _too_fast(seen: _Evidence) -> Finding | None:
     """Training that moves away from what it learned: the policy within a step, or the loss over the steps."""
-    advice = f"train.lr = {facts.lr:g} is far too high: divide it by 10 or more and start anew"
-    if all(step.get("policy_kl", 0.0) > 1 for step in last):
-        moved = _of(last, "policy_kl")
+    advice = f"train.lr = {seen.facts.lr:g} is far too high: divide it by 10 or more and start anew"
+    if seen.always(lambda step: step.get("policy_kl", 0.0) > 1):
+        moved = seen.mean("policy_kl")
         return Finding("lr_too_high", f"the policy moves by {moved:.3g} nats per token within a step", advice)
-    first, now = _of(history[:1], "loss"), _of(last, "loss")
-    rises = not facts.rollouts and first is not None and now is not None and now > first + max(1.0, abs(first) / 2)
-    if rises and len(history) >= 2 * STEPS:
+    first, now = seen.history[0].get("loss"), seen.mean("loss")
+    if seen.facts.rollouts or first is None or now is None or len(seen.history) < 2 * STEPS:
+        return None
+    if now > first + max(1.0, abs(first) / 2):
         return Finding("lr_too_high", f"the loss has risen from {first:.3g} to {now:.3g}", advice)
     return None
 
 
-def _failing(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding | None:
-    del history, facts
-    failed = _of(last, "rollouts/failed") or 0.0
+def _failing(seen: _Evidence) -> Finding | None:
+    failed = seen.mean("rollouts/failed") or 0.0
     if failed < 0.5:
         return None
     return Finding(
@@ -185,21 +195,21 @@ def _failing(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) 
     )
 
 
-def _not_finite(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding | None:
-    del history
-    if not all(step.get("skipped_steps", 0) >= step.get("optimizer_steps", 1) > 0 for step in last):
+def _not_finite(seen: _Evidence) -> Finding | None:
+    if not seen.always(_all_skipped):
         return None
     return Finding(
         "not_finite",
         "the gradient was not finite and every optimizer step was dropped",
-        f"Lower train.lr ({facts.lr:g}), or compute in float32 (model.dtype) to see whether the numbers are the cause",
+        f"Lower train.lr ({seen.facts.lr:g}), or compute in float32 (model.dtype) to see whether the number format is "
+        "the cause",
     )
 
 
-def _ruined(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding | None:
-    earlier = [step for step in history[:-STEPS] if "reward" in step and step.get("reward/std")]
-    earlier += [step for step in last[:1] if step.get("reward/std")]
-    now = _of(last, "reward")
+def _ruined(seen: _Evidence) -> Finding | None:
+    earlier = [step for step in seen.history[:-STEPS] if "reward" in step and step.get("reward/std")]
+    earlier += [step for step in seen.last[:1] if step.get("reward/std")]
+    now = seen.mean("reward")
     if not earlier or now is None:
         return None
     best = max(earlier, key=lambda step: step["reward"])
@@ -210,26 +220,24 @@ def _ruined(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -
         "ruined",
         f"the reward is {now:.3g} for every answer, and was {best['reward']:.3g} in step {best['step']:.0f}: training "
         "has ruined the policy",
-        f"Lower train.lr ({facts.lr:g}) by a factor of 10, or hold the policy back with algorithm.kl_coef, and start "
-        "anew or from an earlier checkpoint",
+        f"Lower train.lr ({seen.facts.lr:g}) by a factor of 10, or hold the policy back with algorithm.kl_coef, and "
+        "start anew or from an earlier checkpoint",
     )
 
 
-def _unknown_prompts(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding | None:
-    del history, last
-    if facts.unknown < 0.5:
+def _unknown_prompts(seen: _Evidence) -> Finding | None:
+    if seen.facts.unknown < 0.5:
         return None
     return Finding(
         "unknown_prompts",
-        f"{facts.unknown:.0%} of the prompts' tokens are unknown to the tokenizer, so that prompts look alike",
+        f"{seen.facts.unknown:.0%} of the prompts' tokens are unknown to the tokenizer, so that prompts look alike",
         "Use the tokenizer that belongs to the data's language and characters, or another model",
     )
 
 
-def _always_right(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding | None:
-    del history
-    reward, correct = _of(last, "reward"), _of(last, "correct")
-    full = facts.full_reward is not None and reward is not None and reward >= facts.full_reward - 1e-9
+def _always_right(seen: _Evidence) -> Finding | None:
+    reward, correct = seen.mean("reward"), seen.mean("correct")
+    full = seen.facts.full_reward is not None and reward is not None and reward >= seen.facts.full_reward - 1e-9
     if not full and correct != 1:
         return None
     return Finding(
@@ -240,65 +248,61 @@ def _always_right(history: Sequence[Metrics], last: Sequence[Metrics], facts: Fa
     )
 
 
-def _truncated(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding | None:
-    del history
-    cut, reward = _of(last, "truncated") or 0.0, _of(last, "reward")
-    if cut < 0.9 or (reward is not None and reward > 0 and _of(last, "correct") != 0):
+def _truncated(seen: _Evidence) -> Finding | None:
+    cut, reward = seen.mean("truncated") or 0.0, seen.mean("reward")
+    if cut < 0.9 or (reward is not None and reward > 0 and seen.mean("correct") != 0):
         return None
     return Finding(
         "truncated",
-        f"{cut:.0%} of the answers reach the limit of {facts.max_new_tokens} tokens before they end",
+        f"{cut:.0%} of the answers reach the limit of {seen.facts.max_new_tokens} tokens before they end",
         "Raise rollout.max_new_tokens, or train on examples first (tunesmith sft), so that the model learns to end",
     )
 
 
-def _always_wrong(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding | None:
-    del history, facts
-    reward, correct = _of(last, "reward"), _of(last, "correct")
+def _always_wrong(seen: _Evidence) -> Finding | None:
+    reward, correct = seen.mean("reward"), seen.mean("correct")
     if correct not in (None, 0.0) or reward != 0:
         return None
+    rollouts = seen.last[-1].get("rollouts", 0)
     return Finding(
         "always_wrong",
-        f"no answer to any prompt is right (reward 0 for all {last[-1].get('rollouts', 0):.0f} rollouts of a step)",
+        f"no answer to any prompt is right (reward 0 for all {rollouts:.0f} rollouts of a step)",
         "Read some in rollouts.jsonl. If the reward judges them rightly: train on examples first (tunesmith sft), give "
-        "easier prompts, raise rollout.group_size, or reward a part of the way",
+        "easier prompts, raise rollout.group_size, or reward partial success",
     )
 
 
-def _constant(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding | None:
-    del history, facts
-    if not all(step.get("reward/std") == 0 for step in last):
+def _constant(seen: _Evidence) -> Finding | None:
+    if not seen.always(lambda step: step.get("reward/std") == 0):
         return None
     return Finding(
         "constant_reward",
-        f"every rollout has the same reward, {_of(last, 'reward'):.3g}",
+        f"every rollout has the same reward, {seen.mean('reward'):.3g}",
         "Call the reward function on a good and on a bad answer: it has to tell them apart",
     )
 
 
-def _equal_answers(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding | None:
-    del history
-    if not all(step.get("groups_equal") == 1 for step in last):
+def _equal_answers(seen: _Evidence) -> Finding | None:
+    if not seen.always(lambda step: step.get("groups_equal") == 1):
         return None
-    entropy = _of(last, "entropy")
-    if facts.temperature < 0.1 or (entropy is not None and entropy < 0.01):
+    entropy = seen.mean("entropy")
+    if seen.facts.temperature < 0.1 or (entropy is not None and entropy < 0.01):
         known = "" if entropy is None else f", entropy {entropy:.2g} nats per token"
         return Finding(
             "equal_answers",
-            f"the answers to a prompt are all the same (rollout.temperature {facts.temperature:g}{known})",
+            f"the answers to a prompt are all the same (rollout.temperature {seen.facts.temperature:g}{known})",
             "Sample with rollout.temperature = 1; where the entropy has collapsed, start anew with a lower train.lr, "
             "or with algorithm.clip_high above clip_low",
         )
     return Finding(
         "equal_rewards",
-        "all answers to a prompt have the same reward, whatever the prompt",
+        "for every prompt, all answers have the same reward",
         "Raise rollout.group_size, or give a reward that tells the answers to one prompt apart",
     )
 
 
-def _nothing_to_compare(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding:
-    del history, facts
-    if all(step.get("optimizer_steps") == 0 for step in last):
+def _nothing_to_compare(seen: _Evidence) -> Finding:
+    if seen.always(lambda step: step.get("optimizer_steps") == 0):
         return Finding(
             "no_samples",
             "no rollout reached the loss",
@@ -307,14 +311,13 @@ def _nothing_to_compare(history: Sequence[Metrics], last: Sequence[Metrics], fac
         )
     return Finding(
         "no_gradient",
-        f"the gradient is {_of(last, 'grad_norm') or 0.0:.1g}",
+        f"the gradient is {seen.mean('grad_norm') or 0.0:.1g}",
         "See reward/std, groups_equal and clip_low in metrics.jsonl",
     )
 
 
-def _no_loss_left(history: Sequence[Metrics], last: Sequence[Metrics], facts: Facts) -> Finding:
-    del history, facts
-    loss = _of(last, "loss") or 0.0
+def _no_loss_left(seen: _Evidence) -> Finding:
+    loss = seen.mean("loss") or 0.0
     if abs(loss) < 1e-4:
         return Finding("known", f"the loss is {loss:.1g}", "The model knows the data: end here, or give other data")
     return Finding(
@@ -324,9 +327,9 @@ def _no_loss_left(history: Sequence[Metrics], last: Sequence[Metrics], facts: Fa
     )
 
 
-_ROLLOUT_CAUSES: tuple[Cause, ...] = (
+_ROLLOUT_CAUSES: tuple[Callable[[_Evidence], Finding | None], ...] = (
     *(_failing, _not_finite, _ruined, _unknown_prompts, _always_right, _truncated, _always_wrong, _constant),
     *(_equal_answers, _nothing_to_compare),
 )
-_SUPERVISED_CAUSES: tuple[Cause, ...] = (_not_finite, _unknown_prompts, _no_loss_left)
-"""The last one of each always finds something."""
+_SUPERVISED_CAUSES: tuple[Callable[[_Evidence], Finding | None], ...] = (_not_finite, _unknown_prompts, _no_loss_left)
+"""Tried in this order; the last of each always finds something."""
