@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live panel in a terminal, one line per step elsewhere, and a table at its end."""
+"""How a run is shown: a live panel in a terminal, one line per step elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -22,17 +21,8 @@ _HISTORY = 50
 _LONGEST_BAR = 24
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A number to show under ``label``, written by ``show``: the first of ``metrics`` that there is."""
-
-    metrics: tuple[str, ...]
-    label: str
-    show: Callable[[float], str]
-
-
 def number(value: float) -> str:
-    """Three significant digits: ``0.412``, ``1.2e-05``; what rounding leaves of zero is ``0``."""
+    """Three significant digits: ``0.412``, ``1.2e-05``; rounding errors of zero are ``0``."""
     return "0" if abs(value) < 1e-7 else f"{value:.3g}"
 
 
@@ -56,20 +46,22 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-COLUMNS = (
-    Column(("reward",), "reward", number),
-    Column(("teacher_kl",), "KL(teacher)", number),
-    Column(("ref_kl",), "KL(reference)", number),
-    Column(("completion_tokens",), "length", count),
-    Column(("tokens_per_second",), "tok/s", count),
-    Column(("limit_share",), "of limit", share),
-    Column(("loss",), "loss", number),
-    Column(("accuracy",), "accuracy", number),
-    Column(("margin",), "margin", number),
-    Column(("grad_norm",), "grad norm", number),
-    Column(("lr",), "lr", number),
-)
-"""Shown where a step reports them. ``completion_tokens`` is a mean, ``limit_share`` a fraction of 1."""
+COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "reward": ("reward", number),
+    "teacher_kl": ("KL(teacher)", number),
+    "ref_kl": ("KL(reference)", number),
+    "completion_tokens": ("length", count),
+    "tokens_per_second": ("tok/s", count),
+    "limit_share": ("of limit", share),
+    "loss": ("loss", number),
+    "accuracy": ("accuracy", number),
+    "margin": ("margin", number),
+    "grad_norm": ("grad norm", number),
+    "lr": ("lr", number),
+}
+"""The metrics shown where a step reports them: label and format."""
+WATCHED = ("reward", "loss")
+"""The sparkline follows the first of these."""
 
 
 def each_once(values: Mapping[str, str]) -> dict[str, str]:
@@ -80,19 +72,13 @@ def each_once(values: Mapping[str, str]) -> dict[str, str]:
     return {", ".join(sharing): value for value, sharing in names.items()}
 
 
-def _shown(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
-    """(label, number, number as text) of every column that has a value."""
-    values = ((c, next((metrics[name] for name in c.metrics if name in metrics), None)) for c in COLUMNS)
-    return [(c.label, value, c.show(value)) for c, value in values if value is not None]
-
-
-def _watched(metrics: Mapping[str, float]) -> tuple[str, float] | None:
-    """What the sparkline follows: the reward, or else the loss."""
-    return next(((label, value) for label, value, _ in _shown(metrics) if label in ("reward", "loss")), None)
+def _shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Label and text of every column that the metrics have a value for."""
+    return [(label, show(metrics[name])) for name, (label, show) in COLUMNS.items() if name in metrics]
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One bar per value, from the least to the greatest: ``▁▃▅█``. Values that are not finite are blank."""
+    """One bar per value, scaled from the minimum to the maximum: ``▁▃▅█``. Values that are not finite are blank."""
     finite = [v for v in values if abs(v) < float("inf")]
     if not finite:
         return ""
@@ -111,7 +97,7 @@ class Progress(Protocol):
         """A step is done; ``seconds`` is its wall time."""
 
     def note(self, text: str) -> None:
-        """Something worth a line of its own: an evaluation, a checkpoint, a smaller micro-batch."""
+        """Show a message: an evaluation, a checkpoint, a smaller micro-batch."""
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +112,7 @@ def open_progress(
     """A display for steps ``start + 1 ... total``.
 
     Args:
-        live: a panel that is redrawn; False for lines; None: a panel when standard output is a terminal.
+        live: True for a live panel, False for lines, None for a panel where standard output is a terminal.
         every: steps between lines; the first and last are always shown.
     """
     if live if live is not None else sys.stdout.isatty():
@@ -163,7 +149,7 @@ class PlainLines(Progress):
         total = self._eta.total
         if step % self._every and step not in (self._first, total):
             return
-        parts = [f"{label} {shown}" for label, _, shown in _shown(metrics)]
+        parts = [f"{label} {shown}" for label, shown in _shown(metrics)]
         times = [duration(seconds), f"ETA {duration(self._eta.remaining or 0)}"]
         print("  ".join([f"step {step}/{total}", *parts, *times]), flush=True)
 
@@ -172,7 +158,7 @@ class PlainLines(Progress):
 
 
 class LivePanel(Progress):
-    """A bar, the latest numbers and the reward's course, redrawn in place; notes scroll above."""
+    """A bar, the latest numbers and the reward's curve, redrawn in place; notes scroll above."""
 
     def __init__(self, total: int, start: int = 0, console: Console | None = None) -> None:
         from rich.console import Console
@@ -180,6 +166,7 @@ class LivePanel(Progress):
 
         self._eta = Eta(total, start)
         self._metrics: Mapping[str, float] = {}
+        self._watched: str | None = None
         self._phase, self._since = "starting", time.monotonic()
         self._course: deque[float] = deque(maxlen=_HISTORY)
         self._console = console or Console()
@@ -194,8 +181,9 @@ class LivePanel(Progress):
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         self._eta.update(step, seconds)
         self._metrics, self._since = metrics, time.monotonic()
-        if (watched := _watched(metrics)) is not None:
-            self._course.append(watched[1])
+        self._watched = next((name for name in WATCHED if name in metrics), None)
+        if self._watched:
+            self._course.append(metrics[self._watched])
 
     def note(self, text: str) -> None:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
@@ -217,7 +205,7 @@ class LivePanel(Progress):
             Text(busy, style="dim"),
         )
         numbers = Text()
-        for label, _, shown in _shown(self._metrics):
+        for label, shown in _shown(self._metrics):
             numbers.append(f"{label}\xa0", style="dim").append(shown, style="bold").append("   ")  # wraps between two
         panel = Table.grid()
         for row in (top, numbers, self._course_line()):
@@ -227,10 +215,9 @@ class LivePanel(Progress):
     def _course_line(self) -> Text:
         from rich.text import Text
 
-        watched = _watched(self._metrics)
-        if watched is None or len(self._course) < 2:
+        if self._watched is None or len(self._course) < 2:
             return Text()
-        line = Text().append(f"{watched[0]} ", style="dim").append(f"{number(self._course[0])} ")
+        line = Text().append(f"{self._watched} ", style="dim").append(f"{number(self._course[0])} ")
         return line.append(sparkline(list(self._course)), style="green").append(f" {number(self._course[-1])}")
 
     def __enter__(self) -> Self:
