@@ -41,6 +41,8 @@ FLOORS = {
     "__main__": 6,
 }
 ADAPTER_ROOMS = ("engines", "backends", "weights")
+SHARED = ("base", "flat", "partial", "step_thread", "stopping")
+"""Ports of those rooms, and parts that several adapters use."""
 HEAVY = ("torch", "transformers")
 LIGHT = [room for room, floor in FLOORS.items() if floor <= 1] + ["rewards", "environments"]
 MAY_IMPORT_TORCH = (
@@ -145,7 +147,7 @@ def test_no_circle_of_imports() -> None:
 
 def adapter(module: tuple[str, ...]) -> tuple[str, str] | None:
     """(room, adapter) a module belongs to; None for ports, shared parts and what is no adapter."""
-    if len(module) < 2 or module[0] not in ADAPTER_ROOMS or module[1] in ("base", "flat"):
+    if len(module) < 2 or module[0] not in ADAPTER_ROOMS or module[1] in SHARED:
         return None
     is_module = (ROOT / module[0] / f"{module[1]}.py").exists() or (ROOT / module[0] / module[1]).is_dir()
     return (module[0], module[1]) if is_module else None

@@ -22,8 +22,8 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import EngineStats
 from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.engines.local.requests import Request
-from tunesmith.engines.local.speculation import LENGTHS, RETRY, TRIAL, Continuations, NgramDrafter, Speculation, Switch
+from tunesmith.engines.local.requests import LocalRequest
+from tunesmith.engines.local.speculation import MOST_ROWS, NGRAMS, NgramDrafter, Speculation, look_up
 from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check
@@ -37,12 +37,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guess in every step, whatever was measured."""
-    monkeypatch.setattr(Switch, "on", lambda *_: True)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +85,6 @@ def same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_written_is_what_plain_decoding_writes(family: str, tmp_path: Path, smaller: CausalLM) -> None:
     """With every drafter, in every family's attention."""
@@ -106,7 +99,6 @@ def test_what_is_written_is_what_plain_decoding_writes(family: str, tmp_path: Pa
         assert stats.drafted_tokens >= stats.accepted_tokens > 0
 
 
-@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("drafted", [False, True])
 def test_preempted_requests_are_drafted_for_again(llama: CausalLM, smaller: CausalLM, drafted: bool) -> None:
     """The budget ends within the guesses too: they take what room there is."""
@@ -118,7 +110,6 @@ def test_preempted_requests_are_drafted_for_again(llama: CausalLM, smaller: Caus
     assert stats.preemptions > 0 and stats.accepted_tokens > 0
 
 
-@pytest.mark.usefixtures("always")
 def test_a_model_that_drafts_for_itself_is_always_right(llama: CausalLM) -> None:
     requests = [([7, 8, 9, 10 + i], Sampling(16, ignore_eos=True, seed=i)) for i in range(4)]
     done, stats = run(llama, Speculation(4, llama), *requests)
@@ -127,22 +118,15 @@ def test_a_model_that_drafts_for_itself_is_always_right(llama: CausalLM) -> None
     assert all(len(c.token_ids) == 16 for c in done)
 
 
-@pytest.mark.usefixtures("always")
 def test_text_that_repeats_is_foreseen(llama: CausalLM) -> None:
-    """Within a completion, and from an earlier completion of the same prompt."""
     greedy = Sampling(60, temperature=0.0, ignore_eos=True)
     (alone,), stats = run(llama, Speculation(4), ([30, 31, 30, 31, 30, 31], greedy))
     if len(set(alone.token_ids[-20:])) < 20:
         assert stats.accepted_tokens > 0 and stats.decode_steps < 59
-    again, stats = run(llama, Speculation(4), *[([9, 8, 7], greedy)] * 3, max_running=1)
-    assert again[0].token_ids == again[1].token_ids == again[2].token_ids
-    assert stats.accepted_tokens >= 2 * 40
-    assert stats.decode_steps < 59 + 2 * 20
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6))
-@pytest.mark.usefixtures("always")
 def test_any_guess_will_do(seed: int, llama: CausalLM) -> None:
     """Right ones, wrong ones, some for no row: the tokens stay the same."""
     rng = random.Random(seed)
@@ -150,7 +134,7 @@ def test_any_guess_will_do(seed: int, llama: CausalLM) -> None:
     plain, _ = run(llama, None, *requests)
     answers = {tuple(p): c.token_ids for (p, _), c in zip(requests, plain, strict=True)}
 
-    def guess(_: NgramDrafter, running: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+    def guess(_: NgramDrafter, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = []
         for request, n in zip(running, most, strict=True):
             right = answers[request.prompt_ids][len(request.token_ids) :][: rng.randint(0, max(n, 0))]
@@ -163,7 +147,6 @@ def test_any_guess_will_do(seed: int, llama: CausalLM) -> None:
     same(done, plain)
 
 
-@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("draft", ["ngram", "model"])
 def test_the_distribution_is_the_models(draft: str, tmp_path: Path) -> None:
     """Of the second and third token together, over 2,500 seeds, by chi-square against the exact probabilities."""
@@ -174,7 +157,7 @@ def test_the_distribution_is_the_models(draft: str, tmp_path: Path) -> None:
             lm.head.weight.mul_(sharpness)
     seeds = 2500
     requests = [([3, 4, 3, 4], Sampling(3, ignore_eos=True, seed=i)) for i in range(seeds)]
-    done, stats = run(model, Speculation(2, other if draft == "model" else None), *requests, max_running=64)
+    done, stats = run(model, Speculation(2, other if draft == "model" else None), *requests, max_running=MOST_ROWS)
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     counts = Counter(tuple(c.token_ids[1:]) for c in done)
     exact = _joint(model, [3, 4, 3, 4])
@@ -204,64 +187,23 @@ def _joint(model: CausalLM, prompt: list[int]) -> dict[tuple[int, int], float]:
     return found
 
 
-def test_drafts_are_switched_off_where_they_do_not_pay_and_on_again_where_they_do() -> None:
-    switch = Switch()
-
-    def play(steps: int, drafted: float) -> float:
-        """Steps of one row of 1 s a token, or ``drafted`` with drafts; the share with drafts."""
-        tried = 0
-        for _ in range(steps):
-            on = switch.on(1)
-            tried += on
-            switch.measured(1, on, drafted if on else 1.0, 1)
-        return tried / steps
-
-    assert play(2 * TRIAL, 2.0) == 0.5
-    assert play(20 * RETRY, 2.0) < 0.03
-    assert "1 requests: 0.50 times as fast, off" in switch.verdict()
-    play(40 * RETRY, 0.5)
-    assert play(20 * RETRY, 0.5) > 0.97
-    assert switch.on(64) and "64" not in switch.verdict()  # other numbers of rows are measured apart
-
-
-def test_speculation_that_does_not_pay_is_left(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong guesses, in an engine whose clock makes every drafted token cost a second."""
-    clock = [0.0]
-
-    def wrong(_: NgramDrafter, running: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        clock[0] += 1.0
-        return [[(r.token_ids[-1] + 1) % 300] * min(n, 2) for r, n in zip(running, most, strict=True)]
-
-    monkeypatch.setattr(NgramDrafter, "propose", wrong)
-    monkeypatch.setattr("tunesmith.engines.local.engine.time.perf_counter", lambda: clock[0])
-    requests = [([7, 8, 9], Sampling(150, ignore_eos=True, seed=0))]
-    monkeypatch.setattr(Switch, "measured", _plus(Switch.measured, 1e-3))
-    _, stats = run(llama, Speculation(2), *requests)
-    assert 2 * TRIAL <= stats.drafted_tokens <= 2 * (TRIAL + 150 // RETRY + 1)
-
-
-def _plus(measured: Any, seconds: float) -> Any:
-    return lambda self, rows, drafted, took, tokens: measured(self, rows, drafted, took + seconds, tokens)
-
-
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5))
-def test_continuations_are_the_newest(tokens: list[int], count: int) -> None:
-    text = Continuations()
-    text.extend(tokens)
-    for n in LENGTHS:
-        for end in range(n, len(tokens) + 1):
-            gram = tokens[end - n : end]
-            places = [i for i in range(n, len(tokens)) if tokens[i - n : i] == gram]
-            assert text.after(gram, count) == (tokens[places[-1] : places[-1] + count] if places else [])
+def test_the_newest_longest_ngram_is_looked_up(tokens: list[int], count: int) -> None:
+    places = [
+        next((i for i in range(len(tokens) - 1, n - 1, -1) if tokens[i - n : i] == tokens[-n:]), None) for n in NGRAMS
+    ]
+    place = next((place for place in places if place is not None), None)
+    found = look_up(tokens, count)
+    if place is None:
+        assert found == []
+    else:
+        assert found[: len(tokens) - place] == tokens[place : place + count] and len(found) <= count
 
 
-def test_ngrams_do_not_reach_over_the_end_of_a_completion() -> None:
-    text = Continuations()
-    text.extend([1, 2])
-    text.begin()
-    text.extend([3, 4, 5])
-    assert text.after([2, 3], 2) == []
-    assert text.after([3, 4], 2) == [5]
+def test_many_requests_at_once_are_decoded_without_guesses(llama: CausalLM) -> None:
+    requests = [([30, 31] * 3, Sampling(20, temperature=0.0, ignore_eos=True))] * (MOST_ROWS + 1)
+    _, stats = run(llama, Speculation(4), *requests, max_running=64)
+    assert stats.drafted_tokens == 0 and stats.decode_steps == 19
 
 
 def test_bad_settings_are_refused(llama: CausalLM, tmp_path: Path) -> None:
@@ -292,8 +234,7 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], t
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft"])
-def test_a_run_with_guesses_is_the_run_without(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Switch, "on", lambda *_: True)
+def test_a_run_with_guesses_is_the_run_without(kind: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     sharp = {"rollout__temperature": 0.02, "rollout__max_new_tokens": 24}
     extra = {"system__draft_model": str(model)} if kind == "draft" else {}

@@ -55,15 +55,19 @@ def _local(
         attach(lm, section, path=section.path)
     parameters = lm.module.state_dict()
 
+    arrived: list[tuple[str, Any]] = []
+
     async def take(offer: Offer) -> None:
-        arrived = await asyncio.to_thread(lambda: list(read_offer(offer)))
-        with torch.no_grad():  # in between two of the engine's steps
-            for name, tensor in arrived:
-                parameters[name].copy_(tensor)
-        if offer["plane"] == "ipc":  # until here the trainer's copy is read
+        arrived[:] = await asyncio.to_thread(lambda: list(read_offer(offer)))
+
+    def update() -> None:
+        for name, tensor in arrived:
+            parameters[name].copy_(tensor)
+        arrived.clear()
+        if lm.device.type == "cuda":  # through CUDA IPC, the trainer's copy is read until here
             torch.cuda.synchronize()
 
-    return LocalEngine(lm, limits=PeakRates(**limits) if limits else None, **options), take
+    return LocalEngine(lm, update=update, limits=PeakRates(**limits) if limits else None, **options), take
 
 
 def _vllm(**settings: Any) -> Any:

@@ -67,7 +67,7 @@ def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[
     from tunesmith.engines.local.engine import LocalEngine
 
     assert model is not None, "it samples with the trainer's"
-    speculation = _speculation(config, report)
+    speculation = _speculation(config)
     return LocalEngine(model, **_local_settings(config), limits=limits_of(config), speculation=speculation)
 
 
@@ -155,7 +155,7 @@ def _vllm_settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _speculation(config: RunConfig, report: Callable[[str], None]) -> Speculation | None:
+def _speculation(config: RunConfig) -> Speculation | None:
     """How the local engine guesses ahead; None where it shall not."""
     from tunesmith.engines.local.speculation import Speculation
 
@@ -163,7 +163,7 @@ def _speculation(config: RunConfig, report: Callable[[str], None]) -> Speculatio
     if system.speculative == "off":
         return None
     draft = None if system.draft_model is None else load_frozen(config, system.draft_model)
-    return Speculation(system.speculative_tokens, draft, report)
+    return Speculation(system.speculative_tokens, draft)
 
 
 def make_sampling(

@@ -14,8 +14,8 @@ from tunesmith.engines.base import Member, RolloutEngine
 from tunesmith.engines.http.engine import Served
 from tunesmith.engines.http.sglang import SglangEngine
 from tunesmith.engines.local.engine import end_of_sequence_ids
-from tunesmith.engines.local.stopping import StopStrings
 from tunesmith.engines.pool import EnginePool
+from tunesmith.engines.stopping import StopStrings
 from tunesmith.engines.timed import timed
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.timeline import Timeline, engine_lane

@@ -65,7 +65,7 @@ class SystemSection(Section):
     max_prefill_tokens: PositiveInt = 8192
     """Prompt tokens prefilled in one forward."""
     speculative: Literal["off", "ngram", "draft"] = "off"
-    """Guess tokens ahead while sampling, where measured to be faster; what is written stays the same."""
+    """Guess tokens ahead while sampling; what is written stays the same."""
     speculative_tokens: PositiveInt = 4
     """Guessed at most, per completion and step."""
     draft_model: Text | None = None

@@ -1,13 +1,12 @@
-"""Attention of a few new tokens per running request to its prompt and to what it wrote.
+"""Attention of one new token per running request to its prompt and to what it wrote.
 
 Siblings attend to their prompt together, so its keys and values are read once per group. All work is
 batched products on views of the two banks; index tensors are made once per step, or only when the rows
 change, never per layer. Rows that have written much more than others are a part of their own, so that one
 long completion does not make all rows as long.
 
-Shape legend: ``N`` new tokens, ``B`` rows, ``T`` most new tokens of a row, ``A`` prompts in use, ``M`` most members
-of a prompt, ``K`` key/value heads, ``G`` query heads per key/value head, ``D`` head size, ``P`` longest prompt,
-``L`` longest completion of a part.
+Shape legend: ``B`` rows, ``A`` prompts in use, ``M`` most members of a prompt, ``K`` key/value heads, ``G`` query
+heads per key/value head, ``D`` head size, ``P`` longest prompt, ``L`` longest completion of a part.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from tunesmith.engines.local.kv_cache import Bank, KVCache, length_class
+from tunesmith.engines.local.kv_memory import Bank, KVMemory
+from tunesmith.engines.local.kv_pool import length_class
 from tunesmith.models.attention import AttentionRule
 
 
@@ -101,35 +101,27 @@ class _Part:
 
 
 class DecodeAttention:
-    """The ``AttentionContext`` of one decode step."""
+    """The ``AttentionContext`` of one decode step; ``lengths[i]`` written tokens of row ``i`` are cached."""
 
-    def __init__(
-        self, cache: KVCache, grouping: Grouping, lengths: Sequence[int], counts: Sequence[int] | None = None
-    ) -> None:
-        """``lengths[i]`` own tokens of row ``i`` are cached; its ``counts[i]`` new tokens (None: one) come next."""
-        self._grouping = grouping
-        self._lengths = lengths
-        self._counts = [1] * len(lengths) if counts is None else counts
-        self._most = max(self._counts)
-        self._heads = cache.layout.kv_heads
-        self._dtype = cache.layout.dtype
-        self._device = cache.layout.device
+    def __init__(self, memory: KVMemory, grouping: Grouping, lengths: Sequence[int]) -> None:
+        layout = memory.layout
+        self._grouping, self._lengths = grouping, lengths
+        self._heads, self._dtype, self._device = layout.kv_heads, layout.dtype, layout.device
         self._longest_prompt = max(grouping.prompt_lengths)
-        ends = [n + c for n, c in zip(lengths, self._counts, strict=True)]
         worth = WORTH_A_PART.get(self._device.type, WORTH_A_PART_ELSEWHERE)
-        self._parts = [self._part(cache.completions, *stretch) for stretch in parts(ends, worth)]
-        self._prompt = _views(cache.prompts, 0, grouping.prompts, self._longest_prompt)
-        self._write = self._writer(cache.completions)
-        self._pad, self._unpad = self._padding()
+        stretches = parts([n + 1 for n in lengths], worth)
+        self._parts = [self._part(memory.completions, *stretch) for stretch in stretches]
+        self._prompt = _views(memory.prompts, 0, grouping.prompts, self._longest_prompt)
+        self._write = self._writer(memory.completions)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """``[N, H, D]`` queries and ``[N, K, D]`` keys and values of the new tokens; see AttentionContext."""
-        _, heads, dim = query.shape
+        """``[B, H, D]`` queries and ``[B, K, D]`` keys and values of the new tokens; see AttentionContext."""
+        rows, heads, dim = query.shape
         scale, window, softcap = rule
-        plane, share = 2 * layer, self._most * heads // self._heads
+        plane, share = 2 * layer, heads // self._heads
         self._write(plane, key)
         self._write(plane + 1, value)
-        own = self._by_row(query.to(self._dtype) * scale, share)
+        own = (query.to(self._dtype) * scale).reshape(-1, share, dim)
         to_prompt = torch.bmm(self._together(own, share, dim), self._prompt[plane])
         to_prompt = self._apart(to_prompt, share, self._longest_prompt)
         seen = [self._weights(part, own, to_prompt, plane, window, softcap) for part in self._parts]
@@ -138,18 +130,18 @@ class DecodeAttention:
         out = self._apart(out, share, dim)
         for part, (_, from_own) in zip(self._parts, seen, strict=True):
             out[part.rows].baddbmm_(from_own, part.own[plane + 1])
-        return self._by_token(out, heads).to(query.dtype)
+        return out.view(rows, heads, dim).to(query.dtype)
 
     def _weights(
         self, part: _Part, own: Tensor, to_prompt: Tensor, plane: int, window: int | None, softcap: float | None
     ) -> Sequence[Tensor]:
-        """``[rows, T * G, P]`` and ``[rows, T * G, L]``: how much a part's rows take of the prompt and of their own."""
+        """``[rows, G, P]`` and ``[rows, G, L]``: how much a part's rows take of the prompt and of their own tokens."""
         scores = torch.cat((to_prompt[part.rows], torch.bmm(own[part.rows], part.own[plane])), -1)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         mask = part.masks[window] if window in part.masks else self._mask(part, window, scores.dtype)
         if mask is not None:
-            scores.view(len(part.lengths), self._heads, self._most, -1, scores.shape[-1]).add_(mask)
+            scores.view(len(part.lengths), -1, scores.shape[-1]).add_(mask)
         return torch.softmax(scores, -1).split_with_sizes((self._longest_prompt, part.longest), -1)
 
     def _part(self, bank: Bank, start: int, stop: int, longest: int) -> _Part:
@@ -158,46 +150,15 @@ class DecodeAttention:
 
     def _writer(self, bank: Bank) -> Callable[[int, Tensor], object]:
         """A function that puts the new tokens' ``[B, K, D]`` in their slots of a plane."""
-        lengths, counts, heads = self._lengths, self._counts, self._heads
-        if max(counts) == min(counts) == 1 and max(lengths) == min(lengths):
+        lengths, heads, capacity = self._lengths, self._heads, bank.shape[1]
+        if max(lengths) == min(lengths):
             slots = bank.memory[:, : len(lengths), :, lengths[0]].unbind(0)
             return lambda plane, new: slots[plane].copy_(new)
-        slots = [
-            (row * heads + k) * bank.capacity + n + t
-            for row, (n, count) in enumerate(zip(lengths, counts, strict=True))
-            for t in range(count)
-            for k in range(heads)
-        ]
+        slots = [(row * heads + k) * capacity + n for row, n in enumerate(lengths) for k in range(heads)]
         index = torch.tensor(slots, device=self._device)
         return lambda plane, new: bank.slots[plane].index_copy_(
             0, index, new.reshape(-1, new.shape[-1]).to(self._dtype)
         )
-
-    def _padding(self) -> tuple[Tensor | None, Tensor | None]:
-        """Indices ``[B * T]`` into ``[N]`` and ``[N]`` into ``[B * T]``; None where every row has one token."""
-        if max(self._counts) == min(self._counts) == 1:
-            return None, None
-        pad: list[int] = []
-        unpad: list[int] = []
-        for row, count in enumerate(self._counts):
-            start = min(len(unpad), sum(self._counts) - 1)  # a row without new tokens repeats another's
-            pad.extend(start + min(t, max(count - 1, 0)) for t in range(self._most))
-            unpad.extend(row * self._most + t for t in range(count))
-        return torch.tensor(pad, device=self._device), torch.tensor(unpad, device=self._device)
-
-    def _by_row(self, tokens: Tensor, share: int) -> Tensor:
-        """``[N, H, D]`` to ``[B * K, T * G, D]``."""
-        if self._pad is not None:
-            tokens = tokens.index_select(0, self._pad).unflatten(0, (-1, self._most))
-            tokens = tokens.unflatten(2, (self._heads, -1)).transpose(1, 2)
-        return tokens.reshape(-1, share, tokens.shape[-1])
-
-    def _by_token(self, rows: Tensor, heads: int) -> Tensor:
-        """The inverse."""
-        if self._unpad is None:
-            return rows.view(-1, heads, rows.shape[-1])
-        rows = rows.view(self._grouping.rows, self._heads, self._most, -1, rows.shape[-1]).transpose(1, 2)
-        return rows.reshape(-1, heads, rows.shape[-1]).index_select(0, self._unpad)
 
     def _together(self, rows: Tensor, share: int, width: int) -> Tensor:
         """``[B * K, G, width]`` to ``[A * K, M * G, width]``."""
@@ -213,23 +174,22 @@ class DecodeAttention:
         return groups.view(-1, share * width).index_select(0, self._grouping.scatter).view(-1, share, width)
 
     def _mask(self, part: _Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """``[B, 1, T, 1, P + L]``: -inf past a row's end or out of the window; None if all are seen."""
+        """``[rows, 1, P + L]``: -inf past a row's end or out of the window; None if all are seen."""
         lengths, prompts = part.lengths, part.prompts
         even = min(lengths) == max(lengths) and min(prompts) == max(prompts) == self._longest_prompt
-        if even and self._most == 1 and (window is None or prompts[0] + lengths[0] < window):
+        if even and (window is None or prompts[0] + lengths[0] < window):
             part.masks[window] = None
             return None
-        prompt, own = (torch.tensor(n, device=self._device).view(-1, 1, 1) for n in (prompts, lengths))
-        own = own + torch.arange(self._most, device=self._device).unsqueeze(1)
+        prompt, own = (torch.tensor(n, device=self._device).unsqueeze(1) for n in (prompts, lengths))
         slot = torch.arange(self._longest_prompt, device=self._device)
         written = torch.arange(part.longest, device=self._device)
         hidden_prompt, hidden_own = slot >= prompt, written > own
         if window is not None:
             hidden_prompt = hidden_prompt | (prompt + own - slot >= window)
             hidden_own = hidden_own | (own - written >= window)
-        hidden = torch.cat((hidden_prompt.expand(-1, self._most, -1), hidden_own), -1)
+        hidden = torch.cat((hidden_prompt, hidden_own), -1).unsqueeze(1)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
-        part.masks[window] = mask.masked_fill_(hidden, float("-inf")).view(len(lengths), 1, self._most, 1, -1)
+        part.masks[window] = mask.masked_fill_(hidden, float("-inf"))
         return part.masks[window]
 
 

@@ -1,7 +1,7 @@
 """The embedded rollout engine: continuous batching in process, on the trainer's own parameters.
 
-Unlike vLLM it has no block table (two rectangular banks instead, see ``kv_cache``), shares whole prompts only, not
-parts of them, and keeps no second copy of the weights.
+It has a thread of its own, on which it computes step after step; requests and new weights arrive between two steps.
+Unlike vLLM it shares whole prompts only, not parts of them, and keeps no second copy of the weights.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count, islice
 
 import torch
+from torch import Tensor
 
 from tunesmith.engines.base import EngineStats, check_sampling
-from tunesmith.engines.local.kv_cache import KVCache
+from tunesmith.engines.local.kv_pool import DensePool
 from tunesmith.engines.local.metering import Meter
-from tunesmith.engines.local.requests import CachedPrompt, Request, Uniforms
+from tunesmith.engines.local.prefill_attention import Piece
+from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Uniforms
 from tunesmith.engines.local.runner import Runner, probe, text_config
 from tunesmith.engines.local.scheduler import Scheduler
-from tunesmith.engines.local.speculation import Drafter, DraftModel, NgramDrafter, Speculation, Speculator
-from tunesmith.engines.local.stopping import StopStrings
+from tunesmith.engines.local.speculation import MOST_ROWS, AssistantDrafter, Drafter, NgramDrafter, Speculation
+from tunesmith.engines.partial import stop_strings, stop_token_ids
+from tunesmith.engines.step_thread import StepThread
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cost import PeakRates
@@ -32,6 +35,9 @@ from tunesmith.types import Completion, FinishReason, Sampling
 class LocalEngine:
     """Fulfils ``RolloutEngine`` with the model that the trainer trains: no copy, no synchronisation.
 
+    It reads the parameters while requests are in flight. Before they are changed in place, requests have to end or be
+    interrupted; or ``update`` changes them.
+
     Args:
         kv_bytes: hard budget of KV memory.
         max_running: requests decoded together at most.
@@ -39,10 +45,11 @@ class LocalEngine:
         block_size: tokens by which KV memory is counted and grows.
         eos_token_ids: None takes the model's generation config and its tokenizer.
         limits: of the hardware, for ``stats().attainable_seconds``.
-        speculation: guess tokens ahead where that is faster; what is written stays the same.
+        speculation: guess tokens ahead; what is written stays the same.
+        update: called by ``load_weights`` between two steps, to put new weights into the model; None: they are there.
 
     Raises:
-        UserError: the budget is too small for a single request, or the draft model does not fit the model.
+        UserError: the budget is too small for a single request, or the assistant does not fit the model.
     """
 
     def __init__(
@@ -56,9 +63,10 @@ class LocalEngine:
         eos_token_ids: Iterable[int] | None = None,
         limits: PeakRates | None = None,
         speculation: Speculation | None = None,
+        update: Callable[[], None] | None = None,
     ) -> None:
-        self._model = model
-        self._kv_bytes = kv_bytes
+        self._model, self._kv_bytes, self._speculation = model, kv_bytes, speculation
+        self._update = update
         self._eos = frozenset(end_of_sequence_ids(model) if eos_token_ids is None else eos_token_ids)
         layout, cost = probe(model)
         self._meter = Meter(cost, limits)
@@ -66,22 +74,19 @@ class LocalEngine:
         self._vocab_size: int = model.head.out_features
         self._version = 0
         self._ids = count()
-        self._aborted: list[Request] = []
-        self._loop: asyncio.Task[None] | None = None
-        self._closed = self._asleep = False
-        follower, self._speculator = None, None
+        self._in_flight: set[LocalRequest] = set()
+        self._state = "awake"
+        layouts = [layout]
         if speculation is not None:
             speculation.check(model)
-            drafter: Drafter = NgramDrafter()
-            if speculation.draft is not None:
-                smaller = probe(speculation.draft)[0]
-                share = kv_bytes * smaller.token_bytes // (smaller.token_bytes + layout.token_bytes)
-                follower, kv_bytes = KVCache(smaller, share, block_size), kv_bytes - share
-                drafter = DraftModel(Runner(speculation.draft, follower, max_prefill_tokens))
-            self._speculator = Speculator(drafter, speculation, model.lengths)
-        cache = KVCache(layout, kv_bytes, block_size, follower)
-        self._scheduler = Scheduler(cache, max_running, max_prefill_tokens, model.lengths)
-        self._runner = Runner(model, cache, max_prefill_tokens)
+            layouts += [probe(speculation.assistant)[0]] if speculation.assistant else []
+        self._pool = DensePool(layouts, kv_bytes, max_running=max_running, block_size=block_size)
+        self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
+        self._runner = Runner(model, self._pool.memories[0], max_prefill_tokens)
+        self._drafter: Drafter = NgramDrafter()
+        if speculation is not None and speculation.assistant is not None:
+            self._drafter = AssistantDrafter(Runner(speculation.assistant, self._pool.memories[1], max_prefill_tokens))
+        self._thread = StepThread("local engine", self._step, self._fail_running)
 
     @property
     def version(self) -> int:
@@ -90,28 +95,39 @@ class LocalEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """See ``RolloutEngine``. Raises UserError, EngineError."""
         request = self._request(tuple(prompt_ids), sampling)
-        self._scheduler.waiting.append(request)
-        if self._loop is None or self._loop.done():
-            self._loop = asyncio.create_task(self._serve())
+        self._in_flight.add(request)
+        self._thread.post(lambda: self._scheduler.waiting.append(request))
         try:
-            return await request.future
+            return await asyncio.wrap_future(request.done)
         except asyncio.CancelledError:
-            self._aborted.append(request)
+            if self._state != "closed":  # the step that it is part of ends first: then the weights may change
+                await asyncio.shield(self._thread.call(lambda: self._scheduler.release([request])))
             raise
+        finally:
+            self._in_flight.discard(request)
 
     async def interrupt(self) -> None:
         """See ``RolloutEngine``."""
-        self._drop_aborted()
-        requests = [*self._scheduler.waiting, *self._scheduler.running]
-        self._scheduler.release(requests)
-        self._forget(requests)
-        _deliver(dict.fromkeys(requests, "abort"))
+
+        def end() -> None:
+            requests = [*self._scheduler.waiting, *self._pool.running]
+            self._scheduler.release(requests)
+            _deliver(dict.fromkeys(requests, "abort"))
+
+        await self._thread.call(end)
 
     async def load_weights(self, version: int) -> None:
-        """The parameters are the trainer's: only the version changes, and old prefixes die."""
-        self._version = version
-        self._scheduler.forget_prompts()
-        self._runner.refresh()
+        """See ``RolloutEngine``."""
+
+        def load() -> None:
+            if self._update is not None:
+                with torch.no_grad():
+                    self._update()
+            self._version = version
+            self._pool.expire_prompts()
+            self._runner.refresh()
+
+        await self._thread.call(load)
 
     async def sleep(self, level: int = 1) -> None:
         """Free the KV memory. The weights are the trainer's, and stay at any level.
@@ -120,46 +136,43 @@ class LocalEngine:
             EngineError: requests are in flight.
         """
         del level
-        self._drop_aborted()
-        if self._has_work:
+        if self._in_flight:
             raise EngineError("the engine cannot sleep while requests are in flight: await them first")
-        self._scheduler.evacuate()
-        self._asleep = True
+        if self._state == "awake":
+            self._state = "asleep"
+            await self._thread.call(self._pool.clear)
 
     async def wake(self) -> None:
         """Take the KV memory back, empty."""
-        if self._asleep:
-            self._scheduler.cache.allocate()
-            self._asleep = False
+        if self._state == "asleep":
+            await self._thread.call(self._pool.allocate)
+            self._state = "awake"
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
         return replace(
             self._meter.counted,
-            reused_prompt_tokens=scheduler.reused_tokens,
-            preemptions=scheduler.preemptions,
+            reused_prompt_tokens=self._scheduler.reused_tokens,
+            preemptions=self._scheduler.preemptions,
             kv_budget_bytes=self._kv_bytes,
         )
 
     async def close(self) -> None:
-        """Fail what is in flight and free the memory."""
-        if self._speculator is not None and not self._closed:
-            self._speculator.close()
-        self._closed = True
-        if self._loop is not None:
-            self._loop.cancel()
-        waiting = list(self._scheduler.waiting)
-        self._scheduler.waiting.clear()
-        self._fail([*waiting, *self._scheduler.evacuate()], EngineError("the engine was closed"))
+        """Fail what is in flight, end the thread and free the memory."""
+        if self._state == "closed":
+            return
+        self._state = "closed"
 
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._scheduler.waiting or self._scheduler.running)
+        def end() -> None:
+            waiting = list(self._scheduler.waiting)
+            self._scheduler.waiting.clear()
+            _fail([*waiting, *self._scheduler.clear()], EngineError("the engine was closed"))
 
-    def _request(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Request:
+        await self._thread.close(end)
+
+    def _request(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> LocalRequest:
         """Check and make a request."""
-        if self._closed or self._asleep:
-            raise EngineError("the engine is closed" if self._closed else "the engine sleeps: call wake() first")
+        if self._state != "awake":
+            raise EngineError("the engine is closed" if self._state == "closed" else "the engine is asleep: wake it")
         check_sampling(sampling)
         prompt = len(prompt_ids)
         if not 0 < prompt < self._context:
@@ -170,25 +183,21 @@ class LocalEngine:
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
             raise UserError(f"the prompt holds a token id outside the vocabulary of {self._vocab_size}")
-        eos = frozenset[int]() if sampling.ignore_eos else self._eos
-        request = Request(
-            id=next(self._ids),
+        request = LocalRequest(
             prompt_ids=prompt_ids,
             sampling=sampling,
             max_new_tokens=min(sampling.max_new_tokens, self._context - prompt),
-            stop_token_ids=eos | frozenset(sampling.stop_token_ids),
-            future=asyncio.get_running_loop().create_future(),
+            stop_token_ids=stop_token_ids(sampling, self._eos),
+            stop_strings=stop_strings(sampling, self._decode_text),
+            id=next(self._ids),
             uniforms=Uniforms(sampling.seed),
-            stop_strings=StopStrings(sampling.stop, self._decode_text, sampling.min_new_tokens)
-            if sampling.stop
-            else None,
         )
-        cache = self._scheduler.cache
-        needed = cache.padded(prompt) + cache.padded(request.kv_length)
-        if needed > cache.total:
+        request.done.set_running_or_notify_cancel()  # the caller may be cancelled, this future not
+        needed, total = self._pool.needed(prompt, request.kv_length), self._pool.total
+        if needed > total:
             raise UserError(
                 f"a prompt of {prompt} tokens with up to {request.max_new_tokens} new ones needs {needed} "
-                f"tokens of KV memory, but the budget of {self._kv_bytes} bytes holds {cache.total}: raise "
+                f"tokens of KV memory, but the budget of {self._kv_bytes} bytes holds {total}: raise "
                 f"the budget (system.kv_memory) or lower max_new_tokens"
             )
         return request
@@ -200,115 +209,104 @@ class LocalEngine:
         assert isinstance(text, str)
         return text
 
-    async def _serve(self) -> None:
-        """Step while there is work, letting others run in between; a failed step fails what was running."""
-        while True:
-            self._drop_aborted()
-            if not self._has_work:
-                return
-            try:
-                with torch.inference_mode():
-                    self._step()
-            except Exception as cause:
-                self._fail(self._scheduler.evacuate(), cause)
-                self._scheduler.cache.allocate()
-            await asyncio.sleep(0)
-
-    def _step(self) -> None:
-        """Prefill what can be admitted, else decode a token, or several, of every running request."""
+    def _step(self) -> bool:
+        """Compute the prompts that can be admitted, else a token, or several, of every running request."""
+        if not self._scheduler.has_work:
+            return False
         started = time.perf_counter()
-        self._scheduler.outgrown()
-        prompts, rows = self._scheduler.admit()
-        ended = self._prefill(prompts, rows, started) if rows else self._decode(started)
-        if ended:
+        with torch.inference_mode():
+            prompts, rows = self._scheduler.admit()
+            ended = self._prefill(prompts, rows, started) if rows else self._decode(started)
             self._scheduler.release(list(ended))
-            self._forget(ended)
-            _deliver(ended)
+        _deliver(ended)
+        if ended:
+            self._thread.wait_for_callers()
+        return True
 
     def _prefill(
-        self, prompts: Sequence[CachedPrompt], rows: Sequence[Request], started: float
-    ) -> dict[Request, FinishReason]:
-        hidden, pieces = self._runner.prefill(prompts, rows, self._scheduler.running)
-        drawn = self._runner.draw(hidden, rows, [[] for _ in rows])
-        if self._speculator is not None:
-            self._speculator.drafter.fill(pieces)
-        self._meter.prefilled(pieces, rows, self._scheduler.cache.used, time.perf_counter() - started)
-        return self._append(rows, [[] for _ in rows], *drawn)[0]
-
-    def _decode(self, started: float) -> dict[Request, FinishReason]:
-        rows = self._scheduler.grow()
-        drafts: list[list[int]] = [[] for _ in rows]
-        if self._speculator is not None:
-            drafts = self._speculator.propose(rows, self._scheduler.cache.completions.capacity)
-        tokens = [[r.token_ids[-1], *draft] for r, draft in zip(rows, drafts, strict=True)]
-        hidden = self._runner.decode(rows, [r.cached for r in rows], tokens)
-        requests = [r for r, new in zip(rows, tokens, strict=True) for _ in new]
-        drafted = [draft[:i] for draft in drafts for i in range(len(draft) + 1)]
-        ended, accepted = self._append(rows, drafts, *self._runner.draw(hidden, requests, drafted))
-        seconds = time.perf_counter() - started
-        self._meter.decoded(rows, sum(map(len, drafts)), accepted, self._scheduler.cache.used, seconds)
-        if self._speculator is not None:
-            self._speculator.measured(len(rows), seconds, len(rows) + accepted)
+        self, prompts: Sequence[CachedPrompt], rows: Sequence[LocalRequest], started: float
+    ) -> dict[LocalRequest, FinishReason]:
+        hidden, pieces = self._runner.prefill(prompts, rows)
+        ended = self._append(rows, [[] for _ in rows], hidden)
+        self._meter.prefilled(pieces, len(rows), self._pool.used, time.perf_counter() - started)
         return ended
 
+    def _decode(self, started: float) -> dict[LocalRequest, FinishReason]:
+        rows = self._scheduler.grow()
+        drafts = self._propose(rows)
+        if any(drafts):
+            pieces = [Piece(r, r.cached, [r.token_ids[-1], *draft]) for r, draft in zip(rows, drafts, strict=True)]
+            hidden = self._runner.read(pieces)
+        else:
+            hidden = self._runner.decode(rows)
+        before = sum(len(r.token_ids) for r in rows)
+        ended = self._append(rows, drafts, hidden)
+        accepted = sum(len(r.token_ids) for r in rows) - before - len(rows)
+        self._meter.decoded(rows, sum(map(len, drafts)), accepted, self._pool.used, time.perf_counter() - started)
+        return ended
+
+    def _propose(self, rows: Sequence[LocalRequest]) -> list[list[int]]:
+        """Guesses of what each request writes next, within its length and its row."""
+        if self._speculation is None or len(rows) > MOST_ROWS:
+            return [[] for _ in rows]
+        room = [min(r.kv_length, self._pool.capacity) - r.cached - 1 for r in rows]
+        tokens = self._speculation.tokens
+        return self._drafter.propose(
+            rows, [min(tokens, n, self._rotated_alike(r)) for r, n in zip(rows, room, strict=True)]
+        )
+
+    def _rotated_alike(self, request: LocalRequest) -> int:
+        """Tokens that the request may grow by before its keys have to be computed anew."""
+        assert self._speculation is not None
+        rule, now, most = self._model.lengths, request.length, self._speculation.tokens
+        return (
+            most if rule is None else next((n for n in range(most) if rule.alike(now + n + 1) != rule.alike(now)), most)
+        )
+
     def _append(
-        self,
-        rows: Sequence[Request],
-        drafts: Sequence[Sequence[int]],
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-    ) -> tuple[dict[Request, FinishReason], int]:
-        """Give each request what was drawn, up to the first token that is not its draft's.
+        self, rows: Sequence[LocalRequest], drafts: Sequence[Sequence[int]], hidden: Tensor
+    ) -> dict[LocalRequest, FinishReason]:
+        """Draw tokens for each request, up to the first that is not what was guessed.
 
         Args:
-            tokens: of each row one per drafted token and one more.
+            hidden: of each row one state per guessed token and one more.
 
         Returns:
-            The requests that ended, and why; and the number of drafted tokens that were taken.
+            The requests that ended, and why.
         """
+        requests = [r for r, draft in zip(rows, drafts, strict=True) for _ in range(len(draft) + 1)]
+        read = [draft[:i] for draft in drafts for i in range(len(draft) + 1)]
+        tokens, logprobs = self._runner.draw(hidden, requests, read)
         if any(map(math.isnan, logprobs)):
             raise EngineError("the model's logits are not finite: the weights may have diverged")
-        ended: dict[Request, FinishReason] = {}
+        ended: dict[LocalRequest, FinishReason] = {}
         drawn = zip(tokens, logprobs, strict=True)
-        accepted = 0
         for request, draft in zip(rows, drafts, strict=True):
-            before = len(request.token_ids)
-            taking = True
+            right = True
             for guess, (token, logprob) in zip([*draft, None], islice(drawn, len(draft) + 1), strict=True):
-                if taking:
+                if right:
                     reason = request.append(token, logprob, self._version)
                     if reason is not None:
                         ended[request] = reason
-                    taking = reason is None and token == guess
-            accepted += len(request.token_ids) - before - 1
+                    right = reason is None and token == guess
             request.cached = len(request.token_ids) - 1
-        return ended, accepted
+        return ended
 
-    def _drop_aborted(self) -> None:
-        if self._aborted:
-            self._scheduler.release(self._aborted)
-            self._forget(self._aborted)
-            self._aborted = []
-
-    def _forget(self, requests: Iterable[Request]) -> None:
-        if self._speculator is not None:
-            self._speculator.drafter.finished(requests)
-
-    def _fail(self, requests: Iterable[Request], cause: Exception) -> None:
-        requests = list(requests)
-        self._forget(requests)
-        for request in requests:
-            if not request.future.done():
-                error = EngineError(f"generation failed: {type(cause).__name__}: {cause}")
-                error.__cause__ = cause
-                request.future.set_exception(error)
+    def _fail_running(self, cause: Exception) -> None:
+        _fail(self._scheduler.clear(), cause)
+        self._pool.allocate()
 
 
-def _deliver(ended: dict[Request, FinishReason]) -> None:
+def _deliver(ended: dict[LocalRequest, FinishReason]) -> None:
     for request, reason in ended.items():
-        if not request.future.done():
-            completion = Completion(request.token_ids, request.logprobs, request.versions, reason)
-            request.future.set_result(completion)
+        request.done.set_result(request.completion(reason))
+
+
+def _fail(requests: Iterable[LocalRequest], cause: Exception) -> None:
+    for request in requests:
+        error = EngineError(f"generation failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        request.done.set_exception(error)
 
 
 def end_of_sequence_ids(model: CausalLM) -> set[int]:

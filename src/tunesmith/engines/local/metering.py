@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tunesmith.engines.base import EngineStats, add_stats
 from tunesmith.engines.local.prefill_attention import Piece
-from tunesmith.engines.local.requests import Request
+from tunesmith.engines.local.requests import LocalRequest
 from tunesmith.plan.cost import ForwardCost, PeakRates
 
 
@@ -19,14 +19,13 @@ class Meter:
     limits: PeakRates | None
     counted: EngineStats = field(default_factory=EngineStats)
 
-    def decoded(self, running: Sequence[Request], drafted: int, accepted: int, kv_slots: int, seconds: float) -> None:
+    def decoded(
+        self, running: Sequence[LocalRequest], drafted: int, accepted: int, kv_slots: int, seconds: float
+    ) -> None:
         """One decode step of ``running``, which verified ``drafted`` tokens, before they end."""
-        attainable = 0.0
-        if self.limits is not None:
-            own = sum(r.cached for r in running)
-            shared = sum(len(p) for p in {r.prompt for r in running} if p is not None)
-            pairs = own + sum(len(r.prompt_ids) for r in running)
-            attainable = self.cost.seconds(self.limits, len(running) + drafted, own + shared, pairs)
+        own = sum(r.cached for r in running)
+        shared = sum(len(p) for p in {r.prompt for r in running} if p is not None)
+        pairs = own + sum(len(r.prompt_ids) for r in running)
         step = EngineStats(
             sampled_tokens=len(running) + accepted,
             decode_steps=1,
@@ -35,22 +34,23 @@ class Meter:
             accepted_tokens=accepted,
             peak_running=len(running),
             peak_kv_bytes=kv_slots * self.cost.kv_bytes,
-            attainable_seconds=attainable,
+            attainable_seconds=self._least_seconds(len(running) + drafted, own + shared, pairs),
         )
         self.counted = add_stats(self.counted, step)
 
-    def prefilled(self, pieces: Sequence[Piece], admitted: Sequence[Request], kv_slots: int, seconds: float) -> None:
-        """One prefill, from which the ``admitted`` drew a token."""
-        tokens, attainable = sum(map(len, pieces)), 0.0
-        if self.limits is not None and pieces:
-            pairs = sum(len(p) * (2 * p.positions[0] + len(p) + 1) // 2 for p in pieces)
-            attainable = self.cost.seconds(self.limits, tokens, 0, pairs)
+    def prefilled(self, pieces: Sequence[Piece], admitted: int, kv_slots: int, seconds: float) -> None:
+        """One prefill, from which so many ``admitted`` requests drew a token."""
+        tokens = sum(map(len, pieces))
+        pairs = sum(len(p) * (2 * p.positions[0] + len(p) + 1) // 2 for p in pieces)
         step = EngineStats(
-            sampled_tokens=len(admitted),
+            sampled_tokens=admitted,
             prefilled_tokens=tokens,
             prefill_seconds=seconds,
-            peak_running=len(admitted),
+            peak_running=admitted,
             peak_kv_bytes=kv_slots * self.cost.kv_bytes,
-            attainable_seconds=attainable,
+            attainable_seconds=self._least_seconds(tokens, 0, pairs) if pieces else 0.0,
         )
         self.counted = add_stats(self.counted, step)
+
+    def _least_seconds(self, tokens: int, kv_read: int, pairs: int) -> float:
+        return 0.0 if self.limits is None else self.cost.seconds(self.limits, tokens, kv_read, pairs)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tunesmith.engines.local.requests import Request
+from tunesmith.engines.local.requests import LocalRequest
 
 
-def penalise(logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]]) -> Tensor:
+def penalise(logits: Tensor, requests: Sequence[LocalRequest], drafted: Sequence[Sequence[int]]) -> Tensor:
     """As transformers' ``RepetitionPenaltyLogitsProcessor``, then its ``MinNewTokensLengthLogitsProcessor``.
 
     Args:
@@ -43,7 +43,7 @@ def penalise(logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequ
     return logits
 
 
-def _seen(request: Request, drafted: Sequence[int], logits: Tensor) -> Tensor:
+def _seen(request: LocalRequest, drafted: Sequence[int], logits: Tensor) -> Tensor:
     """``[V]`` bool: the tokens of the prompt, of what was written and of what was drafted behind it."""
     if request.seen is None:
         request.seen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)

@@ -1,4 +1,4 @@
-"""Attention of many new tokens at once: prompts, chunks of long ones, and what preempted requests wrote.
+"""Attention of several new tokens per sequence: prompts, chunks of long ones, and what a request wrote before.
 
 Shape legend: ``T`` new tokens of all pieces, ``n`` of one piece, ``c`` context of one piece including
 itself, ``K`` key/value heads, ``G`` query heads per key/value head, ``D`` head size.
@@ -6,55 +6,71 @@ itself, ``K`` key/value heads, ``G`` query heads per key/value head, ``D`` head 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.engines.local.kv_cache import KVCache
-from tunesmith.engines.local.requests import CachedPrompt, Request
+from tunesmith.engines.local.kv_memory import KVMemory
+from tunesmith.engines.local.requests import CachedPrompt, LocalRequest
 from tunesmith.models.attention import AttentionRule
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens ``[start, stop)`` of a prompt, or of what a request wrote after its prompt."""
+    """Tokens of a prompt, or of a request after its prompt, that are computed together."""
 
-    owner: CachedPrompt | Request
-    row: int
+    owner: CachedPrompt | LocalRequest
     start: int
-    stop: int
-    prompt_row: int = -1
-    prompt_length: int = 0
-    """Of the prompt before a request's tokens; 0 for a prompt's own piece."""
+    """Tokens of the owner before these."""
+    token_ids: Sequence[int]
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return len(self.token_ids)
 
     @property
-    def length(self) -> int:
-        """Of the sequence that its keys are rotated for."""
-        prompt = self.owner.prompt if isinstance(self.owner, Request) else self.owner
-        assert prompt is not None
-        return prompt.length
+    def stop(self) -> int:
+        return self.start + len(self.token_ids)
 
     @property
-    def token_ids(self) -> Sequence[int]:
-        return self.owner.token_ids[self.start : self.stop]
+    def prompt(self) -> CachedPrompt:
+        prompt = self.owner.prompt if isinstance(self.owner, LocalRequest) else self.owner
+        assert prompt is not None, "only running requests are computed"
+        return prompt
+
+    @property
+    def prefix(self) -> int:
+        """Length of the prompt before a request's tokens; 0 for a prompt's own piece."""
+        return len(self.prompt) if isinstance(self.owner, LocalRequest) else 0
 
     @property
     def positions(self) -> range:
-        return range(self.prompt_length + self.start, self.prompt_length + self.stop)
+        return range(self.prefix + self.start, self.prefix + self.stop)
+
+
+def split_pieces(pieces: Sequence[Piece], max_tokens: int) -> Iterator[list[Piece]]:
+    """Forward passes of at most ``max_tokens``; a piece longer than that is cut into chunks."""
+    batch: list[Piece] = []
+    room = max_tokens
+    for piece in pieces:
+        for at in range(0, len(piece), max_tokens):
+            chunk = Piece(piece.owner, piece.start + at, piece.token_ids[at : at + max_tokens])
+            if len(chunk) > room:
+                yield batch
+                batch, room = [], max_tokens
+            batch.append(chunk)
+            room -= len(chunk)
+    if batch:
+        yield batch
 
 
 class PrefillAttention:
-    """The ``AttentionContext`` of one prefill: fills the banks and attends piece by piece."""
+    """The ``AttentionContext`` of a pass over pieces: fills the banks and attends piece by piece."""
 
-    def __init__(self, cache: KVCache, pieces: Sequence[Piece]) -> None:
-        self._cache = cache
-        self._pieces = pieces
+    def __init__(self, memory: KVMemory, pieces: Sequence[Piece]) -> None:
+        self._memory, self._pieces = memory, pieces
         self._lengths = [len(p) for p in pieces]
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
@@ -62,8 +78,8 @@ class PrefillAttention:
         """See AttentionContext."""
         for plane, new in ((2 * layer, key), (2 * layer + 1, value)):
             for piece, rows in zip(self._pieces, new.split(self._lengths), strict=True):
-                bank = self._cache.completions if piece.prompt_length else self._cache.prompts
-                bank.memory[plane, piece.row, :, piece.start : piece.stop] = rows.transpose(0, 1)
+                bank = self._memory.completions if piece.prefix else self._memory.prompts
+                bank.memory[plane, piece.owner.row, :, piece.start : piece.stop] = rows.transpose(0, 1)
         out: list[Tensor] = []
         for piece, rows, *new in zip(self._pieces, *(t.split(self._lengths) for t in (query, key, value)), strict=True):
             keys, values = (self._context(piece, 2 * layer + i, t) for i, t in enumerate(new))
@@ -73,24 +89,22 @@ class PrefillAttention:
 
     def _context(self, piece: Piece, plane: int, new: Tensor) -> Tensor:
         """``[K, c, D]``: everything up to the end of the piece, of which ``new`` is ``[n, K, D]``."""
-        prompts, completions = self._cache.prompts.memory, self._cache.completions.memory
-        if not piece.prompt_length:
-            whole = piece.start == 0
-            return new.transpose(0, 1) if whole else prompts[plane, piece.row, :, : piece.stop]
-        prompt = prompts[plane, piece.prompt_row, :, : piece.prompt_length]
-        return torch.cat((prompt, completions[plane, piece.row, :, : piece.stop]), 1)
+        prompts, completions = self._memory.prompts.memory, self._memory.completions.memory
+        if not piece.prefix:
+            return new.transpose(0, 1) if piece.start == 0 else prompts[plane, piece.owner.row, :, : piece.stop]
+        prompt = prompts[plane, piece.prompt.row, :, : piece.prefix]
+        return torch.cat((prompt, completions[plane, piece.owner.row, :, : piece.stop]), 1)
 
     def _piece(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
         """``[K, G, n, D]`` queries at the end of ``[K, c, D]`` keys and values; returns ``[n, H, D]``."""
         scale, window, softcap = rule
         new, context = query.shape[2], keys.shape[1]
         keys, values = (t.unsqueeze(1).expand(-1, query.shape[1], -1, -1) for t in (keys, values))
-        plain = new == context and (window is None or context <= window)
         if softcap is not None:
             scores = torch.tanh(query @ keys.transpose(2, 3) * (scale / softcap)) * softcap
             scores = scores.masked_fill(~self._seen(new, context, window), float("-inf"))
             out = torch.softmax(scores, -1) @ values
-        elif plain:
+        elif new == context and (window is None or context <= window):
             out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
         else:
             mask = self._seen(new, context, window)
@@ -101,10 +115,8 @@ class PrefillAttention:
         """``[n, c]`` bool: which of the context each new token sees."""
         shape = (new, context, window)
         if shape not in self._masks:
-            device = self._cache.layout.device
-            age = torch.arange(context - new, context, device=device).unsqueeze(1) - torch.arange(
-                context, device=device
-            )
+            places = torch.arange(context, device=self._memory.layout.device)
+            age = places[context - new :].unsqueeze(1) - places
             seen = age >= 0
             self._masks[shape] = seen if window is None else seen & (age < window)
         return self._masks[shape]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from tunesmith.types import Completion, FinishReason, Sampling
-
-if TYPE_CHECKING:
-    import asyncio
-
-    from tunesmith.engines.local.stopping import StopStrings
+from tunesmith.engines.partial import Request
+from tunesmith.types import Completion
 
 _CHUNK = 256
 
@@ -39,70 +35,48 @@ class Uniforms:
 
 @dataclass(slots=True, eq=False)
 class CachedPrompt:
-    """A prompt whose keys and values stand in one row of the prompt bank, shared by equal requests."""
+    """A prompt whose keys and values are in the pool, shared by equal requests."""
 
     token_ids: tuple[int, ...]
-    length: int = 1
-    """Of the sequences that its keys are rotated for; see ``LengthRule.alike``."""
+    rotary_length: int = 1
+    """The length its keys are rotated for; see ``LengthRule.alike``."""
     stale: bool = False
-    """Computed with weights that are no longer current: serves nobody new."""
+    """Computed with old weights: no new request may use it."""
     row: int = -1
+    """Place in the pool."""
     running: int = 0
-    """Requests that decode against it now."""
+    """Requests that use it now."""
     used_at: int = 0
-    """Time of last use, in engine steps."""
+    """When it was last used, in admissions."""
     last_hidden: Tensor | None = None
-    """``[d]`` at its last token: what the first token of every sibling is drawn from."""
+    """``[d]`` at its last token; every request of the group draws its first token from it."""
+    assistant_ready: bool = False
+    """Whether the assistant model's keys and values are in the pool too."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """One completion in the making. ``token_ids``, ``logprobs`` and ``versions`` only ever grow."""
+class LocalRequest(Request):
+    """A request to the local engine."""
 
     id: int
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    max_new_tokens: int
-    """``sampling.max_new_tokens``, or less where the model's context ends before."""
-    stop_token_ids: frozenset[int]
-    future: asyncio.Future[Completion]
     uniforms: Uniforms
-    stop_strings: StopStrings | None = None
+    done: Future[Completion] = field(default_factory=Future[Completion])
     prompt: CachedPrompt | None = None
-    """While running."""
+    """While it runs."""
+    row: int = -1
+    """Place in the pool, while it runs."""
     cached: int = 0
-    """Own tokens whose keys and values stand in the completion bank."""
-    draft_cached: int = 0
-    """Own tokens of which the same is true in a draft model's bank."""
-    draft: list[int] = field(default_factory=list[int])
-    """What the draft model last proposed behind those; in its bank stands all but the last."""
+    """Written tokens whose keys and values are in the pool."""
+    assistant_cached: int = 0
+    """The same for the assistant model."""
     seen: Tensor | None = None
-    """``[V]`` bool, where repetition is penalised: the prompt's tokens and the first ``marked`` of its own."""
+    """``[V]`` bool, where repetition is penalised: the prompt's tokens and the first ``marked`` written ones."""
     marked: int = 0
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-
-    @property
-    def length(self) -> int:
-        """Of prompt and completion so far."""
-        return len(self.prompt_ids) + len(self.token_ids)
 
     @property
     def kv_length(self) -> int:
-        """Completion slots it needs to the end; the last token's are never needed."""
+        """Slots for written tokens that it may need; the last token is never read."""
         return max(1, self.max_new_tokens - 1)
-
-    def append(self, token: int, logprob: float, version: int) -> FinishReason | None:
-        """Take a sampled token; the reason to finish, if that was the last."""
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if token in self.stop_token_ids:
-            return "stop"
-        if self.stop_strings is not None and self.stop_strings.completed_by(self.token_ids):
-            return "stop"
-        return "length" if len(self.token_ids) >= self.max_new_tokens else None

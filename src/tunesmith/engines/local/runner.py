@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from tunesmith.engines.local.decode_attention import DecodeAttention, Grouping
 from tunesmith.engines.local.decode_model import FEW_ROWS, DecodeModel
-from tunesmith.engines.local.kv_cache import KVCache, KVLayout
+from tunesmith.engines.local.kv_memory import KVLayout, KVMemory
 from tunesmith.engines.local.penalties import penalise
-from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention
-from tunesmith.engines.local.requests import CachedPrompt, Request
+from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention, split_pieces
+from tunesmith.engines.local.requests import CachedPrompt, LocalRequest
 from tunesmith.engines.local.sampler import SamplingPlan, sample
 from tunesmith.errors import ModelError
 from tunesmith.models.attention import AttentionRule
@@ -70,58 +70,30 @@ def probe(model: CausalLM) -> tuple[KVLayout, ForwardCost]:
     return layout, cost
 
 
-def split_pieces(pieces: Sequence[Piece], max_tokens: int) -> Iterator[list[Piece]]:
-    """Forward passes of at most ``max_tokens``; a piece longer than that is cut into chunks."""
-    batch: list[Piece] = []
-    room = max_tokens
-    for piece in pieces:
-        for start in range(piece.start, piece.stop, max_tokens):
-            stop = min(start + max_tokens, piece.stop)
-            if stop - start > room:
-                yield batch
-                batch, room = [], max_tokens
-            chunk = Piece(piece.owner, piece.row, start, stop, piece.prompt_row, piece.prompt_length)
-            batch.append(chunk)
-            room -= len(chunk)
-    if batch:
-        yield batch
-
-
 class Runner:
-    """The model on the rows of the cache, and what can be kept while the running rows stay the same."""
+    """The model on the rows of its memory, and what can be kept while the running rows stay the same."""
 
-    def __init__(self, model: CausalLM, cache: KVCache, max_prefill_tokens: int) -> None:
-        self.model = model
-        self.cache = cache
-        self.max_prefill_tokens = max_prefill_tokens
+    def __init__(self, model: CausalLM, memory: KVMemory, max_prefill_tokens: int) -> None:
+        self.model, self._memory, self._max_prefill_tokens = model, memory, max_prefill_tokens
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
         self._head: tuple[Tensor, Tensor | None] | None = None
         self._decoder = DecodeModel(model)
         self._grouping: tuple[list[tuple[int, int]], Grouping] | None = None
-        self._plan: tuple[list[Request], SamplingPlan] | None = None
+        self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
 
-    def prefill(
-        self, prompts: Sequence[CachedPrompt], admitted: Sequence[Request], running: Sequence[Request]
-    ) -> tuple[Tensor, list[Piece]]:
-        """Compute ``prompts``, and again what preempted requests wrote before.
-
-        Args:
-            prompts: new in the prompt bank.
-            admitted: requests that start, or start again.
-            running: all requests, by row.
+    def prefill(self, prompts: Sequence[CachedPrompt], admitted: Sequence[LocalRequest]) -> tuple[Tensor, list[Piece]]:
+        """Compute new ``prompts``, and again what preempted requests wrote before.
 
         Returns:
             The hidden states ``[B, d]`` that ``admitted`` draw their next tokens from, and what was computed.
         """
-        pieces = [Piece(p, p.row, 0, len(p)) for p in prompts]
+        pieces = [Piece(prompt, 0, prompt.token_ids) for prompt in prompts]
         for request in admitted:
-            assert request.prompt is not None
             request.cached = len(request.token_ids)
             if request.cached:
-                row, prompt = running.index(request), request.prompt
-                pieces.append(Piece(request, row, 0, request.cached, prompt.row, len(prompt)))
-        resumed: dict[Request, Tensor] = {}
+                pieces.append(Piece(request, 0, request.token_ids))
+        resumed: dict[LocalRequest, Tensor] = {}
         for owner, end in self.fill(pieces):
             if isinstance(owner, CachedPrompt):
                 owner.last_hidden = end
@@ -130,43 +102,34 @@ class Runner:
         states = [resumed.get(r, r.prompt.last_hidden if r.prompt else None) for r in admitted]
         return torch.stack([s for s in states if s is not None]), pieces
 
-    def fill(self, pieces: Sequence[Piece]) -> Iterator[tuple[CachedPrompt | Request, Tensor]]:
+    def fill(self, pieces: Sequence[Piece]) -> Iterator[tuple[CachedPrompt | LocalRequest, Tensor]]:
         """Compute the pieces' keys and values; yields the hidden state ``[d]`` at the end of each, chunk by chunk."""
-        for batch in split_pieces(pieces, self.max_prefill_tokens):
-            for piece, end in zip(batch, self._forward_pieces(batch), strict=True):
+        for batch in split_pieces(pieces, self._max_prefill_tokens):
+            ends = torch.tensor([len(piece) for piece in batch], device=self.model.device).cumsum(0) - 1
+            for piece, end in zip(batch, self._read(batch, self.model).index_select(0, ends), strict=True):
                 yield piece.owner, end
 
-    def decode(self, running: Sequence[Request], lengths: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Go on with every row.
+    def decode(self, running: Sequence[LocalRequest]) -> Tensor:
+        """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests, by row."""
+        attention = DecodeAttention(self._memory, self._group(running), [r.cached for r in running])
+        tokens = torch.tensor([r.token_ids[-1] for r in running], device=self.model.device)
+        positions = torch.tensor([len(r.prompt_ids) + r.cached for r in running], device=self.model.device)
+        lengths = [r.prompt.rotary_length for r in running if r.prompt] if self.model.lengths else None
+        return self._decoder.for_rows(len(running)).hidden(tokens, positions, attention, lengths)
 
-        Args:
-            running: all requests, by row.
-            lengths: own tokens of each row that are cached.
-            tokens: of each row those that come next, possibly none.
-
-        Returns:
-            Hidden states ``[N, d]`` of the tokens, row by row.
-        """
-        counts = [len(new) for new in tokens]
-        attention = DecodeAttention(self.cache, self._group(running), lengths, counts)
-        flat = torch.tensor([t for new in tokens for t in new], device=self.model.device)
-        starts = [len(r.prompt_ids) + n for r, n in zip(running, lengths, strict=True)]
-        places = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
-        positions = torch.tensor(places, device=self.model.device)
-        alike: list[int] | None = None
-        if self.model.lengths is not None:
-            alike = [r.prompt.length for r, n in zip(running, counts, strict=True) if r.prompt for _ in range(n)]
-        return self._decoder.for_rows(len(places)).hidden(flat, positions, attention, alike)
+    def read(self, pieces: Sequence[Piece]) -> Tensor:
+        """The hidden states ``[N, d]`` of a few tokens of each piece, in one pass."""
+        return self._read(pieces, self._decoder.for_rows(sum(map(len, pieces))))
 
     def draw(
-        self, hidden: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]]
+        self, hidden: Tensor, requests: Sequence[LocalRequest], drafted: Sequence[Sequence[int]]
     ) -> tuple[list[int], list[float]]:
         """Sample a token from each hidden state, and its log-probability.
 
         Args:
             hidden: ``[N, d]``.
             requests: whose states they are.
-            drafted: tokens that each state has read behind those that its request has written. The token drawn depends
+            drafted: tokens that each state has read after those that its request has written. The token drawn depends
                 on the state, on what was read before it, and on the request's seed and the token's place.
         """
         logits = penalise(self._logits(hidden), requests, drafted)
@@ -207,25 +170,22 @@ class Runner:
         with bfloat16_operands(rounded and len(hidden) > FEW_ROWS):
             return F.linear(hidden.float(), *self._head)
 
-    def _forward_pieces(self, pieces: Sequence[Piece]) -> Tensor:
-        """``[pieces, d]``: the hidden state at the end of each."""
-        device = self.model.device
-        tokens = torch.tensor([t for p in pieces for t in p.token_ids], device=device)
-        positions = torch.tensor([i for p in pieces for i in p.positions], device=device)
-        lengths = None if self.model.lengths is None else [p.length for p in pieces for _ in range(len(p))]
-        hidden = self.model.hidden(tokens, positions, PrefillAttention(self.cache, pieces), lengths)
-        ends = torch.tensor([len(p) for p in pieces], device=device).cumsum(0) - 1
-        return hidden.index_select(0, ends)
+    def _read(self, pieces: Sequence[Piece], model: CausalLM) -> Tensor:
+        """``[tokens, d]``: the hidden states of all pieces."""
+        tokens = torch.tensor([t for p in pieces for t in p.token_ids], device=model.device)
+        positions = torch.tensor([i for p in pieces for i in p.positions], device=model.device)
+        lengths = [p.prompt.rotary_length for p in pieces for _ in range(len(p))] if self.model.lengths else None
+        return model.hidden(tokens, positions, PrefillAttention(self._memory, pieces), lengths)
 
-    def _group(self, running: Sequence[Request]) -> Grouping:
+    def _group(self, running: Sequence[LocalRequest]) -> Grouping:
         key = [(r.prompt.row, len(r.prompt)) for r in running if r.prompt is not None]
         if self._grouping is None or self._grouping[0] != key:
             rows, lengths = [row for row, _ in key], [length for _, length in key]
-            layout = self.cache.layout
+            layout = self._memory.layout
             self._grouping = (key, Grouping.of(rows, lengths, layout.kv_heads, layout.device))
         return self._grouping[1]
 
-    def _sampling_plan(self, requests: Sequence[Request], logits: Tensor) -> SamplingPlan:
+    def _sampling_plan(self, requests: Sequence[LocalRequest], logits: Tensor) -> SamplingPlan:
         if self._plan is None or self._plan[0] != list(requests):
             samplings = [r.sampling for r in requests]
             self._plan = (list(requests), SamplingPlan.of(samplings, logits.shape[1], logits.device))

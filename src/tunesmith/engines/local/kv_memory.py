@@ -1,0 +1,117 @@
+"""One model's keys and values: a tensor with two rectangular banks, whose rows can be moved.
+
+Shape legend: ``P`` planes (the keys and the values of each layer), ``R`` rows, ``K`` key/value heads, ``C`` slots of a
+row, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, int]
+"""Rows, and slots per row."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What one token of a model needs."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def planes(self) -> int:
+        """The keys and the values of each layer."""
+        return 2 * self.layers
+
+    @property
+    def plane_bytes(self) -> int:
+        """Of one token in one plane."""
+        return self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token, keys and values of all layers."""
+        return self.planes * self.plane_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """The same with the plane through which rows move."""
+        return (self.planes + 1) * self.plane_bytes
+
+
+@dataclass(slots=True)
+class Bank:
+    """A rectangle of slots, seen as tensors."""
+
+    shape: Shape
+    memory: Tensor  # [P, R, K, C, D]
+    slots: tuple[Tensor, ...]  # P x [R * K * C, D]
+
+
+class KVMemory:
+    """One model's keys and values: one tensor, with the prompt bank at its front and the other bank at its back.
+
+    A plane more than the model needs is the staging area for rows that move, so no other memory is taken.
+    """
+
+    def __init__(self, layout: KVLayout, slots: int) -> None:
+        self.layout, self._slots = layout, slots
+        self._width = layout.kv_heads * layout.head_dim
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory, zeroed: even a slot that is masked must be finite, for 0 times NaN is NaN."""
+        shape = (self.layout.planes + 1, self._slots * self._width)
+        self._memory = torch.zeros(shape, dtype=self.layout.dtype, device=self.layout.device)
+        self._reset()
+
+    def free(self) -> None:
+        self._memory = self._memory.new_zeros(self.layout.planes + 1, 0)
+        self._reset()
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.untyped_storage().nbytes()
+
+    def _reset(self) -> None:
+        self.prompts, self.completions = self._bank((0, 0), front=True), self._bank((0, 0), front=False)
+
+    def arrange_prompts(self, order: Sequence[int], length: int, shape: Shape) -> None:
+        """Row ``i`` of the prompt bank takes the first ``length`` slots of what was row ``order[i]``."""
+        self.prompts = self._arrange(self.prompts, order, length, shape, front=True)
+
+    def arrange_completions(self, order: Sequence[int], length: int, shape: Shape) -> None:
+        self.completions = self._arrange(self.completions, order, length, shape, front=False)
+
+    def _bank(self, shape: Shape, *, front: bool) -> Bank:
+        rows, capacity = shape
+        size = rows * capacity * self._width
+        start = 0 if front else self._memory.shape[1] - size
+        heads, dim = self.layout.kv_heads, self.layout.head_dim
+        memory = self._memory[:-1, start : start + size].view(self.layout.planes, rows, heads, capacity, dim)
+        return Bank(shape, memory, memory.flatten(1, 3).unbind(0))
+
+    def _arrange(self, old: Bank, order: Sequence[int], length: int, shape: Shape, *, front: bool) -> Bank:
+        """Move rows through the staging plane; in an unchanged shape, only those whose place changes."""
+        same = shape == old.shape
+        new = old if same else self._bank(shape, front=front)
+        targets = [i for i, source in enumerate(order) if not same or i != source]
+        if not targets or not length:
+            return new
+        device = self._memory.device
+        source = torch.tensor([order[i] for i in targets], device=device)
+        target = torch.tensor(targets, device=device)
+        staged = self._memory[-1, : len(targets) * length * self._width]
+        staged = staged.view(len(targets), self.layout.kv_heads, length, self.layout.head_dim)
+        for before, after in zip(old.memory, new.memory, strict=True):
+            torch.index_select(before[:, :, :length], 0, source, out=staged)
+            after[:, :, :length].index_copy_(0, target, staged)
+        return new

@@ -1,0 +1,97 @@
+"""The thread on which an engine computes, so that the event loop never waits for a step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+from typing import Any, TypeVar
+
+from tunesmith.errors import EngineError
+
+T = TypeVar("T")
+
+TURNS = 16
+"""Turns of the event loop that callers have to answer a completion with their next request."""
+
+
+class StepThread:
+    """Runs an engine's steps one after another, and calls in between two of them. Used from one event loop at a time.
+
+    Args:
+        step: does some work; False where there is none.
+        fail: called on the thread with the exception of a step that failed.
+    """
+
+    def __init__(self, name: str, step: Callable[[], bool], fail: Callable[[Exception], None]) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._step, self._fail, self._closed = step, fail, False
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def post(self, work: Callable[[], T]) -> Future[T]:
+        """Run ``work`` before the next step, in the order of the calls; the future of its result.
+
+        Raises:
+            EngineError: the thread was closed.
+        """
+        if self._closed:
+            raise EngineError("the engine is closed")
+        done: Future[T] = Future()
+        done.set_running_or_notify_cancel()  # the caller may be cancelled, the work not
+        self._loop = asyncio.get_running_loop()
+        self._calls.append((work, done))
+        self._thread.submit(self._serve)
+        return done
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """The result of ``work``, which runs before the next step. Raises EngineError as ``post`` does."""
+        return await asyncio.wrap_future(self.post(work))
+
+    async def close(self, work: Callable[[], object]) -> None:
+        """Run ``work``, which leaves nothing to do, and wait for the thread to end."""
+        last = self.post(work)
+        self._closed = True
+        await asyncio.wrap_future(last)
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def wait_for_callers(self) -> None:
+        """On the thread: let the event loop do what is ready there.
+
+        So requests that come together start together, and what follows at once on a completion is decoded from the
+        same step on in every run: a resumed run repeats bitwise, which is why this is not bounded in time.
+        """
+        loop, done = self._loop, Event()
+        assert loop is not None, "somebody posted"
+
+        def turn(left: int) -> None:
+            if left:
+                loop.call_soon(turn, left - 1)
+            else:
+                done.set()
+
+        try:
+            loop.call_soon_threadsafe(turn, TURNS)
+        except RuntimeError:  # it was closed
+            return
+        while not done.wait(0.1) and loop.is_running():
+            pass
+
+    def _serve(self) -> None:
+        """Step until there is nothing to do. Each ``post`` calls this once more, so none is overlooked."""
+        if self._calls:
+            self.wait_for_callers()
+        while True:
+            while self._calls:
+                work, done = self._calls.popleft()
+                try:
+                    done.set_result(work())
+                except BaseException as error:
+                    done.set_exception(error)
+            try:
+                if not self._step():
+                    return
+            except Exception as error:
+                self._fail(error)
