@@ -27,9 +27,9 @@ FLOORS = {
     "plan": 1,
     "usercode": 1,
     "distributed": 1,
+    "rewards": 1,
+    "environments": 1,
     "models": 2,
-    "rewards": 3,
-    "environments": 3,
     "engines": 3,
     "backends": 3,
     "weights": 3,
@@ -44,14 +44,13 @@ ADAPTER_ROOMS = ("engines", "backends", "weights")
 SHARED = ("base", "flat", "partial", "step_thread", "stopping")
 """Ports of those rooms, and parts that several adapters use."""
 HEAVY = ("torch", "transformers")
-LIGHT = [room for room, floor in FLOORS.items() if floor <= 1] + ["rewards", "environments"]
+LIGHT = [room for room, floor in FLOORS.items() if floor <= 1]
 MAY_IMPORT_TORCH = (
     "algorithms/losses.py",
     "data/forest.py",
     "distributed/checksum.py",
     "distributed/process_group.py",
     "distributed/rank_group.py",
-    "rewards/model.py",
 )
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 

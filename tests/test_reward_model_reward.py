@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 import tiny
 from tiny_rewards import direct_scores, save_reward_model
 from tiny_runs import rl_settings, tensors, untimed
 from tunesmith import assembly
+from tunesmith.assembly.rewards import make_reward_model
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import ModelReward, RewardSection, RLConfig
 from tunesmith.errors import ConfigError
@@ -45,7 +48,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(path: Path, *, max_tokens: int = 64, chat: bool | None = None, **keys: Any) -> RewardModel:
     entry = ModelReward(path=str(path), **keys)
-    return RewardModel.load(entry, dtype=torch.float32, device="cpu", max_tokens=max_tokens, chat=chat)
+    return make_reward_model(entry, dtype="float32", device="cpu", max_tokens=max_tokens, chat=chat)
 
 
 def rollout(prompt: Any, answer: str, ids: Sequence[int], *, finish: FinishReason = "stop", turns: int = 1) -> Rollout:
@@ -138,9 +141,7 @@ def test_what_cannot_be_encoded_anew_is_a_failure(path: Path) -> None:
 
 
 def test_a_score_that_is_not_finite_is_a_failure(path: Path) -> None:
-    model = load(path)
-    with torch.no_grad():
-        model.model.head.weight.fill_(float("nan"))
+    model = replace(load(path), score_ids=lambda sequences: [float("nan")] * len(sequences))
     (one,) = scored(model_reward("rm", model, exact=True), rollout("p", "a", [1, 2, 3]))
     assert one.status is Status.REWARD_FAILED and "nan" in (one.error or "")
 
@@ -231,7 +232,7 @@ def test_a_run_with_a_reward_model_and_a_function(
 
     def watched(self: RewardModel, sequences: list[list[int]]) -> list[Any]:
         scores = score(self, sequences)
-        texts = [self.model.tokenizer.decode(ids, skip_special_tokens=True) for ids in sequences]
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sequences]
         seen.update({t: (ids, s) for t, ids, s in zip(texts, sequences, scores, strict=True) if isinstance(s, float)})
         return scores
 
@@ -281,7 +282,9 @@ def test_a_reward_models_weights_leave_less_for_the_sampler(tmp_path: Path, path
         facts = Facts(machine, read_model_facts(policy), 12, None, 8, frozen_parameters=parameters)
         room.append(resolve(config, facts).config.system.max_tokens_per_microbatch or 0)
     assert room[0] > room[1] > 0
-    assert count_parameters(path) == sum(p.numel() for p in load(path).model.module.parameters())
+    assert count_parameters(path) == sum(
+        p.numel() for p in AutoModelForSequenceClassification.from_pretrained(path).parameters()
+    )
 
 
 def test_dynamic_filtering_by_an_unbounded_score_is_refused(tmp_path: Path, path: Path, policy: Path) -> None:

@@ -19,19 +19,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from documents import ROOT
 from http_servers import running
 from tiny_rewards import direct_scores, save_reward_model
+from tunesmith.assembly.rewards import make_reward_model
 from tunesmith.assembly.serve_reward import ServeOptions, read_token, serve_reward
 from tunesmith.cli.main import app
 from tunesmith.config.schema import ModelReward, RemoteReward
 from tunesmith.errors import ConfigError
 from tunesmith.rewards.function import RewardFunction, required_columns
 from tunesmith.rewards.http_limits import Gate, Limits, is_loopback
-from tunesmith.rewards.model import RewardModel, model_reward
+from tunesmith.rewards.model import model_reward
 from tunesmith.rewards.remote import remote_reward
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.rewards.server import RewardService, make_app
@@ -77,7 +77,7 @@ def lengths(completions: list[str], **columns: Any) -> list[float]:
 
 
 def test_a_model_gives_what_it_gives_directly_over_http(path: Path) -> None:
-    model = RewardModel.load(ModelReward(path=str(path)), dtype=torch.float32, device="cpu", max_tokens=64)
+    model = make_reward_model(ModelReward(path=str(path)), dtype="float32", device="cpu", max_tokens=64)
     talk = [{"role": "user", "content": "2+2?"}]
     body = {"prompts": ["1+1?", talk, "x"], "completions": ["2", [{"role": "assistant", "content": "4"}], "y" * 600]}
     with service(model_reward("rm", model, exact=False, in_thread=True)) as url:
@@ -236,7 +236,7 @@ def process(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
 
 
 def test_the_command_serves_a_model_and_ends_on_sigterm(tmp_path: Path, path: Path) -> None:
-    model = RewardModel.load(ModelReward(path=str(path)), dtype=torch.float32, device="cpu", max_tokens=64)
+    model = make_reward_model(ModelReward(path=str(path)), dtype="float32", device="cpu", max_tokens=64)
     (score,) = direct_scores(path, [model.encode("1+1?", "2")])
     with process(tmp_path, str(path), "--normalize", "--max-tokens", "64", "--window-ms", "1") as (server, told, url):
         assert f"serving {path} at http://127.0.0.1:" in told and "warning" not in told

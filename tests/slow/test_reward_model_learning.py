@@ -6,16 +6,16 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-import torch
 
 from http_servers import running
 from tiny import save_model
 from tiny_rewards import save_reward_model
 from tiny_runs import rl_settings
 from tunesmith import assembly
+from tunesmith.assembly.rewards import make_reward_model
 from tunesmith.config.schema import ModelReward
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.rewards.model import RewardModel, model_reward
+from tunesmith.rewards.model import model_reward
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.rewards.server import RewardService, make_app
 
@@ -35,7 +35,7 @@ def test_the_reward_rises_by_more_than_half_of_its_spread(tmp_path: Path, seed: 
         outcome = assembly.run_rl(None, [*settings, f'reward.models=[{{path = "{path}", name = "judge"}}]'])
     else:
         entry = ModelReward(path=str(path))
-        model = RewardModel.load(entry, dtype=torch.float32, device="cpu", max_tokens=2048, chat=False)
+        model = make_reward_model(entry, dtype="float32", device="cpu", max_tokens=2048, chat=False)
         rewards = RewardSet({"rm": 1.0}, 30.0)
         rewards.add(model_reward("rm", model, exact=False, in_thread=True))
         with running(make_app(RewardService(rewards, 0.002), 2**20)) as url:

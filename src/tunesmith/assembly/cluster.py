@@ -201,7 +201,7 @@ def remote_reward_model(
 ) -> RewardModel:
     """A reward model that scores in an actor; it encodes texts here."""
     from tunesmith.assembly.rewards import load_reward_model
-    from tunesmith.rewards.far_model import FarRewardModel, RestartingFar
+    from tunesmith.rewards.far_model import RestartingFar, far_reward_model
 
     def start() -> Far:
         far = cluster.spawn("reward", RewardError)
@@ -209,7 +209,7 @@ def remote_reward_model(
             far.make(partial(load_reward_model, config, entry)).result()
         return far
 
-    return FarRewardModel.of(RestartingFar(start, config.system.trainer_restarts, report))
+    return far_reward_model(RestartingFar(start, config.system.trainer_restarts, report))
 
 
 def run_with_restarts(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.schema import ModelReward, RLConfig
+from tunesmith.errors import ModelError
 from tunesmith.monitor.waits import long_wait
 from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.rewards.stats import check_reward_model, read_stats
 
 if TYPE_CHECKING:
     from tunesmith.rewards.model import RewardModel
@@ -46,7 +49,7 @@ def add_rewards(
 
     for entry in config.reward.models:
         model = remote_model(entry) if remote_model else load_reward_model(config, entry)
-        exact = same_tokens(model.model.tokenizer, tokenizer)
+        exact = same_tokens(model.tokenizer, tokenizer)
         conversation = partial(with_system, config.data) if model.template else None
         in_thread = remote_model is not None
         rewards.add(model_reward(entry.name, model, exact=exact, conversation=conversation, in_thread=in_thread))
@@ -60,17 +63,48 @@ def add_rewards(
 
 
 def load_reward_model(config: RLConfig | SamplingConfig, entry: ModelReward) -> RewardModel:
-    import torch
-
-    from tunesmith.rewards.model import RewardModel
-
     system = config.system
     with long_wait(f"loading {entry.path}"):
-        return RewardModel.load(
+        return make_reward_model(
             entry,
-            dtype=getattr(torch, config.model.dtype),
+            dtype=config.model.dtype,
             device=system.device,
             max_tokens=system.max_tokens_per_microbatch,
             chat=config.data.chat,
             trust_remote_code=config.model.trust_remote_code,
         )
+
+
+def make_reward_model(
+    entry: ModelReward,
+    *,
+    dtype: str,
+    device: str,
+    max_tokens: int,
+    chat: bool | None = None,
+    trust_remote_code: bool = False,
+) -> RewardModel:
+    """Load a trained reward model.
+
+    Args:
+        max_tokens: of one forward pass.
+        chat: whether text prompts go through the chat template; None: if the tokenizer has one.
+
+    Raises:
+        ConfigError, ModelError: it is not a reward model, or statistics or a chat template are missing.
+    """
+    import torch
+
+    from tunesmith.data.chat import ChatTemplate
+    from tunesmith.models.score_model import ScoreModel, is_trained
+    from tunesmith.rewards.model import RewardModel
+
+    check_reward_model(entry)
+    number_format = getattr(torch, dtype)
+    model = ScoreModel.load(entry.path, dtype=number_format, device=device, trust_remote_code=trust_remote_code)
+    if not is_trained(model.module.config):
+        raise ModelError(f"'{entry.path}' is a language model, not a reward model: its scores would all be 0")
+    tokenizer: Any = model.tokenizer
+    template = ChatTemplate.of(tokenizer) if chat or (chat is None and tokenizer.chat_template) else None
+    stats = read_stats(Path(entry.path)) if entry.normalize else None
+    return RewardModel(partial(model.score_sequences, max_tokens=max_tokens), tokenizer, model.context, template, stats)

@@ -90,13 +90,14 @@ def _model(target: str, options: ServeOptions) -> RewardSet:
     import torch
     from transformers.utils import logging
 
-    from tunesmith.rewards.model import RewardModel, model_reward
+    from tunesmith.assembly.rewards import make_reward_model
+    from tunesmith.rewards.model import model_reward
 
     logging.disable_progress_bar()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = RewardModel.load(
+    model = make_reward_model(
         entry,
-        dtype=getattr(torch, options.dtype or "float32"),
+        dtype=options.dtype or "float32",
         device=device,
         max_tokens=options.max_tokens or MOST_TOKENS[device.partition(":")[0]],
         chat=options.chat,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
 
-from tunesmith.data.forest import Forest, Predictions
+from tunesmith.data.batch import Batch
+from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.errors import ModelError
 from tunesmith.models.decoder import Decoder
 from tunesmith.types import Sample
@@ -67,6 +69,23 @@ class ScoreModel(Decoder):
 
     def predict(self, forest: Forest) -> Predictions:
         return Predictions(values=self.scores(forest))
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence that the model has positions for."""
+        return getattr(self.module.config, "max_position_embeddings", None)
+
+    @torch.inference_mode()
+    def score_sequences(self, sequences: Sequence[Sequence[int]], max_tokens: int) -> list[float]:
+        """The score at the last token of each sequence, in forests of ``max_tokens`` (a longer sequence goes alone)."""
+        batch, scores = Batch.of([whole_sequence(ids) for ids in sequences]), [0.0] * len(sequences)
+        for forest in Packing.of(batch, max(max_tokens, int(batch.lengths.max(initial=0)))):
+            forest = forest.to(self.device)
+            if self.context is not None:  # the stand-in after the last token may have no position
+                forest = replace(forest, position_ids=forest.position_ids.clamp(max=self.context - 1))
+            for sample, value in zip(forest.sample_ids, self.scores(forest).tolist(), strict=True):
+                scores[sample] = value
+        return scores
 
 
 def is_trained(config: Any) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tunesmith.distributed.far import Far
 from tunesmith.errors import TunesmithError
-from tunesmith.rewards.function import Score
 from tunesmith.rewards.model import RewardModel
 
 
@@ -33,18 +31,7 @@ class RestartingFar:
                 self.far = self._start()
 
 
-@dataclass(frozen=True, slots=True)
-class FarRewardModel(RewardModel):
-    """Encodes texts here and scores them where ``place`` holds the whole model."""
-
-    place: RestartingFar | None = None
-
-    @classmethod
-    def of(cls, place: RestartingFar) -> FarRewardModel:
-        tokenizer, limit, template, stats = map(place.far.get, ("model.tokenizer", "max_tokens", "template", "stats"))
-        model: Any = SimpleNamespace(tokenizer=tokenizer)  # all that encoding reads
-        return cls(model, limit, template, stats, place)
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Score]:
-        assert self.place is not None
-        return self.place.call("score", [list(ids) for ids in sequences])
+def far_reward_model(place: RestartingFar) -> RewardModel:
+    """A reward model that encodes texts here and scores them where ``place`` holds the whole model."""
+    tokenizer, context, template, stats = map(place.far.get, ("tokenizer", "context", "template", "stats"))
+    return RewardModel(partial(place.call, "score_ids"), tokenizer, context, template, stats)
