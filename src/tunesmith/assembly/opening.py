@@ -27,7 +27,7 @@ from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.loop.manifest import check_whole, has_manifest
 from tunesmith.loop.profiling import StepProfiler
 from tunesmith.loop.rollout_log import RolloutLog, examples, read_rollouts
-from tunesmith.loop.session import BESIDE_STEPS, Best, Session
+from tunesmith.loop.session import OUTSIDE_STEPS, Best, Session
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.interrupts import handled, keeping
 from tunesmith.monitor.learning import LearningWatch
@@ -236,7 +236,7 @@ def open_session(run: ReadyRun[Any, Any], checkpoint: Path | None, metric: str) 
             stack.callback(rollouts.close)
         profiler = StepProfiler(run_dir.path / "profile", config.monitor.profile_steps)
         stack.callback(profiler.close)
-        timeline = Timeline(run_dir.traces, config.monitor.trace_steps, beside=BESIDE_STEPS)
+        timeline = Timeline(run_dir.traces, config.monitor.trace_steps, outside=OUTSIDE_STEPS)
         stack.enter_context(progress)
         if config.monitor.stall_after:
             stack.enter_context(Watchdog(timeline, config.monitor.stall_after, progress.note))

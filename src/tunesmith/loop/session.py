@@ -1,4 +1,4 @@
-"""What every training loop shares: the step counter, the clock, metrics, progress and checkpoints."""
+"""What every training loop shares: step counter, clock, metrics, progress and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from tunesmith.monitor.text import answers_shown, shown_path
 from tunesmith.monitor.timeline import LOOP, TRAINER, Timeline
 from tunesmith.types import RolloutGroup
 
-BESIDE_STEPS = ("setup", "eval", "checkpoint")
-"""Phases that a step's rates leave out."""
+OUTSIDE_STEPS = ("setup", "eval", "checkpoint")
+"""Phases whose time does not count in a step's rates."""
 TRAINER_WAITS = {"rollout": "the rollouts", "sync": "the engines to take the weights"}
-"""Phases in which the trainer waits, and for what."""
+"""Phases in which the trainer waits, and what it waits for."""
 
 
 Write = Callable[[Path, bool], None]
-"""Writes into a checkpoint's directory; of the model only, where the second argument says so."""
+"""Writes into a checkpoint's directory. Where the second argument is True, it writes the model only."""
 
 
 class Publisher(Protocol):
-    """Describes models, and takes them elsewhere."""
+    """Writes model cards and uploads models."""
 
     def describe(self, checkpoint: Path) -> None: ...
 
     def publish(self, checkpoint: Path, *, last: bool) -> None:
-        """Take a whole checkpoint's model elsewhere; what fails is told."""
+        """Upload a checkpoint's model. A failure is reported, not raised."""
         ...
 
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
-"""What damaged files raise in the libraries that read them."""
+"""Errors that libraries raise when they read damaged files."""
 
 
 def due(step: int, every: int | None, total: int) -> bool:
-    """Whether it is time for what happens every so many steps, and at the end; None is only at the end."""
+    """Whether something that happens every ``every`` steps and at the end is due; None: only at the end."""
     return step >= total or (every is not None and step % every == 0)
 
 
@@ -81,7 +81,7 @@ class Best:
 
 @dataclass(slots=True)
 class Session:
-    """A run in progress. Loops ask it what is due and tell it what happened."""
+    """A run in progress. Training loops ask it what is due and report to it what happened."""
 
     total_steps: int
     evaluate_every: int | None
@@ -97,20 +97,20 @@ class Session:
     timeline: Timeline = field(default_factory=Timeline)
     resume_from: Path | None = None
     model_only: bool | Literal["last"] = False
-    """Whether checkpoints, or the last one, leave out what only a resumption needs."""
+    """Whether checkpoints, or only the last one, hold the model alone and cannot be resumed."""
     publisher: Publisher | None = None
     checkpoint_seconds: float | None = None
-    """Time between checkpoints, besides their cadence in steps."""
+    """Time between checkpoints, in addition to ``checkpoint_every``."""
     step: int = 0
     total_tokens: float = 0.0
-    """The metric ``tokens`` of all steps."""
+    """Sum of the metric ``tokens`` over all steps."""
     epoch: int = 0
     """Whole passes over the data."""
     evaluated: bool = False
-    """Whether this step's evaluation was made."""
+    """Whether this step has been evaluated."""
     profiler: StepProfiler | None = None
     limit_is_known: bool = True
-    """Whether what the device attains was measured well."""
+    """Whether the measured speed limit of the device can be trusted."""
     _whole: Callable[[], dict[str, Any]] = field(default=dict, init=False)
     """The loop's state after the last whole step."""
     _saved: tuple[int, int, float] = field(default=(0, 0, 0.0), init=False)
@@ -121,14 +121,14 @@ class Session:
 
     @property
     def running(self) -> bool:
-        """Whether there is a step to take: not at the end, and the evaluation's target not reached."""
+        """Whether there is another step: neither is the run at its end nor the evaluation's target reached."""
         return self.step < self.total_steps and not self.best.reached_target
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Time spent inside counts as ``name``."""
+        """Time spent inside counts towards the phase ``name``."""
         self.progress.phase(name)
-        if self.profiler and name not in BESIDE_STEPS:
+        if self.profiler and name not in OUTSIDE_STEPS:
             self.profiler.begin(self.step + 1)
         lane = TRAINER if name in ("train", *TRAINER_WAITS) else LOOP
         waits_for = f"{TRAINER_WAITS[name]} of step {self.step + 1}" if name in TRAINER_WAITS else None
@@ -139,28 +139,28 @@ class Session:
         self.progress.note(text)
 
     def begin(self, state: Callable[[], dict[str, Any]], epoch: int) -> None:
-        """The loop is about to take steps from here on; arguments as of ``settle``."""
+        """The loop starts to take steps. For the arguments see ``settle``."""
         self._whole, self.epoch = state, epoch
         self._saved = self.step, epoch, self.clock.now()
 
     def settle(self, state: Callable[[], dict[str, Any]], epoch: int) -> None:
-        """The step and all that belongs to it is done: from now on a signal finds it whole.
+        """The step is complete: a signal from now on saves it.
 
         Args:
-            state: gives the loop's state as it is now, also when it is called later.
+            state: returns the loop's state of this moment, also when it is called later.
         """
         self._whole, self.epoch, self.evaluated = state, epoch, False
         interrupts.settle()
 
     def finish_step(self, metrics: Mapping[str, float]) -> None:
-        """Count a step and record its metrics and where its time went. ``settle`` ends what belongs to it."""
+        """Count a step and record its metrics and its time by phase. ``settle`` completes it."""
         interrupts.commit()
         self.step += 1
         profile = self.profiler and self.profiler.end(self.step)
         seconds = self.clock.lap()
         times = {f"seconds/{name}": value for name, value in seconds.items()}
         wall = sum(seconds.values())
-        busy = sum(value for name, value in seconds.items() if name not in BESIDE_STEPS)
+        busy = sum(value for name, value in seconds.items() if name not in OUTSIDE_STEPS)
         record = {**metrics, **times, **self.timeline.finish_step(self.step), "seconds": wall}
         if "tokens" in metrics:
             self.total_tokens += metrics["tokens"]
@@ -182,16 +182,16 @@ class Session:
             self.note(warning)
 
     def _forget_limit(self, record: dict[str, float]) -> None:
-        """A step that is faster than the limit shows that the limit was measured while the machine was busy."""
+        """A step faster than the limit shows that the limit was measured on a busy machine."""
         self.limit_is_known = False
         share = record.pop("limit_share")
         self.note(
-            f"step {self.step} took {1 / share:.0%} of the least time that its work was measured to need at the start, "
-            "when the machine must have been busy with other things: limit_share is left out from here on"
+            f"step {self.step} took {1 / share:.0%} of the least time that was measured for its work at the start: the "
+            "machine must have been busy then. limit_share is left out from here on"
         )
 
     def finish_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Record an evaluation; the best one's checkpoint is kept."""
+        """Record an evaluation. The checkpoint of the best one is kept."""
         self.evaluated = True
         self.metrics.write(self.step, metrics, always=True)
         if self.best.metric in metrics:
@@ -209,12 +209,12 @@ class Session:
         self.note(f"evaluation after step {self.step}: {'  '.join(shown)}")
 
     def log_rollouts(self, groups: Sequence[RolloutGroup], kind: str = "train") -> None:
-        """Keep some of a step's rollouts, and show a good and a bad one now and then."""
+        """Log some of a step's rollouts, and show a good and a bad one now and then."""
         assert self.rollout_log is not None, "this run has no rollouts"
         lines = self.rollout_log.write(self.step, groups, kind)
         last = self.step == self.total_steps
         self.metrics.show(self.step, [summary(line) for line in lines], always=last or kind == "eval")
-        # After 1, 2, 4, 8, ... steps: often at first, when most can be wrong.
+        # After 1, 2, 4, 8, ... steps: most often at the start, where most can be wrong.
         if kind == "train" and self.step & (self.step - 1) == 0 and (found := contrast(lines)):
             self.note(answers_shown(*found))
 
@@ -222,11 +222,11 @@ class Session:
         return due(self.step, self.evaluate_every, self.total_steps)
 
     def owes_evaluation(self, at_start: bool) -> bool:
-        """Whether the step that a run begins with is to be evaluated: a signal may have come before that."""
+        """Whether the first step is still to be evaluated: a signal may have ended the run before its evaluation."""
         return not self.evaluated and (self.evaluation_due() if self.step else at_start)
 
     def checkpoint_due(self) -> bool:
-        """By the cadence in steps, epochs or time, or because the evaluation just made is the best one."""
+        """By steps, epochs or time, or because the evaluation just made is the best one."""
         is_best = self.best.step == self.step and self.step > 0
         _, epoch, time = self._saved
         if self.checkpoint_seconds is not None and self.clock.now() - time >= self.checkpoint_seconds:
@@ -237,10 +237,10 @@ class Session:
         return is_best or due(self.step, every, self.total_steps)
 
     def save(self, write: Write, *, stopping: bool = False) -> Path:
-        """Write a checkpoint of the last whole step: what ``write`` puts into the directory, and the loop's state.
+        """Write a checkpoint of the last complete step: the loop's state and what ``write`` adds.
 
         Args:
-            stopping: for a signal: whole whatever ``model_only`` says, and not published.
+            stopping: after a signal. The checkpoint can be resumed even with ``model_only``, and is not published.
         """
         model_only = not stopping and (self.model_only is True or (self.model_only == "last" and not self.running))
         best = {self.best.metric: [self.best.value, self.best.step]}
@@ -261,36 +261,36 @@ class Session:
         return path
 
     def keep(self, write: Write, give_up: Callable[[], None]) -> str:
-        """After a signal: save the last whole step, and say what was kept.
+        """After a signal: save the last complete step. Returns a message that says what was kept.
 
         Args:
-            give_up: takes back what the step that was cut has changed.
+            give_up: undoes the changes of the interrupted step.
         """
         newest = self.checkpoints.newest()
         kept = f"the newest checkpoint is {newest}" if newest else "no checkpoint was written yet"
         if interrupts.torn():
-            said = f"the step after step {self.step} was half done and is lost; {kept}"
+            message = f"the step after step {self.step} was half done and is lost; {kept}"
         elif self._saved[0] == self.step:
-            said = f"no step was finished since; {kept}"
+            message = f"no step was finished since; {kept}"
         else:
             try:
                 give_up()
                 path = self.save(write, stopping=True)
-                said = f"stopped after step {self.step} of {self.total_steps}: {path} is written"
+                message = f"stopped after step {self.step} of {self.total_steps}: {path} is written"
             except TunesmithError as error:
-                said = f"step {self.step} could not be saved: {error}; {kept}"
-        self.note(said)
-        return said
+                message = f"step {self.step} could not be saved: {error}; {kept}"
+        self.note(message)
+        return message
 
     def restore(self, load: Callable[[Path], None], take: Callable[[dict[str, Any]], None]) -> None:
         """Continue from the checkpoint to resume from, if there is one.
 
         Args:
-            load: reads what the backend wrote.
-            take: takes the loop's state.
+            load: reads the backend's files.
+            take: restores the loop's state.
 
         Raises:
-            CheckpointError: it is damaged, or of another run.
+            CheckpointError: it is damaged, or belongs to another run.
         """
         if self.resume_from is None:
             return

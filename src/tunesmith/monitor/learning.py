@@ -1,11 +1,19 @@
-"""Recognises from its metrics that a run learns nothing, with the likely cause and what to do."""
+"""Recognises from its metrics that a run learns nothing, with the likely cause and what to do.
+
+Each cause is a function of what was seen; it returns the values for its text in ``findings.toml`` where it applies.
+"""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
 Metrics = Mapping[str, float]
+Values = dict[str, Any]
 
 STEPS = 3
 """Steps in a row without anything to learn from, before a warning."""
@@ -57,7 +65,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Evidence:
+class _Seen:
     """The metrics of a run so far: ``last`` has the last ``STEPS`` steps, ``history`` all that are remembered."""
 
     history: Sequence[Metrics]
@@ -66,7 +74,8 @@ class _Evidence:
 
     def mean(self, name: str) -> float | None:
         """Of the last steps; None where none of them has the metric."""
-        return _mean([step[name] for step in self.last if name in step])
+        values = [step[name] for step in self.last if name in step]
+        return sum(values) / len(values) if values else None
 
     def always(self, holds: Callable[[Metrics], bool]) -> bool:
         return all(map(holds, self.last))
@@ -78,16 +87,14 @@ def finding(history: Sequence[Metrics], facts: Facts) -> Finding | None:
     Args:
         history: the metrics of all steps so far; the earlier ones show what has been lost since.
     """
-    seen = _Evidence(history, history[-STEPS:], facts)
+    seen = _Seen(history, history[-STEPS:], facts)
     if len(seen.last) < STEPS:
         return None
-    for cause in (_no_reach, _too_fast):
-        if found := cause(seen):
-            return found
+    if found := _first(_HARMFUL, seen):
+        return found
     if not seen.always(lambda step: _rollouts_teach_nothing(step, facts) if facts.rollouts else _no_gradient(step)):
         return None
-    causes = _ROLLOUT_CAUSES if facts.rollouts else _SUPERVISED_CAUSES
-    return next(found for cause in causes if (found := cause(seen)))
+    return _first(_ROLLOUT_CAUSES if facts.rollouts else _SUPERVISED_CAUSES, seen)
 
 
 def at_the_end(history: Sequence[Metrics], facts: Facts) -> Finding | None:
@@ -99,12 +106,8 @@ def at_the_end(history: Sequence[Metrics], facts: Facts) -> Finding | None:
         return None
     part = len(losses) // 4
     first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
-    if last < first:
-        return None
-    return Finding(
-        "loss_does_not_fall",
-        f"the loss has not fallen: {first:.3g} in the first {part} steps, {last:.3g} in the last {part}",
-        "Either the model knew the data, or train.lr is too low or too high: try 3 times more and 3 times less",
+    return (
+        None if last < first else _described("loss_does_not_fall", facts, {"first": first, "last": last, "part": part})
     )
 
 
@@ -138,8 +141,22 @@ _READ = (
 )
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _first(causes: Mapping[str, Cause], seen: _Seen) -> Finding | None:
+    """The first cause that applies."""
+    for key, applies in causes.items():
+        if (values := applies(seen)) is not None:
+            return _described(key, seen.facts, values)
+    return None
+
+
+def _described(key: str, facts: Facts, values: Values) -> Finding:
+    text, values = _texts()[key], asdict(facts) | values
+    return Finding(text.get("cause", key), text["numbers"].format(**values), text["advice"].format(**values))
+
+
+@cache
+def _texts() -> dict[str, dict[str, str]]:
+    return tomllib.loads(files("tunesmith.monitor").joinpath("findings.toml").read_text(encoding="utf-8"))
 
 
 def _all_skipped(step: Metrics) -> bool:
@@ -160,176 +177,112 @@ def _rollouts_teach_nothing(step: Metrics, facts: Facts) -> bool:
     return step.get("reward/std") == 0 or (facts.compares_group and step.get("groups_equal") == 1)
 
 
-def _no_reach(seen: _Evidence) -> Finding | None:
-    if seen.facts.reach >= LEAST_REACH:
-        return None
-    return Finding(
-        "lr_without_effect",
-        f"the learning rate {seen.facts.lr:g} moves no weight by more than about {seen.facts.reach:.1g} in the whole "
-        "run, and weights are about 0.02",
-        "Raise train.lr: 1e-6 is usual in reinforcement learning, 1e-5 in supervised training, ten times that "
-        "with LoRA",
-    )
+def _no_reach(seen: _Seen) -> Values | None:
+    return {} if seen.facts.reach < LEAST_REACH else None
 
 
-def _too_fast(seen: _Evidence) -> Finding | None:
-    """Training that moves away from what it learned: the policy within a step, or the loss over the steps."""
-    advice = f"train.lr = {seen.facts.lr:g} is far too high: divide it by 10 or more and start anew"
-    if seen.always(lambda step: step.get("policy_kl", 0.0) > 1):
-        moved = seen.mean("policy_kl")
-        return Finding("lr_too_high", f"the policy moves by {moved:.3g} nats per token within a step", advice)
+def _policy_moves_too_fast(seen: _Seen) -> Values | None:
+    far = seen.always(lambda step: step.get("policy_kl", 0.0) > 1)
+    return {"policy_kl": seen.mean("policy_kl")} if far else None
+
+
+def _loss_rises(seen: _Seen) -> Values | None:
     first, now = seen.history[0].get("loss"), seen.mean("loss")
     if seen.facts.rollouts or first is None or now is None or len(seen.history) < 2 * STEPS:
         return None
-    if now > first + max(1.0, abs(first) / 2):
-        return Finding("lr_too_high", f"the loss has risen from {first:.3g} to {now:.3g}", advice)
-    return None
+    return {"first": first, "loss": now} if now > first + max(1.0, abs(first) / 2) else None
 
 
-def _failing(seen: _Evidence) -> Finding | None:
+def _failing(seen: _Seen) -> Values | None:
     failed = seen.mean("rollouts/failed") or 0.0
-    if failed < 0.5:
-        return None
-    return Finding(
-        "failing", f"{failed:.0%} of the rollouts failed", "The field error in rollouts.jsonl says why each one did"
-    )
+    return {"failed": failed} if failed >= 0.5 else None
 
 
-def _not_finite(seen: _Evidence) -> Finding | None:
-    if not seen.always(_all_skipped):
-        return None
-    return Finding(
-        "not_finite",
-        "the gradient was not finite and every optimizer step was dropped",
-        f"Lower train.lr ({seen.facts.lr:g}), or compute in float32 (model.dtype) to see whether the number format is "
-        "the cause",
-    )
+def _not_finite(seen: _Seen) -> Values | None:
+    return {} if seen.always(_all_skipped) else None
 
 
-def _ruined(seen: _Evidence) -> Finding | None:
+def _ruined(seen: _Seen) -> Values | None:
     earlier = [step for step in seen.history[:-STEPS] if "reward" in step and step.get("reward/std")]
     earlier += [step for step in seen.last[:1] if step.get("reward/std")]
     now = seen.mean("reward")
     if not earlier or now is None:
         return None
     best = max(earlier, key=lambda step: step["reward"])
-    lost = best["reward"] - now
-    if lost < 0.5 * max(abs(best["reward"]), best["reward/std"]):
+    if best["reward"] - now < 0.5 * max(abs(best["reward"]), best["reward/std"]):
         return None
-    return Finding(
-        "ruined",
-        f"the reward is {now:.3g} for every answer, and was {best['reward']:.3g} in step {best['step']:.0f}: training "
-        "has ruined the policy",
-        f"Lower train.lr ({seen.facts.lr:g}) by a factor of 10, or hold the policy back with algorithm.kl_coef, and "
-        "start anew or from an earlier checkpoint",
-    )
+    return {"reward": now, "best": best["reward"], "step": best["step"]}
 
 
-def _unknown_prompts(seen: _Evidence) -> Finding | None:
-    if seen.facts.unknown < 0.5:
-        return None
-    return Finding(
-        "unknown_prompts",
-        f"{seen.facts.unknown:.0%} of the prompts' tokens are unknown to the tokenizer, so that prompts look alike",
-        "Use the tokenizer that belongs to the data's language and characters, or another model",
-    )
+def _unknown_prompts(seen: _Seen) -> Values | None:
+    return {} if seen.facts.unknown >= 0.5 else None
 
 
-def _always_right(seen: _Evidence) -> Finding | None:
-    reward, correct = seen.mean("reward"), seen.mean("correct")
-    full = seen.facts.full_reward is not None and reward is not None and reward >= seen.facts.full_reward - 1e-9
-    if not full and correct != 1:
-        return None
-    return Finding(
-        "always_right",
-        f"every answer to every prompt is right (reward {reward:.3g})",
-        "There is nothing left to learn from these prompts: give harder ones, or end the run by eval.target. If they "
-        "are not right, look at the reward",
-    )
+def _always_right(seen: _Seen) -> Values | None:
+    reward, full = seen.mean("reward"), seen.facts.full_reward
+    right = full is not None and reward is not None and reward >= full - 1e-9
+    return {"reward": reward or 0.0} if right or seen.mean("correct") == 1 else None
 
 
-def _truncated(seen: _Evidence) -> Finding | None:
+def _truncated(seen: _Seen) -> Values | None:
     cut, reward = seen.mean("truncated") or 0.0, seen.mean("reward")
-    if cut < 0.9 or (reward is not None and reward > 0 and seen.mean("correct") != 0):
-        return None
-    return Finding(
-        "truncated",
-        f"{cut:.0%} of the answers reach the limit of {seen.facts.max_new_tokens} tokens before they end",
-        "Raise rollout.max_new_tokens, or train on examples first (tunesmith sft), so that the model learns to end",
-    )
+    rewarded = reward is not None and reward > 0 and seen.mean("correct") != 0
+    return {"truncated": cut} if cut >= 0.9 and not rewarded else None
 
 
-def _always_wrong(seen: _Evidence) -> Finding | None:
-    reward, correct = seen.mean("reward"), seen.mean("correct")
-    if correct not in (None, 0.0) or reward != 0:
-        return None
-    rollouts = seen.last[-1].get("rollouts", 0)
-    return Finding(
-        "always_wrong",
-        f"no answer to any prompt is right (reward 0 for all {rollouts:.0f} rollouts of a step)",
-        "Read some in rollouts.jsonl. If the reward judges them rightly: train on examples first (tunesmith sft), give "
-        "easier prompts, raise rollout.group_size, or reward partial success",
-    )
+def _always_wrong(seen: _Seen) -> Values | None:
+    wrong = seen.mean("correct") in (None, 0.0) and seen.mean("reward") == 0
+    return {"rollouts": seen.last[-1].get("rollouts", 0)} if wrong else None
 
 
-def _constant(seen: _Evidence) -> Finding | None:
-    if not seen.always(lambda step: step.get("reward/std") == 0):
-        return None
-    return Finding(
-        "constant_reward",
-        f"every rollout has the same reward, {seen.mean('reward'):.3g}",
-        "Call the reward function on a good and on a bad answer: it has to tell them apart",
-    )
+def _constant(seen: _Seen) -> Values | None:
+    return {"reward": seen.mean("reward")} if seen.always(lambda step: step.get("reward/std") == 0) else None
 
 
-def _equal_answers(seen: _Evidence) -> Finding | None:
-    if not seen.always(lambda step: step.get("groups_equal") == 1):
-        return None
+def _equal_rewards(seen: _Seen) -> Values | None:
+    return {} if seen.always(lambda step: step.get("groups_equal") == 1) else None
+
+
+def _equal_answers(seen: _Seen) -> Values | None:
     entropy = seen.mean("entropy")
-    if seen.facts.temperature < 0.1 or (entropy is not None and entropy < 0.01):
-        known = "" if entropy is None else f", entropy {entropy:.2g} nats per token"
-        return Finding(
-            "equal_answers",
-            f"the answers to a prompt are all the same (rollout.temperature {seen.facts.temperature:g}{known})",
-            "Sample with rollout.temperature = 1; where the entropy has collapsed, start anew with a lower train.lr, "
-            "or with algorithm.clip_high above clip_low",
-        )
-    return Finding(
-        "equal_rewards",
-        "for every prompt, all answers have the same reward",
-        "Raise rollout.group_size, or give a reward that tells the answers to one prompt apart",
-    )
+    if _equal_rewards(seen) is None or (seen.facts.temperature >= 0.1 and (entropy is None or entropy >= 0.01)):
+        return None
+    return {"entropy": "" if entropy is None else f", entropy {entropy:.2g} nats per token"}
 
 
-def _nothing_to_compare(seen: _Evidence) -> Finding:
-    if seen.always(lambda step: step.get("optimizer_steps") == 0):
-        return Finding(
-            "no_samples",
-            "no rollout reached the loss",
-            "See truncated, groups_kept and rollouts/failed in metrics.jsonl, and algorithm.mask_truncated and "
-            "algorithm.dynamic_filter",
-        )
-    return Finding(
-        "no_gradient",
-        f"the gradient is {seen.mean('grad_norm') or 0.0:.1g}",
-        "See reward/std, groups_equal and clip_low in metrics.jsonl",
-    )
+def _no_samples(seen: _Seen) -> Values | None:
+    return {} if seen.always(lambda step: step.get("optimizer_steps") == 0) else None
 
 
-def _no_loss_left(seen: _Evidence) -> Finding:
+def _knows_the_data(seen: _Seen) -> Values | None:
     loss = seen.mean("loss") or 0.0
-    if abs(loss) < 1e-4:
-        return Finding("known", f"the loss is {loss:.1g}", "The model knows the data: end here, or give other data")
-    return Finding(
-        "no_gradient",
-        f"the gradient is zero at a loss of {loss:.3g}",
-        "No token that counts reaches the loss: look at data.loss_on and the data",
-    )
+    return {"loss": loss} if abs(loss) < 1e-4 else None
 
 
-_ROLLOUT_CAUSES: tuple[Callable[[_Evidence], Finding | None], ...] = (
-    *(_failing, _not_finite, _ruined, _unknown_prompts, _always_right, _truncated, _always_wrong, _constant),
-    *(_equal_answers, _nothing_to_compare),
-)
-_SUPERVISED_CAUSES: tuple[Callable[[_Evidence], Finding | None], ...] = (_not_finite, _unknown_prompts, _no_loss_left)
-"""Tried in this order; the last of each always finds something."""
+Cause = Callable[[_Seen], Values | None]
+_HARMFUL: Mapping[str, Cause] = {
+    "lr_without_effect": _no_reach,
+    "policy_moves_too_fast": _policy_moves_too_fast,
+    "loss_rises": _loss_rises,
+}
+"""These count even where steps have something to learn from."""
+_ROLLOUT_CAUSES: Mapping[str, Cause] = {
+    "failing": _failing,
+    "not_finite": _not_finite,
+    "ruined": _ruined,
+    "unknown_prompts": _unknown_prompts,
+    "always_right": _always_right,
+    "truncated": _truncated,
+    "always_wrong": _always_wrong,
+    "constant_reward": _constant,
+    "equal_answers": _equal_answers,
+    "equal_rewards": _equal_rewards,
+    "no_samples": _no_samples,
+    "no_gradient": lambda seen: {"grad_norm": seen.mean("grad_norm") or 0.0},
+}
+_SUPERVISED_CAUSES: Mapping[str, Cause] = {
+    "not_finite": _not_finite,
+    "unknown_prompts": _unknown_prompts,
+    "known": _knows_the_data,
+    "no_gradient_at_a_loss": lambda seen: {"loss": seen.mean("loss") or 0.0},
+}

@@ -1,4 +1,4 @@
-"""Who did what, and when: the one record that idle shares, traces and the watchdog are read from."""
+"""Who did what, and when: idle shares, traces and the watchdog are all read from this record."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def engine_lane(number: int) -> str:
 class Timeline:
     """Records spans and levels of the current step. All methods may be called from any thread.
 
-    An actor is idle while none of its lane's spans is open that are work. Idle shares are given of the trainer
-    and of every engine that takes part, and leave out the time of the loop's phases in ``beside``.
+    An actor is idle while its lane has no open span of work. Idle shares are reported for the trainer and for every
+    engine that takes part. They leave out the time of the loop's phases in ``outside``.
 
     Args:
-        directory: where traces go, made when the first is written.
-        steps: the steps whose trace is wanted.
-        beside: phases of the lane ``loop`` that are no part of a step.
+        directory: where traces are written; created with the first one.
+        steps: the steps whose traces are written.
+        outside: phases of the lane ``loop`` that are not part of a step.
 
     Example:
         >>> with timeline.span("engine 0", "generate", prompt=12) as details:
@@ -46,10 +46,10 @@ class Timeline:
         directory: Path | None = None,
         steps: Collection[int] = (),
         *,
-        beside: Collection[str] = (),
+        outside: Collection[str] = (),
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._directory, self._steps, self._beside = directory, frozenset(steps), frozenset(beside)
+        self._directory, self._steps, self._outside = directory, frozenset(steps), frozenset(outside)
         self.now = now
         self._lock = threading.Lock()
         self._spans: list[Span] = []
@@ -59,9 +59,9 @@ class Timeline:
 
     @contextmanager
     def span(self, lane: str, name: str, *, waits_for: str | None = None, **details: Any) -> Generator[dict[str, Any]]:
-        """The time inside, also around awaits. Yields ``details``, to which more can be added until it ends.
+        """Record the time inside, also around awaits. Yields ``details``, which can be extended until it ends.
 
-        ``tokens`` among them, set when an engine's span ends, are what it sampled.
+        An engine's span has the number of sampled ``tokens`` among them.
         """
         span = Span(lane, name, self.now(), None, waits_for, details)
         self._record(span)
@@ -75,20 +75,20 @@ class Timeline:
         self._record(Span(lane, name, start, stop, None, details))
 
     def level(self, name: str, value: float) -> None:
-        """Something that has a value at any time, such as the length of a queue, has this one from now on.
+        """Set something that has a value at any time, such as the length of a queue.
 
-        A step's metrics have its mean over time and its highest value.
+        A step's metrics report its mean over time and its maximum.
         """
         with self._lock:
             self._levels.setdefault(name, []).append((self.now(), value))
         self.progress()
 
     def progress(self) -> None:
-        """Something moved that is no span and no level: the watchdog shall know."""
+        """Tell the watchdog of progress that is neither a span nor a level."""
         self._moved = self.now()
 
     def enter(self, engine: str) -> None:
-        """An engine takes part: from now on it counts, also where it is given nothing to do."""
+        """An engine takes part: from now on its idle time counts."""
         with self._lock:
             self._engines.add(engine)
 
@@ -98,16 +98,16 @@ class Timeline:
 
     @property
     def moved(self) -> float:
-        """When something last began, ended or changed."""
+        """When a span last began or ended, or a level changed."""
         return self._moved
 
     def open_spans(self) -> list[Span]:
-        """What goes on now, oldest first."""
+        """Oldest first."""
         with self._lock:
             return [span for span in self._spans if span.stop is None]
 
     def finish_step(self, number: int) -> dict[str, float]:
-        """The metrics of the time since the last call; its trace is written where it is wanted.
+        """The metrics of the time since the last call. Writes the step's trace if it was asked for.
 
         Returns:
             ``idle/trainer``, ``idle/engine`` (the mean of all; ``idle/engine/0``, ... where there are several),
@@ -120,7 +120,7 @@ class Timeline:
         step, engines = self._cut(number)
         if number in self._steps and self._directory is not None:
             write_trace(step, self._directory)
-        return step_metrics(step, sorted(engines), self._beside)
+        return activity_metrics(step, sorted(engines), self._outside)
 
     def _record(self, span: Span) -> None:
         with self._lock:
@@ -130,7 +130,7 @@ class Timeline:
     def _cut(self, number: int) -> tuple[FinishedStep, set[str]]:
         with self._lock:
             start, stop = self._since, self.now()
-            # A span that ends while this is read is open for this step, and goes on in the next.
+            # A span that ends while this runs counts as open in this step, and continues in the next.
             spans = [(span, span.stop) for span in self._spans]
             cut = tuple(
                 replace(
@@ -150,16 +150,16 @@ class Timeline:
             return step, set(self._engines)
 
 
-def step_metrics(step: FinishedStep, engines: Sequence[str], beside: Collection[str]) -> dict[str, float]:
+def activity_metrics(step: FinishedStep, engines: Sequence[str], outside: Collection[str]) -> dict[str, float]:
     """See ``Timeline.finish_step``."""
-    apart = [_ends(s) for s in step.spans if s.lane == LOOP and s.name in beside]
-    left_out = covered(apart, step.start, step.stop)
+    excluded = [_ends(s) for s in step.spans if s.lane == LOOP and s.name in outside]
+    left_out = covered(excluded, step.start, step.stop)
     seconds = step.stop - step.start - left_out
 
     def busy(lane: str) -> float:
-        """Seconds in which it worked, what lies beside the step left out."""
+        """Seconds of work within the step."""
         work = [_ends(s) for s in step.spans if s.lane == lane and s.waits_for is None]
-        return covered([*work, *apart], step.start, step.stop) - left_out
+        return covered([*work, *excluded], step.start, step.stop) - left_out
 
     metrics: dict[str, float] = {}
     for name, changes in step.levels.items():
@@ -169,7 +169,7 @@ def step_metrics(step: FinishedStep, engines: Sequence[str], beside: Collection[
         return metrics
     metrics["idle/trainer"] = 1 - busy(TRAINER) / seconds
     worked = {lane: busy(lane) for lane in engines}
-    tokens = {lane: sum(_tokens(s, apart) for s in step.spans if s.lane == lane) for lane in engines}
+    tokens = {lane: sum(_tokens(s, excluded) for s in step.spans if s.lane == lane) for lane in engines}
     if engines:
         metrics["idle/engine"] = 1 - sum(worked.values()) / (seconds * len(engines))
     if total := sum(worked.values()):
@@ -187,10 +187,10 @@ def _ends(span: Span) -> Interval:
     return span.start, span.stop
 
 
-def _tokens(span: Span, apart: Sequence[Interval]) -> float:
-    """What an engine sampled in the step; of a request that reached into what lies beside it, the step's share."""
+def _tokens(span: Span, excluded: Sequence[Interval]) -> float:
+    """Tokens that an engine sampled in the step; a request that overlaps excluded time counts in proportion."""
     start, stop = _ends(span)
-    share = 1 - covered(apart, start, stop) / (stop - start) if stop > start else 1.0
+    share = 1 - covered(excluded, start, stop) / (stop - start) if stop > start else 1.0
     return share * span.details.get("tokens", 0)
 
 
@@ -210,10 +210,10 @@ def covered(intervals: Iterable[Interval], start: float, stop: float) -> float:
 
 
 def mean_level(changes: Iterable[tuple[float, float]], start: float, stop: float) -> float:
-    """The mean over time of a level that takes each change's value at its time, and keeps it until the next.
+    """The mean over time of a level that keeps each value until the next change.
 
     Args:
-        changes: (time, value), in the order of their times; the first one's value also holds before it.
+        changes: (time, value), in order of time; the first value also holds before its time.
     """
     area, since, value = 0.0, start, None
     for moment, changed in changes:
