@@ -47,7 +47,7 @@ RL: Mapping[str, Any] = {
 COMMON: Mapping[str, Any] = {"model.dtype": "float32", "data.chat": False, "monitor.progress": False}
 
 
-NAMES = [name for name, preset in PRESETS.items() if "teacher" not in preset.needs]
+NAMES = [name for name, preset in PRESETS.items() if preset.settings["advantage"] != "token_reward"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

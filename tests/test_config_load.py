@@ -154,7 +154,7 @@ def test_what_is_no_override_is_refused(text: str) -> None:
         (f'[system]\nkv_memory = "{"9" * 400}GB"\n', "is no size"),
         ("[system]\nkv_memory = 5\n", "system.kv_memory is 5; it must be a size such as '512MB'"),
         ('[monitor]\nsinks = "tensorbord"\n', "there is no sink 'tensorbord'. Did you mean 'tensorboard'?"),
-        ("[algorithm]\ncliprange = 0.2\n", "is called algorithm.clip_low and algorithm.clip_high here"),
+        ("[algorithm]\ncliprange = 0.2\n", "is called algorithm.loss.clip_low and algorithm.loss.clip_high here"),
         (
             "[train]\nmicro_batch_size = 4\n",
             "there is no train.micro_batch_size: micro-batches are derived",

@@ -17,8 +17,9 @@ from tiny import save_model, tokenizer
 from tiny_runs import rl_settings, same_tensors, sft_settings, untimed
 from training import forest_of, whole
 from tunesmith import assembly
-from tunesmith.algorithms.advantages import Outcome, compute_advantages
+from tunesmith.algorithms.advantages import TokenReward
 from tunesmith.algorithms.objective import DistillationObjective
+from tunesmith.algorithms.outcomes import Outcome
 from tunesmith.data.forest import Predictions
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.models.causal_lm import CausalLM
@@ -184,7 +185,7 @@ def test_the_gradient_does_not_depend_on_the_split(models: tuple[Path, Path]) ->
 def test_on_policy_each_token_has_its_own_advantage() -> None:
     def advantages(*paid: list[float]) -> list[list[float]]:
         outcomes = [Outcome(0, 5.0 * i, len(p), token_rewards=np.array(p)) for i, p in enumerate(paid)]
-        return [a.tolist() for a in compute_advantages("token_reward", outcomes).advantages]
+        return [a.tolist() for a in TokenReward()(outcomes).advantages]
 
     assert advantages([0.5, -1.0], [-2.5]) == [[1.5, 0.0], [-1.5]], "the rollout's reward does not count"
     assert advantages([0.1, 0.1], [0.1]) == [[0.0, 0.0], [0.0]], "exactly zero"
@@ -235,8 +236,8 @@ def test_a_run_on_given_answers_evaluates_and_resumes(tmp_path: Path, models: tu
         (on_samples, {"distill__alpha": 0.5}, "distill.alpha has no effect with mode = 'on_policy'"),
         (on_samples, {"distill__top_k": 5}, "distill.top_k has no effect"),
         (on_samples, {"algorithm__name": "grpo"}, "does not look at the teacher"),
-        (on_samples, {"algorithm__kl_coef": 0}, "learns from the KL to the teacher in the reward"),
-        (on_samples, {"distill__mode": "sampled", "algorithm__clip_low": 0.1}, "algorithm.clip_low has no effect"),
+        (on_samples, {"algorithm__kl": "none"}, "learns from the KL to the teacher in the reward"),
+        (on_samples, {"distill__mode": "sampled", "algorithm__entropy_coef": 0.1}, "entropy_coef has no effect"),
         (on_samples, {"algorithm__dynamic_filter": True}, "no prompt would be kept"),
         (on_samples, {"distill__mode": "offpolicy"}, "'on_policy', 'sampled', 'offline'"),
         (on_data, {"distill__alpha": 0}, "leaves the teacher out"),

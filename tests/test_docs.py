@@ -21,6 +21,7 @@ from tiny_preferences import lines_of
 from tiny_rewards import save_reward_model
 from tiny_runs import write_lines
 from tunesmith.assembly.environments import check_run_rewards
+from tunesmith.config.choice import Choice
 from tunesmith.config.describe import describe_at
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import find_kind, load_config, parse_override
@@ -204,7 +205,8 @@ def tables_in(section: type[Section]) -> dict[str, type[Section]]:
 
     def sections(of: type[Section]) -> dict[str, type[Section]]:
         kinds = {key: field.annotation for key, field in of.model_fields.items()}
-        return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+        tables = {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+        return {key: kind for key, kind in tables.items() if not issubclass(kind, Choice)}
 
     return {key: inner for key, inner in sections(section).items() if not sections(inner)}
 

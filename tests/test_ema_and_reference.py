@@ -81,7 +81,7 @@ def test_supervised_runs_evaluate_the_average_too(tmp_path: Path, model: Path) -
 
 def test_the_reference_becomes_the_policy_every_so_many_steps(tmp_path: Path, model: Path) -> None:
     outcome = assembly.run_rl(
-        None, rl_settings(tmp_path, model, algorithm__kl_coef=0.05, algorithm__reference_every=2, train__steps=5)
+        None, rl_settings(tmp_path, model, algorithm__kl__coef=0.05, algorithm__kl__reference_every=2, train__steps=5)
     )
     kl = [line["ref_kl"] for line in read_metrics(outcome.run_dir / "metrics.jsonl")]
     assert kl[0] == kl[2] == kl[4] == pytest.approx(0, abs=1e-6)

@@ -101,7 +101,8 @@ def test_a_run_needs_no_rewards_beside_its_environments(model: Path, tmp_path: P
     (tmp_path / "env.py").write_text(CODE)
     settings = rl_settings(
         tmp_path, model, reward__functions=None, environment__path=f"{tmp_path / 'env.py'}:Letters",
-        environment__max_turns=3, rollout__max_new_tokens=2, algorithm__name="reinforce_pp", algorithm__gamma=0.5,
+        environment__max_turns=3, rollout__max_new_tokens=2,
+        algorithm__name="reinforce_pp", algorithm__advantage__gamma=0.5,
         data__eval=str(tmp_path / "train.jsonl"), eval__max_prompts=2,
     )  # fmt: skip
     outcome = run_rl(None, settings)

@@ -7,9 +7,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from algorithms import algorithm
 from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.presets import resolve_algorithm
-from tunesmith.config.schema import AlgorithmSection
 from tunesmith.data.batch import Batch
 from tunesmith.loop.experience import by_rollout, make_experience
 from tunesmith.types import Completion, Record, Rollout, RolloutGroup, Task
@@ -36,8 +35,7 @@ def group(*rollouts: list[Record], last: float = 0.0) -> RolloutGroup:
 
 
 def batch_of(groups: list[RolloutGroup], **settings: Any) -> Batch:
-    section, _ = resolve_algorithm(AlgorithmSection(**settings), max_new_tokens=8)
-    return make_experience(groups, section, cast("Any", None), kl_coef=0.0, max_new_tokens=8, seed=0)
+    return make_experience(groups, algorithm(**settings), cast("Any", None), kl_coef=0.0, max_new_tokens=8, seed=0)
 
 
 def test_each_record_is_a_sample_with_its_rollouts_advantage() -> None:
@@ -59,7 +57,7 @@ def test_a_turns_reward_counts_from_the_token_where_it_was_paid() -> None:
     other = [record((1, 0.0))]
     made = group(rollout, other)
     made.rollouts[0].reward = 1.0 + 4.0
-    batch = batch_of([made], name="reinforce_pp", gamma=0.5, kl_coef=0.0)
+    batch = batch_of([made], name="reinforce_pp", advantage__gamma=0.5, kl="none")
     returns = np.array([0.5 + 1.0, 1.0 + 2.0, 4.0, 0.0])
     expected = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
     assert batch.columns["advantages"] == pytest.approx(expected)

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.algorithms.advantages import compute_advantages, outcomes
-from tunesmith.algorithms.filtering import filter_groups, rollout_score
+from tunesmith.algorithms.advantages import GRPO
+from tunesmith.algorithms.filtering import DynamicFilter, rollout_score
+from tunesmith.algorithms.outcomes import Outcome
 from tunesmith.types import Completion, Rollout, RolloutGroup, Status, Task
 
 TASK = Task("t", "p", (1,))
@@ -43,22 +44,22 @@ def group(*scores: float) -> RolloutGroup:
 def test_a_group_stays_when_its_scores_differ_and_their_mean_is_strictly_between_the_bounds(
     scores: tuple[float, ...], low: float | None, high: float | None, expected: bool
 ) -> None:
-    kept, rejected = filter_groups([group(*scores)], low, high)
+    kept, rejected = DynamicFilter(low=low, high=high).split([group(*scores)])
     assert (len(kept), len(rejected)) == (expected, not expected)
 
 
 @given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 7.0]), min_size=1, max_size=6))
 def test_without_bounds_exactly_the_groups_with_an_advantage_stay(scores: list[float]) -> None:
     made = group(*scores)
-    advantages = compute_advantages("grpo", outcomes([made])).advantages
-    assert bool(filter_groups([made])[0]) == any(a.any() for a in advantages)
+    advantages = GRPO()([Outcome(0, score, 1) for score in scores]).advantages
+    assert bool(DynamicFilter().split([made])[0]) == any(a.any() for a in advantages)
 
 
 def test_groups_are_split_in_order() -> None:
     groups = [group(0, 0), group(0, 1), group(1, 1), group(1, 0, 0)]
-    assert filter_groups(groups) == ([groups[1], groups[3]], [groups[0], groups[2]])
-    assert filter_groups(groups, 0.4, 0.9)[0] == [groups[1]]
-    assert filter_groups([]) == ([], [])
+    assert DynamicFilter().split(groups) == ([groups[1], groups[3]], [groups[0], groups[2]])
+    assert DynamicFilter(low=0.4, high=0.9).split(groups)[0] == [groups[1]]
+    assert DynamicFilter().split([]) == ([], [])
 
 
 def test_the_score_is_the_weighted_mean_of_raw_rewards() -> None:
@@ -73,5 +74,5 @@ def test_failed_rollouts_have_no_score() -> None:
     broken = rollout(0.0, exact=0.0)
     broken.fail(Status.REWARD_FAILED, "raised")
     mixed = RolloutGroup(TASK, [broken, rollout(1.0, exact=1.0)])
-    assert filter_groups([mixed])[0] == [], "of two only one has a score"
-    assert filter_groups([RolloutGroup(TASK, [broken])])[0] == []
+    assert DynamicFilter().split([mixed])[0] == [], "of two only one has a score"
+    assert DynamicFilter().split([RolloutGroup(TASK, [broken])])[0] == []

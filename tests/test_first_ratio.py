@@ -13,7 +13,8 @@ import torch
 
 from tiny import save_model
 from training import backend_of, learner_of
-from tunesmith.algorithms.losses import POLICY_LOSSES
+from tunesmith.algorithms.kl import KLController
+from tunesmith.algorithms.losses import Loss
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.algorithms.presets import PRESETS
 from tunesmith.config.load import load_config
@@ -66,8 +67,14 @@ class Bench:
         critic: Any = Critic(Values(), 1, None)  # type: ignore[arg-type]
         groups = self.groups[altered, stale]
         batch = make_experience(
-            groups, section, self.learner, kl_coef=section.kl_coef or 0.0, max_new_tokens=8, seed=0, critic=critic
-        )
+            groups,
+            section,
+            self.learner,
+            kl_coef=KLController.of(section.kl).coef,
+            max_new_tokens=8,
+            seed=0,
+            critic=critic,
+        )  # fmt: skip
         assert batch.num_samples and section.aggregation
         self.learner.aggregation = section.aggregation
         return self.learner.update(batch, policy_objective(section))
@@ -125,7 +132,7 @@ def test_every_setting_that_alters_the_distribution_is_tried() -> None:
 def test_the_first_ratio_of_every_preset_and_loss_is_1_and_nothing_is_clipped(
     bench: Bench, altered: str, stale: bool
 ) -> None:
-    cases = [(name, list[str]()) for name in PRESETS] + [("grpo", [f"algorithm.loss={loss}"]) for loss in POLICY_LOSSES]
+    cases = [(name, list[str]()) for name in PRESETS] + [("grpo", [f"algorithm.loss={loss}"]) for loss in Loss.types]
     for name, more in cases:
         metrics = bench.first_step(name, altered, stale, *more)
         assert metrics["ratio"] == pytest.approx(1, abs=1e-5), (name, more)
@@ -148,7 +155,7 @@ def test_the_plan_says_why_and_refuses_what_cannot_be_right() -> None:
     for name, value in ALTERED.items():
         section, reasons = resolved_algorithm(config(f"rollout.{name}={value}"))
         [why] = [reason for key, _, reason in reasons if key == "algorithm.decoupled"]
-        assert section.decoupled and section.correction == "none" and f"rollout.{name}" in why
+        assert section.decoupled and section.correction.name == "none" and f"rollout.{name}" in why
         with pytest.raises(ConfigError, match=rf"algorithm\.decoupled(.|\n)*rollout\.{name}"):
             check(config(f"rollout.{name}={value}", "algorithm.decoupled=false"))
         with pytest.raises(ConfigError, match=rf"geometric(.|\n)*rollout\.{name}"):

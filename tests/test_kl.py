@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.kl import AdaptiveKLController, kl_loss, kl_values
+from tunesmith.algorithms.kl import KLController, kl_loss, kl_values
 
 LOGPROBS = [-1.0, -2.0, -0.5]
 REFERENCE = [-1.5, -1.0, -0.5]
@@ -75,14 +75,14 @@ def test_k2_has_the_gradient_of_the_kl_on_policy() -> None:
 
 
 def test_adaptive_controller_by_hand_and_saved() -> None:
-    controller = AdaptiveKLController(0.1, target=6.0, horizon=1000)
+    controller = KLController(0.1, target=6.0, horizon=1000)
     assert controller.update(6.6, 100) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
     assert controller.update(600.0, 100) == pytest.approx(0.101 * (1 + 0.2 * 0.1))
     assert controller.update(0.0, 100) == pytest.approx(0.10302 * (1 - 0.2 * 0.1))
     assert controller.update(0.0, 10_000) == pytest.approx(0.1009596 * 0.8), "never below 0"
     before = controller.coef
     assert controller.update(math.nan, 100) == before
-    fresh = AdaptiveKLController(0.5, 6.0, 1000)
+    fresh = KLController(0.5, 6.0, 1000)
     fresh.load_state_dict(controller.state_dict())
     assert fresh.coef == before
 

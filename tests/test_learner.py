@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from algorithms import algorithm
 from tiny import save_model
 from training import backend_of, difference, gradient, learner_of, samples_of, whole
-from tunesmith.algorithms.losses import POLICY_LOSSES
+from tunesmith.algorithms.losses import Loss
 from tunesmith.algorithms.objective import Objective, SFTObjective, policy_objective
-from tunesmith.algorithms.presets import resolve_algorithm
 from tunesmith.backends.memory import is_out_of_memory
 from tunesmith.backends.torch import TorchBackend
-from tunesmith.config.schema import AlgorithmSection
 from tunesmith.data.batch import Batch, Floats
 from tunesmith.data.forest import Forest, Packing, Predictions, build_forest
 from tunesmith.data.packing import SampleTooLong
@@ -66,10 +65,10 @@ def test_a_rollout_teaches_the_same_however_it_is_cut_into_forks(models: dict[st
     learner = learner_of(backend, aggregation=aggregation)
     samples = samples_of()
     logprobs = learner.score(Batch.of(samples))
-    for loss in POLICY_LOSSES:
+    for loss in Loss.types:
         if loss == "gepo":  # compares the records of a group, of which there are more
             continue
-        section, _ = resolve_algorithm(AlgorithmSection(loss=loss), max_new_tokens=16)
+        section = algorithm(loss=loss)
         objective = policy_objective(section)
         moved = 0.0 if loss in BY_SEQUENCE else 0.3
         whole, cut = Batch.of(samples), Batch.of(forked(samples, rng))

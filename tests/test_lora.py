@@ -235,7 +235,7 @@ def test_a_run_saves_the_adapter_and_resumes_bit_for_bit(
 ) -> None:
     make = rl_settings if kind == "rl" else sft_settings
     settings: dict[str, Any] = {"lora__rank": 4, "train__steps": 4, "checkpoint__every": 2, "checkpoint__keep": 5}
-    settings |= {"algorithm__kl_coef": 0.1} if kind == "rl" else {"lora__dropout": 0.1}
+    settings |= {"algorithm__kl__coef": 0.1} if kind == "rl" else {"lora__dropout": 0.1}
     whole = run(make(tmp_path, base, "whole", **settings), kind)
     assert "LoRA: 4,096 of" in capsys.readouterr().out
     half = run(make(tmp_path, base, "half", **{**settings, "train__steps": 2}), kind)

@@ -11,20 +11,18 @@ from torch import Tensor
 from micro import batch_of, gather, micro_batch, random_batch, random_logprobs
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.columns import (
-    choose_clip_cov,
-    choose_kl_cov,
     covariances,
     group_logprob,
     prepare_columns,
 )
-from tunesmith.algorithms.losses import POLICY_LOSSES, LossParams, PolicyBatch, value_loss
+from tunesmith.algorithms.losses import PPO, ClipCov, KLCov, Loss, PolicyBatch, value_loss
 from tunesmith.algorithms.objective import SFTObjective, ValueObjective, policy_objective
-from tunesmith.algorithms.presets import resolve_algorithm
-from tunesmith.config.schema import AlgorithmSection
+from tunesmith.algorithms.resolve import resolve_algorithm
+from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Predictions
 
-LOSSES = sorted(POLICY_LOSSES)
+LOSSES = sorted(Loss.types)
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 
 
@@ -55,8 +53,14 @@ def batch(
     )
 
 
-def values(name: str, micro: PolicyBatch, params: LossParams | None = None) -> list[float]:
-    return POLICY_LOSSES[name].fn(micro, params or LossParams()).loss.tolist()
+def loss_of(name: str, **constants: float) -> Loss:
+    """With those of the constants that the loss has."""
+    kind = Loss.types[name]
+    return kind(**{key: value for key, value in constants.items() if key in kind.model_fields})
+
+
+def values(name: str, micro: PolicyBatch, **constants: float) -> list[float]:
+    return loss_of(name, **constants)(micro).loss.tolist()
 
 
 def log(*ratios: float) -> list[float]:
@@ -66,7 +70,7 @@ def log(*ratios: float) -> list[float]:
 def test_ppo_by_hand() -> None:
     # Inside; above for A>0 (clipped); above for A<0 (not); below for A<0 (clipped); below for A>0 (not).
     micro = batch(log(1.1, 1.5, 1.5, 0.5, 0.5), [2.0, 2.0, -2.0, -2.0, 2.0])
-    token = POLICY_LOSSES["ppo"].fn(micro, LossParams(clip_low=0.2, clip_high=0.28))
+    token = loss_of("ppo", clip_low=0.2, clip_high=0.28)(micro)
     assert token.loss.tolist() == pytest.approx([-2.2, -2.56, 3.0, 1.6, -1.0])
     assert token.clipped_low is not None and token.clipped_high is not None
     assert token.clipped_high.tolist() == [False, True, False, False, False]
@@ -78,8 +82,8 @@ def test_ppo_by_hand() -> None:
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
     micro = batch(log(10.0, 10.0, 0.5), [-1.0, 1.0, -1.0])
-    assert values("ppo", micro, LossParams(dual_clip=3.0)) == pytest.approx([3.0, -1.2, 0.8])
-    token = POLICY_LOSSES["ppo"].fn(micro, LossParams(dual_clip=3.0))
+    assert values("ppo", micro, dual_clip=3.0) == pytest.approx([3.0, -1.2, 0.8])
+    token = loss_of("ppo", dual_clip=3.0)(micro)
     (gradient,) = torch.autograd.grad(token.loss.sum(), micro.logprobs)
     assert gradient.tolist() == [0.0, 0.0, 0.0]
 
@@ -92,19 +96,19 @@ def test_policy_gradient_by_hand(name: str) -> None:
 def test_gspo_by_hand() -> None:
     # First sequence: mean log-ratio 0.1, A = 1, clipped above. Second: −0.1, A = −1, clipped below.
     micro = batch([0.2, 0.0, -0.1], [1.0, 1.0, -1.0], sample=[0, 0, 1])
-    params = LossParams(clip_low=0.05, clip_high=0.06)
-    assert values("gspo", micro, params) == pytest.approx([-1.06, -1.06, 0.95])
-    wide = LossParams(clip_low=0.5, clip_high=0.5)
-    assert values("gspo", micro, wide) == pytest.approx([-math.exp(0.1)] * 2 + [math.exp(-0.1)])
+    params = {"clip_low": 0.05, "clip_high": 0.06}
+    assert values("gspo", micro, **params) == pytest.approx([-1.06, -1.06, 0.95])
+    wide = {"clip_low": 0.5, "clip_high": 0.5}
+    assert values("gspo", micro, **wide) == pytest.approx([-math.exp(0.1)] * 2 + [math.exp(-0.1)])
 
 
 def test_gspo_token_has_the_value_and_gradient_of_gspo() -> None:
-    for params in (LossParams(clip_low=0.5, clip_high=0.5), LossParams(clip_low=0.05, clip_high=0.06)):
+    for params in ({"clip_low": 0.5, "clip_high": 0.5}, {"clip_low": 0.05, "clip_high": 0.06}):
         gradients: list[Tensor] = []
         losses: list[list[float]] = []
         for name in ("gspo", "gspo_token"):
             micro = batch([0.2, 0.0, -0.1, -0.3], [1.0, 1.0, -1.0, -1.0], sample=[0, 0, 1, 1])
-            loss = POLICY_LOSSES[name].fn(micro, params).loss
+            loss = loss_of(name, **params)(micro).loss
             loss.sum().backward()
             assert micro.logprobs.grad is not None
             gradients.append(micro.logprobs.grad)
@@ -115,9 +119,9 @@ def test_gspo_token_has_the_value_and_gradient_of_gspo() -> None:
 
 def test_cispo_by_hand() -> None:
     micro = batch(log(0.5, 3.0, 7.0), [1.0, -2.0, 1.0], old=[-1.0, -2.0, -3.0])
-    params = LossParams(clip_low=1.0, clip_high=4.0)
+    params = {"clip_low": 1.0, "clip_high": 4.0}
     expected = [-0.5 * (-1 + math.log(0.5)), 6.0 * (-2 + math.log(3.0)), -5.0 * (-3 + math.log(7.0))]
-    token = POLICY_LOSSES["cispo"].fn(micro, params)
+    token = loss_of("cispo", **params)(micro)
     assert token.loss.tolist() == pytest.approx(expected)
     token.loss.sum().backward()
     assert micro.logprobs.grad is not None
@@ -128,7 +132,7 @@ def test_sapo_by_hand() -> None:
     micro = batch(log(1.0, 2.0, 1.0), [3.0, 1.0, -1.0])
     sigmoid = 1 / (1 + math.exp(-1.0))
     assert values("sapo", micro) == pytest.approx([-6.0, -4 * sigmoid, 4 / 1.05 / 2])
-    POLICY_LOSSES["sapo"].fn(micro, LossParams()).loss.sum().backward()
+    loss_of("sapo")(micro).loss.sum().backward()
     assert micro.logprobs.grad is not None
     assert micro.logprobs.grad[0].item() == pytest.approx(-3.0)  # slope A at ratio 1, as ppo
     assert micro.logprobs.grad[2].item() == pytest.approx(1.0)
@@ -136,11 +140,11 @@ def test_sapo_by_hand() -> None:
 
 def test_gmpo_by_hand() -> None:
     # A > 0: only what is above +0.4 is cut; A < 0: only what is below −0.3.
-    params = LossParams(clip_low=0.3, clip_high=0.4)
+    params = {"clip_low": 0.3, "clip_high": 0.4}
     up = batch([1.0, -1.0, 0.1], [2.0] * 3)
-    assert values("gmpo", up, params) == pytest.approx([-2 * math.exp((0.4 - 1.0 + 0.1) / 3)] * 3)
+    assert values("gmpo", up, **params) == pytest.approx([-2 * math.exp((0.4 - 1.0 + 0.1) / 3)] * 3)
     down = batch([1.0, -1.0, 0.1], [-2.0] * 3)
-    assert values("gmpo", down, params) == pytest.approx([2 * math.exp((1.0 - 0.3 + 0.1) / 3)] * 3)
+    assert values("gmpo", down, **params) == pytest.approx([2 * math.exp((1.0 - 0.3 + 0.1) / 3)] * 3)
 
 
 def test_gepo_by_hand() -> None:
@@ -148,7 +152,7 @@ def test_gepo_by_hand() -> None:
     micro = batch([0.2, 0.0], [1.0, 1.0], group=math.log(0.5))
     ratio = math.exp(-0.9) / 0.5
     assert values("gepo", micro) == pytest.approx([-ratio] * 2)
-    assert values("gepo", micro, LossParams(clip_low=0.1, clip_high=0.1)) == pytest.approx([-ratio] * 2)
+    assert values("gepo", micro, clip_low=0.1, clip_high=0.1) == pytest.approx([-ratio] * 2)
     assert values("gepo", batch([0.0], [1.0], group=-2.0)) == pytest.approx([-1.2])
 
 
@@ -165,8 +169,8 @@ def test_dppo_tv_by_hand() -> None:
     new = [math.log(0.8), math.log(0.011), math.log(0.2), math.log(0.2)]
     log_ratio = [n - o for n, o in zip(new, old, strict=True)]
     micro = batch(log_ratio, [1.0, 1.0, -1.0, 1.0], old=old)
-    params = LossParams(clip_low=0.15, clip_high=0.15, ratio_cap=10.0)
-    token = POLICY_LOSSES["dppo_tv"].fn(micro, params)
+    params = {"clip_low": 0.15, "clip_high": 0.15, "ratio_cap": 10.0}
+    token = loss_of("dppo_tv", **params)(micro)
     assert token.loss.tolist() == pytest.approx([0.0, -10 * new[1], 0.0, -0.4 * new[3]])
     token.loss.sum().backward()
     assert micro.logprobs.grad is not None
@@ -176,7 +180,7 @@ def test_dppo_tv_by_hand() -> None:
 def test_covariance_losses_by_hand() -> None:
     micro = batch(log(1.1, 1.1, 1.5), [1.0, 1.0, 1.0], selected=[1.0, 0.0, 0.0])
     assert values("clip_cov", micro) == pytest.approx([0.0, -1.1, -1.2])
-    kl = values("kl_cov", micro, LossParams(cov_kl_coef=2.0))
+    kl = values("kl_cov", micro, cov_kl_coef=2.0)
     assert kl == pytest.approx([-1.1 + 2 * math.log(1.1), -1.1, -1.5])
 
 
@@ -184,12 +188,12 @@ def test_tokens_chosen_by_covariance() -> None:
     logprobs, advantages = np.array([0.0, -1.0, -2.0, -5.0]), np.array([3.0, 0.0, 0.0, -3.0])
     cov = covariances(logprobs, advantages)
     assert cov.tolist() == pytest.approx([6.0, 0.0, 0.0, 9.0])
-    assert choose_kl_cov(cov, 2e-4).tolist() == [3]
-    assert choose_kl_cov(cov, 0.5).tolist() == [3, 0]
     rng = np.random.default_rng(0)
-    assert choose_clip_cov(cov, 0.5, 1.0, 8.0, rng).tolist() == [0]
-    assert choose_clip_cov(cov, 0.5, 20.0, 30.0, rng).size == 0
-    assert set(choose_clip_cov(cov, 1.0, 1.0, 10.0, rng).tolist()) == {0, 3}
+    assert KLCov(cov_share=2e-4).select(cov, rng).tolist() == [3]
+    assert KLCov(cov_share=0.5).select(cov, rng).tolist() == [3, 0]
+    assert ClipCov(cov_share=0.5, cov_low=1.0, cov_high=8.0).select(cov, rng).tolist() == [0]
+    assert ClipCov(cov_share=0.5, cov_low=20.0, cov_high=30.0).select(cov, rng).size == 0
+    assert set(ClipCov(cov_share=1.0, cov_low=1.0, cov_high=10.0).select(cov, rng).tolist()) == {0, 3}
 
 
 def test_value_loss_by_hand_and_gradient() -> None:
@@ -211,8 +215,7 @@ def test_value_loss_by_hand_and_gradient() -> None:
 SURROGATES = {
     "cispo": lambda x, b, p: -(b.log_ratio.exp().clamp(1 - p.clip_low, 1 + p.clip_high)) * b.advantages * x,
     "gspo_token": lambda x, b, p: (
-        POLICY_LOSSES["ppo"]
-        .fn(
+        PPO(clip_low=p.clip_low, clip_high=p.clip_high)(
             PolicyBatch(
                 b.sequence_mean(b.log_ratio) + x - b.logprobs,
                 torch.zeros_like(x),
@@ -221,11 +224,9 @@ SURROGATES = {
                 b.sample,
                 b.num_samples,
             ),
-            LossParams(p.clip_low, p.clip_high),
-        )
-        .loss
+        ).loss
     ),
-    "dppo_tv": lambda x, b, p: x * (POLICY_LOSSES["dppo_tv"].fn(b, p).loss / b.logprobs),
+    "dppo_tv": lambda x, b, p: x * (p(b).loss / b.logprobs),
 }
 
 
@@ -242,7 +243,7 @@ def test_gradient_by_finite_differences(name: str) -> None:
         selected=(rng.random(n) < 0.3).astype(float).tolist(),
         group=-1.7,
     )
-    params = LossParams(clip_low=0.21, clip_high=0.17, dual_clip=3.0, ratio_cap=5.0)
+    loss = loss_of(name, clip_low=0.21, clip_high=0.17, dual_clip=3.0, ratio_cap=5.0)
     coefficients = double(rng.normal(size=n).tolist())
     frozen = PolicyBatch(
         micro.logprobs.detach(), micro.old_logprobs, micro.advantages, micro.keep, micro.sample, 4,
@@ -251,14 +252,14 @@ def test_gradient_by_finite_differences(name: str) -> None:
 
     def value(x: Tensor) -> float:
         if name in SURROGATES:
-            return float((coefficients * SURROGATES[name](x, frozen, params)).sum())
+            return float((coefficients * SURROGATES[name](x, frozen, loss)).sum())
         moved = PolicyBatch(
             x, micro.old_logprobs, micro.advantages, micro.keep, micro.sample, 4, micro.selected,
             micro.group_logprob,
         )  # fmt: skip
-        return float((coefficients * POLICY_LOSSES[name].fn(moved, params).loss).sum())
+        return float((coefficients * loss(moved).loss).sum())
 
-    (gradient,) = torch.autograd.grad((coefficients * POLICY_LOSSES[name].fn(micro, params).loss).sum(), micro.logprobs)
+    (gradient,) = torch.autograd.grad((coefficients * loss(micro).loss).sum(), micro.logprobs)
     start, h = micro.logprobs.detach(), 1e-6
     for k in range(n):
         step = torch.zeros(n, dtype=torch.float64)
@@ -272,7 +273,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
     """At ratio 1 the gradient is −A per token (−A/|y| per token of a sequence loss), the right sign."""
     # The group's expected probability equals the sequence's own here.
     micro = batch([0.0] * 4, [1.5, 1.5, -0.5, -0.5], sample=[0, 0, 1, 1], group=-1.0)
-    POLICY_LOSSES[name].fn(micro, LossParams()).loss.sum().backward()
+    loss_of(name)(micro).loss.sum().backward()
     assert micro.logprobs.grad is not None
     assert micro.logprobs.grad.tolist() == pytest.approx([-1.5, -1.5, 0.5, 0.5])
 
@@ -280,7 +281,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_zero_advantages_give_zero_gradient(name: str) -> None:
     micro = batch([0.3, -0.2, 0.1], [0.0] * 3, sample=[0, 0, 1], group=-1.0)
-    POLICY_LOSSES[name].fn(micro, LossParams()).loss.sum().backward()
+    loss_of(name)(micro).loss.sum().backward()
     assert micro.logprobs.grad is not None
     assert micro.logprobs.grad.tolist() == [0.0] * 3
 
@@ -288,7 +289,7 @@ def test_zero_advantages_give_zero_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_extreme_ratios_stay_finite(name: str) -> None:
     micro = batch([400.0, -400.0], [1.0, -1.0], old=[-401.0, -1.0], sample=[0, 1], group=-300.0)
-    loss = POLICY_LOSSES[name].fn(micro, LossParams()).loss
+    loss = loss_of(name)(micro).loss
     loss.sum().backward()
     assert micro.logprobs.grad is not None
     assert loss.isfinite().all() and micro.logprobs.grad.isfinite().all()
@@ -328,8 +329,8 @@ def evaluated(
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_split_and_order_give_the_same_step(name: str, aggregation: str) -> None:
     section = resolved(
-        loss=name, aggregation=aggregation, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01,
-        correction="sequence_mask", correction_low=0.9, correction_high=1.2,
+        loss=name, aggregation=aggregation, kl={"coef": 0.1}, entropy_coef=0.01,
+        correction={"type": "sequence_mask", "low": 0.9, "high": 1.2},
     )  # fmt: skip
     prepared = random_batch(1, lengths=(3, 1, 5, 2, 4, 4))
     prepare_columns(prepared, section, seed=5)
@@ -359,7 +360,7 @@ def test_the_scalar_by_hand() -> None:
     }
     ready = batch_of((1, 2), columns)
     weigh(ready, "seq_mean_token_mean")
-    section = resolved(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
+    section = resolved(kl={"coef": 0.1, "estimator": "k2"}, entropy_coef=0.01)
     logprobs = double([-1.0, -1.0, -2.0]).requires_grad_()
     scalar, metrics = policy_objective(section)(
         micro_batch(ready, [0, 1]), Predictions(logprobs, double([2.0, 1.0, 3.0]))
@@ -384,7 +385,7 @@ def test_the_scalar_by_hand() -> None:
 @pytest.mark.parametrize("column", ["advantages", "old_logprobs", "ref_logprobs"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_input_is_as_if_the_token_were_not_there(name: str, column: str, bad: float) -> None:
-    section = resolved(loss=name, kl_coef=0.1, kl_estimator="k3")
+    section = resolved(loss=name, kl={"coef": 0.1})
     clean_columns = random_batch(3, lengths=(3, 4)).columns
     values = clean_columns[column]
     whole = batch_of((3, 4), {**clean_columns, column: [values[0], bad, *values[2:]]})
@@ -440,7 +441,7 @@ def test_columns_that_were_not_made_are_named() -> None:
     ready = batch_of((1,), {"advantages": [1.0], "old_logprobs": [0.0]})
     weigh(ready, "token_mean")
     with pytest.raises(AssertionError, match="ref_logprobs"):
-        policy_objective(resolved(kl_coef=0.1))(micro_batch(ready, [0]), Predictions(torch.zeros(1)))
+        policy_objective(resolved(kl={"coef": 0.1}))(micro_batch(ready, [0]), Predictions(torch.zeros(1)))
     with pytest.raises(AssertionError, match="entropy"):
         policy_objective(resolved(entropy_coef=0.1))(micro_batch(ready, [0]), Predictions(torch.zeros(1)))
 

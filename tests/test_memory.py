@@ -182,13 +182,13 @@ def test_models_beside_the_policy_count() -> None:
         return found.state
 
     n = SMALL.parameters or 0
-    assert peak(RLConfig, "algorithm.name=ppo", "algorithm.kl_coef=0.0") == 36 * n
-    assert peak(RLConfig, "algorithm.name=ppo", "algorithm.kl_coef=0.0", "critic.shared_trunk=true") == 18 * n
+    assert peak(RLConfig, "algorithm.name=ppo", "algorithm.kl=none") == 36 * n
+    assert peak(RLConfig, "algorithm.name=ppo", "algorithm.kl=none", "critic.shared_trunk=true") == 18 * n
     assert peak(DPOConfig) == 20 * n and peak(DPOConfig, "dpo.precompute_reference=true") == 18 * n
     assert peak(DPOConfig, "lora.rank=8") == 2 * n + 18 * adapter_numbers(SMALL, 8)
     assert peak(DistillConfig, frozen_parameters=7) == 18 * n + 14
     assert peak(GenerateConfig) == 2 * n
-    assert peak(RLConfig, "algorithm.kl_coef=0.1", "train.ema_decay=0.9") == 24 * n
+    assert peak(RLConfig, "algorithm.kl.coef=0.1", "train.ema_decay=0.9") == 24 * n
 
 
 def test_the_table_names_every_part_and_what_is_free() -> None:

@@ -6,10 +6,11 @@ import ast
 from pathlib import Path
 
 from peers import comparisons
-from tunesmith.algorithms.advantages import ESTIMATORS
-from tunesmith.algorithms.corrections import CORRECTIONS
-from tunesmith.algorithms.kl import KL_IN_LOSS, KL_IN_REWARD
-from tunesmith.algorithms.losses import POLICY_LOSSES
+from tunesmith.algorithms.advantages import Estimator
+from tunesmith.algorithms.corrections import Correction
+from tunesmith.algorithms.losses import Loss
+from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.config.describe import choices_at
 
 PEERS = Path(__file__).parent / "peers"
 
@@ -36,10 +37,10 @@ def test_every_entry_names_a_test_and_every_test_has_an_entry() -> None:
 
 def test_everything_in_the_registries_is_compared_or_says_why_not() -> None:
     registered = {
-        "advantage": set(ESTIMATORS),
-        "loss": set(POLICY_LOSSES),
-        "correction": set(CORRECTIONS),
-        "kl": {*KL_IN_LOSS, *KL_IN_REWARD},
+        "advantage": set(Estimator.types),
+        "loss": set(Loss.types),
+        "correction": Correction.types.keys() - {"none"},
+        "kl": set(choices_at(AlgorithmSection, ("kl", "estimator"))),
     }
     missing = {
         f"{kind} {name}"

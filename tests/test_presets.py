@@ -5,171 +5,125 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from algorithms import algorithm, section
 from tiny import save_model
 from tiny_runs import rl_settings
 from tunesmith import assembly
-from tunesmith.algorithms.advantages import ESTIMATORS, AdvantageParams
-from tunesmith.algorithms.corrections import CORRECTIONS
-from tunesmith.algorithms.losses import POLICY_LOSSES, LossParams
-from tunesmith.algorithms.presets import NEEDS, PRESETS, algorithm_needs, resolve_algorithm
-from tunesmith.config.schema import AlgorithmSection
+from tunesmith.algorithms.advantages import GAE, Estimator
+from tunesmith.algorithms.corrections import Correction, IcePop, TokenTruncate
+from tunesmith.algorithms.kl import KLInLoss, KLInReward, NoKL
+from tunesmith.algorithms.losses import GSPO, PPO, SAPO, Loss
+from tunesmith.algorithms.presets import NEEDS, PRESETS
+from tunesmith.algorithms.resolve import resolve_algorithm
+from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics import read_metrics
 
 
-def section(**keys: object) -> AlgorithmSection:
-    return AlgorithmSection.model_validate(keys)
-
-
-def resolve(**keys: object) -> AlgorithmSection:
-    return resolve_algorithm(section(**keys), max_new_tokens=100)[0]
-
-
 def refused(**keys: object) -> str:
-    with pytest.raises(ConfigError) as error:
-        resolve_algorithm(section(**keys), max_new_tokens=100)
+    with pytest.raises((ConfigError, ValidationError)) as error:
+        algorithm(**keys)
     return str(error.value)
 
 
-def test_the_named_presets_exist() -> None:
-    named = "ppo grpo dr_grpo dapo gspo rloo reinforce reinforce_pp reinforce_pp_baseline cispo vapo gepo"
-    assert set(named.split()) <= set(PRESETS)
-
-
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_resolves_with_a_reason_for_each_key(name: str) -> None:
-    found, reasons = resolve_algorithm(section(name=name), max_new_tokens=100)
-    preset = PRESETS[name]
-    assert preset.source and preset.description.endswith(".")
-    assert preset.settings.keys() <= AlgorithmSection.model_fields.keys()
-    assert preset.needs <= NEEDS.keys() and algorithm_needs(found) == preset.needs
-    for key, value in preset.settings.items():
-        assert getattr(found, key) == value
-    for key, value, reason in reasons:
-        assert getattr(found, key.removeprefix("algorithm.")) == value
-        assert reason
-    changed = {k for k in AlgorithmSection.model_fields if getattr(found, k) != getattr(section(name=name), k)}
-    assert changed == {key.removeprefix("algorithm.") for key, _, _ in reasons}
+def test_every_preset_resolves_with_a_reason_for_each_value_that_is_not_a_default(name: str) -> None:
+    resolved, reasons = resolve_algorithm(section(name=name), max_new_tokens=100)
+    assert PRESETS[name].source and PRESETS[name].text.endswith(".")
+    assert resolved.needs <= NEEDS.keys() and all(reason for _, _, reason in reasons)
+    assert {"algorithm.advantage", "algorithm.loss", "algorithm.aggregation"} <= {key for key, _, _ in reasons}
+    said = {key for key, field in AlgorithmSection.model_fields.items() if getattr(resolved, key) != field.default}
+    assert said - {"name"} == {key.split(".")[1] for key, _, _ in reasons}
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_resolving_twice_changes_nothing(name: str) -> None:
-    once = resolve(name=name)
+    once = algorithm(name=name)
     assert resolve_algorithm(once, max_new_tokens=7) == (once, [])
-    written = {k: v for k, v in once.model_dump().items() if v is not None}
-    assert resolve(**written) == once
+    assert resolve_algorithm(AlgorithmSection.model_validate(once.model_dump()), max_new_tokens=7)[0] == once
 
 
 def test_what_some_presets_are() -> None:
-    grpo, dapo = resolve(name="grpo"), resolve(name="dapo")
-    assert (grpo.advantage, grpo.loss, grpo.aggregation) == ("grpo", "ppo", "seq_mean_token_mean")
-    assert (grpo.clip_low, grpo.clip_high, grpo.kl_coef, grpo.dynamic_filter) == (0.2, 0.2, 0.0, False)
-    assert (dapo.clip_low, dapo.clip_high, dapo.aggregation) == (0.2, 0.28, "token_mean")
-    assert (dapo.overlong_buffer, dapo.overlong_factor, dapo.dynamic_filter) == (20, 1.0, True)
-    dr = resolve(name="dr_grpo")
-    assert (dr.advantage, dr.aggregation) == ("dr_grpo", "seq_mean_token_sum_norm")
-    gspo = resolve(name="gspo")
-    assert (gspo.loss, gspo.clip_low, gspo.clip_high) == ("gspo", 3e-4, 4e-4)
-    ppo = resolve(name="ppo")
-    assert (ppo.gamma, ppo.gae_lambda, ppo.value_clip, ppo.kl_in) == (1.0, 0.95, 0.5, "reward")
-    assert resolve(name="reinforce_pp").kl_estimator == "k1"
+    grpo, dapo, ppo = algorithm(name="grpo"), algorithm(name="dapo", max_new_tokens=100), algorithm(name="ppo")
+    assert (grpo.advantage.name, grpo.loss, grpo.aggregation) == ("grpo", PPO(), "seq_mean_token_mean")
+    assert (grpo.kl, grpo.dynamic_filter, grpo.overlong) == (NoKL(), False, False)
+    assert (dapo.loss, dapo.aggregation) == (PPO(clip_high=0.28), "token_mean")
+    assert dapo.dynamic_filter and dapo.overlong and (dapo.overlong.buffer, dapo.overlong.factor) == (20, 1.0)
+    assert algorithm(name="dr_grpo").aggregation == "seq_mean_token_sum_norm"
+    assert algorithm(name="gspo").loss == GSPO(clip_low=3e-4, clip_high=4e-4)
+    assert (ppo.advantage, ppo.kl) == (GAE(gamma=1.0, gae_lambda=0.95), KLInReward(coef=0.01))
 
 
 def test_what_is_said_stays_and_needs_no_reason() -> None:
-    found, reasons = resolve_algorithm(
-        section(name="dapo", clip_high=0.4, dynamic_filter=False, overlong_buffer=0), max_new_tokens=100
+    resolved, reasons = resolve_algorithm(
+        section(name="dapo", loss__clip_high=0.4, dynamic_filter=False, overlong=False), max_new_tokens=100
     )
-    assert (found.clip_high, found.dynamic_filter, found.overlong_buffer) == (0.4, False, 0)
-    assert found.overlong_factor is None
-    assert not {"algorithm.clip_high", "algorithm.dynamic_filter"} & {key for key, _, _ in reasons}
+    assert (resolved.loss, resolved.dynamic_filter, resolved.overlong) == (PPO(clip_high=0.4), False, False)
+    assert not {"algorithm.loss.clip_high", "algorithm.dynamic_filter"} & {key for key, _, _ in reasons}
 
 
-def test_another_loss_brings_its_own_bounds() -> None:
-    found = resolve(name="dapo", loss="gspo")
-    assert (found.clip_low, found.clip_high) == (3e-4, 4e-4)
-    assert (resolve(name="grpo", advantage="reinforce").gamma) == 1.0
+def test_another_choice_brings_its_own_defaults() -> None:
+    assert algorithm(name="dapo", loss="gspo").loss == GSPO()
+    assert algorithm(name="dapo", loss="ppo").loss == PPO(clip_high=0.28)
+    assert algorithm(name="dapo", loss__clip_low=0.1).loss == PPO(clip_low=0.1, clip_high=0.28)
+    assert algorithm(loss={"type": "sapo", "tau_positive": 0.8}).loss == SAPO(tau_positive=0.8)
+    assert algorithm(name="rloo", kl="loss").kl == KLInLoss()  # not the preset's coefficient or k1
+    assert algorithm(name="rloo", kl__coef=0.1).kl == KLInReward(coef=0.1)
+    assert algorithm(kl__coef=0.1).kl == KLInLoss(coef=0.1, estimator="k3")
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         ({"name": "drgrpo"}, "Did you mean 'dr_grpo'"),
-        ({"loss": "pppo"}, "algorithm.loss: there is no 'pppo'. Did you mean 'ppo'"),
-        ({"advantage": "zzz"}, "Valid: "),
+        ({"loss__tau_positive": 2.0}, "the loss 'ppo' has no key tau_positive; it has clip_low"),
+        ({"advantage__gae_lambda": 0.9}, "the advantage 'grpo' has no key gae_lambda; it has none"),
+        ({"loss": {"type": "reinforce", "clip_low": 0.1}}, "the loss 'reinforce' has no key clip_low"),
+        ({"kl": {"type": "none", "coef": 0.1}}, "the KL 'none' has no key coef"),
+        ({"kl__horizon": 5}, "add target"),
+        ({"correction__high": 3.0}, "no type; say type = one of 'none'"),
+        ({"correction": {"type": "token_truncate", "low": 0.5}}, "'token_truncate' has no key low; it has high"),
+        ({"correction": {"type": "icepop", "low": 2.0, "high": 1.0}}, "low = 2 has to be below high = 1"),
+        ({"dynamic_filter": {"low": 0.9, "high": 0.1}}, "low = 0.9 has to be below high = 0.1"),
+        ({"reward_clip": (1.0, 0.0)}, "the lower bound comes first"),
     ],
 )
-def test_unknown_names(keys: dict[str, object], words: str) -> None:
+def test_what_nothing_reads_cannot_be_written(keys: dict[str, object], words: str) -> None:
     assert words in refused(**keys)
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"tau_positive": 2.0}, "the loss 'ppo' does not read it"),
-        ({"gae_lambda": 0.9}, "the advantage 'grpo' does not read it"),
-        ({"loss": "reinforce", "clip_low": 0.1}, "the loss 'reinforce' does not read it"),
-        ({"kl_in": "reward"}, "kl_coef is 0"),
-        ({"kl_coef": 0.1, "kl_horizon": 5}, "there is no kl_target"),
-        ({"reference_every": 5}, "kl_coef is 0"),
-        ({"overlong_factor": 2.0}, "overlong_buffer is 0"),
-        ({"filter_low": 0.2}, "dynamic_filter is off"),
-        ({"rest_epochs": 2}, "dynamic_filter is off"),
-        ({"correction_high": 3.0}, "the correction 'none' does not read it"),
-        ({"correction": "token_truncate", "correction_low": 0.5}, "'token_truncate' does not read it"),
-    ],
-)
-def test_a_setting_that_nothing_reads_is_refused(keys: dict[str, object], words: str) -> None:
-    message = refused(**keys)
-    assert "would have no effect" in message and words in message
-
-
-def test_kl_estimators_that_cannot_work_are_refused() -> None:
-    message = refused(kl_coef=0.1, kl_in="loss", kl_estimator="k1")
-    assert "expected gradient of zero" in message and "k1+" in message
-    assert "a reward has none" in refused(kl_coef=0.1, kl_in="reward", kl_estimator="k3+")
-    assert resolve(kl_coef=0.1).kl_estimator == "k3"
-    assert resolve(kl_coef=0.1, kl_in="reward").kl_estimator == "k1"
-    assert resolve(name="rloo", kl_in="loss").kl_estimator == "k3"  # not the preset's k1
-    assert resolve(kl_coef=0.1, kl_target=0.05).kl_horizon == 10_000
-
-
 def test_corrections() -> None:
-    found = resolve(correction="token_truncate")
-    assert (found.decoupled, found.correction_low, found.correction_high) == (True, None, 2.0)
+    truncated = algorithm(correction="token_truncate")
+    assert (truncated.decoupled, truncated.correction) == (True, TokenTruncate(high=2.0))
+    assert algorithm(correction="icepop").correction == IcePop(low=0.5, high=5.0)
     assert "decoupled" in refused(correction="icepop", decoupled=False)
-    assert "below" in refused(correction="icepop", correction_low=2.0, correction_high=1.0)
-    assert resolve(decoupled=True).correction == "none"
-    for name, entry in CORRECTIONS.items():
-        assert {k: getattr(resolve(correction=name), k) for k in entry.settings} == entry.settings
+    assert algorithm(decoupled=True).correction.name == "none"
+    stale, reasons = resolve_algorithm(section(), max_new_tokens=8, max_staleness=1)
+    assert stale.correction == TokenTruncate() and stale.decoupled
+    assert {"algorithm.correction", "algorithm.correction.high"} <= {key for key, _, _ in reasons}
 
 
-@pytest.mark.parametrize("key", ["overlong_buffer", "stop_properly", "reward_clip"])
-def test_gdpo_refuses_shaping_which_its_rewards_one_by_one_do_not_see(key: str) -> None:
-    value = {"overlong_buffer": 10, "stop_properly": 0.5, "reward_clip": (0.0, 1.0)}[key]
-    assert "takes each reward as it is given" in refused(name="gdpo", **{key: value})
-    assert "takes each reward" in refused(name="gdpo", kl_coef=0.1, kl_in="reward")
-    assert resolve(name="gdpo", kl_coef=0.1, kl_in="loss", overlong_buffer=0).kl_estimator == "k3"
+@pytest.mark.parametrize("name", ["gdpo", "distill"])
+@pytest.mark.parametrize(("key", "value"), [("overlong", True), ("stop_properly", 0.5), ("reward_clip", (0.0, 1.0))])
+def test_shaping_of_a_reward_that_the_estimator_does_not_read_is_refused(name: str, key: str, value: object) -> None:
+    assert f"algorithm.{key} would have no effect" in refused(name=name, **{key: value})
+    assert not algorithm(name=name, overlong=False).overlong
 
 
-@pytest.mark.parametrize("key", ["overlong_buffer", "stop_properly", "reward_clip"])
-def test_distillation_refuses_shaping_of_a_reward_that_it_does_not_read(key: str) -> None:
-    value = {"overlong_buffer": 10, "stop_properly": 0.5, "reward_clip": (0.0, 1.0)}[key]
-    assert "reads no rollout's reward" in refused(name="distill", **{key: value})
-    assert resolve(name="distill", overlong_buffer=0).kl_in == "reward"
+def test_gdpo_takes_no_kl_in_the_reward() -> None:
+    assert "algorithm.kl would have no effect" in refused(name="gdpo", kl__type="reward", kl__coef=0.1)
+    assert algorithm(name="gdpo", kl__coef=0.1).kl == KLInLoss(coef=0.1)
 
 
-def test_registries_name_real_settings() -> None:
-    """Each key of a loss or estimator is a setting, and a field of what the function is given."""
-    # Read by the columns, the critic and where the outcomes are made.
-    outside = {"cov_share", "cov_low", "cov_high", "value_clip", "bootstrap_truncated"}
-    for registry, params in ((POLICY_LOSSES, LossParams), (ESTIMATORS, AdvantageParams)):
-        for name, entry in registry.items():
-            assert name == entry.name and entry.formula and entry.source and entry.fn.__doc__
-            assert entry.needs <= NEEDS.keys()
-            assert entry.settings.keys() <= AlgorithmSection.model_fields.keys()
-            assert entry.settings.keys() <= params.__dataclass_fields__.keys() | outside
+@pytest.mark.parametrize("family", [Loss, Estimator, Correction])
+def test_every_type_says_what_it_is(family: type[Loss | Estimator | Correction]) -> None:
+    for name, kind in family.types.items():
+        assert kind.name == name and kind.formula and kind.__doc__ and kind.use
+        assert kind.needs <= NEEDS.keys()
+        assert kind() == kind.chosen(kind().dumped())
 
 
 def test_presets_load_without_torch() -> None:
@@ -182,7 +136,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("name", sorted(n for n, p in PRESETS.items() if "teacher" not in p.needs))
+@pytest.mark.parametrize("name", sorted(n for n, p in PRESETS.items() if n != "distill"))
 def test_every_preset_runs_from_end_to_end(tmp_path: Path, model: Path, name: str) -> None:
     rewards = [f"{tmp_path / 'rewards.py'}:{function}" for function in ("share", "sometimes")]
     settings = rl_settings(
@@ -197,6 +151,6 @@ def test_every_preset_runs_from_end_to_end(tmp_path: Path, model: Path, name: st
     )
     start, end = (load_file(path / "model.safetensors") for path in (model, outcome.checkpoint))
     assert any(not end[key].equal(start[key]) for key in start)
-    if "critic" in PRESETS[name].needs:
+    if "critic" in algorithm(name=name).needs:
         assert lines[-1]["value_loss"] > 0 and lines[-1]["critic/grad_norm"] > 0
         assert lines[0]["value_explained"] == 0 != lines[1]["value_explained"]

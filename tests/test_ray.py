@@ -160,7 +160,7 @@ def batch() -> Batch:
 
 def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_path: Path) -> None:
     """Losses travel there, numbers come back, bit by bit; so do the reference, the average and checkpoints."""
-    config = resolved(tmp_path, algorithm__kl_coef=0.1, train__ema_decay=0.5)
+    config = resolved(tmp_path, algorithm__kl__coef=0.1, train__ema_decay=0.5)
     assert processes(config) == {"actor": 1, "ref": 1, "rollout": 1}
     tokenizer = load_tokenizer(config)
     local = policy_backend(config, tokenizer, load_model(CausalLM, config, tokenizer))
@@ -350,14 +350,14 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest
 def test_roles_that_share_a_place(tmp_path: Path) -> None:
     said = {"colocate": [["actor", "ref"]], "actor__gpus": 1, "actor__cpus": 3, "rollout__gpus": 2}
     placement = {f"system__placement__{key}": value for key, value in said.items()}
-    config = resolved(tmp_path, algorithm__kl_coef=0.1, system__engines=2, **placement)
+    config = resolved(tmp_path, algorithm__kl__coef=0.1, system__engines=2, **placement)
     together, *engines = bundles(config)
     assert together == Bundle(("actor", "ref"), 4.0, 1.0)
     assert together.share == (2.0, 0.5)
     assert engines == [Bundle(("rollout",), 1.0, 2.0)] * 2
     side_by_side = {**placement, "system__placement__colocate": [["actor", "rollout"]], "system__trainer_ranks": 2}
     del side_by_side["system__placement__rollout__gpus"]
-    config = resolved(tmp_path, algorithm__kl_coef=0.1, system__engines=2, **side_by_side)
+    config = resolved(tmp_path, algorithm__kl__coef=0.1, system__engines=2, **side_by_side)
     assert processes(config) == {"actor": 2, "ref": 1, "rollout": 2}
     assert bundles(config) == [Bundle(("actor", "rollout"), 4.0, 1.0)] * 2 + [Bundle(("ref",), 1.0, 0.0)]
     with pytest.raises(ConfigError, match="names 'critic'"):

@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 
 from documents import ROOT, blocks_of
-from tunesmith.algorithms.advantages import AdvantageParams, compute_advantages, outcomes
-from tunesmith.algorithms.filtering import filter_groups
+from tunesmith.algorithms.advantages import GDPO
+from tunesmith.algorithms.filtering import DynamicFilter
+from tunesmith.algorithms.outcomes import Outcome
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError, DataError, RewardError
 from tunesmith.rewards.function import RewardFunction, required_columns
@@ -183,8 +184,8 @@ def test_what_an_environment_pays_is_a_reward_by_itself(weight: float, value: fl
     score(rewards, two)
     assert [r.rewards for r in two] == [{"f": value, "environment": 1.0}, {"f": value, "environment": 0.0}]
     group = RolloutGroup(two[0].task, two)
-    assert filter_groups([group], weights=rewards.weights) == ([group], [])
-    first, second = compute_advantages("gdpo", outcomes([group]), AdvantageParams()).advantages
+    assert DynamicFilter().split([group], rewards.weights) == ([group], [])
+    first, second = GDPO()([Outcome(0, r.reward or 0.0, r.num_sampled, r.rewards) for r in group.usable]).advantages
     assert first.min() > 0 > second.max()
 
 

@@ -15,15 +15,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import tiny
 import training
+from algorithms import algorithm
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sums, tensors, untimed, write_lines
 from training import Grads, difference, learner_of
 from tunesmith import assembly
 from tunesmith.algorithms.objective import ActorCriticObjective, ValueObjective, policy_objective
-from tunesmith.algorithms.presets import resolve_algorithm
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
-from tunesmith.config.schema import AlgorithmSection
 from tunesmith.data.batch import Batch, Floats
 from tunesmith.errors import CheckpointError, ConfigError, RewardError
 from tunesmith.loop.checkpoint import read_state
@@ -110,7 +109,7 @@ def actor_critic_of(path: Path) -> TorchBackend[CausalLM]:
     return TorchBackend(policy, AdamWSettings(max_grad_norm=None), predict, value_head=head)
 
 
-POLICY = policy_objective(resolve_algorithm(AlgorithmSection(name="ppo", kl_coef=0.0), max_new_tokens=16)[0])
+POLICY = policy_objective(algorithm(name="ppo", kl="none"))
 
 
 @pytest.fixture
@@ -161,7 +160,7 @@ def test_the_head_learns_at_its_own_rate(model: Path) -> None:
 def test_the_critic_learns_what_the_states_are_worth(tmp_path: Path, model: Path, kind: dict[str, Any]) -> None:
     _, lines = rl(
         tmp_path, model, **kind, train__steps=8 if kind is OWN else 20, train__lr=1e-5, critic__lr=1e-2,
-        algorithm__gae_lambda=1.0, rollout__prompts_per_step=12, rollout__group_size=8,
+        algorithm__advantage__gae_lambda=1.0, rollout__prompts_per_step=12, rollout__group_size=8,
     )  # fmt: skip
     assert {"value", "value_loss", "value_error", "returns", "value_explained", "ref_kl"} <= lines[0].keys()
     assert lines[0]["value_error"] == pytest.approx(lines[0]["value_loss"] * 2)
@@ -220,7 +219,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("shared", SHARED, "bfloat16"),
     ("averaged", {"train__ema_decay": 0.8, "eval__use_ema": True, "eval__every": 1}, "bfloat16"),
     ("averaged", {**OWN, "train__ema_decay": 0.8, "eval__use_ema": True, "eval__every": 1}, "float32"),
-    ("refreshed", {"algorithm__kl_coef": 0.1, "algorithm__reference_every": 2}, "float32"),
+    ("refreshed", {"algorithm__kl__coef": 0.1, "algorithm__kl__reference_every": 2}, "float32"),
     ("remax", {"algorithm__name": "remax"}, "float32"),
 ]
 
@@ -295,8 +294,8 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path: Path, model: Path) 
         ({**OWN, "critic__warmup_steps": 4}, "longer than the critic's 3 optimizer steps"),
         ({**OWN, "critic__min_lr_ratio": 0.1}, "no effect on the constant schedule"),
         ({**OWN, "critic__path": "nowhere/at/all"}, "critic.path: nowhere/at/all does not exist"),
-        ({"algorithm__reference_every": 2}, "kl_coef is 0"),
-        ({"algorithm__reference_every": 4, "algorithm__kl_coef": 0.1}, "longer than the run of 3 steps"),
+        
+        ({"algorithm__kl__reference_every": 4, "algorithm__kl__coef": 0.1}, "longer than the run of 3 steps"),
         ({"rollout__oversample": 2.0}, "algorithm.dynamic_filter is off"),
         ({"eval__use_ema": True, "data__eval": "TRAIN"}, "say train.ema_decay"),
     ],
@@ -321,10 +320,6 @@ class Scorer:
         return np.array(self.columns["old_values" if of == "values" else "ref_logprobs"])
 
 
-def algorithm(**keys: Any) -> AlgorithmSection:
-    return resolve_algorithm(AlgorithmSection(**keys), max_new_tokens=8)[0]
-
-
 def played(reward: float, *turns: int, finish: Any = "stop", rewards: dict[str, float | None] | None = None) -> Rollout:
     """A prompt of two tokens and turns of so many, with one token of the environment's between them."""
     rollout = Rollout(TASK, reward=reward, rewards=dict(rewards or {}))
@@ -345,7 +340,7 @@ def by_sample(batch: Batch) -> list[float]:
 
 
 def test_advantages_and_returns_skip_what_the_policy_did_not_write() -> None:
-    section = algorithm(name="ppo", gae_lambda=0.5, kl_coef=0.1)
+    section = algorithm(name="ppo", advantage__gae_lambda=0.5, kl__coef=0.1)
     values, reference = [0.2, 0.4, 0.6], [-1.5, -1.5, -1.5]
     scorer: Any = Scorer(old_values=values, ref_logprobs=reference)
     critic = Critic(scorer, 1, None)
@@ -381,7 +376,12 @@ def test_with_bootstrap_a_cut_rollout_is_worth_what_the_critic_expects_of_going_
     ends = {False: [0.0, 0.0, 0.0], True: [0.0, value_after(rollouts[1]), value_after(rollouts[2])]}
     assert abs(ends[True][1]) > 0.01 < abs(ends[True][2])
     for bootstrap, finals in ends.items():
-        section = algorithm(name="ppo", critic_lambda=1.0, kl_coef=0.0, bootstrap_truncated=bootstrap)
+        section = algorithm(
+            name="ppo",
+            kl="none",
+            advantage__critic_lambda=1.0,
+            advantage__bootstrap_truncated=bootstrap,
+        )
         batch = make_experience(groups, section, learned, kl_coef=0.0, max_new_tokens=8, seed=0, critic=critic)
         assert batch.num_samples == 4
         for sample, returns in enumerate(batch.split(batch.columns["returns"])):
@@ -393,10 +393,10 @@ def test_with_bootstrap_a_cut_rollout_is_worth_what_the_critic_expects_of_going_
 
 
 def test_a_run_bootstraps_only_when_it_is_asked_to(tmp_path: Path, model: Path) -> None:
-    more: dict[str, Any] = {"critic__lr": 3e-2, "algorithm__kl_coef": 0.0}
+    more: dict[str, Any] = {"critic__lr": 3e-2, "algorithm__kl": "none"}
     for name, kind in (("own", OWN), ("shared", SHARED)):
         _, off = rl(tmp_path, model, name, **kind, **more)
-        _, on = rl(tmp_path, model, f"{name}-on", **kind, **more, algorithm__bootstrap_truncated=True)
+        _, on = rl(tmp_path, model, f"{name}-on", **kind, **more, algorithm__advantage__bootstrap_truncated=True)
         assert off[0]["truncated"] > 0.5, "the limit cuts most"
         assert on[0]["returns"] == off[0]["returns"], "a critic that begins at zero expects nothing"
         assert on[2]["returns"] > off[2]["returns"] + 0.01
@@ -468,7 +468,7 @@ def test_oversampling_tries_more_prompts_at_once_and_trains_on_as_many_as_were_w
 ) -> None:
     rl_settings(tmp_path, model)
     checkpoint, lines = rl(
-        tmp_path, model, algorithm__name="dapo", algorithm__overlong_buffer=4, rollout__prompts_per_step=3,
+        tmp_path, model, algorithm__name="dapo", algorithm__overlong__buffer=4, rollout__prompts_per_step=3,
         rollout__oversample=2.0, reward__functions=[f"{tmp_path}/rewards.py:sometimes"], monitor__samples=20,
     )  # fmt: skip
     assert {line["rollouts"] / 4 for line in lines} >= {6.0}

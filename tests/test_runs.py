@@ -40,10 +40,14 @@ ALWAYS = {
     [
         ("grpo", {}, {"clip_low", "clip_high"}),
         ("dr_grpo", {}, set[str]()),
-        ("rloo", {"algorithm__kl_coef": 0.1, "algorithm__kl_in": "reward"}, {"ref_kl"}),
+        ("rloo", {"algorithm__kl__coef": 0.1, "algorithm__kl": "reward"}, {"ref_kl"}),
         ("reinforce", {"rollout__group_size": 1, "rollout__prompts_per_step": 8}, set[str]()),
-        ("grpo", {"algorithm__kl_coef": 0.1, "algorithm__kl_in": "loss"}, {"ref_kl"}),
-        ("grpo", {"algorithm__kl_coef": 0.1, "algorithm__kl_target": 0.01, "algorithm__kl_horizon": 100}, {"kl_coef"}),
+        ("grpo", {"algorithm__kl__coef": 0.1, "algorithm__kl": "loss"}, {"ref_kl"}),
+        (
+            "grpo",
+            {"algorithm__kl__coef": 0.1, "algorithm__kl__target": 0.01, "algorithm__kl__horizon": 100},
+            {"kl_coef"},
+        ),
         ("grpo", {"algorithm__entropy_coef": 0.01}, set[str]()),
         ("grpo", {"train__passes_per_batch": 2, "train__batch_size": 8}, set[str]()),
         ("grpo", {"algorithm__decoupled": True, "algorithm__correction": "token_truncate"}, set[str]()),
@@ -70,7 +74,7 @@ def test_presets_run_and_tell_what_they_should(
 def test_dapo_replaces_groups_without_contrast_and_shapes_long_answers(tmp_path: Path, model: Path) -> None:
     rl_settings(tmp_path, model)
     outcome, lines = rl(
-        tmp_path, model, algorithm__name="dapo", algorithm__overlong_buffer=4, rollout__prompts_per_step=3,
+        tmp_path, model, algorithm__name="dapo", algorithm__overlong__buffer=4, rollout__prompts_per_step=3,
         reward__functions=[f"{tmp_path}/rewards.py:sometimes"], monitor__samples=20,
     )  # fmt: skip
     for line in lines:
@@ -90,7 +94,7 @@ def test_dapo_takes_its_papers_reward_of_plus_and_minus_one_and_replaces_groups_
         "    return [0.5 if int(a) % 4 else 2.0 * (text[:1] < 'P') - 1 for text, a in zip(completions, answer)]\n"
     )
     outcome, lines = rl(
-        tmp_path, model, algorithm__name="dapo", algorithm__overlong_buffer=4, rollout__prompts_per_step=2,
+        tmp_path, model, algorithm__name="dapo", algorithm__overlong__buffer=4, rollout__prompts_per_step=2,
         train__steps=2, reward__functions=[f"{tmp_path}/rewards.py:signs"], monitor__samples=20,
     )  # fmt: skip
     trained = read_metrics(outcome.run_dir / "rollouts.jsonl")
@@ -106,7 +110,7 @@ def test_filtering_ends_when_the_data_is_exhausted(tmp_path: Path, model: Path) 
     rl_settings(tmp_path, model)
     (tmp_path / "rewards.py").write_text("def same(completions, **_):\n    return [1.0 for _ in completions]\n")
     outcome, lines = rl(
-        tmp_path, model, algorithm__name="dapo", algorithm__overlong_buffer=2, train__steps=2,
+        tmp_path, model, algorithm__name="dapo", algorithm__overlong__buffer=2, train__steps=2,
         reward__functions=[f"{tmp_path}/rewards.py:same"],
     )  # fmt: skip
     assert [line["rollouts"] for line in lines] == [48, 48], "all 12 tasks once a step, four rollouts each"
@@ -127,7 +131,7 @@ def test_a_step_whose_rollouts_all_fail_is_no_step_or_ends_the_run(tmp_path: Pat
     assert len(told) == 32 and "no such answer" in told[0]["error"] and told[0]["reward"] is None
     decoupled = rl_settings(
         tmp_path, model, "decoupled", reward__functions=functions, reward__max_failed_share=1.0, train__steps=1,
-        algorithm__decoupled=True, algorithm__kl_coef=0.1,
+        algorithm__decoupled=True, algorithm__kl__coef=0.1,
     )  # fmt: skip
     assembly.run_rl(None, decoupled)
     with pytest.raises(RewardError, match=r"16 of 16 rollouts failed(.|\n)*no such answer"):

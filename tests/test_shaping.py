@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunesmith.algorithms.shaping import clip_reward, overlong_penalty, stop_properly
+from tunesmith.algorithms.shaping import OverlongRamp, clip_reward, stop_properly
 
 
 @pytest.mark.parametrize(
@@ -11,12 +11,8 @@ from tunesmith.algorithms.shaping import clip_reward, overlong_penalty, stop_pro
 )
 def test_overlong_ramp_falls_over_the_buffer_and_stays_down(length: int, penalty: float) -> None:
     # limit 100, buffer 20: exceed = length - 80, penalty = -exceed / 20.
-    assert overlong_penalty(length, 100, 20, 1.0) == pytest.approx(penalty)
-    assert overlong_penalty(length, 100, 20, 0.5) == pytest.approx(penalty / 2)
-
-
-def test_overlong_buffer_of_zero_is_off() -> None:
-    assert overlong_penalty(100, 100, 0, 1.0) == 0.0
+    assert OverlongRamp(buffer=20).penalty(length, 100) == pytest.approx(penalty)
+    assert OverlongRamp(factor=0.5).penalty(length, 100) == pytest.approx(penalty / 2)
 
 
 def test_stop_properly_touches_only_what_was_cut_off() -> None:

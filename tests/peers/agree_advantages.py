@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 
-from tunesmith.algorithms.advantages import AdvantageParams, compute_advantages
+from tunesmith.algorithms.advantages import GAE, GDPO, VAPO, compute_advantages
 from tunesmith.algorithms.kl import kl_values
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
@@ -78,7 +78,7 @@ def agree_gdpo(seed: int) -> None:
     theirs = group_relative("gdpo", rewards, config=config, non_tensor_batch=parts, batch=batch)
     components = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
     outcomes = rewards.outcomes(components=components)
-    found = compute_advantages("gdpo", outcomes, AdvantageParams(component_weights=weights))
+    found = compute_advantages(GDPO(), [replace(o, weights=weights) for o in outcomes])
     assert_close(padded(found.advantages, rewards.mask), theirs)
 
 
@@ -125,7 +125,7 @@ def agree_gae(seed: int) -> None:
     advantages, returns = core_algos.compute_gae_advantage_return(
         rewards.paid, rewards.values, rewards.mask, gamma=0.98, lam=0.9
     )
-    found = compute_advantages("gae", rewards.outcomes(), AdvantageParams(gamma=0.98, gae_lambda=0.9))
+    found = compute_advantages(GAE(gamma=0.98, gae_lambda=0.9), rewards.outcomes())
     assert found.returns is not None
     assert_close(padded(found.advantages, rewards.mask), advantages * rewards.mask)
     assert_close(padded(found.returns, rewards.mask), returns * rewards.mask)
@@ -142,7 +142,7 @@ def agree_vapo(seed: int) -> None:
         rows.append((returns[0] - values) * mask)
     assert_close(our_advantages("vapo", rewards, gamma=0.99, lambda_alpha=0.05), torch.stack(rows))
     _, returns = core_algos.compute_gae_advantage_return(rewards.paid, rewards.values, rewards.mask, 0.99, 1.0)
-    found = compute_advantages("vapo", rewards.outcomes(), AdvantageParams(gamma=0.99))
+    found = compute_advantages(VAPO(gamma=0.99), rewards.outcomes())
     assert found.returns is not None
     assert_close(padded(found.returns, rewards.mask), returns * rewards.mask)
 

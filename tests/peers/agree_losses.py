@@ -73,7 +73,7 @@ def agree_ppo_openrlhf(seed: int, dual_clip: float | None, aggregation: str, tok
 def agree_ppo_trl(seed: int, loss_type: str, beta: float) -> None:
     """With the KL in the loss too: TRL's estimator is k3, here without its weight by the ratio."""
     case = random_case(seed, drift=0.8)
-    kl = {"kl_coef": beta, "kl_in": "loss", "kl_estimator": "k3"} if beta else {}
+    kl = {"kl": {"type": "loss", "coef": beta, "estimator": "k3"}} if beta else {}
     found = ours(case, section(loss="ppo", aggregation=TRL_TYPES[loss_type], **CLIP, **kl))
     assert_same(found, grpo_loss(case, loss_type=loss_type, beta=beta, use_bias_correction_kl=False, **TRL_CLIP))
 
@@ -220,7 +220,7 @@ def differ_entropy_bonus(seed: int) -> None:
 @seeds
 def differ_weight_of_the_kl_in_the_loss(seed: int) -> None:
     """TRL multiplies k3 by the ratio, gradient and all: on policy that is our ``k3+``, off policy it is not."""
-    kl = {"kl_coef": 0.5, "kl_in": "loss", "kl_estimator": "k3+"}
+    kl = {"kl": {"type": "loss", "coef": 0.5, "estimator": "k3+"}}
     algorithm = section(loss="ppo", aggregation="token_mean", **CLIP, **kl)
     drifted = random_case(seed)
     assert differ(ours(drifted, algorithm), grpo_loss(drifted, loss_type="bnpo", beta=0.5, **TRL_CLIP))

@@ -30,8 +30,8 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weig
 from verl.utils import torch_functional as verl
 from verl_losses import AGGREGATIONS, actor_config, verl_loss
 
-from tunesmith.algorithms.corrections import correction_weights
-from tunesmith.algorithms.kl import AdaptiveKLController, kl_loss, kl_values
+from tunesmith.algorithms.corrections import Correction, correction_weights
+from tunesmith.algorithms.kl import KLController, kl_loss, kl_values
 from tunesmith.algorithms.objective import ValueObjective
 from tunesmith.algorithms.shaping import overlong_penalty, stop_properly
 from tunesmith.models.head import Head, LogitScale, fused_logprobs
@@ -88,7 +88,7 @@ def differ_kl_far_from_the_reference() -> None:
 @seeds
 def agree_adaptive_controller(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    found = AdaptiveKLController(coef=0.1, target=0.5, horizon=1000)
+    found = KLController(coef=0.1, target=0.5, horizon=1000)
     theirs = core_algos.AdaptiveKLController(0.1, target_kl=0.5, horizon=1000)
     openrlhfs = kl_controller.AdaptiveKLController(0.1, 0.5, 1000)
     for kl, samples in zip(rng.exponential(0.6, 20), rng.integers(1, 200, 20), strict=True):
@@ -100,10 +100,12 @@ def agree_adaptive_controller(seed: int) -> None:
 
 def our_weights(case: Case, name: str, low: float, high: float) -> Tensor:
     """``[B, T]``, row by row as each sample is corrected."""
+    kind = Correction.types[name]
+    correction = kind(**{key: value for key, value in (("low", low), ("high", high)) if key in kind.model_fields})
     weights = torch.zeros_like(case.mask)
     for row, keep in enumerate(case.bools):
         old, sampler = (case[name][row][keep].numpy() for name in ("old_logprobs", "behaviour_logprobs"))
-        weights[row, keep] = torch.tensor(correction_weights(name, old, sampler, low, high))
+        weights[row, keep] = torch.tensor(correction_weights(correction, old, sampler))
     return weights
 
 
@@ -115,7 +117,8 @@ def verl_weights(case: Case, level: str, threshold: float | str) -> Tensor:
 
 
 def corrected(name: str, **bounds: float) -> dict[str, object]:
-    return {"loss": "ppo", "aggregation": "token_mean", "decoupled": True, "correction": name, **CLIP, **bounds}
+    correction = {"type": name, **bounds}
+    return {"loss": "ppo", "aggregation": "token_mean", "decoupled": True, "correction": correction, **CLIP}
 
 
 @seeds
@@ -140,7 +143,7 @@ def agree_correction_openrlhf(seed: int, name: str, mode: str) -> None:
     case = random_case(seed)
     correction = {"is_correction_level": "token", "is_correction_mode": mode, "is_correction_threshold": [0.8, 1.3]}
     theirs = openrlhf_loss(case, corrected=True, **correction, **OPENRLHF_CLIP)
-    assert_same(ours(case, section(**corrected(name, correction_low=0.8, correction_high=1.3))), theirs)
+    assert_same(ours(case, section(**corrected(name, low=0.8, high=1.3))), theirs)
 
 
 @seeds
@@ -171,7 +174,7 @@ def differ_denominator_of_rejected_tokens(seed: int) -> None:
     log_weights = case["old_logprobs"] - case["behaviour_logprobs"]
     kept, _ = compute_rollout_rejection_mask(log_weights, case.mask, "seq_mean_k1", f"{1 / 1.1}_{1 / 0.9}")
     loss, gradient = verl_loss("vanilla", case, mask=kept, **VERL_CLIP)
-    found = ours(case, section(**corrected("geometric", correction_low=0.9, correction_high=1.1)))
+    found = ours(case, section(**corrected("geometric", low=0.9, high=1.1)))
     share = kept.sum() / case.mask.sum()
     assert share < 0.9
     assert_same(found, (loss * share, gradient * share))
@@ -183,7 +186,7 @@ def differ_sequence_mask_clips(seed: int) -> None:
     case = random_case(seed)
     rejecting = {"is_correction_level": "seq", "is_correction_mode": "mask", "is_correction_threshold": [0.9, 1.1]}
     theirs = openrlhf_loss(case, corrected=True, **rejecting, **OPENRLHF_CLIP)
-    assert differ(ours(case, section(**corrected("sequence_mask", correction_low=0.9, correction_high=1.1))), theirs)
+    assert differ(ours(case, section(**corrected("sequence_mask", low=0.9, high=1.1))), theirs)
     kept = our_weights(case, "geometric", 0.9, 1.1) * verl_weights(case, "token", 1e9)
     assert_same(verl_loss("vanilla", case, correction=kept, **VERL_CLIP), theirs)
     clipped = kept.clamp(0.9, 1.1) * (kept > 0)
@@ -196,7 +199,7 @@ def differ_correction_of_gmpo(seed: int) -> None:
     case = random_case(seed, per_token=False)
     weights = verl_weights(case, "token", 1.2)
     theirs = verl_loss("geo_mean", case, correction=weights, clip_ratio_low=0.4, clip_ratio_high=0.4)
-    keys = {**corrected("token_truncate", correction_high=1.2), "loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4}
+    keys = {**corrected("token_truncate", high=1.2), "loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4}
     found = ours(case, section(**{**keys, "aggregation": "seq_mean_token_mean"}))
     assert differ(found, theirs)
     leaf = case.logprobs.clone().requires_grad_()

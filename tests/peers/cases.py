@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.advantages import AdvantageParams, Floats, Outcome, compute_advantages
+from tunesmith.algorithms.advantages import Estimator, compute_advantages
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.columns import prepare_columns
+from tunesmith.algorithms.losses import Loss
 from tunesmith.algorithms.objective import Objective, policy_objective
-from tunesmith.algorithms.presets import resolve_algorithm
-from tunesmith.config.schema import AlgorithmSection
+from tunesmith.algorithms.outcomes import Floats, Outcome
+from tunesmith.algorithms.resolve import resolve_algorithm
+from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Predictions
 from tunesmith.types import Sample
@@ -100,9 +102,11 @@ def random_case(
 
 
 def section(**keys: object) -> AlgorithmSection:
-    """What ``[algorithm]`` with these keys resolves to."""
-    given = AlgorithmSection.model_validate(keys)
-    return resolve_algorithm(given, max_new_tokens=MAX_NEW_TOKENS)[0]
+    """What ``[algorithm]`` with these keys resolves to; those of the loss may stand beside its name."""
+    kind = Loss.types[str(keys["loss"])]
+    loss = {"type": kind.name, **{key: keys.pop(key) for key in kind.model_fields if keys.get(key) is not None}}
+    given = {key: value for key, value in keys.items() if key not in kind.model_fields}
+    return resolve_algorithm(AlgorithmSection.model_validate({**given, "loss": loss}), max_new_tokens=MAX_NEW_TOKENS)[0]
 
 
 def ours(case: Case, algorithm: AlgorithmSection, entropy: Tensor | None = None) -> Graded:
@@ -209,5 +213,5 @@ def padded(parts: Sequence[Floats], mask: Tensor) -> Tensor:
 
 
 def our_advantages(name: str, rewards: Rewards, outcomes: Sequence[Outcome] | None = None, **params: float) -> Tensor:
-    found = compute_advantages(name, outcomes or rewards.outcomes(), AdvantageParams(**params))  # type: ignore[arg-type]
+    found = compute_advantages(Estimator.types[name](**params), outcomes or rewards.outcomes())
     return padded(found.advantages, rewards.mask)

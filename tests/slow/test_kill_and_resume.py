@@ -68,7 +68,7 @@ def settings_of(folder: Path, model: Path, command: str, run: str, dtype: str) -
     held_out = write_lines(folder / "held_out.jsonl", sums(4, 60))
     return rl_settings(
         folder, model, run, data__eval=str(held_out), train__batch_size=8, train__passes_per_batch=2,
-        algorithm__kl_coef=0.01, algorithm__kl_in="loss", rollout__max_new_tokens=16, **common,
+        algorithm__kl__coef=0.01, algorithm__kl="loss", rollout__max_new_tokens=16, **common,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: Path, s
     model = save_model(tmp_path / "model")
     critic = {"critic__shared_trunk": True} if shared else {"critic__freeze_actor_steps": 5}
     common: dict[str, Any] = {
-        "algorithm__name": "ppo", "algorithm__reference_every": 3, "train__ema_decay": 0.9, "eval__use_ema": True,
+        "algorithm__name": "ppo", "algorithm__kl__reference_every": 3, "train__ema_decay": 0.9, "eval__use_ema": True,
         "train__steps": STEPS, "train__lr": 1e-3, "train__passes_per_batch": 2, "train__batch_size": 8,
         "checkpoint__every": 4, "eval__every": 4, "rollout__max_new_tokens": 16,
         "data__eval": str(write_lines(tmp_path / "held_out.jsonl", sums(4, 60))), **critic,

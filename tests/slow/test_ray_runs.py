@@ -97,7 +97,7 @@ def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
     save_reward_model(tmp_path / "reward_model")
     changed: dict[str, Any] = {
-        "algorithm__name": "ppo", "algorithm__kl_coef": 0.05, "algorithm__reference_every": 2, "train__steps": 4,
+        "algorithm__name": "ppo", "algorithm__kl__coef": 0.05, "algorithm__kl__reference_every": 2, "train__steps": 4,
         "train__lr": 1e-3, "train__ema_decay": 0.5, "eval__use_ema": True, "eval__every": 2,
         "data__eval": str(held_out),
         "reward__functions": None, "checkpoint__every": 2,

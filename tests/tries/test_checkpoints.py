@@ -24,7 +24,7 @@ COUNT = int(os.environ.get("TRIES_COUNT", "240"))
 
 KINDS: dict[str, dict[str, Any]] = {
     "sft": {"train__ema_decay": 0.9},
-    "rl": {"algorithm__kl_coef": 0.01, "algorithm__reference_every": 1},
+    "rl": {"algorithm__kl__coef": 0.01, "algorithm__kl__reference_every": 1},
     "ppo": {"algorithm__name": "ppo", "train__ema_decay": 0.9},
     "shared": {"algorithm__name": "ppo", "critic__shared_trunk": True},
     "lora": {"lora__rank": 2, "lora__save_merged": True},

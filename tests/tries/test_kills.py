@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 KINDS: dict[str, dict[str, Any]] = {
     "sft": {"checkpoint__every": 3},
-    "rl": {"checkpoint__every": 3, "train__passes_per_batch": 2, "train__batch_size": 8, "algorithm__kl_coef": 0.01},
+    "rl": {"checkpoint__every": 3, "train__passes_per_batch": 2, "train__batch_size": 8, "algorithm__kl__coef": 0.01},
     "ppo": {"checkpoint__every": 4, "algorithm__name": "ppo", "train__ema_decay": 0.9, "eval__use_ema": True},
     "lora": {"checkpoint__minutes": 0.01, "lora__rank": 2, "lora__dropout": 0.1},
     "processes": {"checkpoint__every": 3, "system__engine_process": True, "system__engines": 2},

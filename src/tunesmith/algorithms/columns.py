@@ -9,37 +9,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tunesmith.algorithms.corrections import correction_weights
-from tunesmith.algorithms.losses import POLICY_LOSSES
+from tunesmith.algorithms.corrections import Correction, NoCorrection, correction_weights
+from tunesmith.algorithms.losses import SelectingLoss
 from tunesmith.data.batch import Batch, Floats
 
 if TYPE_CHECKING:
-    from tunesmith.config.schema import AlgorithmSection
+    from tunesmith.config.algorithm import AlgorithmSection
 
 
-def prepare_columns(batch: Batch, section: AlgorithmSection, seed: int) -> None:
-    """Add what the resolved ``section`` asks for: ``correction``, ``group_logprob``, ``selected``.
+def prepare_columns(batch: Batch, algorithm: AlgorithmSection, seed: int) -> None:
+    """Add what the resolved ``algorithm`` asks for: ``correction``, ``group_logprob``, ``selected``.
 
     The batch is a whole rollout batch with ``advantages`` and ``old_logprobs`` (and, where a correction is set,
     ``behaviour_logprobs``). ``seed`` draws Clip-Cov's tokens.
     """
-    assert section.loss is not None, "the section is not resolved"
-    if section.correction not in (None, "none"):
-        batch.add("correction", _correction(batch, section))
-    needs = POLICY_LOSSES[section.loss].needs
-    if "group_logprobs" in needs:
+    loss = algorithm.loss
+    if not isinstance(algorithm.correction, NoCorrection):
+        batch.add("correction", _correction(batch, algorithm.correction))
+    if "group_logprobs" in loss.needs:
         batch.add("group_logprob", _group_logprobs(batch))
-    if "selection" in needs:
-        batch.add("selected", _selection(batch, section, seed))
+    if isinstance(loss, SelectingLoss):
+        batch.add("selected", _selection(batch, loss, seed))
 
 
-def _correction(batch: Batch, section: AlgorithmSection) -> Floats:
-    name, low, high = section.correction, section.correction_low or 0.0, section.correction_high
-    assert name is not None and high is not None, "the section is not resolved"
+def _correction(batch: Batch, correction: Correction) -> Floats:
     old, sampler = (batch.split(batch.columns[n]) for n in ("old_logprobs", "behaviour_logprobs"))
-    weights = [correction_weights(name, *pair, low, high) for pair in zip(old, sampler, strict=True)]
+    weights = [correction_weights(correction, *pair) for pair in zip(old, sampler, strict=True)]
     return np.concatenate([np.zeros(0), *weights])
 
 
@@ -65,29 +61,10 @@ def covariances(logprobs: Floats, advantages: Floats) -> Floats:
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
-def choose_clip_cov(cov: Floats, share: float, low: float, high: float, rng: np.random.Generator) -> NDArray[np.intp]:
-    """A random ``share`` of all tokens (at least one) among those with ``low < cov < high``."""
-    candidates = np.flatnonzero((cov > low) & (cov < high))
-    return rng.permutation(candidates)[: max(int(share * cov.size), 1)]
-
-
-def choose_kl_cov(cov: Floats, share: float) -> NDArray[np.intp]:
-    """The ``share`` of all tokens (at least one) with the highest covariance; ties by place."""
-    return np.argsort(-cov, kind="stable")[: max(int(share * cov.size), 1)]
-
-
-def _selection(batch: Batch, section: AlgorithmSection, seed: int) -> Floats:
+def _selection(batch: Batch, loss: SelectingLoss, seed: int) -> Floats:
     places = np.flatnonzero(batch.finite)
     selected = np.zeros(batch.num_predictions)
-    if not places.size:
-        return selected
-    cov = covariances(batch.columns["old_logprobs"][places], batch.columns["advantages"][places])
-    share, low, high = section.cov_share, section.cov_low, section.cov_high
-    assert share is not None, "the section is not resolved"
-    if section.loss == "clip_cov":
-        assert low is not None and high is not None, "the section is not resolved"
-        chosen = choose_clip_cov(cov, share, low, high, np.random.default_rng(seed))
-    else:
-        chosen = choose_kl_cov(cov, share)
-    selected[places[chosen]] = 1.0
+    if places.size:
+        cov = covariances(batch.columns["old_logprobs"][places], batch.columns["advantages"][places])
+        selected[places[loss.select(cov, np.random.default_rng(seed))]] = 1.0
     return selected

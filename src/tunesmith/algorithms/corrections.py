@@ -14,76 +14,144 @@ rejecting more makes the step smaller instead of the rest louder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Annotated, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from tunesmith.algorithms.advantages import Floats
 from tunesmith.algorithms.losses import MAX_LOG_RATIO
-from tunesmith.algorithms.registry import Registry
-
-CorrectionFn = Callable[[Floats, float, float], Floats]
-"""``(log w [n], low, high) -> weights [n]`` of the policy tokens of one sample, all finite."""
+from tunesmith.config.choice import Choice
 
 
-CORRECTIONS: Registry[CorrectionFn] = Registry()
-_register = CORRECTIONS.register
+class Correction(Choice):
+    """Weights for off-policy tokens: subclass it, give it fields with defaults and a ``__call__``."""
+
+    what = "correction"
+
+    def __call__(self, log_weights: Floats) -> Floats:
+        """Weights ``[n]`` of the policy tokens of one sample, from ``log w [n]``; all finite."""
+        raise NotImplementedError
+
+
+class NoCorrection(Correction):
+    """Every token weighs 1; no column is made."""
+
+    name = "none"
+    formula = "1"
+    use = "sampler and trainer agree"
+
+    def __call__(self, log_weights: Floats) -> Floats:
+        return np.ones_like(log_weights)
+
+
+High = Annotated[float, Field(gt=0)]
+Low = Annotated[float, Field(ge=0)]
+
+
+class _Truncated(Correction):
+    high: High = 2.0
+    """Upper bound C on the weight."""
+
+
+class _Bounded(Correction):
+    low: Low = 0.5
+    """Lower bound."""
+    high: High = 2.0
+    """Upper bound."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low = {self.low:g} has to be below high = {self.high:g}")
+        return self
 
 
 def _exp(log_weights: Floats) -> Floats:
     return np.exp(np.clip(log_weights, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def _inside(value: Floats, low: float, high: float) -> Floats:
-    return ((value >= low) & (value <= high)).astype(np.float64)
+class TokenTruncate(_Truncated):
+    """Truncated importance sampling, token by token."""
+
+    name = "token_truncate"
+    formula = "min(w, C)"
+    source = "TIS, https://fengyao.notion.site/off-policy-rl"
+    use = "sampler and trainer differ a little: another engine, quantised weights"
+
+    def __call__(self, log_weights: Floats) -> Floats:
+        return np.minimum(_exp(log_weights), self.high)
 
 
-def _everywhere(value: np.float64, log_weights: Floats) -> Floats:
-    return np.full_like(log_weights, value)
+class TokenClamp(_Bounded):
+    """As ``token_truncate``, with a lower bound."""
+
+    name = "token_clamp"
+    formula = "clip(w, low, high)"
+    source = "OpenRLHF (tis)"
+    use = "as token_truncate, and small weights should not vanish"
+
+    def __call__(self, log_weights: Floats) -> Floats:
+        return np.clip(_exp(log_weights), self.low, self.high)
 
 
-_UPPER = {"correction_high": 2.0}
-_BOUNDS = {"correction_low": 0.5, **_UPPER}
+class IcePop(_Bounded):
+    """Tokens outside the bounds are left out."""
+
+    name = "icepop"
+    formula = "w · 1[low ≤ w ≤ high]"
+    source = "IcePop, Ling Team 2025"
+    use = "mixtures of experts: leave out the tokens on which the two disagree"
+
+    high: High = 5.0
+
+    def __call__(self, log_weights: Floats) -> Floats:
+        weights = _exp(log_weights)
+        return weights * ((weights >= self.low) & (weights <= self.high))
 
 
-@_register("token_truncate", "min(w, C)", "TIS, https://fengyao.notion.site/off-policy-rl", keys=_UPPER)
-def token_truncate(log_weights: Floats, low: float, high: float) -> Floats:  # noqa: ARG001
-    return np.minimum(_exp(log_weights), high)
+class SequenceTruncate(_Truncated):
+    """The weight of the whole sequence on every one of its tokens."""
+
+    name = "sequence_truncate"
+    formula = "min(Πw, C) on every token"
+    source = "sequence TIS, verl"
+    use = "unbiased for short answers; the weight of a long one varies widely"
+
+    def __call__(self, log_weights: Floats) -> Floats:
+        return np.full_like(log_weights, np.minimum(_exp(log_weights.sum(keepdims=True)), self.high)[0])
 
 
-@_register("token_clamp", "clip(w, low, high)", "OpenRLHF (tis)", keys=_BOUNDS)
-def token_clamp(log_weights: Floats, low: float, high: float) -> Floats:
-    return np.clip(_exp(log_weights), low, high)
+class Geometric(_Bounded):
+    """The whole sequence or nothing of it, by its mean."""
+
+    name = "geometric"
+    formula = "1[low ≤ exp(mean log w) ≤ high]"
+    source = "geometric rejection, verl"
+    use = "only answers that both would have written: very strict"
+
+    low: Low = 0.999
+    high: High = 1.001
+
+    def __call__(self, log_weights: Floats) -> Floats:
+        mean = _exp(log_weights.mean(keepdims=True))[0]
+        return np.full_like(log_weights, float(self.low <= mean <= self.high))
 
 
-@_register("icepop", "w · 1[low ≤ w ≤ high]", "IcePop, Ling Team 2025", keys={**_BOUNDS, "correction_high": 5.0})
-def icepop(log_weights: Floats, low: float, high: float) -> Floats:
-    weights = _exp(log_weights)
-    return weights * _inside(weights, low, high)
+class SequenceMask(_Bounded):
+    """``geometric`` times ``token_clamp`` with one pair of bounds. OpenRLHF does not clip what it keeps."""
+
+    name = "sequence_mask"
+    formula = "1[low ≤ exp(mean log w) ≤ high] · clip(w, low, high)"
+    source = "OpenRLHF, verl"
+    use = "stale samples: leave out the answers that the policy has left behind"
+
+    def __call__(self, log_weights: Floats) -> Floats:
+        bounds = {"low": self.low, "high": self.high}
+        return Geometric(**bounds)(log_weights) * TokenClamp(**bounds)(log_weights)
 
 
-@_register("sequence_truncate", "min(Πw, C) on every token", "sequence TIS, verl", keys=_UPPER)
-def sequence_truncate(log_weights: Floats, low: float, high: float) -> Floats:  # noqa: ARG001
-    return _everywhere(np.minimum(_exp(log_weights.sum(keepdims=True)), high)[0], log_weights)
-
-
-@_register("sequence_mask", "1[low ≤ exp(mean log w) ≤ high] · clip(w, low, high)", "OpenRLHF, verl", keys=_BOUNDS)
-def sequence_mask(log_weights: Floats, low: float, high: float) -> Floats:
-    """The whole sequence or nothing of it, by its mean. OpenRLHF does not clip what it keeps."""
-    return geometric(log_weights, low, high) * token_clamp(log_weights, low, high)
-
-
-@_register(
-    "geometric",
-    "1[low ≤ exp(mean log w) ≤ high]",
-    "geometric rejection, verl",
-    keys={"correction_low": 0.999, "correction_high": 1.001},
-)
-def geometric(log_weights: Floats, low: float, high: float) -> Floats:
-    return _everywhere(_inside(_exp(log_weights.mean(keepdims=True)), low, high)[0], log_weights)
-
-
-def correction_weights(name: str, old_logprobs: Floats, sampler_logprobs: Floats, low: float, high: float) -> Floats:
+def correction_weights(correction: Correction, old_logprobs: Floats, sampler_logprobs: Floats) -> Floats:
     """Weights ``[n]`` of one sample's policy tokens.
 
     A token whose log-probabilities are not finite gets NaN, which takes it out of the loss
@@ -94,5 +162,5 @@ def correction_weights(name: str, old_logprobs: Floats, sampler_logprobs: Floats
     finite = np.isfinite(log_weights)
     weights = np.full_like(log_weights, np.nan)
     if finite.any():
-        weights[finite] = CORRECTIONS[name].fn(log_weights[finite], low, high)
+        weights[finite] = correction(log_weights[finite])
     return weights

@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from a reference, and a controller of its coefficient.
+"""The KL divergence from a reference: its settings, its estimators, and a controller of its coefficient.
 
 With ``δ = logπ − logπ_ref`` of a token the policy sampled (http://joschu.net/blog/kl-approx.html):
 ``k1 = δ``, ``k2 = δ²/2``, ``k3 = exp(−δ) − 1 + δ``. All three estimate the same value. As a loss only the
@@ -13,22 +13,76 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
 from tunesmith.algorithms.losses import MAX_LOG_RATIO
+from tunesmith.config.choice import Choice
+from tunesmith.config.values import PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_VALUE = 10.0
+HORIZON = 10_000
 
-KL_IN_LOSS = ("k2", "k3", "k1+", "k3+")
-"""k1 is refused here: its expected gradient on policy is zero."""
-KL_IN_REWARD = ("k1", "k2", "k3")
-"""A penalty in the reward has no gradient, so there is nothing for the straight-through forms to do."""
+
+class KL(Choice):
+    """Whether and where the policy is held near a reference."""
+
+    what = "KL"
+    usual = "loss"
+
+
+class NoKL(KL):
+    """No reference model is kept."""
+
+    name = "none"
+    use = "the policy may move far from where it started"
+
+
+class ReferenceKL(KL):
+    """A KL to the model the run started from, or to a later copy of the policy."""
+
+    coef: Annotated[float, Field(gt=0)] = 0.001
+    """Weight β of the KL; verl's default."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """Adapt ``coef`` so that the KL stays near this; none: a fixed coefficient."""
+    horizon: PositiveInt | None = None
+    """Rollouts over which an adaptive coefficient reacts, with ``target``; none: 10,000 (arXiv:1909.08593)."""
+    reference_every: PositiveInt | None = None
+    """Steps after which the policy becomes the reference; none: the starting model throughout."""
+
+    @model_validator(mode="after")
+    def _adaptive(self) -> Self:
+        if self.target is None and self.horizon is not None:
+            raise ValueError("horizon is that of an adaptive coefficient; add target, or leave horizon out")
+        return self
+
+
+class KLInLoss(ReferenceKL):
+    """A term of the loss, with a gradient of its own."""
+
+    name = "loss"
+    formula = "loss + β·KL"
+    use = "the usual choice"
+
+    estimator: Literal["k2", "k3", "k1+", "k3+"] = "k3"
+    """How the KL is estimated from sampled tokens. k1 is not among them: its expected gradient is zero."""
+
+
+class KLInReward(ReferenceKL):
+    """A penalty on every token of the reward, without a gradient of its own."""
+
+    name = "reward"
+    formula = "r_t − β·KL_t"
+    use = "estimators that read rewards token by token"
+
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """How the KL is estimated from sampled tokens. The straight-through forms differ only in the gradient."""
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -60,19 +114,27 @@ def _value(delta: Any, estimator: str, exp: Callable[[Any], Any]) -> Any:
 
 
 @dataclass(slots=True)
-class AdaptiveKLController:
-    """Keeps the KL near a target: ``β ← β·(1 + clip(KL/target − 1, ±0.2)·min(1, n/horizon))`` (arXiv:1909.08593)."""
+class KLController:
+    """The coefficient β. With a target it adapts: ``β ← β·(1 + clip(KL/target − 1, ±0.2)·min(1, n/horizon))``.
+
+    Source: arXiv:1909.08593.
+    """
 
     coef: float
-    target: float
-    horizon: int
+    target: float | None = None
+    horizon: int = HORIZON
+
+    @classmethod
+    def of(cls, kl: KL) -> Self:
+        """Of a run's settings; 0 without a KL."""
+        return cls(kl.coef, kl.target, kl.horizon or HORIZON) if isinstance(kl, ReferenceKL) else cls(0.0)
 
     def update(self, kl: float, samples: int) -> float:
         """Take in the mean KL of ``samples`` rollouts; return the new coefficient.
 
         A KL that is not finite changes nothing.
         """
-        if np.isfinite(kl):
+        if self.target is not None and np.isfinite(kl):
             error = float(np.clip(kl / self.target - 1.0, -0.2, 0.2))
             self.coef *= 1.0 + error * min(1.0, samples / self.horizon)
         return self.coef

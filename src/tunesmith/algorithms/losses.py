@@ -1,23 +1,27 @@
 """Policy losses: one number per token, before any mean.
 
-A loss takes a micro-batch and returns ``[N]`` values; the objective multiplies them with the weight column
-(``aggregation``) and adds up. Losses over a sequence reduce within ``sample``, which a micro-batch never
-cuts, and give every token of the sequence the sequence's loss: with ``seq_mean_token_mean`` weights that
-adds up to the mean over sequences.
+A loss is one class: its fields are its settings, and it takes a micro-batch and returns ``[N]`` values, which the
+objective multiplies with the weight column (``aggregation``) and adds up. Losses over a sequence reduce within
+``sample``, which a micro-batch never cuts, and give every token of the sequence the sequence's loss: with
+``seq_mean_token_mean`` weights that adds up to the mean over sequences.
 
-Everything here uses methods of the tensor, so that settings and the reference page can read the registry
-without loading torch. A new loss is one function with one ``@policy_loss`` line.
+Everything here uses methods of the tensor, so that settings and the reference page can read the classes without
+loading torch.
 
 Legend: ``d = logπ − logπ_old`` (clamped to ±20), ``ρ = exp(d)``, ``A`` advantage, ``sg`` stop-gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from tunesmith.algorithms.registry import Registry
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from tunesmith.config.choice import Choice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,19 +56,6 @@ class PolicyBatch:
         return (totals / counts.clamp(min=1.0))[self.sample]
 
 
-@dataclass(frozen=True, slots=True)
-class LossParams:
-    """Constants of the losses, named as in the settings; each loss reads its own (``Entry.settings``)."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
-    ratio_cap: float = 20.0
-    cov_kl_coef: float = 1.0
-
-
 class TokenLoss(NamedTuple):
     """``loss [N]`` with its gradient; where the bounds took effect, ``[N]`` bool, if the loss has bounds."""
 
@@ -73,191 +64,283 @@ class TokenLoss(NamedTuple):
     clipped_high: Tensor | None = None
 
 
-LossFunction = Callable[[PolicyBatch, LossParams], TokenLoss]
+class Loss(Choice):
+    """A policy loss: subclass it, give it fields with defaults and a ``__call__``."""
+
+    what = "loss"
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        """The loss of every token of a micro-batch, with its gradient; called once per forward pass."""
+        raise NotImplementedError
 
 
-POLICY_LOSSES: Registry[LossFunction] = Registry()
-policy_loss = POLICY_LOSSES.register
-
-CLIP: Mapping[str, float | None] = {"clip_low": 0.2, "clip_high": 0.2}
-TIGHT_CLIP: Mapping[str, float | None] = {"clip_low": 3e-4, "clip_high": 4e-4}
-SELECTION = frozenset({"selection"})
+Bound = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, params: LossParams) -> TokenLoss:
-    """PPO's pessimistic surrogate for any ratio."""
-    free = -ratio * advantages
-    bounded = -ratio.clamp(1.0 - params.clip_low, 1.0 + params.clip_high) * advantages
-    acts = bounded > free
-    return TokenLoss(free.maximum(bounded), acts & (ratio < 1.0), acts & (ratio > 1.0))
+class ClippedLoss(Loss):
+    """A loss with PPO's pessimistic clip of some ratio."""
+
+    clip_low: Bound = 0.2
+    """How far below 1 the ratio may fall before it is clipped."""
+    clip_high: Bound = 0.2
+    """How far above 1 the ratio may rise before it is clipped."""
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> TokenLoss:
+        """``max(−ρA, −clip(ρ, 1−ε_low, 1+ε_high)A)`` for any ratio ``[N]``."""
+        free = -ratio * advantages
+        bounded = -ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantages
+        acts = bounded > free
+        return TokenLoss(free.maximum(bounded), acts & (ratio < 1.0), acts & (ratio > 1.0))
 
 
-@policy_loss(
-    "ppo",
-    "max(−ρA, −clip(ρ, 1−ε_low, 1+ε_high)A); with dual clip min(·, −cA) where A < 0",
-    "PPO, arXiv:1707.06347; dual clip arXiv:1912.09729",
-    keys={**CLIP, "dual_clip": None},
-)
-def ppo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
+class PPO(ClippedLoss):
     """Clipped surrogate. Dual clip is off unless set (verl has it on with c = 3)."""
-    token = _clipped(batch.log_ratio.exp(), batch.advantages, params)
-    if params.dual_clip is None:
-        return token
-    bound = -params.dual_clip * batch.advantages
-    dual = token.loss.minimum(bound).where(batch.advantages < 0, token.loss)
-    return token._replace(loss=dual)
+
+    name = "ppo"
+    formula = "max(−ρA, −clip(ρ, 1−ε_low, 1+ε_high)A); with dual clip min(·, −cA) where A < 0"
+    source = "PPO, arXiv:1707.06347; dual clip arXiv:1912.09729"
+    use = "several optimizer steps per batch; the usual choice"
+
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound on the loss of tokens with a negative advantage."""
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        token = self.clipped(batch.log_ratio.exp(), batch.advantages)
+        if self.dual_clip is None:
+            return token
+        bound = -self.dual_clip * batch.advantages
+        return token._replace(loss=token.loss.minimum(bound).where(batch.advantages < 0, token.loss))
 
 
-@policy_loss("gpg", "−A logπ", "GPG, arXiv:2504.02546")
-@policy_loss("reinforce", "−A logπ", "Williams 1992")
-def reinforce(batch: PolicyBatch, params: LossParams) -> TokenLoss:  # noqa: ARG001
-    """The plain policy gradient, which is GPG's too. Off policy the correction column weighs it, as every loss."""
-    return TokenLoss(-batch.advantages * batch.logprobs)
+class Reinforce(Loss):
+    """The plain policy gradient. Off policy the correction column weighs it, as every loss."""
+
+    name = "reinforce"
+    formula = "−A logπ"
+    source = "Williams 1992"
+    use = "one optimizer step per batch; with a correction also off policy"
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        return TokenLoss(-batch.advantages * batch.logprobs)
 
 
-@policy_loss(
-    "gspo",
-    "−min(sA, clip(s, 1−ε_low, 1+ε_high)A), s = exp(mean_t d)",
-    "GSPO, arXiv:2507.18071",
-    keys=TIGHT_CLIP,
-)
-def gspo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
+class GPG(Reinforce):
+    """The same formula; GPG's difference is in its advantages."""
+
+    name = "gpg"
+    source = "GPG, arXiv:2504.02546"
+    use = "one optimizer step per batch"
+
+
+class GSPO(ClippedLoss):
     """Every token carries its sequence's loss; the ratio is that of the sequence, per token of length."""
-    ratio = batch.sequence_mean(batch.log_ratio).exp()
-    return _clipped(ratio, batch.sequence_mean(batch.advantages), params)
+
+    name = "gspo"
+    formula = "−min(sA, clip(s, 1−ε_low, 1+ε_high)A), s = exp(mean_t d)"
+    source = "GSPO, arXiv:2507.18071"
+    use = "mixtures of experts, long answers: token ratios are noisy there"
+
+    clip_low: Bound = 3e-4
+    clip_high: Bound = 4e-4
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        ratio = batch.sequence_mean(batch.log_ratio).exp()
+        return self.clipped(ratio, batch.sequence_mean(batch.advantages))
 
 
-@policy_loss(
-    "gspo_token",
-    "ppo with ρ_t = sg(s)·exp(logπ_t − sg(logπ_t))",
-    "GSPO-token, arXiv:2507.18071",
-    keys=TIGHT_CLIP,
-)
-def gspo_token(batch: PolicyBatch, params: LossParams) -> TokenLoss:
+class GSPOToken(ClippedLoss):
     """GSPO's ratio with an advantage per token; the same gradient where the advantage is the sequence's."""
-    ratio = batch.sequence_mean(batch.log_ratio).exp().detach()
-    return _clipped(ratio * (batch.logprobs - batch.logprobs.detach()).exp(), batch.advantages, params)
+
+    name = "gspo_token"
+    formula = "ppo with ρ_t = sg(s)·exp(logπ_t − sg(logπ_t))"
+    source = "GSPO-token, arXiv:2507.18071"
+    use = "as gspo, where advantages differ from token to token"
+
+    clip_low: Bound = 3e-4
+    clip_high: Bound = 4e-4
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        ratio = batch.sequence_mean(batch.log_ratio).exp().detach()
+        return self.clipped(ratio * (batch.logprobs - batch.logprobs.detach()).exp(), batch.advantages)
 
 
-@policy_loss(
-    "gmpo",
-    "−A exp(mean_t d̂), d̂ = d clipped to ±ε only where that lowers A·d",
-    "GMPO, arXiv:2507.20673",
-    keys={"clip_low": 0.4, "clip_high": 0.4},
-)
-def gmpo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
+class GMPO(Loss):
     """Geometric mean of the ratios, clipped in log space on the side the advantage pushes to.
 
     An off-policy correction multiplies token by token here; verl takes its geometric mean.
     """
-    advantages = batch.sequence_mean(batch.advantages)
-    d, sign = batch.log_ratio, advantages.sign()
-    bounded = d.clamp(-params.clip_low, params.clip_high)
-    pessimistic = sign * (sign * d).minimum(sign * bounded)
-    loss = -advantages * batch.sequence_mean(pessimistic).exp()
-    acts = pessimistic != d
-    return TokenLoss(loss, acts & (advantages < 0), acts & (advantages > 0))
+
+    name = "gmpo"
+    formula = "−A exp(mean_t d̂), d̂ = d clipped to ±ε only where that lowers A·d"
+    source = "GMPO, arXiv:2507.20673"
+    use = "a few outlying tokens upset ppo"
+
+    clip_low: Bound = 0.4
+    """How far below 0 the log-ratio may fall before it is clipped."""
+    clip_high: Bound = 0.4
+    """How far above 0 the log-ratio may rise before it is clipped."""
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        advantages = batch.sequence_mean(batch.advantages)
+        d, sign = batch.log_ratio, advantages.sign()
+        bounded = d.clamp(-self.clip_low, self.clip_high)
+        pessimistic = sign * (sign * d).minimum(sign * bounded)
+        loss = -advantages * batch.sequence_mean(pessimistic).exp()
+        acts = pessimistic != d
+        return TokenLoss(loss, acts & (advantages < 0), acts & (advantages > 0))
 
 
-@policy_loss(
-    "gepo",
-    "ppo per sequence with ratio p / (Σq² / Σq) over the group",
-    "GEPO, arXiv:2508.17850",
-    keys=CLIP,
-    needs=frozenset({"group", "group_logprobs"}),
-)
-def gepo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
+class GEPO(ClippedLoss):
     """The sampling probability in the ratio is its expectation over the group, which hardly ever vanishes.
 
-    ``p`` and ``q`` are length-normalised sequence probabilities, ``exp(mean_t logπ)``, as in the authors'
-    code; everything stays in log space.
+    ``p`` and ``q`` are length-normalised sequence probabilities, ``exp(mean_t logπ)``, as in the authors' code;
+    everything stays in log space.
     """
-    assert batch.group_logprob is not None, "gepo reads the column group_logprob"
-    log_ratio = batch.sequence_mean(batch.logprobs) - batch.group_logprob
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return _clipped(ratio, batch.sequence_mean(batch.advantages), params)
+
+    name = "gepo"
+    formula = "ppo per sequence with ratio p / (Σq² / Σq) over the group"
+    source = "GEPO, arXiv:2508.17850"
+    use = "very stale samples, many machines"
+    needs = frozenset({"group", "group_logprobs"})
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        assert batch.group_logprob is not None, "gepo reads the column group_logprob"
+        log_ratio = batch.sequence_mean(batch.logprobs) - batch.group_logprob
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return self.clipped(ratio, batch.sequence_mean(batch.advantages))
 
 
-@policy_loss(
-    "cispo",
-    "−sg(clip(ρ, 1−ε_low, 1+ε_high)) A logπ",
-    "CISPO, MiniMax-M1, arXiv:2506.13585",
-    keys={"clip_low": 1.0, "clip_high": 4.0},
-)
-def cispo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
+class CISPO(Loss):
     """Clips the weight and keeps every token's gradient.
 
     The defaults bound the weight to [0, 5]: no lower bound, as in the paper, and ScaleRL's upper bound
     (arXiv:2510.13786). TRL's ``epsilon_high`` is the bound itself, 1 + ε_high here.
     """
-    ratio = batch.log_ratio.detach().exp()
-    bounded = ratio.clamp(1.0 - params.clip_low, 1.0 + params.clip_high)
-    return TokenLoss(-bounded * batch.advantages * batch.logprobs, ratio < bounded, ratio > bounded)
+
+    name = "cispo"
+    formula = "−sg(clip(ρ, 1−ε_low, 1+ε_high)) A logπ"
+    source = "CISPO, MiniMax-M1, arXiv:2506.13585"
+    use = "long reasoning, where ppo would drop the rare tokens that turn an answer"
+
+    clip_low: Bound = 1.0
+    """How far below 1 a token's weight may fall."""
+    clip_high: Bound = 4.0
+    """How far above 1 a token's weight may rise."""
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        ratio = batch.log_ratio.detach().exp()
+        bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        return TokenLoss(-bounded * batch.advantages * batch.logprobs, ratio < bounded, ratio > bounded)
 
 
-@policy_loss(
-    "sapo",
-    "−A (4/τ) σ(τ(ρ − 1)), τ by the sign of A",
-    "SAPO, arXiv:2511.20347",
-    keys={"tau_positive": 1.0, "tau_negative": 1.05},
-)
-def sapo(batch: PolicyBatch, params: LossParams) -> TokenLoss:
+class SAPO(Loss):
     """A smooth gate instead of a clip; slope 1 at ρ = 1."""
-    advantages = batch.advantages
-    tau = advantages.new_full(advantages.shape, params.tau_negative)
-    tau = tau.masked_fill(advantages > 0, params.tau_positive)
-    gate = (tau * (batch.log_ratio.exp() - 1.0)).sigmoid() * (4.0 / tau)
-    return TokenLoss(-gate * advantages)
+
+    name = "sapo"
+    formula = "−A (4/τ) σ(τ(ρ − 1)), τ by the sign of A"
+    source = "SAPO, arXiv:2511.20347"
+    use = "ppo's hard clip makes training jumpy"
+
+    tau_positive: Positive = 1.0
+    """Temperature of the gate where the advantage is positive."""
+    tau_negative: Positive = 1.05
+    """Temperature of the gate where the advantage is negative."""
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        advantages = batch.advantages
+        tau = advantages.new_full(advantages.shape, self.tau_negative)
+        tau = tau.masked_fill(advantages > 0, self.tau_positive)
+        gate = (tau * (batch.log_ratio.exp() - 1.0)).sigmoid() * (4.0 / tau)
+        return TokenLoss(-gate * advantages)
 
 
-@policy_loss(
-    "dppo_tv",
-    "−A sg(min(ρ, c)) logπ · 1[π − π_old ≤ ε_high if A > 0, ≥ −ε_low otherwise]",
-    "DPPO, arXiv:2602.04879",
-    keys={"clip_low": 0.15, "clip_high": 0.15, "ratio_cap": 20.0},
-)
-def dppo_tv(batch: PolicyBatch, params: LossParams) -> TokenLoss:
+class DPPO(Loss):
     """A trust region in probability (binary total variation) instead of in the ratio."""
-    advantages = batch.advantages
-    ratio = batch.log_ratio.detach().exp().clamp(max=params.ratio_cap)
-    moved = batch.logprobs.detach().exp() - batch.old_logprobs.exp()
-    high = (advantages > 0) & (moved > params.clip_high)
-    low = (advantages <= 0) & (moved < -params.clip_low)
-    inside = (~(high | low)).to(ratio.dtype)
-    return TokenLoss(-advantages * ratio * batch.logprobs * inside, low, high)
+
+    name = "dppo_tv"
+    formula = "−A sg(min(ρ, c)) logπ · 1[π − π_old ≤ ε_high if A > 0, ≥ −ε_low otherwise]"
+    source = "DPPO, arXiv:2602.04879"
+    use = "rare tokens should move far, frequent ones should not"
+
+    clip_low: Bound = 0.15
+    """How far a token's probability may fall before its gradient stops."""
+    clip_high: Bound = 0.15
+    """How far a token's probability may rise before its gradient stops."""
+    ratio_cap: Positive = 20.0
+    """Largest ratio that weighs a token."""
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        advantages = batch.advantages
+        ratio = batch.log_ratio.detach().exp().clamp(max=self.ratio_cap)
+        moved = batch.logprobs.detach().exp() - batch.old_logprobs.exp()
+        high = (advantages > 0) & (moved > self.clip_high)
+        low = (advantages <= 0) & (moved < -self.clip_low)
+        inside = (~(high | low)).to(ratio.dtype)
+        return TokenLoss(-advantages * ratio * batch.logprobs * inside, low, high)
 
 
-@policy_loss(
-    "clip_cov",
-    "ppo, and 0 on a random 2e-4 of the tokens with cov(logπ, A) in (1, 5)",
-    "Clip-Cov, arXiv:2505.22617",
-    keys={**CLIP, "cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
-    needs=SELECTION,
-)
-def clip_cov(batch: PolicyBatch, params: LossParams) -> TokenLoss:
+class SelectingLoss(Loss):
+    """A loss that treats a few tokens otherwise, chosen once per rollout batch: the column ``selected``."""
+
+    needs = frozenset({"selection"})
+
+    cov_share: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    """Share of the tokens that are chosen."""
+
+    @abstractmethod
+    def select(self, covariances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.intp]:
+        """Places of the chosen tokens, from every token's share ``[N]`` of cov(logπ_old, A) over the batch."""
+
+
+class ClipCov(SelectingLoss, ClippedLoss):
     """Leaves out tokens that would cost the most entropy.
 
-    Deliberately other than verl: the tokens are chosen once, from the old log-probabilities of the whole
-    rollout batch, instead of in each micro-batch from the current ones; so the loss does not depend on the
-    split. A chosen token that the ratio clips anyway is not replaced by another.
+    Deliberately other than verl: the tokens are chosen once, from the old log-probabilities of the whole rollout
+    batch, instead of in each micro-batch from the current ones; so the loss does not depend on the split. A chosen
+    token that the ratio clips anyway is not replaced by another.
     """
-    assert batch.selected is not None, "clip_cov reads the column selected"
-    token = _clipped(batch.log_ratio.exp(), batch.advantages, params)
-    return token._replace(loss=token.loss * (1.0 - batch.selected))
+
+    name = "clip_cov"
+    formula = "ppo, and 0 on a random 2e-4 of the tokens with cov(logπ, A) in (1, 5)"
+    source = "Clip-Cov, arXiv:2505.22617"
+    use = "entropy falls too fast"
+
+    cov_low: float = 1.0
+    """Lower bound of the covariance that tokens are drawn from."""
+    cov_high: float = 5.0
+    """Upper bound of the covariance that tokens are drawn from."""
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        assert batch.selected is not None, "clip_cov reads the column selected"
+        token = self.clipped(batch.log_ratio.exp(), batch.advantages)
+        return token._replace(loss=token.loss * (1.0 - batch.selected))
+
+    def select(self, covariances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.intp]:
+        """A random share of all tokens (at least one) among those with a covariance between the bounds."""
+        candidates = np.flatnonzero((covariances > self.cov_low) & (covariances < self.cov_high))
+        return rng.permutation(candidates)[: max(int(self.cov_share * covariances.size), 1)]
 
 
-@policy_loss(
-    "kl_cov",
-    "−ρA, plus c|d| on the 2e-4 of the tokens with the highest cov(logπ, A)",
-    "KL-Cov, arXiv:2505.22617",
-    keys={"cov_share": 2e-4, "cov_kl_coef": 1.0},
-    needs=SELECTION,
-)
-def kl_cov(batch: PolicyBatch, params: LossParams) -> TokenLoss:
+class KLCov(SelectingLoss):
     """Holds back the tokens that would cost the most entropy; they are chosen as for ``clip_cov``."""
-    assert batch.selected is not None, "kl_cov reads the column selected"
-    d = batch.log_ratio
-    return TokenLoss(-d.exp() * batch.advantages + params.cov_kl_coef * batch.selected * d.abs())
+
+    name = "kl_cov"
+    formula = "−ρA, plus c|d| on the 2e-4 of the tokens with the highest cov(logπ, A)"
+    source = "KL-Cov, arXiv:2505.22617"
+    use = "entropy falls too fast; steadier than clip_cov"
+
+    cov_kl_coef: Bound = 1.0
+    """Weight of the KL on the chosen tokens."""
+
+    def __call__(self, batch: PolicyBatch) -> TokenLoss:
+        assert batch.selected is not None, "kl_cov reads the column selected"
+        d = batch.log_ratio
+        return TokenLoss(-d.exp() * batch.advantages + self.cov_kl_coef * batch.selected * d.abs())
+
+    def select(self, covariances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.intp]:  # noqa: ARG002
+        """The share of all tokens (at least one) with the highest covariance; ties by place."""
+        return np.argsort(-covariances, kind="stable")[: max(int(self.cov_share * covariances.size), 1)]
 
 
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float | None) -> TokenLoss:

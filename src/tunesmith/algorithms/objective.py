@@ -20,13 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tunesmith.algorithms.kl import kl_loss
-from tunesmith.algorithms.losses import POLICY_LOSSES, LossFunction, LossParams, PolicyBatch, TokenLoss, value_loss
+from tunesmith.algorithms.kl import KLInLoss, kl_loss
+from tunesmith.algorithms.losses import Loss, PolicyBatch, TokenLoss, value_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tunesmith.config.schema import AlgorithmSection
+    from tunesmith.config.algorithm import AlgorithmSection
     from tunesmith.data.forest import Forest, Predictions
 
 TensorMetrics = dict[str, "Tensor"]
@@ -65,16 +65,6 @@ class _Tokens:
         return {prefix + name: self.mean(acts) for name, acts in sides.items() if acts is not None}
 
 
-def needs_entropy(section: AlgorithmSection) -> bool:
-    """Whether the backend has to compute the entropy of every prediction."""
-    return bool(section.entropy_coef)
-
-
-def needs_reference(section: AlgorithmSection) -> bool:
-    """Whether samples need ``ref_logprobs``, in the loss or in the reward."""
-    return bool(section.kl_coef)
-
-
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
     """A policy loss, and what is added to it.
@@ -82,8 +72,7 @@ class PolicyObjective:
     ``kl_coef`` and ``kl_estimator`` are those of a KL in the loss.
     """
 
-    loss: LossFunction
-    params: LossParams
+    loss: Loss
     kl_coef: float = 0.0
     kl_estimator: str | None = None
     entropy_coef: float = 0.0
@@ -104,7 +93,7 @@ class PolicyObjective:
             selected=tokens.find("selected"),
             group_logprob=tokens.find("group_logprob"),
         )
-        token = self.loss(batch, self.params)
+        token = self.loss(batch)
         total = token.loss if correction is None else token.loss * correction
         metrics = _policy_metrics(batch, token, tokens) | {"policy_loss": (weight * total.detach()).sum()}
         if reference is not None:
@@ -124,20 +113,12 @@ class PolicyObjective:
         return (weight * total).sum(), metrics
 
 
-def policy_objective(section: AlgorithmSection, *, kl_coef: float | None = None) -> PolicyObjective:
+def policy_objective(algorithm: AlgorithmSection, *, kl_coef: float | None = None) -> PolicyObjective:
     """The objective of a resolved section. ``kl_coef`` replaces the section's (an adaptive controller's)."""
-    assert section.loss is not None, "the section is not resolved"
-    loss = POLICY_LOSSES[section.loss]
-    names = loss.settings.keys() & LossParams.__dataclass_fields__.keys()
-    params = LossParams(**{name: getattr(section, name) for name in names})
-    coef = (section.kl_coef or 0.0) if kl_coef is None else kl_coef
-    return PolicyObjective(
-        loss.fn,
-        params,
-        coef if section.kl_in == "loss" else 0.0,
-        section.kl_estimator,
-        section.entropy_coef or 0.0,
-    )
+    kl, bonus = algorithm.kl, algorithm.entropy_coef
+    if isinstance(kl, KLInLoss):
+        return PolicyObjective(algorithm.loss, kl.coef if kl_coef is None else kl_coef, kl.estimator, bonus)
+    return PolicyObjective(algorithm.loss, entropy_coef=bonus)
 
 
 def _policy_metrics(batch: PolicyBatch, token: TokenLoss, tokens: _Tokens) -> TensorMetrics:

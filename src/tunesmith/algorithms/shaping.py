@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from tunesmith.config.section import Section
+from tunesmith.config.values import PositiveInt
 from tunesmith.types import FinishReason
 
 
-def overlong_penalty(length: int, max_new_tokens: int, buffer: int, factor: float) -> float:
-    """What to add to the reward of a completion of ``length`` tokens: 0, down to ``-factor`` at the limit.
+class OverlongRamp(Section):
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13).
 
-    DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): over the last ``buffer`` tokens before
-    ``max_new_tokens`` it falls linearly. ``buffer=0`` is off.
-
-    Example:
-        >>> overlong_penalty(length=90, max_new_tokens=100, buffer=20, factor=1.0)
-        -0.5
+    Over the last ``buffer`` tokens before the length limit the reward falls linearly.
     """
-    exceed = length - (max_new_tokens - buffer)
-    return -min(exceed, buffer) / buffer * factor if buffer and exceed > 0 else 0.0
+
+    buffer: PositiveInt | None = None
+    """Tokens before ``rollout.max_new_tokens`` over which the reward ramps down; none: a fifth of it, as in DAPO."""
+    factor: float = 1.0
+    """How much reward the ramp takes away at the limit."""
+
+    def length(self, max_new_tokens: int) -> int:
+        """Tokens of the ramp."""
+        return self.buffer or max(1, max_new_tokens // 5)
+
+    def penalty(self, length: int, max_new_tokens: int) -> float:
+        """What to add to the reward of a completion of ``length`` tokens: 0, down to ``-factor`` at the limit.
+
+        Example:
+            >>> OverlongRamp(buffer=20).penalty(length=90, max_new_tokens=100)
+            -0.5
+        """
+        buffer = self.length(max_new_tokens)
+        return -min(max(length - (max_new_tokens - buffer), 0), buffer) / buffer * self.factor
 
 
 def stop_properly(reward: float, finish_reason: FinishReason, coef: float) -> float:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.assembly.common import limits_of, load_model, load_tokenizer, make_backend, make_learner
 from tunesmith.backends.base import TrainBackend
 from tunesmith.backends.torch import TorchBackend
@@ -52,9 +51,9 @@ def make_critic(
         ConfigError: the model of ``critic.path`` has another vocabulary than the policy.
         ModelError: it cannot be loaded.
     """
-    if "critic" not in algorithm_needs(config.algorithm):
+    if "critic" not in config.algorithm.needs:
         return None
-    section, clip = config.critic, config.algorithm.value_clip or None
+    section, clip = config.critic, config.critic.value_clip or None
     if section.shared_trunk:
         return Critic(policy, 0, clip, section.value_coef)
     _check_tokens(config, tokenizer)

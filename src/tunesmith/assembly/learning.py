@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from tunesmith.algorithms.advantages import ESTIMATORS
-from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.data.preference import Comparison
@@ -26,9 +24,8 @@ def learning_facts(config: RunConfig, tokenizer: Any, items: Sequence[Any]) -> F
     if not isinstance(config, RLConfig):
         return Facts(reach=reach, lr=train.lr, unknown=unknown)
     algorithm = config.algorithm
-    needs, reads = algorithm_needs(algorithm), ESTIMATORS[str(algorithm.advantage)].settings
-    by_turn = config.environment.used and "gamma" in reads
-    shaped = bool(algorithm.overlong_buffer) or algorithm.stop_properly is not None
+    needs, by_turn = algorithm.needs, config.environment.used and algorithm.advantage.by_turn
+    shaped = bool(algorithm.overlong) or algorithm.stop_properly is not None
     return Facts(
         rollouts=True,
         rewarded=not isinstance(config, DistillConfig),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.algorithms.objective import needs_entropy, needs_reference
 from tunesmith.assembly.common import load_model, make_backend
 from tunesmith.assembly.critic import make_value_head
 from tunesmith.assembly.teacher import compare_with, load_teacher
@@ -28,7 +27,7 @@ def policy_backend(
     from tunesmith.models.causal_lm import CausalLM
 
     # With an adapter the reference is the same model without it.
-    frozen = reference and needs_reference(config.algorithm) and not config.lora.on
+    frozen = reference and config.algorithm.reference is not None and not config.lora.on
     teacher = load_teacher(config, tokenizer) if isinstance(config, DistillConfig) else None
     # Distilling on the student's samples is a KL penalty in the reward: the teacher takes the reference's place.
     reference_model = teacher or (load_model(CausalLM, config, tokenizer) if frozen else None)
@@ -46,7 +45,7 @@ def policy_predict(config: RLConfig, value_head: nn.Linear | None = None) -> Cal
     return partial(
         CausalLM.predict,
         temperature=config.rollout.temperature,
-        entropy=needs_entropy(config.algorithm),
+        entropy=bool(config.algorithm.entropy_coef),
         chunk=config.system.logprob_chunk,
         value_head=value_head,
     )

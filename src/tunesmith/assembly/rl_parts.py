@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tunesmith.algorithms.kl import AdaptiveKLController
+from tunesmith.algorithms.kl import KLController
 from tunesmith.assembly.cluster import remote_critic, remote_engines, remote_reward_model, remote_trainer
 from tunesmith.assembly.common import load_model, make_learner
 from tunesmith.assembly.critic import make_critic
@@ -48,7 +48,7 @@ async def make_rl_parts(
 ) -> tuple[RLParts, RolloutSource]:
     """Load the models, start the engine and continue from the session's checkpoint. The caller closes the engine."""
     config, tokenizer, train = run.config, run.tokenizer, run.train
-    algorithm, rollout = config.algorithm, config.rollout
+    dynamic_filter, rollout = config.algorithm.dynamic_filter, config.rollout
     learner, engine = _learner_and_engine(run, session, cluster)
     async with AsyncExitStack() as on_failure:
         on_failure.push_async_callback(engine.close)
@@ -58,11 +58,12 @@ async def make_rl_parts(
         sampling = make_sampling(rollout, tokenizer, rollout.temperature)
         gate = Gate(engine, partial=rollout.partial) if rollout.max_staleness else None
         decode: Callable[[Sequence[int]], str] = partial(tokenizer.decode, skip_special_tokens=True)
+        resting = dynamic_filter.rest_epochs or 0 if dynamic_filter else 0
         tasks = train.loader(shuffle=config.data.shuffle, seed=config.data.seed)
         parts = RLParts(
             config=config,
             sampling=sampling,
-            tasks=Curriculum(tasks, algorithm.rest_epochs or 0),
+            tasks=Curriculum(tasks, resting),
             rewards=rewards,
             collector=Collector(
                 gate or engine,
@@ -75,7 +76,7 @@ async def make_rl_parts(
             ),
             learner=learner,
             critic=make_critic(config, session, tokenizer, learner, remote_value),
-            kl=AdaptiveKLController(algorithm.kl_coef or 0.0, algorithm.kl_target or 1.0, algorithm.kl_horizon or 1),
+            kl=KLController.of(config.algorithm.kl),
             evaluation=_evaluation(config, sampling, rewards, run.eval_items) if run.eval_items else None,
             canary=make_canary(config, engine, learner, train.items[0].prompt_ids),
             objective=objective_with_teacher(config),
@@ -90,8 +91,6 @@ def _learner_and_engine(
 ) -> tuple[Learner, RolloutEngine]:
     """What trains the policy and what samples with it, here or on a cluster."""
     config, tokenizer = run.config, run.tokenizer
-    algorithm = config.algorithm
-    assert algorithm.aggregation, "not resolved"
     if cluster:
         backend, limits = remote_trainer(cluster, config)
         engine = remote_engines(cluster, config, backend, session.note, session.timeline)
@@ -103,7 +102,7 @@ def _learner_and_engine(
         config,
         session,
         backend,
-        algorithm.aggregation,
+        config.algorithm.aggregation,
         optimizer_steps(config, config.train.steps),
         config.rollout.max_new_tokens,
         limits,

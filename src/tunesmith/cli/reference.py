@@ -67,15 +67,13 @@ def presets(
 
     Example: tunesmith presets grpo dapo
     """
-    from tunesmith.algorithms.presets import PRESETS
+    from tunesmith.algorithms.presets import PRESETS, find_preset
     from tunesmith.config.toml import toml_value
 
     for name in names or PRESETS:
-        if name not in PRESETS:
-            raise ConfigError(f"there is no preset '{name}'.{nearest(name, PRESETS)}")
-        preset = PRESETS[name]
+        preset = find_preset(name)
         print(name)
-        _wrapped(preset.description, 4)
+        _wrapped(preset.text, 4)
         _wrapped(", ".join(f"{key} = {toml_value(value)}" for key, value in preset.settings.items()), 4)
         _wrapped(f"source: {preset.source}", 4)
 

@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tunesmith.config.choice import Choice
 from tunesmith.config.problems import KeyPath
 from tunesmith.errors import shortened
 from tunesmith.redact import redact_values
@@ -43,6 +44,9 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
             least = " of one or more" if any(isinstance(m, MinLen) for m in metadata) else ""
             return f"a list{least}, each item {describe(items[0])}"
         return f"a list of {len(items)}, each {describe(items[0])}"
+    if names := names_of(annotation):
+        own = "" if "none" in names and annotation.usual else ", 'file.py:Class'"
+        return f"one of {', '.join(map(repr, names))}{own}, or a table with type"
     if is_section(annotation):
         return f"a table with the keys {', '.join(annotation.model_fields)}"
     return _WORDS.get(annotation, "something else") + _bounds(metadata)
@@ -50,15 +54,16 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
 
 def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
     """The field that a path of keys leads to; None where it leads nowhere."""
-    field: FieldInfo | None = None
-    for part in path:
-        if isinstance(part, int):
-            continue
-        sections = [model] if field is None else list(sections_of(field.annotation))
-        field = next((s.model_fields[part] for s in sections if part in s.model_fields), None)
-        if field is None:
-            return None
-    return field
+    return next(iter(fields_at(model, path)), None)
+
+
+def fields_at(model: type[BaseModel], path: KeyPath) -> list[FieldInfo]:
+    """The fields that a path may lead to: several where types of a choice share a key."""
+    sections, fields = [model], list[FieldInfo]()
+    for part in (part for part in path if not isinstance(part, int)):
+        fields = [s.model_fields[part] for s in sections if part in s.model_fields]
+        sections = [section for field in fields for section in sections_of(field.annotation)]
+    return fields
 
 
 def describe_at(model: type[BaseModel], path: KeyPath) -> str:
@@ -77,18 +82,29 @@ def describe_at(model: type[BaseModel], path: KeyPath) -> str:
 
 def choices_at(model: type[BaseModel], path: KeyPath) -> list[str]:
     """The valid spellings where a value is one of a few."""
-    field = field_at(model, path)
-    found = alternatives(field.annotation) if field else iter(())
-    return [str(c) for a in found if get_origin(a) is Literal for c in get_args(a)]
+    found = [a for field in fields_at(model, path) for a in alternatives(field.annotation)]
+    return [str(c) for a in found for c in (get_args(a) if get_origin(a) is Literal else names_of(a))]
+
+
+def names_of(annotation: Any) -> list[str]:
+    """The names of a family of choices; of anything else, none."""
+    return list(annotation.types) if isinstance(annotation, type) and issubclass(annotation, Choice) else []
 
 
 def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
     """The sections inside an annotation: of a union, of a tuple's items."""
     for alternative in alternatives(annotation):
         if is_section(alternative):
-            yield alternative
+            yield from getattr(alternative, "types", {}).values() or [alternative]
         elif get_origin(alternative) is tuple:
             yield from sections_of(get_args(alternative)[0])
+
+
+def tables_of(annotation: Any) -> list[type[BaseModel]]:
+    """Sections whose keys are settings: a section, the types of a choice, a table that ``false`` switches off."""
+    parts = list(alternatives(annotation))
+    tables = [a for a in parts if is_section(a) and (a is annotation or names_of(a) or Literal[False] in parts)]
+    return [section for table in tables for section in sections_of(table)]
 
 
 def is_section(annotation: Any) -> bool:

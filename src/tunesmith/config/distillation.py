@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from tunesmith.config.schema import AlgorithmSection, PositiveInt, RLConfig, RunConfig, SFTConfig, Share
+from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.config.schema import PositiveInt, RLConfig, RunConfig, SFTConfig, Share
 from tunesmith.config.section import Section, derived
 
 

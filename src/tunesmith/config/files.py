@@ -180,6 +180,17 @@ def _reward(text: str, bases: list[Path]) -> str:
     return _code(text, bases)
 
 
+def _choice(text: str, bases: list[Path]) -> str:
+    """A class of the user's own, or a name of the package's."""
+    if ":" not in text and text.endswith(".py"):
+        raise _NotFound(f"{text} names no class; write {text}:Name")
+    return _code(text, bases) if ":" in text else text
+
+
+def _preset(text: str, bases: list[Path]) -> str:
+    return _existing(text, bases) if text.endswith(".toml") else _choice(text, bases)
+
+
 def _code(text: str, bases: list[Path]) -> str:
     """``file.py:name`` of the user's own code; ``package.module:name`` is left as it is."""
     file, _, name = text.rpartition(":")
@@ -206,6 +217,8 @@ _FILES: dict[str, Callable[[str, list[Path]], str]] = {
     "rft.few_shot": _existing,
     "checkpoint.resume": _checkpoint,
     **{f"data.{name}{inner}": _data for name in ("train", "eval") for inner in ("", ".path", ".[]", ".[].path")},
+    "algorithm.name": _preset,
+    **{f"algorithm.{key}{inner}": _choice for key in ("advantage", "loss", "correction") for inner in ("", ".type")},
     "reward.functions.[]": _reward,
     "reward.models.[].path": _model,
     "environment.path": _code,

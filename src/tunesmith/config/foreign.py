@@ -23,6 +23,8 @@ FRAMEWORKS: Mapping[str, str] = {
     "accelerate": "accelerate",
 }
 """Their names in the data, and as people write them."""
+EARLIER = "tunesmith"
+"""Names that settings had in earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +130,8 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _names(entry: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    return {framework: tuple(entry[framework].split()) for framework in FRAMEWORKS if framework in entry}
+    return {framework: tuple(entry[framework].split()) for framework in (*FRAMEWORKS, EARLIER) if framework in entry}
 
 
 def _rest(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key not in FRAMEWORKS}
+    return {key: value for key, value in entry.items() if key not in (*FRAMEWORKS, EARLIER)}

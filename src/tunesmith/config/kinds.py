@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from tunesmith.config.describe import is_section, sections_of
+from tunesmith.config.describe import sections_of, tables_of
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
@@ -43,9 +43,12 @@ def commands_with(key: str) -> list[str]:
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of a configuration: ``run_dir``, ``model.path``, ..."""
-    keys: list[str] = []
+    """Every dotted key of a configuration: ``run_dir``, ``algorithm.loss``, ``algorithm.loss.clip_low``, ..."""
+    keys: dict[str, None] = {}
     for name, field in model.model_fields.items():
-        section = next(sections_of(field.annotation), None) if not prefix or is_section(field.annotation) else None
-        keys += all_keys(section, f"{prefix}{name}.") if section else [prefix + name]
-    return keys
+        key, annotation = prefix + name, field.annotation
+        tables = tables_of(annotation) if prefix else list(sections_of(annotation))[:1]
+        if not tables or (prefix and tables != [annotation]):
+            keys[key] = None
+        keys |= dict.fromkeys(inner for table in tables for inner in all_keys(table, f"{key}."))
+    return list(keys)

@@ -9,23 +9,25 @@ import datetime
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tunesmith.config.describe import choices_at, describe_at, show
+from tunesmith.config.describe import choices_at, describe_at, field_at, show, tables_of
 from tunesmith.config.distillation import distill_kind
 from tunesmith.config.files import locate_files
 from tunesmith.config.foreign import value_of
 from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.kinds import all_keys
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.problems import KeyPath, Problem, Source, dotted, key_lines, raise_problems
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.config.section import Section
 from tunesmith.config.shape import DEEPEST, shape_problems
-from tunesmith.config.unknown import explain_unknown
+from tunesmith.config.unknown import answer, explain_unknown
 from tunesmith.errors import ConfigError, boundary, nearest, shortened
 
 C = TypeVar("C", bound=RunConfig)
@@ -117,8 +119,8 @@ def read_source(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Sour
         raise ConfigError(f"{path} has too many lists and tables in each other") from None
     problems: list[Problem] = []
     said: dict[KeyPath, str] = {}
-    for override in overrides:
-        keys, value = parse_override(override)
+    parsed = [(*parse_override(override), override) for override in overrides]
+    for keys, value, override in sorted(parsed, key=lambda one: len(one[0])):  # a table before the keys in it
         said[keys] = override
         if blocked := _put(data, keys, value):
             found = show(_at(data, blocked))
@@ -153,10 +155,20 @@ def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | Non
     for depth, key in enumerate(keys[:-1], start=1):
         inner: Any = node.setdefault(key, {})
         if not isinstance(inner, dict):
-            return keys[:depth]
+            if (table := _opened(keys[:depth], inner)) is None:
+                return keys[:depth]
+            inner = node[key] = table
         node = cast(Tree, inner)
     node[keys[-1]] = value
     return None
+
+
+def _opened(path: tuple[str, ...], value: Any) -> Tree | None:
+    """The table that the name of a choice stands for, or a table's ``true``; None of anything else."""
+    field = field_at(RLConfig, path)
+    if field is None or not tables_of(field.annotation):
+        return None
+    return {"type": value} if isinstance(value, str) else {} if isinstance(value, bool) else None
 
 
 def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetails]) -> list[Problem]:
@@ -166,26 +178,47 @@ def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetail
         if error["type"] == "extra_forbidden":
             problems += explain_unknown(kind, path, _at(data, path))
             continue
-        if error["type"] == "missing" and isinstance(error["loc"][-1], str):
+        context = error.get("ctx", {})
+        if error["type"] == "choice_field":
+            text = _wrong_field(context, path, error["loc"][-1], data)
+        elif error["type"] == "missing" and isinstance(error["loc"][-1], str):
             path = (*path, error["loc"][-1])
             text = f"{dotted(path)} is missing: {describe_at(kind, path)}"
         elif error["type"] == "value_error":
-            text = f"{dotted(path)}: {error.get('ctx', {}).get('error', error['msg'])}"
+            text = f"{dotted(path)}: {context.get('error', error['msg'])}"
+        elif error["type"] == "choice_key":
+            text = _unknown_to_choice(kind, path, error["msg"])
         else:
             text = _wrong_value(kind, path, _at(data, path))
         problems.append(Problem(path, text))
     return problems
 
 
-def _wrong_value(kind: type[RunConfig], path: KeyPath, value: Any) -> str:
-    hint = ""
+def _wrong_field(context: Mapping[str, Any], path: KeyPath, key: str | int, data: Tree) -> str:
+    """Of a value in a choice's table: what it may be depends on the type."""
+    if context["missing"]:
+        return f"{dotted((*path, key))} is missing: {describe_at(context['kind'], (key,))}"
+    return _wrong_value(context["kind"], path, _at(data, path), path[-1:])
+
+
+def _unknown_to_choice(kind: type[RunConfig], path: KeyPath, text: str) -> str:
+    """Of a key that a choice's type does not have: another type may, or another framework may call a key so."""
+    name = dotted(path)
+    return f"{name}: {text}." if name in all_keys(kind) else answer(kind, name) or f"unknown key {name}: {text}."
+
+
+def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath = ()) -> str:
+    """Args: inner: the path within ``kind``, where that is a part of the configuration."""
+    hint, inner = "", inner or path
+    if isinstance(value, dict) and "type" in value:
+        value = cast(Tree, value)["type"]
     if isinstance(value, str):
-        choices = choices_at(kind, path)
+        choices = choices_at(kind, inner)
         hint = nearest(value, choices) if choices else _unquoted(value)
         hint = "" if hint.startswith(" Valid") else hint
     if ours := value_of(dotted(path), value):
         hint = f" Write {ours}."
-    return f"{dotted(path)} is {show(value)}; it must be {describe_at(kind, path)}.{hint}"
+    return f"{dotted(path)} is {show(value)}; it must be {describe_at(kind, inner)}.{hint}"
 
 
 def _unquoted(text: str) -> str:

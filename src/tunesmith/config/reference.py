@@ -9,15 +9,19 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from tunesmith.config.describe import describe_at, field_at, is_section, sections_of
+from tunesmith.config.choice import Choice
+from tunesmith.config.describe import describe_at, is_section, sections_of
 from tunesmith.config.kinds import KINDS, all_keys
+from tunesmith.config.section import DERIVED
+from tunesmith.config.toml import toml_value
 
 DOCS = Path(__file__).parent.parent / "docs"
 _PAGES = ("configuration", "generate", "rft", "preference")
@@ -74,18 +78,44 @@ def _plain(kind: str, default: str, meaning: str) -> tuple[str, str, str]:
 
 
 def _of_schema(kind: type[BaseModel], key: str) -> tuple[str, str, str]:
-    """The same of a key that no table has, with its docstring."""
-    *above, last = key.split(".")
+    """The same of a key that no table has, with its docstring; of a choice's key, by the types that have it."""
+    path = tuple(key.split("."))
     sections: list[type[BaseModel]] = [kind]
-    for part in above:
+    for part in path[:-1]:
         fields = [section.model_fields[part] for section in sections if part in section.model_fields]
         sections = [inner for field in fields for inner in sections_of(field.annotation)]
-    path = tuple(key.split("."))
-    field = field_at(kind, path)
-    assert field is not None
-    default = "required" if field.is_required() else "none" if field.default is None else str(field.default)
-    texts = [dict(_documented(made)) for section in sections for made in section.__mro__ if _ours(made)]
-    return describe_at(kind, path), default, next((found[last] for found in texts if last in found), "")
+    last = path[-1]
+    having = [section for section in sections if last in section.model_fields]
+    defaults = [(_name(section), _default(section.model_fields[last])) for section in having]
+    meanings = [(_name(section), _meaning(section, last)) for section in having]
+    kinds = [(_name(section), describe_at(section, (last,))) for section in having]
+    return _together(kinds, "{1} ({0})"), _together(defaults, "{1} ({0})"), _together(meanings, "{0}: {1}", always=True)
+
+
+def _name(section: type[BaseModel]) -> str:
+    """Of a choice's type; empty for other sections."""
+    return str(getattr(section, "name", "")) if issubclass(section, Choice) else ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return "none" if field.default is None else "derived" if field.default is DERIVED else toml_value(field.default)
+
+
+def _meaning(section: type[BaseModel], key: str) -> str:
+    texts = (dict(_documented(base)) for base in section.__mro__ if _ours(base))
+    return next((found[key] for found in texts if key in found), "").replace("``", "")
+
+
+def _together(texts: Sequence[tuple[str, str]], form: str, *, always: bool = False) -> str:
+    """What several types say of a key: each text once, with the types that it is of."""
+    by_text: dict[str, list[str]] = {}
+    for name, text in texts:
+        by_text.setdefault(text, []).append(name)
+    if len(by_text) == 1 and not (always and texts[0][0]):
+        return texts[0][1]
+    return "; ".join(form.format(", ".join(names), text.rstrip(".")) for text, names in by_text.items()) + always * "."
 
 
 def _ours(made: type) -> bool:

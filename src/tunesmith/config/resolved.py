@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
 
+from tunesmith.config.choice import Choice
+from tunesmith.config.describe import alternatives
 from tunesmith.config.files import same_path
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.toml import toml_key, toml_value
@@ -49,14 +51,21 @@ def settings(config: RunConfig, *, said_only: bool = False) -> dict[str, Any]:
 
 
 def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, said_only: bool) -> dict[str, Any]:
-    """A table in a section is spelt out key by key, but for one that holds tables itself, which is one value."""
+    """A table in a section is spelt out key by key, but for one that holds tables itself, which is one value.
+
+    A choice is its name, and a table that can be switched off is ``true``; their keys follow.
+    """
     found: dict[str, Any] = {}
-    for key in type(section).model_fields:
-        value = getattr(section, key, None)
-        if isinstance(value, BaseModel) and not (prefix and any(isinstance(v, BaseModel) for _, v in value)):
-            found |= _by_key(value, dumped[key], f"{prefix}{key}.", said_only)
-        elif not said_only or key in section.model_fields_set:
-            found[prefix + key] = dumped.get(key)
+    for key, info in type(section).model_fields.items():
+        value, name = getattr(section, key, None), prefix + key
+        said = key in section.model_fields_set
+        is_table = isinstance(value, BaseModel) and not (prefix and any(isinstance(v, BaseModel) for _, v in value))
+        if isinstance(value, Choice):
+            found |= {} if said_only and not (said and "type" in value.model_fields_set) else {name: value.name}
+        elif not is_table or (prefix and Literal[False] in alternatives(info.annotation)):
+            found |= {} if said_only and not said else {name: True if is_table else dumped.get(key)}
+        if isinstance(value, BaseModel) and is_table:
+            found |= _by_key(value, dumped[key], f"{name}.", said_only)
     return found
 
 
@@ -146,8 +155,10 @@ def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
 
 def config_text(resolved: Resolved[Any]) -> str:
     """A run file that says what was said, with the derived values as comments."""
-    said = _by_section({k: toml_value(redact_values(v)) for k, v in resolved.said.items() if v is not None})
-    derived = _by_section({d.key: f"{_shown(d.value)}  # {d.reason}" for d in resolved.derived})
+    given = {k: toml_value(redact_values(v)) for k, v in resolved.said.items() if v is not None}
+    tables = {key.rpartition(".")[0] for key in given} & given.keys()
+    said = _by_section({f"{k}.type" if k in tables else k: v for k, v in given.items() if (k, v) not in _on(tables)})
+    derived = _by_section({d.key: f"{_shown(d.value)}  # {d.reason}" for d in resolved.derived}, said)
     lines: list[str] = []
     for section in dict.fromkeys(["", *said, *derived]):
         if section:
@@ -157,10 +168,19 @@ def config_text(resolved: Resolved[Any]) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _by_section(values: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _on(tables: Iterable[str]) -> set[tuple[str, str]]:
+    """``table = true``, which the table's own header says."""
+    return {(table, "true") for table in tables}
+
+
+def _by_section(values: Mapping[str, str], opened: Collection[str] | None = None) -> dict[str, dict[str, str]]:
+    """By table; with ``opened``, keys of a table in a section that is not open are dotted keys of that section."""
     found: dict[str, dict[str, str]] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
+        if opened is not None and section not in opened and "." in section:
+            section, _, above = section.rpartition(".")
+            name = f"{above}.{name}"
         found.setdefault(section, {})[name] = value
     return found
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from tunesmith.config.algorithm import AlgorithmSection, CriticSection
 from tunesmith.config.monitor import MonitorSection
 from tunesmith.config.section import Section, derived
 from tunesmith.config.system import SystemSection
@@ -178,96 +179,6 @@ class EnvironmentSection(Section):
     @property
     def used(self) -> bool:
         return self.path is not None or bool(self.tools)
-
-
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-Correction = Literal[
-    "none", "token_truncate", "token_clamp", "icepop", "sequence_truncate", "sequence_mask", "geometric"
-]
-
-
-class AlgorithmSection(Section):
-    name: Text = "grpo"
-    """A preset: fills in every key below that is left out."""
-    advantage: str | None = None
-    loss: str | None = None
-    aggregation: Aggregation | None = None
-    clip_low: Annotated[float, Field(ge=0)] | None = None
-    clip_high: Annotated[float, Field(ge=0)] | None = None
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    kl_coef: Annotated[float, Field(ge=0)] | None = None
-    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] | None = None
-    kl_in: Literal["loss", "reward"] | None = None
-    kl_target: Annotated[float, Field(gt=0)] | None = None
-    """Adapt ``kl_coef`` so that the KL to the reference stays near this; None: a fixed coefficient."""
-    kl_horizon: PositiveInt | None = None
-    """Rollouts over which the adaptive coefficient reacts."""
-    entropy_coef: float | None = None
-    tau_positive: Annotated[float, Field(gt=0)] | None = None
-    """Gate temperature of ``sapo`` where the advantage is positive."""
-    tau_negative: Annotated[float, Field(gt=0)] | None = None
-    ratio_cap: Annotated[float, Field(gt=0)] | None = None
-    """Largest ratio that weighs a token in ``dppo_tv``."""
-    cov_share: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of tokens that ``clip_cov`` and ``kl_cov`` hold back."""
-    cov_low: float | None = None
-    cov_high: float | None = None
-    cov_kl_coef: Annotated[float, Field(ge=0)] | None = None
-    gamma: Share | None = None
-    """Discount per token of ``gae``, ``vapo`` and ``reinforce``."""
-    gae_lambda: Share | None = None
-    critic_lambda: Share | None = None
-    """λ of the returns the critic learns; None: ``gae_lambda``."""
-    lambda_alpha: Annotated[float, Field(gt=0)] | None = None
-    """``vapo``: λ = 1 − 1/(α·length + 1)."""
-    value_clip: Annotated[float, Field(ge=0)] | None = None
-    """How far a value may move from the one before the update; 0 is off."""
-    bootstrap_truncated: bool | None = None
-    """``gae``, ``vapo``: a rollout that a limit cut did not end there: what the critic expects of going on is added."""
-    decoupled: bool | None = None
-    """Let the trainer recompute the log-probabilities before the update; None: if there is a correction, or if
-    ``rollout.top_p`` and the like alter what is sampled."""
-    correction: Correction | None = None
-    """Weight of each token for the difference between trainer and sampler (needs ``decoupled``)."""
-    correction_low: Annotated[float, Field(ge=0)] | None = None
-    correction_high: Annotated[float, Field(gt=0)] | None = None
-    overlong_buffer: Count | None = None
-    """Tokens before the limit over which the reward ramps down (DAPO); 0 is off."""
-    overlong_factor: float | None = None
-    mask_truncated: bool | None = None
-    """Leave rollouts that hit the length limit out of the loss."""
-    dynamic_filter: bool | None = None
-    """Replace groups whose rollouts have equal scores, or a mean score that is not strictly between the bounds."""
-    filter_low: float | None = None
-    filter_high: float | None = None
-    rest_epochs: PositiveInt | None = None
-    """Epochs for which a task is left out after its group was filtered; None: it comes again with the next one."""
-    reward_clip: tuple[float, float] | None = None
-    stop_properly: Annotated[float, Field(le=1)] | None = None
-    """What a rollout that hit the length limit keeps of its reward; a negative number replaces it (ProRL)."""
-    reference_every: PositiveInt | None = None
-    """Steps after which the policy becomes the reference of the KL; None: the starting model throughout."""
-
-
-class CriticSection(Section):
-    """The value model of an estimator that has one (``gae``, ``vapo``)."""
-
-    path: str | None = None
-    """A language model, reward model or critic to start from; None: the policy's model, with a head of zero."""
-    shared_trunk: bool = False
-    """A value head on the policy itself instead of a model of its own; one backward pass trains both."""
-    value_coef: Annotated[float, Field(gt=0)] = derived()
-    """Weight of the value loss beside the policy's, with ``shared_trunk``."""
-    lr: Rate = derived()
-    """Of the critic, or of the head with ``shared_trunk``."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    min_lr_ratio: Share = 0.0
-    warmup_steps: Count = 0
-    max_grad_norm: GradNorm = 1.0
-    passes_per_batch: PositiveInt = derived()
-    """Passes of the critic over one rollout batch; None: as the policy's."""
-    freeze_actor_steps: Count = 0
-    """Steps in which only the critic learns."""
 
 
 class RolloutSection(Section):

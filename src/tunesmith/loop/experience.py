@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from tunesmith.algorithms.advantages import ESTIMATORS, AdvantageParams, Outcome, compute_advantages
+from tunesmith.algorithms.advantages import CriticEstimator, compute_advantages
 from tunesmith.algorithms.columns import prepare_columns
-from tunesmith.algorithms.kl import kl_values
-from tunesmith.algorithms.objective import needs_reference
-from tunesmith.algorithms.shaping import clip_reward, overlong_penalty, stop_properly
-from tunesmith.config.schema import AlgorithmSection
+from tunesmith.algorithms.kl import KLInReward, kl_values
+from tunesmith.algorithms.outcomes import Outcome
+from tunesmith.algorithms.shaping import clip_reward, stop_properly
+from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.data.batch import Batch, Floats
 from tunesmith.loop.critic import Critic
 from tunesmith.loop.learner import Learner
@@ -35,7 +35,6 @@ def make_experience(
     A rollout that failed is not in it. One that is masked for hitting the length limit still counts in its
     group's baseline, and is left out after that.
     """
-    assert algorithm.advantage is not None, "the algorithm is not resolved"
     played = [(r, number) for number, group in enumerate(groups) for r in group.usable if r.num_sampled]
     rollouts = [rollout for rollout, _ in played]
     batch = rollout_batch(played)
@@ -44,25 +43,34 @@ def make_experience(
     rewards = [_shaped(rollout, algorithm, max_new_tokens) for rollout in rollouts]
     greedy = [group.greedy and _shaped(group.greedy, algorithm, max_new_tokens) for group in groups]
     paid: list[Floats | None] = [None] * len(rollouts)
-    if "gamma" in ESTIMATORS[algorithm.advantage].settings:  # others do not look at when a reward was paid
+    if algorithm.advantage.by_turn:
         paid = [_turn_rewards(rollout) for rollout in rollouts]
         rewards = [r if p is None else r - float(p.sum()) for r, p in zip(rewards, paid, strict=True)]
-    if needs_reference(algorithm):
+    if algorithm.reference:
         batch.add("ref_logprobs", learner.score(batch, reference=True))
-        if algorithm.kl_in == "reward":
-            penalty = by_rollout(batch, _kl_penalty(batch, algorithm, kl_coef))
+        if isinstance(algorithm.kl, KLInReward):
+            penalty = by_rollout(batch, _kl_penalty(batch, algorithm.kl.estimator, kl_coef))
             paid = [k if p is None else p + k for p, k in zip(paid, penalty, strict=True)]
     outcomes = [
-        Outcome(group, reward, rollout.num_sampled, rollout.rewards, token_rewards, greedy_reward=greedy[group])
+        Outcome(
+            group,
+            reward,
+            rollout.num_sampled,
+            rollout.rewards,
+            reward_weights or {},
+            token_rewards,
+            greedy_reward=greedy[group],
+        )
         for (rollout, group), reward, token_rewards in zip(played, rewards, paid, strict=True)
     ]
     if critic:
-        outcomes = _valued(batch, outcomes, rollouts, critic, algorithm.bootstrap_truncated or False)
-    estimated = compute_advantages(algorithm.advantage, outcomes, advantage_params(algorithm, reward_weights))
+        bootstrap = isinstance(algorithm.advantage, CriticEstimator) and algorithm.advantage.bootstrap_truncated
+        outcomes = _valued(batch, outcomes, rollouts, critic, bootstrap)
+    estimated = compute_advantages(algorithm.advantage, outcomes)
     batch.add("advantages", np.concatenate([np.zeros(0), *estimated.advantages]))
     if estimated.returns is not None:
         batch.add("returns", np.concatenate([np.zeros(0), *estimated.returns]))
-    masked = np.array([bool(algorithm.mask_truncated) and r.finish_reason == "length" for r in rollouts], np.bool_)
+    masked = np.array([algorithm.mask_truncated and r.finish_reason == "length" for r in rollouts], np.bool_)
     for rollout, values, left_out in zip(rollouts, estimated.advantages, masked, strict=True):
         rollout.advantage = None if left_out else float(np.mean(values))
     batch = batch.take(np.flatnonzero(~masked[batch.rollout]))
@@ -90,21 +98,14 @@ def by_rollout(batch: Batch, values: Floats) -> list[Floats]:
     return np.split(values, np.cumsum(counts)[:-1]) if len(counts) else []
 
 
-def advantage_params(algorithm: AlgorithmSection, reward_weights: Mapping[str, float] | None = None) -> AdvantageParams:
-    """The estimator's constants; what the section leaves open keeps its default."""
-    given = {name: getattr(algorithm, name, None) for name in AdvantageParams.__dataclass_fields__}
-    given["component_weights"] = reward_weights
-    return AdvantageParams(**{name: value for name, value in given.items() if value is not None})
-
-
 def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) -> float:
     assert rollout.reward is not None, "a rollout without a reward is not learned from"
     reward = rollout.reward
     if algorithm.stop_properly is not None:
         reward = stop_properly(reward, rollout.finish_reason, algorithm.stop_properly)
-    buffer, factor = algorithm.overlong_buffer or 0, algorithm.overlong_factor or 0.0
-    longest = max((turn.stop - turn.start for record in rollout.records for turn in record.turns), default=0)
-    reward += overlong_penalty(longest, max_new_tokens, buffer, factor)
+    if algorithm.overlong:
+        longest = max((turn.stop - turn.start for record in rollout.records for turn in record.turns), default=0)
+        reward += algorithm.overlong.penalty(longest, max_new_tokens)
     return clip_reward(reward, *algorithm.reward_clip) if algorithm.reward_clip else reward
 
 
@@ -114,9 +115,8 @@ def _turn_rewards(rollout: Rollout) -> Floats | None:
     return paid if paid.any() else None
 
 
-def _kl_penalty(batch: Batch, algorithm: AlgorithmSection, coef: float) -> Floats:
-    assert algorithm.kl_estimator is not None, "the algorithm is not resolved"
-    kl = kl_values(batch.columns["old_logprobs"], batch.columns["ref_logprobs"], algorithm.kl_estimator)
+def _kl_penalty(batch: Batch, estimator: str, coef: float) -> Floats:
+    kl = kl_values(batch.columns["old_logprobs"], batch.columns["ref_logprobs"], estimator)
     # Where one is not a number there is nothing to pay; the loss leaves that token out.
     return np.nan_to_num(-coef * kl)
 

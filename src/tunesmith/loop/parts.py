@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tunesmith.algorithms.kl import AdaptiveKLController
+from tunesmith.algorithms.kl import KLController
 from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.base import TrainBackend
 from tunesmith.config.schema import RLConfig
@@ -30,7 +30,7 @@ class RLParts:
     collector: Collector
     learner: Learner
     critic: Critic | None
-    kl: AdaptiveKLController
+    kl: KLController
     evaluation: EvaluationPlan | None
     canary: Canary | None = None
     """Compares sampler and trainer after each sync, where they do not share their weights."""

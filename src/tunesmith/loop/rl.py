@@ -53,7 +53,8 @@ async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> Non
         if "attainable_seconds" in metrics:
             metrics["attainable_seconds"] += attainable
         session.finish_step(metrics | learned | compared)  # from here on the step counts as done
-        if (every := parts.config.algorithm.reference_every) and session.step % every == 0:
+        reference = parts.config.algorithm.reference
+        if reference and reference.reference_every and session.step % reference.reference_every == 0:
             parts.backend.refresh_reference()
         session.log_rollouts(groups)
         session.settle(_state(parts), parts.tasks.epoch)
@@ -97,7 +98,7 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
         metrics |= parts.learner.update(batch, objective, batch_size=batch_size, passes=passes, seed=seed)
         if isinstance(config, DistillConfig) and "ref_kl" in metrics:  # there the reference is the teacher
             metrics["teacher_kl"] = metrics.pop("ref_kl")
-        if config.algorithm.kl_target is not None:
+        if parts.kl.target is not None:
             metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], batch.num_rollouts)
     return metrics | {"attainable_seconds": spent + metrics.get("attainable_seconds", 0.0)}
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from tunesmith.algorithms.filtering import filter_groups
-from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.engines.base import EngineStats
 from tunesmith.loop.collect import all_or_error
 from tunesmith.loop.learner import Metrics
@@ -50,7 +48,7 @@ def step_metrics(
     metrics = rollout_metrics(played)
     metrics |= parts.rewards.metrics([rollout for group in played for rollout in group.rollouts])
     metrics["epoch"] = float(parts.tasks.epoch)
-    if parts.config.algorithm.rest_epochs:
+    if parts.tasks.rest_epochs:
         metrics["tasks_resting"] = float(parts.tasks.resting)
     return metrics | staleness_metrics(batch, parts.engine.version) | engine_metrics(stats)
 
@@ -77,7 +75,7 @@ def engine_metrics(stats: EngineStats) -> Metrics:
 async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[RolloutGroup]:
     """One group per task, each with a greedy rollout where the algorithm needs it as its baseline."""
     collect, sampling, size = parts.collector.collect, parts.sampling, parts.config.rollout.group_size
-    if "greedy_rollout" not in algorithm_needs(parts.config.algorithm):
+    if "greedy_rollout" not in parts.config.algorithm.needs:
         return await collect(tasks, sampling, size, seed)
     greedy = replace(sampling, temperature=0.0)
     groups, baselines = await all_or_error([collect(tasks, sampling, size, seed), collect(tasks, greedy, 1, seed)])
@@ -86,11 +84,11 @@ async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[Rollout
 
 def informative(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     """The groups that can be learned from: the greedy rollout worked, and the filter, if on, finds contrast."""
-    algorithm = parts.config.algorithm
+    dynamic_filter = parts.config.algorithm.dynamic_filter
     comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]
-    if not algorithm.dynamic_filter:
+    if not dynamic_filter:
         return comparable
-    kept, rejected = filter_groups(comparable, algorithm.filter_low, algorithm.filter_high, parts.rewards.weights)
+    kept, rejected = dynamic_filter.split(comparable, parts.rewards.weights)
     parts.tasks.rest(rejected)
     return kept
 

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from math import ceil
 
-from tunesmith.algorithms.presets import Reasons, algorithm_needs, resolve_algorithm
+from tunesmith.algorithms.filtering import DynamicFilter
+from tunesmith.algorithms.kl import ReferenceKL
+from tunesmith.algorithms.resolve import Reasons, resolve_algorithm
+from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig, ScoreConfig
 from tunesmith.config.resolved import said_of, settings, unread
-from tunesmith.config.schema import AlgorithmSection, RLConfig, RunConfig, SFTConfig
+from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
 from tunesmith.plan.distillation import distill_problems, teacher_problems
@@ -108,7 +111,8 @@ def step_problems(config: RunConfig) -> Iterator[str]:
             yield f"monitor.{key} = {asked}: the run ends after step {steps}, before {beyond[0]}; name earlier steps"
     if not isinstance(config, RLConfig):
         return
-    critic, every = config.critic, config.algorithm.reference_every
+    critic, kl = config.critic, known(config.algorithm, "kl")
+    every = kl.reference_every if isinstance(kl, ReferenceKL) else None
     if critic.freeze_actor_steps >= steps:
         yield (
             f"critic.freeze_actor_steps = {critic.freeze_actor_steps} leaves the policy none of the run's {steps} "
@@ -120,7 +124,7 @@ def step_problems(config: RunConfig) -> Iterator[str]:
         )
     if every is not None and every > steps:
         yield (
-            f"algorithm.reference_every = {every} is longer than the run of {steps} "
+            f"algorithm.kl.reference_every = {every} is longer than the run of {steps} "
             "steps, in which the reference would stay the starting model; leave it out"
         )
 
@@ -279,75 +283,69 @@ def _check_rl(config: RLConfig) -> Iterator[str]:
 def _check_algorithm(config: RLConfig) -> Iterator[str]:
     limit = config.rollout.max_new_tokens
     try:
-        section, _ = resolved_algorithm(config)
+        algorithm, _ = resolved_algorithm(config)
     except ConfigError as error:
         yield str(error)
         return
-    needs, every = algorithm_needs(section), section.reference_every
+    needs, advantage = algorithm.needs, algorithm.advantage.name
     yield from _check_critic(config, "critic" in needs)
-    yield from teacher_problems(config, section)
-    if every is not None and "teacher" in needs:
-        yield "algorithm.reference_every would copy the policy over its teacher; leave it out"
-    if every is not None and config.lora.on:
-        yield (
-            "algorithm.reference_every copies the policy into a second model, and with [lora] the reference is the "
-            "policy without its adapter; leave it out"
-        )
+    yield from teacher_problems(config, algorithm)
+    if algorithm.reference and algorithm.reference.reference_every is not None:
+        if "teacher" in needs:
+            yield "algorithm.kl.reference_every would copy the policy over its teacher; leave it out"
+        if config.lora.on:
+            yield (
+                "algorithm.kl.reference_every copies the policy into a second model, and with [lora] the reference is "
+                "the policy without its adapter; leave it out"
+            )
     if "reward_weights" in needs and not config.reward.given:
         yield (
-            f"algorithm.advantage = '{section.advantage}' standardises each reward by itself, and there is none "
+            f"algorithm.advantage = '{advantage}' standardises each reward by itself, and there is none "
             "but the environment's own; add [reward] functions, or take algorithm.name = 'grpo'"
         )
-    yield from _check_filter(config, section)
-    if config.rollout.oversample > 1 and not section.dynamic_filter:
+    if algorithm.dynamic_filter:
+        yield from _check_filter(config, algorithm.dynamic_filter)
+    elif config.rollout.oversample > 1:
         yield (
             f"rollout.oversample = {config.rollout.oversample:g} tries more prompts than are wanted because some "
             "are filtered out, and algorithm.dynamic_filter is off; leave it out"
         )
     if "group" in needs and config.rollout.group_size == 1:
         yield (
-            f"algorithm.advantage = '{section.advantage}' compares the rollouts of a prompt with each other, "
+            f"algorithm.advantage = '{advantage}' compares the rollouts of a prompt with each other, "
             "and rollout.group_size = 1 leaves nothing to compare; use 4 or more, "
             "or algorithm.name = 'reinforce'"
         )
-    if section.overlong_buffer and section.overlong_buffer > limit:
+    if algorithm.overlong and (buffer := algorithm.overlong.length(limit)) > limit:
         yield (
-            f"algorithm.overlong_buffer = {section.overlong_buffer} is longer than "
-            f"rollout.max_new_tokens = {limit}, so that no answer would be free of it"
+            f"algorithm.overlong.buffer = {buffer} is longer than rollout.max_new_tokens = {limit}, so that no answer "
+            "would be free of it"
         )
-    if section.reward_clip is not None and section.reward_clip[0] >= section.reward_clip[1]:
-        yield f"algorithm.reward_clip = {list(section.reward_clip)}: the lower bound comes first"
 
 
-def _check_filter(config: RLConfig, section: AlgorithmSection) -> Iterator[str]:
+def _check_filter(config: RLConfig, dynamic_filter: DynamicFilter) -> Iterator[str]:
     reward = config.reward
     weights = [
         *(reward.weights or (1.0,) * len(reward.functions)),
         *(e.weight for e in (*reward.models, *reward.remote)),
     ]
-    if section.dynamic_filter and config.environment.path is None and not any(weight > 0 for weight in weights):
+    if config.environment.path is None and not any(weight > 0 for weight in weights):
         yield (
             "algorithm.dynamic_filter keeps the prompts that are solved sometimes, and no reward with a weight above 0 "
             "says when one is solved: no prompt would be kept. Add such a reward, or set "
             "algorithm.dynamic_filter = false"
         )
-    low, high = section.filter_low, section.filter_high
-    bounded = low is not None or high is not None
-    if section.dynamic_filter and not bounded and any(model.weight > 0 for model in config.reward.models):
+    bounded = dynamic_filter.low is not None or dynamic_filter.high is not None
+    if not bounded and any(model.weight > 0 for model in config.reward.models):
         yield (
             "algorithm.dynamic_filter replaces groups of equal scores, and a reward model never gives two answers the "
-            "same score: every group would be kept. Say algorithm.filter_low and filter_high, or "
+            "same score: every group would be kept. Say algorithm.dynamic_filter.low and high, or "
             "algorithm.dynamic_filter = false"
         )
-    if section.dynamic_filter and config.rollout.group_size == 1:
+    if config.rollout.group_size == 1:
         yield (
             "algorithm.dynamic_filter keeps groups whose rollouts differ, and rollout.group_size = 1 has none that "
             "could: no prompt would be kept. Use 4 or more, or set algorithm.dynamic_filter = false"
-        )
-    if low is not None and high is not None and low >= high:
-        yield (
-            f"algorithm.filter_low = {low:g} must be below filter_high = {high:g}; groups whose mean score lies "
-            "strictly between are kept"
         )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tunesmith.algorithms.presets import algorithm_needs
+from tunesmith.algorithms.kl import KLInReward
+from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.config.resolved import said_of, unread
-from tunesmith.config.schema import AlgorithmSection, RLConfig, RunConfig
+from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.plan.filling import Filling
 
@@ -35,20 +36,20 @@ def distill_problems(config: RunConfig) -> Iterator[str]:
         yield from unread(config, keys, "with mode = 'sampled', which has an objective of its own; leave it out")
 
 
-def teacher_problems(config: RLConfig, section: AlgorithmSection) -> Iterator[str]:
+def teacher_problems(config: RLConfig, algorithm: AlgorithmSection) -> Iterator[str]:
     """Whether a resolved algorithm and the run's teacher need each other."""
-    wants = "teacher" in algorithm_needs(section)
+    wants = "teacher" in algorithm.needs
     if wants and not isinstance(config, DistillConfig):
         yield (
-            f"algorithm.advantage = '{section.advantage}' learns from a teacher: train with tunesmith distill, and "
-            "say teacher.path"
+            f"algorithm.advantage = '{algorithm.advantage.name}' learns from a teacher: train with "
+            "tunesmith distill, and say teacher.path"
         )
     if not isinstance(config, DistillConfig) or isinstance(config, SampledDistillConfig):
         return
     if not wants:
-        yield f"algorithm.advantage = '{section.advantage}' does not look at the teacher; leave [algorithm] out"
-    elif not section.kl_coef or (section.kl_in, section.kl_estimator) != ("reward", "k1"):
-        yield "distillation learns from the KL to the teacher in the reward, by k1; leave algorithm.kl_* as they are"
+        yield f"algorithm.advantage = '{algorithm.advantage.name}' does not look at the teacher; leave [algorithm] out"
+    elif not isinstance(algorithm.kl, KLInReward) or algorithm.kl.estimator != "k1":
+        yield "distillation learns from the KL to the teacher in the reward, by k1; leave algorithm.kl as it is"
 
 
 def derive_distill(filling: Filling[Any]) -> None:

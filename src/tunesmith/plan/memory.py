@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from math import ceil
 from typing import Any
 
-from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.placement import PlacementSection, Role
@@ -59,7 +58,7 @@ def has_critic(config: RunConfig) -> bool:
     """Whether there is a critic with a model of its own."""
     if not isinstance(config, RLConfig):
         return False
-    return "critic" in algorithm_needs(config.algorithm) and not config.critic.shared_trunk
+    return "critic" in config.algorithm.needs and not config.critic.shared_trunk
 
 
 def keeps_reference(config: RunConfig) -> bool:
@@ -67,7 +66,7 @@ def keeps_reference(config: RunConfig) -> bool:
     if config.lora.on or isinstance(config, DistillConfig):
         return False
     if isinstance(config, RLConfig):
-        return bool(config.algorithm.kl_coef)
+        return config.algorithm.reference is not None
     section = config.dpo if isinstance(config, DPOConfig) else config.kto if isinstance(config, KTOConfig) else None
     return section is not None and not section.precompute_reference
 

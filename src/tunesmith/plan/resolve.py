@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import ceil
 from typing import Any, TypeVar
 
-from tunesmith.algorithms.presets import algorithm_needs
 from tunesmith.config.generation import GenerateConfig, SamplingConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.resolved import Derived, Resolved, settings
@@ -150,7 +149,7 @@ def _derive_lr(filling: Filling[Any], facts: Facts) -> None:
 
 def _derive_critic(filling: Filling[Any]) -> None:
     config = filling.config
-    if not isinstance(config, RLConfig) or "critic" not in algorithm_needs(config.algorithm):
+    if not isinstance(config, RLConfig) or "critic" not in config.algorithm.needs:
         return
     lr = float(f"{CRITIC_LR_RATIO * filling.get('train.lr'):.2g}")
     filling.fill("critic.lr", lr, f"{CRITIC_LR_RATIO} × train.lr, as verl has it: values have further to go")

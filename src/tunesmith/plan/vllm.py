@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from tunesmith.algorithms.corrections import NoCorrection
 from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.resolved import settings, unread
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -189,8 +190,8 @@ def _check_quantization(config: RunConfig) -> Iterator[str]:
         return
     if not isinstance(config, RLConfig):
         return
-    correction = config.algorithm.correction
-    if correction == "none" or (correction is None and not config.rollout.max_staleness):
+    correction = known(config.algorithm, "correction")
+    if isinstance(correction, NoCorrection) or (correction is None and not config.rollout.max_staleness):
         yield (
             f'system.vllm.quantization = "{name}" samples from rounded weights, other than those that are trained; '
             'let the loss allow for it: algorithm.correction = "token_truncate"'

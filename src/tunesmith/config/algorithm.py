@@ -1,0 +1,126 @@
+"""``[algorithm]`` and ``[critic]``: how rewards become gradients."""
+
+# A resolved section narrows the types of its fields, which are frozen.
+# pyright: reportIncompatibleVariableOverride=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticUseDefault
+
+from tunesmith.algorithms.advantages import Estimator
+from tunesmith.algorithms.corrections import Correction
+from tunesmith.algorithms.filtering import DynamicFilter
+from tunesmith.algorithms.kl import KL, ReferenceKL
+from tunesmith.algorithms.losses import Loss
+from tunesmith.algorithms.presets import find_preset
+from tunesmith.algorithms.shaping import OverlongRamp
+from tunesmith.config.choice import Choice, on_is_a_table
+from tunesmith.config.section import Section, derived
+from tunesmith.config.values import Count, GradNorm, PositiveInt, Rate, Share, Text
+
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+
+
+class AlgorithmSection(Section):
+    """As a run file has it: what is left out comes from the preset (``resolve_algorithm``)."""
+
+    families: ClassVar[Mapping[str, type[Choice]]] = {
+        "advantage": Estimator, "loss": Loss, "kl": KL, "correction": Correction,
+    }  # fmt: skip
+
+    name: Text = "grpo"
+    """A preset, ``file.toml`` or ``file.py:NAME``: fills in every key below that is left out."""
+    advantage: Estimator = derived()
+    """The advantage estimator."""
+    loss: Loss = derived()
+    """The policy loss."""
+    aggregation: Aggregation = derived()
+    """How token losses become one number."""
+    kl: KL = derived()
+    """The KL to a reference: a term of the loss, a penalty in the reward, or none."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus."""
+    correction: Correction = derived()
+    """Weight of each token for the difference between trainer and sampler (needs ``decoupled``)."""
+    decoupled: bool = derived()
+    """Let the trainer recompute the log-probabilities before the update; None: if there is a correction, or if
+    ``rollout.top_p`` and the like alter what is sampled."""
+    overlong: Annotated[
+        OverlongRamp | Literal[False],
+        BeforeValidator(on_is_a_table),
+        Field(description="true, false, or a table with the keys buffer, factor"),
+    ] = False
+    """Ramp the reward down over the last tokens before the length limit (DAPO)."""
+    stop_properly: Annotated[float, Field(le=1)] | None = None
+    """What a rollout that hit the length limit keeps of its reward; a negative number replaces it (ProRL)."""
+    reward_clip: tuple[float, float] | None = None
+    """Hold the reward within two bounds, before any baseline."""
+    mask_truncated: bool = False
+    """Leave rollouts that hit the length limit out of the loss."""
+    dynamic_filter: Annotated[
+        DynamicFilter | Literal[False],
+        BeforeValidator(on_is_a_table),
+        Field(description="true, false, or a table with the keys low, high, rest_epochs"),
+    ] = False
+    """Replace groups whose rollouts have equal scores, or a mean score that is not strictly between the bounds."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        find_preset(name)
+        return name
+
+    @field_validator(*families, mode="before")
+    @classmethod
+    def _typed(cls, value: object, info: ValidationInfo) -> object:
+        """A table without a type has the preset's."""
+        assert info.field_name is not None
+        if value is None or "name" not in info.data:  # whose own error is enough
+            raise PydanticUseDefault
+        preset: Any = find_preset(info.data["name"]).settings.get(info.field_name, "")
+        usual = cast(Mapping[str, Any], preset).get("type", "") if isinstance(preset, Mapping) else preset
+        return cls.families[info.field_name].chosen(value, usual)
+
+    @field_validator("reward_clip")
+    @classmethod
+    def _ordered(cls, bounds: tuple[float, float] | None) -> tuple[float, float] | None:
+        if bounds is not None and bounds[0] >= bounds[1]:
+            raise ValueError(f"{list(bounds)}: the lower bound comes first")
+        return bounds
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the training loop has to provide (keys of ``NEEDS``); of a resolved section."""
+        return self.advantage.needs | self.loss.needs
+
+    @property
+    def reference(self) -> ReferenceKL | None:
+        """The KL of a resolved section, where there is one: samples then need ``ref_logprobs``."""
+        return self.kl if isinstance(self.kl, ReferenceKL) else None
+
+
+class CriticSection(Section):
+    """The value model of an estimator that has one (``gae``, ``vapo``)."""
+
+    path: str | None = None
+    """A language model, reward model or critic to start from; None: the policy's model, with a head of zero."""
+    shared_trunk: bool = False
+    """A value head on the policy itself instead of a model of its own; one backward pass trains both."""
+    value_coef: Annotated[float, Field(gt=0)] = derived()
+    """Weight of the value loss beside the policy's, with ``shared_trunk``."""
+    value_clip: Annotated[float, Field(ge=0)] = 0.5
+    """How far a value may move from the one before the update; 0 is off."""
+    lr: Rate = derived()
+    """Of the critic, or of the head with ``shared_trunk``."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: Share = 0.0
+    warmup_steps: Count = 0
+    max_grad_norm: GradNorm = 1.0
+    passes_per_batch: PositiveInt = derived()
+    """Passes of the critic over one rollout batch; None: as the policy's."""
+    freeze_actor_steps: Count = 0
+    """Steps in which only the critic learns."""

@@ -1,0 +1,161 @@
+"""Settings that are one of several types with fields of their own: ``loss = "sapo"``, or a table with ``type``.
+
+A family (``Loss``, ``Estimator``, ...) is a direct subclass of ``Choice``, and a type is a class below its family. The
+package's types have a ``name``; a user's own goes by its reference, ``file.py:Class``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+from pydantic import GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from tunesmith.config.section import Section
+
+
+class Choice(Section):
+    """One frozen class per type: its fields are the keys of its table."""
+
+    what: ClassVar[str] = ""
+    """What the family is called in messages, such as "loss"; only a family says it."""
+    types: ClassVar[dict[str, type[Any]]] = {}
+    """The family's types in the package, by name."""
+    usual: ClassVar[str] = ""
+    """The family's type of a table that names none, where its preset has none either."""
+    family: ClassVar[type[Any]]
+
+    name: ClassVar[str] = ""
+    """What a run file calls the type: a word, or the reference to a user's class."""
+    formula: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    use: ClassVar[str] = ""
+    """When to take it, in a few words."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """What it asks of the training loop (keys of ``presets.NEEDS``)."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if cls.__dict__.get("what"):
+            cls.family, cls.types = cls, {}
+        elif "name" in cls.__dict__:
+            cls.types[cls.name] = cls
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if not cls.__dict__.get("what"):
+            return handler(source)
+        dumped = core_schema.plain_serializer_function_ser_schema(cls.dumped, info_arg=True)
+        return core_schema.no_info_plain_validator_function(cls.chosen, serialization=dumped)
+
+    def dumped(self, info: core_schema.SerializationInfo | None = None) -> dict[str, Any]:
+        """The table that makes this object."""
+        return {"type": self.name, **self.model_dump(mode=info.mode if info else "json")}
+
+    @classmethod
+    def chosen(cls, value: object, usual: str = "") -> Self:
+        """The object that a run file's name or table stands for.
+
+        Args:
+            usual: the type of a table without one; where there was one, ``model_fields_set`` has ``type``.
+
+        Raises:
+            ValidationError: an unknown type; a key that the type does not have, or a bad value of one.
+            ConfigError: the file of a user's class cannot be imported.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, str | Mapping):
+            raise PydanticCustomError("choice_value", "neither a name nor a table")
+        table = {"type": value} if isinstance(value, str) else {**cast(Mapping[str, Any], value)}
+        name: Any = table.pop("type", None)
+        kind = cls.typed(name or (usual if usual not in ("", "none") else cls.usual))
+        try:
+            made = kind.model_validate_json(json.dumps(table, default=str), strict=True)
+        except ValidationError as error:
+            raise kind.explained(error) from None
+        if name:
+            made.model_fields_set.add("type")
+        return made
+
+    @classmethod
+    def typed(cls, name: object) -> type[Self]:
+        """The class of a name or reference."""
+        if isinstance(name, str) and ":" in name:
+            return cls._loaded(name)
+        if not name:
+            raise ValueError(f"the table has no type; say type = one of {', '.join(map(repr, cls.types))}")
+        if not isinstance(name, str) or name not in cls.types:
+            raise PydanticCustomError("choice_type", "unknown type", {"name": name})
+        return cls.types[name]
+
+    @classmethod
+    def _loaded(cls, reference: str) -> type[Self]:
+        from tunesmith.usercode.loading import load_object
+
+        found = load_object(reference, Path.cwd())
+        base = f"{cls.__module__}.{cls.__name__}"
+        if not isinstance(found, type):
+            raise ValueError(f"{reference} is no class; a {cls.what} is a subclass of {base}")
+        if not issubclass(found, cls):
+            raise ValueError(f"{_place(found)}: {found.__name__} is no {cls.what}; make it a subclass of {base}")
+        problem = cls._call_problem(found)
+        if problem:
+            raise ValueError(f"{_place(found)}: {problem}")
+        found.name = reference
+        return found
+
+    @classmethod
+    def _call_problem(cls, kind: type[Any]) -> str:
+        """What is wrong with the signature of a user's ``__call__``."""
+        wanted = list(inspect.signature(vars(cls)["__call__"]).parameters)
+        call = next(vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base))
+        if call is vars(cls)["__call__"]:
+            return f"{kind.__name__} has no __call__({', '.join(wanted)})"
+        try:
+            inspect.signature(call).bind(*wanted)
+        except TypeError:
+            return f"{kind.__name__}.__call__ has to take ({', '.join(wanted)})"
+        return ""
+
+    @classmethod
+    def explained(cls, error: ValidationError) -> ValidationError:
+        """The same error with what the type has in place of a key that it does not have."""
+        details: list[InitErrorDetails] = []
+        for line in error.errors(include_url=False):
+            kind: Any = line["type"]
+            if kind == "extra_forbidden":
+                kind = PydanticCustomError("choice_key", "{text}", {"text": cls._no_key(str(line["loc"][0]))})
+            elif kind != "value_error":
+                kind = PydanticCustomError(
+                    "choice_field", "not valid here", {"kind": cls, "missing": kind == "missing"}
+                )
+            details.append({"type": kind, "loc": line["loc"], "input": line["input"], "ctx": line.get("ctx", {})})
+        return ValidationError.from_exception_data(cls.__name__, details)
+
+    @classmethod
+    def _no_key(cls, key: str) -> str:
+        others = [repr(name) for name, kind in cls.types.items() if key in kind.model_fields]
+        has = f"it has {', '.join(cls.model_fields)}" if cls.model_fields else "it has none"
+        elsewhere = f"; {key} is a key of {' and '.join(others)}" if others else ""
+        return f"the {cls.what} '{cls.name}' has no key {key}; {has}{elsewhere}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A user's class is found by its reference in another process, where its module has no importable name."""
+        if ":" in self.name:
+            return self.family.chosen, (self.dumped(),)
+        return super().__reduce_ex__(protocol)
+
+
+def _place(kind: type[Any]) -> str:
+    return f"{inspect.getsourcefile(kind)}, line {inspect.getsourcelines(kind)[1]}"
+
+
+def on_is_a_table(value: object) -> object:
+    """``true`` switches a table on with its defaults."""
+    return {} if value is True else value
