@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tunesmith.engines.base import EngineStats
+from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import UserError
 from tunesmith.types import Completion, Sampling
 

@@ -41,7 +41,7 @@ FLOORS = {
     "__main__": 6,
 }
 ADAPTER_ROOMS = ("engines", "backends", "weights")
-SHARED = ("base", "flat", "partial", "step_thread", "stopping")
+SHARED = ("base", "flat", "partial", "stats", "step_thread", "stopping", "timed")
 """Ports of those rooms, and parts that several adapters use."""
 HEAVY = ("torch", "transformers")
 LIGHT = [room for room, floor in FLOORS.items() if floor <= 1]

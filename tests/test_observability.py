@@ -18,7 +18,7 @@ from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, sums, write_lines
 from tunesmith import assembly
 from tunesmith.engines.fake import FakeEngine, numbers
-from tunesmith.engines.timed import timed
+from tunesmith.engines.timed import TimedEngine
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.loop.collect import Collector
@@ -96,9 +96,9 @@ def test_staleness_is_counted_per_sampled_token() -> None:
     assert rollout_metrics(groups)["longest_sequence"] == 6
 
 
-def test_requests_are_spans_also_those_that_fail_and_other_calls_are_the_engines_own() -> None:
+def test_requests_are_spans_also_those_that_fail_and_other_calls_reach_the_engine() -> None:
     timeline = Timeline()
-    engine = timed(FakeEngine(), timeline, "engine 4")
+    engine = TimedEngine(FakeEngine(), timeline, 4)
 
     async def run() -> None:
         await engine.load_weights(3)
@@ -134,7 +134,7 @@ def test_the_watchdog_names_a_stalled_reward_and_the_run_goes_on() -> None:
     watchdog = Watchdog(timeline, 300, said.append)
 
     async def run() -> list[RolloutGroup]:
-        reward, engine = Stalled(), timed(FakeEngine(), timeline, "engine 0")
+        reward, engine = Stalled(), TimedEngine(FakeEngine(), timeline)
         collector = Collector(engine, reward, {"single_turn": SingleTurn()}, numbers, 60.0, timeline=timeline)
         with timeline.span(TRAINER, "rollout", waits_for="the rollouts of step 1"):
             collecting = asyncio.create_task(collector.collect([TASK], SAMPLING, 2, seed=0))

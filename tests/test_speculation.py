@@ -20,10 +20,10 @@ from tiny_runs import rl_settings
 from tunesmith.assembly import run_rl
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.engines.base import EngineStats
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.requests import LocalRequest
 from tunesmith.engines.local.speculation import MOST_ROWS, NGRAMS, NgramDrafter, Speculation, look_up
+from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine_contract import CHECKS, FREE, PROMPT, Subject
 from test_penalties import by_transformers, requests
 from tiny import save_model
-from tunesmith.engines.base import EngineStats
+from tunesmith.engines.stats import EngineStats
 from tunesmith.engines.vllm.engine import VllmEngine
 from tunesmith.engines.vllm.start import VllmSettings
 from tunesmith.errors import EngineError, ModelError, UserError

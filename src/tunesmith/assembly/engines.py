@@ -15,9 +15,9 @@ from tunesmith.config.schema import RolloutSection, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
 from tunesmith.data.chat import end_of_turn_id
-from tunesmith.engines.timed import timed
+from tunesmith.engines.timed import TimedEngine
 from tunesmith.errors import EngineLostError
-from tunesmith.monitor.timeline import Timeline, engine_lane
+from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.checks import raise_all
 from tunesmith.plan.device import engine_threads
@@ -50,7 +50,7 @@ def make_engine(
     if config.system.engine_process:
         return _processes(config, model, report, timeline)
     engine = _engine_inside(config, model, report)
-    return timed(engine, timeline, engine_lane(0)) if timeline else engine
+    return TimedEngine(engine, timeline) if timeline else engine
 
 
 def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[str], None]) -> RolloutEngine:
@@ -108,13 +108,12 @@ def make_pool(
     """``system.engines`` of what ``start`` starts."""
     from tunesmith.engines.pool import EnginePool
 
-    async def start_timed(number: int) -> Member:
+    async def start_aloud(number: int) -> Member:
         with long_wait(f"starting engine {number}", report):
-            engine = await start(number)
-        return timed(engine, timeline, engine_lane(number)) if timeline else engine
+            return await start(number)
 
-    system = config.system
-    return EnginePool(start_timed, plane, size=system.engines, restarts=system.engine_restarts, report=report)
+    size, restarts = config.system.engines, config.system.engine_restarts
+    return EnginePool(start_aloud, plane, size=size, restarts=restarts, report=report, timeline=timeline)
 
 
 def engine_settings(config: RunConfig, device: str | None = None) -> dict[str, Any]:

@@ -16,9 +16,8 @@ from tunesmith.engines.http.sglang import SglangEngine
 from tunesmith.engines.local.engine import end_of_sequence_ids
 from tunesmith.engines.pool import EnginePool
 from tunesmith.engines.stopping import StopStrings
-from tunesmith.engines.timed import timed
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.monitor.timeline import Timeline, engine_lane
+from tunesmith.monitor.timeline import Timeline
 from tunesmith.weights.base import Plane
 from tunesmith.weights.files import FilePlane, shared_directory
 
@@ -31,16 +30,15 @@ def make_http_engine(
     plane = weight_files(model, system.engine_directory)
     used = Counter[str]()
 
-    async def start(number: int) -> Member:
+    async def start(_: int) -> Member:
         # One that was lost may be there again, perhaps restarted by hand.
         url = min(system.engine_urls, key=lambda url: used[url])
         used[url] += 1
         leave = partial(used.subtract, [url])
-        engine = SglangEngine(url, served, max_running=system.max_running, report=report, on_close=leave)
-        return timed(engine, timeline, engine_lane(number)) if timeline else engine
+        return SglangEngine(url, served, max_running=system.max_running, report=report, on_close=leave)
 
     size, restarts = len(system.engine_urls), system.engine_restarts
-    return EnginePool(start, plane, size=size, restarts=restarts, report=report)
+    return EnginePool(start, plane, size=size, restarts=restarts, report=report, timeline=timeline)
 
 
 def make_served(model: CausalLM, path: str = "") -> Served:

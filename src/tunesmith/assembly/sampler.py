@@ -21,7 +21,8 @@ from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import DataSection, RewardSection, RunConfig
 from tunesmith.data.loader import fingerprint_of
 from tunesmith.data.prepare import Prepared, load_tasks
-from tunesmith.engines.base import EngineStats, RolloutEngine
+from tunesmith.engines.base import RolloutEngine
+from tunesmith.engines.stats import EngineStats
 from tunesmith.environments.base import SingleTurn
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.seeds import derive_seed

@@ -3,58 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
+from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import UserError
 from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What an engine has counted since it started; times in seconds, memory in bytes."""
-
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    reused_prompt_tokens: int = 0
-    decode_steps: int = 0
-    decode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    preemptions: int = 0
-    drafted_tokens: int = 0
-    """Guessed by speculative decoding and verified; ``accepted_tokens`` of them were kept."""
-    accepted_tokens: int = 0
-    peak_running: int = 0
-    peak_kv_bytes: int = 0
-    kv_budget_bytes: int = 0
-    attainable_seconds: float = 0.0
-    """Least time the same steps could have taken (the larger of bytes / bandwidth and flops / rate);
-    0 where the hardware's limits are not known."""
-
-    def since(self, earlier: EngineStats) -> EngineStats:
-        """What was counted after ``earlier``. Peaks and budgets are those of the whole time."""
-
-        def value(name: str) -> Any:
-            return getattr(self, name) - (0 if name in _PEAKS else getattr(earlier, name))
-
-        return EngineStats(**{f.name: value(f.name) for f in fields(EngineStats)})
-
-
-_PEAKS = ("peak_running", "peak_kv_bytes", "kv_budget_bytes")
-
-
-def add_stats(total: EngineStats, more: EngineStats, *, apart: bool = False) -> EngineStats:
-    """Both together: counters add up; peaks and budgets are the highest, or add up where the engines are ``apart``."""
-
-    def value(name: str) -> Any:
-        a, b = getattr(total, name), getattr(more, name)
-        return max(a, b) if name in _PEAKS and not apart else a + b
-
-    return EngineStats(**{f.name: value(f.name) for f in fields(EngineStats)})
-
-
-class RolloutEngine(Protocol):
+class Engine(Protocol):
     """Generates completions. All methods are called from one event loop."""
 
     @property
@@ -63,7 +20,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Complete one prompt; call it concurrently, equal prompts are prefilled once.
+        """Complete one prompt. Called concurrently; equal prompts are prefilled once.
 
         Cancelling the awaiting task aborts the request and frees its memory.
 
@@ -74,28 +31,11 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    async def interrupt(self) -> None:
-        """End every request in flight with the tokens it has, ``finish_reason="abort"``."""
-        ...
-
     async def load_weights(self, version: int) -> None:
-        """Take the trainer's current weights as ``version``; every cached prefix dies with the old one.
+        """Take the trainer's current weights as ``version``; cached prefixes of older ones are dropped.
 
         Requests in flight continue: their later tokens carry the new version.
         """
-        ...
-
-    async def sleep(self, level: int = 1) -> None:
-        """Free the KV memory; requests in flight must have ended.
-
-        Args:
-            level: what becomes of weights of the engine's own: 1 keeps them off the device, 2 discards them, so
-                that ``load_weights`` has to come before the next request. It may come before ``wake``.
-        """
-        ...
-
-    async def wake(self) -> None:
-        """Take the KV memory back."""
         ...
 
     def stats(self) -> EngineStats:
@@ -105,19 +45,35 @@ class RolloutEngine(Protocol):
     async def close(self) -> None: ...
 
 
-@runtime_checkable
-class Resizable(Protocol):
-    """What several engines behind one port can besides."""
-
-    async def resize(self, size: int) -> None:
-        """Go on with another number of engines. One that leaves finishes what it was asked."""
+class Pausable(Protocol):
+    async def interrupt(self) -> None:
+        """End every request in flight with the tokens it has, ``finish_reason="abort"``."""
         ...
 
 
-class Member(Protocol):
-    """An engine elsewhere, one of a pool: its weights come as an offer (``weights.base``).
+class Sleeper(Protocol):
+    async def sleep(self, level: int = 1) -> None:
+        """Free the KV memory; requests in flight must have ended.
 
-    Every call raises ``EngineLostError`` when the engine is no more.
+        Args:
+            level: what happens to the engine's own weights: 1 moves them off the device; 2 discards them, and
+                ``load_weights`` has to be called before the next request. It may be called before ``wake``.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the KV memory back."""
+        ...
+
+
+class RolloutEngine(Engine, Pausable, Sleeper, Protocol):
+    """What training needs of an engine."""
+
+
+class Member(Pausable, Sleeper, Protocol):
+    """One engine of a pool, in another process: its weights come as an offer (``weights.base``).
+
+    Every call raises ``EngineLostError`` once the engine is dead.
     """
 
     @property
@@ -125,15 +81,9 @@ class Member(Protocol):
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion: ...
 
-    async def interrupt(self) -> None: ...
-
     async def take(self, version: int, offer: Offer) -> None:
         """Take offered weights; requests in flight continue with them."""
         ...
-
-    async def sleep(self, level: int = 1) -> None: ...
-
-    async def wake(self) -> None: ...
 
     def stats(self) -> EngineStats:
         """The newest counters that the engine's answers have brought."""

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from tunesmith.engines.base import EngineStats, Member, add_stats, check_sampling
+from tunesmith.engines.base import Member, check_sampling
 from tunesmith.engines.routing import Prefixes, blocks
-from tunesmith.errors import EngineError, EngineLostError, UserError
+from tunesmith.engines.stats import EngineStats, add_stats
+from tunesmith.engines.timed import timed
+from tunesmith.errors import EngineError, EngineLostError
+from tunesmith.monitor.timeline import Timeline, engine_lane
 from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer, Plane
 
@@ -33,17 +36,17 @@ class _Seat:
     member: Member
     running: int = 0
     prefixes: Prefixes = field(default_factory=Prefixes)
-    leaving: asyncio.Task[None] | None = None
-    """Sees it off."""
 
 
 class EnginePool:
     """Fulfils ``RolloutEngine`` with ``size`` engines, started at the first call.
 
-    An equal beginning goes to the engine that has read it, so that a group shares its prefill, unless that one is
-    far busier. An engine that is lost is replaced, at most ``restarts * size`` times in all: what it was asked is
-    asked of another one, and the new one is given the weights of the others, so no rollout is lost and none is
-    counted twice.
+    A prompt goes to the engine that has read its beginning, so that a group shares its prefill, unless that engine is
+    far busier. A lost engine is replaced, at most ``restarts * size`` times in all: its requests go to another one,
+    and the new one is given the current weights, so no rollout is lost and none is counted twice.
+
+    Args:
+        timeline: gets a span for each request, in a lane for each engine.
     """
 
     def __init__(
@@ -54,22 +57,18 @@ class EnginePool:
         size: int = 1,
         restarts: int = 3,
         report: Callable[[str], None] = print,
+        timeline: Timeline | None = None,
     ) -> None:
-        self._start, self._plane, self._report = start, plane, report
+        self._start, self._plane, self._report, self._timeline = start, plane, report, timeline
         self._size, self._restarts_left = size, restarts * size
         self._numbers = count()
         self._seats: list[_Seat] = []
-        self._coming = 0
         self._changed = asyncio.Event()
-        self._loading = asyncio.Lock()
+        self._loading, self._publishing = asyncio.Lock(), asyncio.Lock()
         self._starting: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._published_version: int | None = None
-        """Published last."""
         self._loaded_version = 0
-        self._growing = False
-        self._publish_events = 0
-        """Publications begun and ended: odd while there is one."""
         self._state = "awake"
         self._departed_stats = EngineStats()
         self._running = self._peak = 0
@@ -80,14 +79,9 @@ class EnginePool:
         return self._loaded_version
 
     @property
-    def size(self) -> int:
-        """Engines that there are or shall be."""
-        return self._size
-
-    @property
     def members(self) -> list[Member]:
         """The engines at work now."""
-        return [seat.member for seat in self._seats if not seat.leaving]
+        return [seat.member for seat in self._seats]
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         check_sampling(sampling)
@@ -112,12 +106,9 @@ class EnginePool:
 
     async def load_weights(self, version: int) -> None:
         async with self._loading:
-            self._publish_events += 1
-            try:
+            async with self._publishing:
                 await self._plane.publish(version)
                 self._published_version = version
-            finally:
-                self._publish_events += 1
             await self._each(self._hand_out, tries=HAND_OUTS)
             self._loaded_version = version
 
@@ -130,23 +121,6 @@ class EnginePool:
     async def wake(self) -> None:
         await self._each(lambda seats: gather_with_errors(seat.member.wake() for seat in seats))
         self._state = "awake"
-
-    async def resize(self, size: int) -> None:
-        """Go on with another number of engines. One that leaves finishes what it was asked, or stays after all.
-
-        Where there is no room for as many, the pool says so and stays as it is.
-        """
-        if size < 1:
-            raise UserError(f"a pool of {size} engines samples nothing: ask for at least 1")
-        async with self._loading:
-            self._size = size
-            self._growing = True
-            try:
-                await self._recall()
-                self._trim()
-                await self._all_ready()
-            finally:
-                self._growing = False
 
     def stats(self) -> EngineStats:
         found = EngineStats()
@@ -161,15 +135,14 @@ class EnginePool:
         for task in self._starting:
             task.cancel()
         await gather_with_errors(self._starting)
-        await gather_with_errors(seat.member.close() for seat in self._seats)
+        for seat in list(self._seats):
+            self._remove(seat)
         await gather_with_errors(self._ending)
-        self._seats = []
         await self._plane.close()
 
     async def _seat_for(self, beginning: Sequence[int]) -> _Seat:
         """The engine that has read most of the prompt, of those not much busier than the least busy one."""
-        while not (seats := self._staying()):
-            await self._all_ready()
+        seats = self._seats or await self._all_ready()
         least = min(seat.running for seat in seats)
         known = {seat: seat.prefixes.known(beginning) for seat in seats}
         more = {seat: SIBLINGS if known[seat] == len(beginning) else 1 for seat in seats}
@@ -179,7 +152,7 @@ class EnginePool:
     async def _ask(self, seat: _Seat, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         seat.running += 1
         try:
-            done = await seat.member.generate(prompt_ids, sampling)
+            done = await timed(self._timeline, seat.number, prompt_ids, seat.member.generate(prompt_ids, sampling))
         finally:
             seat.running -= 1
         seat.prefixes.add(blocks([*prompt_ids, *done.token_ids]))
@@ -188,9 +161,10 @@ class EnginePool:
     async def _all_ready(self) -> list[_Seat]:
         """All engines, those that are missing started."""
         while self._failure is None:
-            if self._missing() <= 0 and not self._coming:
-                return self._staying()
-            for _ in range(self._missing()):
+            missing = self._size - len(self._seats)
+            if not missing:
+                return self._seats
+            for _ in range(missing - len(self._starting)):
                 self._start_one()
             self._changed.clear()
             await self._changed.wait()
@@ -199,7 +173,7 @@ class EnginePool:
     async def _each(self, ask: Callable[[Sequence[_Seat]], Awaitable[list[Any]]], *, tries: int = 1) -> None:
         """Ask all engines, and those that come in the place of lost ones.
 
-        What fails beside a lost one may have failed for its sake, and is asked again.
+        An engine that fails in the same round as one that is lost may have failed because of it, and is asked again.
         """
         done: set[_Seat] = set()
         while seats := [seat for seat in await self._all_ready() if seat not in done]:
@@ -235,82 +209,46 @@ class EnginePool:
         return await gather_with_errors(take(*pair) for pair in zip(members, offers, strict=True))
 
     def _start_one(self) -> None:
-        self._coming += 1
         _go(self._add(), self._starting)
-
-    def _staying(self) -> list[_Seat]:
-        return [seat for seat in self._seats if not seat.leaving]
-
-    def _missing(self) -> int:
-        return self._size - self._coming - len(self._staying())
-
-    def _trim(self) -> None:
-        """Let those go that are too many."""
-        for seat in self._staying()[self._size :]:
-            seat.leaving = _go(self._see_off(seat), self._ending)
-
-    async def _recall(self) -> None:
-        """Where engines are missing, those that have not left yet stay, with the newest weights."""
-        for seat in list(self._seats):
-            if not seat.leaving or seat not in self._seats or self._missing() <= 0:
-                continue
-            seat.leaving.cancel()
-            try:
-                await self._catch_up(seat.member)
-                seat.prefixes.forget()
-                seat.leaving = None
-            except EngineLostError as lost:
-                self._replace(seat, lost)
-            except Exception as error:
-                self._report(f"{seat.member.name} leaves, because it cannot take the newest weights: {error}")
-            finally:
-                if seat.leaving:
-                    seat.leaving = _go(self._see_off(seat), self._ending)
 
     async def _add(self) -> None:
         """One more engine, with the weights of the others."""
-        number, member = next(self._numbers), None
+        number, member, seat = next(self._numbers), None, None
         try:
             member = await self._start(number)
-            await self._catch_up(member)
-            self._seats.append(_Seat(number, member))
-            self._trim()
+            async with self._publishing:
+                if self._published_version is not None:
+                    [failure] = await self._give([member], self._published_version)
+                    if failure:
+                        raise failure
+            seat = _Seat(number, member)
+            self._seats.append(seat)
+            if self._timeline:
+                self._timeline.enter(engine_lane(number))
         except EngineLostError as lost:
             self._spend_restart(lost)
         except Exception as error:
-            if self._growing and self._staying():
-                self._size = len(self._staying()) + self._coming - 1
-                self._report(f"{error}: the pool stays at {self._size} engines")
-            else:
-                self._failure = error
+            self._failure = error
         finally:
-            self._coming -= 1
             self._changed.set()
-            if member is not None and all(seat.member is not member for seat in self._seats):
+            if member is not None and seat is None:
                 await member.close()
-
-    async def _catch_up(self, member: Member) -> None:
-        """Give it the newest weights. Others may be published meanwhile, and an offer is then gone."""
-        while self._published_version is not None:
-            before = self._publish_events
-            [failure] = await self._give([member], self._published_version)
-            undisturbed = before == self._publish_events and not before % 2
-            if isinstance(failure, EngineLostError) or (failure and undisturbed):
-                raise failure
-            if undisturbed:
-                return
-            await asyncio.sleep(0.05)
 
     def _replace(self, seat: _Seat, lost: EngineLostError) -> None:
         """Start another engine in the place of a lost one, once."""
         if seat not in self._seats:
             return
+        self._remove(seat)
+        if self._state != "closed":
+            self._spend_restart(lost)
+            self._report(f"{lost}: starting another; its unanswered requests are repeated")
+
+    def _remove(self, seat: _Seat) -> None:
         self._seats.remove(seat)
+        if self._timeline:
+            self._timeline.leave(engine_lane(seat.number))
         self._departed_stats = add_stats(self._departed_stats, seat.member.stats())
         _go(seat.member.close(), self._ending)
-        if self._state != "closed" and not seat.leaving:
-            self._spend_restart(lost)
-            self._report(f"{lost}: starting another; what it had not answered is asked again")
 
     def _spend_restart(self, lost: EngineLostError) -> None:
         if self._restarts_left:
@@ -319,14 +257,6 @@ class EnginePool:
         else:
             self._failure = EngineError(f"{lost}, once too often (system.engine_restarts)")
             self._changed.set()
-
-    async def _see_off(self, seat: _Seat) -> None:
-        while seat.running:
-            await asyncio.sleep(0.05)
-        if seat in self._seats:
-            self._seats.remove(seat)
-            self._departed_stats = add_stats(self._departed_stats, seat.member.stats())
-            await seat.member.close()
 
 
 def _go(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:

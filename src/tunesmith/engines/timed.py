@@ -1,38 +1,43 @@
-"""An engine whose requests are on the timeline."""
+"""Requests to engines on the timeline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Awaitable, Sequence
 
-from tunesmith.engines.base import Member, RolloutEngine
-from tunesmith.monitor.timeline import Timeline
+from tunesmith.engines.base import RolloutEngine
+from tunesmith.monitor.timeline import Timeline, engine_lane
 from tunesmith.types import Completion, Sampling
 
-E = TypeVar("E", bound=RolloutEngine | Member)
+
+async def timed(
+    timeline: Timeline | None, number: int, prompt_ids: Sequence[int], request: Awaitable[Completion]
+) -> Completion:
+    """The answer to a request, whose time is a span in the lane of engine ``number``."""
+    if timeline is None:
+        return await request
+    with timeline.span(engine_lane(number), "generate", prompt=len(prompt_ids)) as details:
+        done = await request
+        details["tokens"] = len(done.token_ids)
+    return done
 
 
-def timed(engine: E, timeline: Timeline, lane: str) -> E:
-    """``engine``, each of its requests a span of ``lane``; it takes part until it is closed."""
-    timeline.enter(lane)
-    return cast(E, _Timed(engine, timeline, lane))
+class TimedEngine:
+    """A single engine whose requests are on the timeline; a pool does this itself."""
 
+    def __init__(self, engine: RolloutEngine, timeline: Timeline, number: int = 0) -> None:
+        self._engine, self._timeline, self._number = engine, timeline, number
+        timeline.enter(engine_lane(number))
+        self.interrupt, self.load_weights = engine.interrupt, engine.load_weights
+        self.sleep, self.wake, self.stats = engine.sleep, engine.wake, engine.stats
 
-class _Timed:
-    """Everything but ``generate`` and ``close`` is the engine's own."""
-
-    def __init__(self, engine: RolloutEngine | Member, timeline: Timeline, lane: str) -> None:
-        self._engine, self._timeline, self._lane = engine, timeline, lane
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    @property
+    def version(self) -> int:
+        return self._engine.version
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        with self._timeline.span(self._lane, "generate", prompt=len(prompt_ids)) as details:
-            done = await self._engine.generate(prompt_ids, sampling)
-            details["tokens"] = len(done.token_ids)
-        return done
+        request = self._engine.generate(prompt_ids, sampling)
+        return await timed(self._timeline, self._number, prompt_ids, request)
 
     async def close(self) -> None:
-        self._timeline.leave(self._lane)
+        self._timeline.leave(engine_lane(self._number))
         await self._engine.close()

@@ -15,7 +15,8 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
 
-from tunesmith.engines.base import EngineStats, RolloutEngine
+from tunesmith.engines.base import RolloutEngine
+from tunesmith.engines.stats import EngineStats
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.types import Completion, Sampling
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.config.files import same_path
-from tunesmith.engines.base import EngineStats
+from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.loop.collect import Scorer
 from tunesmith.monitor.metrics import JsonLines, is_whole, keep_lines

@@ -8,8 +8,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.engines.base import EngineStats, check_sampling
+from tunesmith.engines.base import check_sampling
 from tunesmith.engines.http.client import Client
+from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, TunesmithError, UserError
 from tunesmith.types import Completion, FinishReason, Sampling
 

@@ -16,7 +16,7 @@ from itertools import count, islice
 import torch
 from torch import Tensor
 
-from tunesmith.engines.base import EngineStats, check_sampling
+from tunesmith.engines.base import check_sampling
 from tunesmith.engines.local.kv_pool import DensePool
 from tunesmith.engines.local.metering import Meter
 from tunesmith.engines.local.prefill_attention import Piece
@@ -25,6 +25,7 @@ from tunesmith.engines.local.runner import Runner, probe, text_config
 from tunesmith.engines.local.scheduler import Scheduler
 from tunesmith.engines.local.speculation import MOST_ROWS, AssistantDrafter, Drafter, NgramDrafter, Speculation
 from tunesmith.engines.partial import stop_strings, stop_token_ids
+from tunesmith.engines.stats import EngineStats
 from tunesmith.engines.step_thread import StepThread
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM

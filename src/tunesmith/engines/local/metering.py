@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tunesmith.engines.base import EngineStats, add_stats
 from tunesmith.engines.local.prefill_attention import Piece
 from tunesmith.engines.local.requests import LocalRequest
+from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.plan.cost import ForwardCost, PeakRates
 
 

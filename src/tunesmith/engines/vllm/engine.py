@@ -17,7 +17,8 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from tunesmith.engines.base import EngineStats, add_stats, check_sampling
+from tunesmith.engines.base import check_sampling
+from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.errors import EngineError, UserError, boundary
 from tunesmith.plan.vllm import LEAST_TEMPERATURE

@@ -1,0 +1,49 @@
+"""What engines count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine has counted since it started; times in seconds, memory in bytes."""
+
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    reused_prompt_tokens: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    preemptions: int = 0
+    drafted_tokens: int = 0
+    """Guessed by speculative decoding and verified; ``accepted_tokens`` of them were kept."""
+    accepted_tokens: int = 0
+    peak_running: int = 0
+    peak_kv_bytes: int = 0
+    kv_budget_bytes: int = 0
+    attainable_seconds: float = 0.0
+    """Least time the same steps could have taken (the larger of bytes / bandwidth and flops / rate);
+    0 where the hardware's limits are not known."""
+
+    def since(self, earlier: EngineStats) -> EngineStats:
+        """What was counted after ``earlier``. Peaks and budgets are those of the whole time."""
+
+        def value(name: str) -> Any:
+            return getattr(self, name) - (0 if name in _PEAKS else getattr(earlier, name))
+
+        return EngineStats(**{f.name: value(f.name) for f in fields(EngineStats)})
+
+
+_PEAKS = ("peak_running", "peak_kv_bytes", "kv_budget_bytes")
+
+
+def add_stats(total: EngineStats, more: EngineStats, *, apart: bool = False) -> EngineStats:
+    """Both together: counters add up; peaks and budgets are the highest, or add up where the engines are ``apart``."""
+
+    def value(name: str) -> Any:
+        a, b = getattr(total, name), getattr(more, name)
+        return max(a, b) if name in _PEAKS and not apart else a + b
+
+    return EngineStats(**{f.name: value(f.name) for f in fields(EngineStats)})
