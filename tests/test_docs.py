@@ -121,7 +121,7 @@ def run(block: Block) -> dict[str, Any]:
     """What a block of Python defines. One that needs a model, a file or a service of the reader's is compiled only."""
     code = compile(block.text, block.name, "exec")
     names: dict[str, Any] = {}
-    if "from_pretrained" not in block.text and "tunesmith.generate" not in block.text:
+    if not re.search(r"from_pretrained|from trl |tunesmith\.[a-z]+\(", block.text):
         exec(code, names)
     return names
 

@@ -39,6 +39,8 @@ FLOORS = {
     "cli": 6,
     "recipes": 6,
     "__main__": 6,
+    "program": 6,
+    "api": 6,
 }
 ADAPTER_ROOMS = ("engines", "backends", "weights")
 SHARED = ("base", "flat", "partial", "stats", "step_thread", "stopping", "timed")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,7 +12,7 @@ from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cost import PeakRates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine, Generator
 
     from torch import nn
 
@@ -161,3 +163,31 @@ def make_learner(
         flops_per_second=(limits or limits_of(config)).flops_per_second,
         report=session.note,
     )
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def outside_event_loop() -> Generator[None]:
+    """Inside, another event loop can run in this thread although one runs already, as in a notebook."""
+    running = asyncio._get_running_loop()  # pyright: ignore[reportPrivateUsage]
+    if running is None:
+        yield
+        return
+    swap: Any = getattr(asyncio.tasks, "_swap_current_task", None)  # since Python 3.12
+    task = swap(running, None) if swap else None
+    asyncio._set_running_loop(None)  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(running)
+        asyncio._set_running_loop(running)  # pyright: ignore[reportPrivateUsage]
+        if swap:
+            swap(running, task)
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, also where an event loop runs already."""
+    with outside_event_loop():
+        return asyncio.run(work)

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from tunesmith.assembly.checking import checked
+from tunesmith.assembly.common import run_async
 from tunesmith.assembly.opening import announce
 from tunesmith.assembly.rewards import add_rewards
-from tunesmith.assembly.sampler import Opened, answer_tasks, identity, opened, resolve_sampling, run_async
+from tunesmith.assembly.sampler import Opened, answer_tasks, identity, opened, resolve_sampling
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.data.chat import end_of_turn_id
 from tunesmith.data.formats import Example

@@ -9,9 +9,8 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tunesmith.assembly.common import load_model, load_tokenizer
+from tunesmith.assembly.common import load_model, load_tokenizer, run_async
 from tunesmith.assembly.engines import make_sampling
-from tunesmith.assembly.sampler import run_async
 from tunesmith.config.generation import GenerateConfig, SamplingSection
 from tunesmith.config.schema import DataSection, ModelSection, SystemSection
 from tunesmith.data.prompts import PromptEncoder

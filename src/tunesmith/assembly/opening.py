@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,13 +16,14 @@ from tunesmith.assembly.learning import learning_facts, unknown_share
 from tunesmith.assembly.sinks import open_sinks
 from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.kinds import command_of
-from tunesmith.config.preference import ScoreConfig
+from tunesmith.config.preference import RMConfig, ScoreConfig
 from tunesmith.config.resolved import Resolved, changes, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
 from tunesmith.data.prepare import Prepared, Sources
 from tunesmith.errors import CheckpointError
+from tunesmith.loop.callbacks import Callbacks
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.loop.manifest import check_whole, has_manifest
 from tunesmith.loop.profiling import StepProfiler
@@ -65,6 +66,46 @@ class RunResult:
     """Where the run ended without learning, why."""
     examples: Sequence[Example] = ()
     """Held-out prompts, answered before training and after it."""
+    scores: bool = False
+    """Whether the model is a reward model."""
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of ``metrics.jsonl``: one per step, and one per evaluation."""
+        return read_metrics(self.run_dir / "metrics.jsonl")
+
+    def to_pandas(self) -> Any:
+        """The metrics as a ``pandas.DataFrame``."""
+        from pandas import DataFrame
+
+        return DataFrame(self.metrics)
+
+    def load(self, **options: Any) -> tuple[Any, Any]:
+        """The trained model and its tokenizer, loaded by transformers; ``options`` go to ``from_pretrained``."""
+        return load_trained(self.checkpoint, scores=self.scores, **options)
+
+
+def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[Any, Any]:
+    """A model, or an adapter on its base, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    if scores:
+        options = {"num_labels": 1, **options}
+    tokenizer: Any = AutoTokenizer
+    return kind.from_pretrained(path, **options), tokenizer.from_pretrained(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the Python code that starts a run adds to its settings."""
+
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By dotted key: why a setting has its value that no person wrote; see ``Resolved``."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
+
+
+FROM_A_COMMAND = Caller()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +120,7 @@ class OpenRun(Generic[C]):
     checkpoint: Path | None
     """The one to resume from."""
     tokenizer: Any
-    reasons: Mapping[str, str]
-    """See ``Resolved``."""
+    caller: Caller
 
     @property
     def data(self) -> DataSection:
@@ -97,13 +137,12 @@ class OpenRun(Generic[C]):
 
 @contextmanager
 def open_run(
-    kind: type[C], path: Path | None, overrides: Sequence[str], reasons: Mapping[str, str] | None = None
+    kind: type[C], path: Path | None, overrides: Sequence[str], caller: Caller = FROM_A_COMMAND
 ) -> Generator[OpenRun[C]]:
     """Check the settings, lock the run's directory and load the tokenizer: the beginning of every command.
 
     Args:
         path: the run file, which also gives the run its name; None for settings from overrides alone.
-        reasons: see ``Resolved``.
 
     Raises:
         UserError: settings, files or the machine do not allow the run, or its directory holds another one.
@@ -115,7 +154,7 @@ def open_run(
             directory, resume = directory or Path("runs").absolute() / name, False
         with open_run_dir(directory, config.monitor.run_name or name, resume) as run_dir:
             checkpoint = checkpoint_to_resume(config, run_dir)
-            yield OpenRun(config, base_dir, run_dir, checkpoint, load_tokenizer(config), reasons or {})
+            yield OpenRun(config, base_dir, run_dir, checkpoint, load_tokenizer(config), caller)
 
 
 def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
@@ -195,10 +234,10 @@ def make_ready(
         together=together,
         instances_for=instances_for,
     )
-    resolved = replace(resolve(config, facts), reasons=run.reasons)
+    resolved = replace(resolve(config, facts), reasons=run.caller.reasons)
     announce(resolved, run.directory, train, held_out)
     return ReadyRun(
-        resolved.config, run.base_dir, run.directory, run.checkpoint, run.tokenizer, run.reasons, train, held_out
+        resolved.config, run.base_dir, run.directory, run.checkpoint, run.tokenizer, run.caller, train, held_out
     )
 
 
@@ -256,6 +295,7 @@ def open_session(run: ReadyRun[Any, Any], checkpoint: Path | None, metric: str) 
             learning=LearningWatch(learning_facts(config, run.tokenizer, run.train.items)),
             timeline=timeline,
             profiler=profiler,
+            callbacks=run.caller.callbacks,
             resume_from=checkpoint,
         )
 
@@ -292,5 +332,12 @@ def run_result(run: OpenRun[Any], session: Session) -> RunResult:
     )
     shown = examples(read_rollouts(run_dir.rollouts), SHOWN) if session.rollout_log else []
     return RunResult(
-        run_dir.path, newest / "model", evaluations, session.clock.totals(), best, session.learning.end(), shown
+        run_dir.path,
+        newest / "model",
+        evaluations,
+        session.clock.totals(),
+        best,
+        session.learning.end(),
+        shown,
+        isinstance(run.config, RMConfig),
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tunesmith.assembly.checking import checked
 from tunesmith.assembly.common import load_tokenizer
-from tunesmith.assembly.opening import SHOWN, announce
+from tunesmith.assembly.opening import FROM_A_COMMAND, SHOWN, Caller, announce, load_trained
 from tunesmith.assembly.sampler import Opened, answer_tasks, identity, opened, release_memory, resolve_sampling
 from tunesmith.assembly.sinks import ADAPTERS
 from tunesmith.assembly.train import run_sft
@@ -68,18 +68,26 @@ class RFTOutcome:
     earlier: float = field(default=0.0, compare=False)
     """Seconds that calls before this one took."""
 
+    def load(self, **options: Any) -> tuple[Any, Any]:
+        """The last trained model and its tokenizer, loaded by transformers."""
+        if self.model is None:
+            raise ConfigError(f"no round in {self.run_dir} is trained yet")
+        return load_trained(self.model, **options)
 
-def run_rft(step: Step, path: Path | None, overrides: Sequence[str] = ()) -> RFTOutcome:
+
+def run_rft(
+    step: Step, path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND
+) -> RFTOutcome:
     """One step, or with ``run`` all of them; what is done already is not done again."""
     usage = Usage()
     with checked(RFTConfig, path, overrides) as config:
         if step == "evaluate" and config.data.eval is None:
             raise ConfigError("data.eval is missing: name the questions to evaluate on")
         with opened(config, path, "rft") as run:
-            return _opened_run(config, run, path.parent if path else Path.cwd(), usage).do(step)
+            return _opened_run(config, run, path.parent if path else Path.cwd(), usage, caller).do(step)
 
 
-def _opened_run(config: RFTConfig, run: Opened, base_dir: Path, usage: Usage) -> _Run:
+def _opened_run(config: RFTConfig, run: Opened, base_dir: Path, usage: Usage, caller: Caller) -> _Run:
     shots = read_shots(config.rft.few_shot) if config.rft.few_shot else ()
     first = _first_sampler(config, run, shots)
     resolved = resolve_sampling(config, [*first.tasks, *(run.held_out.items if run.held_out else [])], count=False)
@@ -88,7 +96,7 @@ def _opened_run(config: RFTConfig, run: Opened, base_dir: Path, usage: Usage) ->
     report = run.run_dir.path / "report.json"
     earlier: Json = read_json(report).get("usage", {}) if report.exists() else {}
     usage.add_earlier({part: found for part, found in earlier.items() if part != _TOTAL})
-    return _Run(run, resolved, first, rounds, base_dir, usage)
+    return _Run(run, resolved, first, rounds, base_dir, usage, caller)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +150,7 @@ class _Run:
     rounds: list[Round]
     base_dir: Path
     usage: Usage
+    caller: Caller
 
     @property
     def config(self) -> RFTConfig:
@@ -251,7 +260,7 @@ class _Run:
         model = self._begun(this)
         if model is None:
             release_memory()
-            done = run_sft(run_file, ['checkpoint.resume="auto"'], reasons)
+            done = run_sft(run_file, ['checkpoint.resume="auto"'], Caller(reasons, self.caller.callbacks))
             model, setup = done.checkpoint, done.seconds.get("setup", 0.0)
             found = {"seconds/setup": setup, "seconds/training": -setup}
             # Every step of the training begins a new peak, so that what is left at its end is that of its last one.

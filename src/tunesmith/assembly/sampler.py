@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-from collections.abc import Coroutine, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tunesmith.assembly.checking import frozen_parameters, task_data
-from tunesmith.assembly.common import load_model, load_tokenizer
+from tunesmith.assembly.common import load_model, load_tokenizer, run_async
 from tunesmith.assembly.engines import make_engine, make_sampling
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.config.generation import GenerateConfig, SamplingConfig
@@ -40,7 +38,6 @@ from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import RolloutGroup, Task
 
 C = TypeVar("C", bound=RunConfig)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +161,6 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine; in a thread of its own where an event loop runs already, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
 
 
 def _task_data(config: SamplingConfig) -> DataSection:

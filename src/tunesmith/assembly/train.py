@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunesmith.assembly.cluster import open_cluster, run_with_restarts
+from tunesmith.assembly.common import outside_event_loop
 from tunesmith.assembly.environments import instances_for, load_run_tasks, open_user_code
 from tunesmith.assembly.opening import (
+    FROM_A_COMMAND,
+    Caller,
     ReadyRun,
     RunResult,
     kept_on_interrupt,
@@ -35,9 +38,14 @@ if TYPE_CHECKING:
     from tunesmith.loop.session import Session
 
 
-def run_rl(path: Path | None, overrides: Sequence[str] = (), kind: type[RLConfig] = RLConfig) -> RunResult:
+def run_rl(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    kind: type[RLConfig] = RLConfig,
+    caller: Caller = FROM_A_COMMAND,
+) -> RunResult:
     """``tunesmith rl``: reinforcement learning."""
-    with open_run(kind, path, overrides) as opened, open_user_code(opened.config, opened.base_dir) as user_code:
+    with open_run(kind, path, overrides, caller) as opened, open_user_code(opened.config, opened.base_dir) as user_code:
         rewards, environments = user_code
         run = make_ready(
             opened,
@@ -63,7 +71,7 @@ def _train_policy(
     from tunesmith.loop import rl
 
     metric = run.config.eval.metric or "eval/reward"
-    with open_session(run, checkpoint, metric) as session, asyncio.Runner() as runner:
+    with open_session(run, checkpoint, metric) as session, outside_event_loop(), asyncio.Runner() as runner:
         with session.phase("setup"):
             parts, rollouts = runner.run(make_rl_parts(run, session, rewards, environments, cluster))
         with kept_on_interrupt(run, lambda: rl.keep(parts, session)):
@@ -81,15 +89,11 @@ async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> Non
 
 
 def run_supervised(
-    kind: type[RunConfig], path: Path | None, overrides: Sequence[str] = (), reasons: Mapping[str, str] | None = None
+    kind: type[RunConfig], path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND
 ) -> RunResult:
-    """A command that trains on given data.
-
-    Args:
-        reasons: by dotted key, where another command wrote the run file: why a key that nobody set has its value.
-    """
+    """A command that trains on given data."""
     data = TRAINING_DATA[kind]
-    with open_run(kind, path, overrides, reasons) as opened:
+    with open_run(kind, path, overrides, caller) as opened:
         config, tokenizer = opened.config, opened.tokenizer
         run = make_ready(opened, partial(data.load, config, tokenizer), partial(data.sizes, config))
         from tunesmith.assembly.supervised_parts import make_parts
@@ -111,9 +115,9 @@ run_kto = partial(run_supervised, KTOConfig)
 run_prm = partial(run_supervised, PRMConfig)
 
 
-def run_distill(path: Path | None, overrides: Sequence[str] = ()) -> RunResult:
+def run_distill(path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND) -> RunResult:
     """``tunesmith distill``: by reinforcement learning on the student's own samples, supervised on given answers."""
     kind = find_kind(path, overrides)
     if issubclass(kind, OfflineDistillConfig):
-        return run_supervised(OfflineDistillConfig, path, overrides)
-    return run_rl(path, overrides, kind if issubclass(kind, DistillConfig) else DistillConfig)
+        return run_supervised(OfflineDistillConfig, path, overrides, caller)
+    return run_rl(path, overrides, kind if issubclass(kind, DistillConfig) else DistillConfig, caller)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
+from tunesmith.loop.callbacks import STOP, Callbacks
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.loop.profiling import StepProfiler
 from tunesmith.loop.rollout_log import RolloutLog, contrast, summary
@@ -109,8 +110,13 @@ class Session:
     evaluated: bool = False
     """Whether this step has been evaluated."""
     profiler: StepProfiler | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    stopped: bool = False
+    """Whether a callback asked for the end of the run."""
     limit_is_known: bool = True
     """Whether the measured speed limit of the device can be trusted."""
+    _record: dict[str, float] = field(default_factory=dict[str, float], init=False)
+    """The metrics of the last step."""
     _whole: Callable[[], dict[str, Any]] = field(default=dict, init=False)
     """The loop's state after the last whole step."""
     _saved: tuple[int, int, float] = field(default=(0, 0, 0.0), init=False)
@@ -121,8 +127,8 @@ class Session:
 
     @property
     def running(self) -> bool:
-        """Whether there is another step: neither is the run at its end nor the evaluation's target reached."""
-        return self.step < self.total_steps and not self.best.reached_target
+        """Whether there is a step to take: not at the end, not stopped, and the evaluation's target not reached."""
+        return self.step < self.total_steps and not self.best.reached_target and not self.stopped
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -151,6 +157,7 @@ class Session:
         """
         self._whole, self.epoch, self.evaluated = state, epoch, False
         interrupts.settle()
+        self._call(self.callbacks.on_step, self._record)
 
     def finish_step(self, metrics: Mapping[str, float]) -> None:
         """Count a step and record its metrics and its time by phase. ``settle`` completes it."""
@@ -174,6 +181,7 @@ class Session:
             record["limit_share"] = metrics["attainable_seconds"] / busy
             if record["limit_share"] > 1:
                 self._forget_limit(record)
+        self._record = record
         self.metrics.write(self.step, record, always=self.step == self.total_steps)
         self.progress.step(self.step, record, wall - seconds.get("setup", 0.0))
         if profile:
@@ -207,6 +215,7 @@ class Session:
         }
         shown = (f"{names} {value}" for names, value in each_once(numbers).items())
         self.note(f"evaluation after step {self.step}: {'  '.join(shown)}")
+        self._call(self.callbacks.on_evaluation, dict(metrics))
 
     def log_rollouts(self, groups: Sequence[RolloutGroup], kind: str = "train") -> None:
         """Log some of a step's rollouts, and show a good and a bad one now and then."""
@@ -226,9 +235,11 @@ class Session:
         return not self.evaluated and (self.evaluation_due() if self.step else at_start)
 
     def checkpoint_due(self) -> bool:
-        """By steps, epochs or time, or because the evaluation just made is the best one."""
+        """By the cadence in steps, epochs or time, at a stop, or because the evaluation just made is the best one."""
         is_best = self.best.step == self.step and self.step > 0
-        _, epoch, time = self._saved
+        step, epoch, time = self._saved
+        if self.stopped:
+            return step != self.step
         if self.checkpoint_seconds is not None and self.clock.now() - time >= self.checkpoint_seconds:
             return True
         every = self.checkpoint_every
@@ -258,7 +269,13 @@ class Session:
             if self.publisher and not stopping:
                 self.publisher.publish(path, last=not self.running)
         point(path.parent.parent / "model", path / "model")
+        if not stopping:
+            self._call(self.callbacks.on_checkpoint, path)
         return path
+
+    def _call(self, callback: Callable[[int, Any], bool | None] | None, value: Any) -> None:
+        if callback is not None and callback(self.step, value) is STOP:
+            self.stopped = True
 
     def keep(self, write: Write, give_up: Callable[[], None]) -> str:
         """After a signal: save the last complete step. Returns a message that says what was kept.

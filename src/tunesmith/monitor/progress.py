@@ -112,12 +112,19 @@ def open_progress(
     """A display for steps ``start + 1 ... total``.
 
     Args:
-        live: True for a live panel, False for lines, None for a panel where standard output is a terminal.
+        live: True for a live panel, False for lines, None for a panel in a terminal or a notebook.
         every: steps between lines; the first and last are always shown.
     """
-    if live if live is not None else sys.stdout.isatty():
+    if live if live is not None else sys.stdout.isatty() or in_notebook():
         return LivePanel(total, start, console)
     return PlainLines(total, start, every)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
 
 
 class Eta:

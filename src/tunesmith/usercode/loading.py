@@ -2,6 +2,7 @@
 
 A reference is ``path/to/file.py:function`` or ``package.module:function``. ``check_reference`` only reads
 source text, so a wrong name is refused before anything is imported; ``load_function`` runs the user's code.
+A Python program hands over its objects under references of its choice (``handed_over``).
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -27,6 +29,28 @@ from tunesmith.errors import ConfigError, nearest
 from tunesmith.monitor.waits import long_wait
 
 TRACEBACK_CHARACTERS = 6000
+PROGRAM = "python"
+"""Stands for the module in references to objects of the running program: ``python:name``."""
+
+_objects: dict[str, Any] = {}
+
+
+@contextmanager
+def handed_over(objects: Mapping[str, Any]) -> Generator[None]:
+    """Inside, the references in ``objects`` name these objects of this process.
+
+    Raises:
+        ConfigError: another run in this process uses such a reference for another object.
+    """
+    if taken := [name for name, value in objects.items() if _objects.get(name, value) is not value]:
+        raise ConfigError(f"'{taken[0]}' is another object of a run that goes on in this process; rename one of them")
+    added = objects.keys() - _objects.keys()
+    _objects.update(objects)
+    try:
+        yield
+    finally:
+        for reference in added:
+            del _objects[reference]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +75,11 @@ def locate(reference: str, base_dir: Path) -> Location:
         ConfigError: the reference is malformed, or the file or module does not exist.
     """
     target, _, function = reference.rpartition(":")
+    if target == PROGRAM:
+        raise ConfigError(
+            f"'{reference}' is an object of a Python program, and only that program can run it; "
+            "in a run file write file.py:function."
+        )
     bases = list(dict.fromkeys([base_dir.resolve(), Path.cwd()]))
     if not target and function.endswith(".py"):
         file = _find_file(reference, function, bases)
@@ -79,6 +108,8 @@ def check_reference(reference: str, base_dir: Path) -> None:
     Raises:
         ConfigError: as ``locate``; the source does not parse, or has no such function; names the nearest ones.
     """
+    if reference in _objects:
+        return
     location = locate(reference, base_dir)
     if location.file is not None and location.file.suffix == ".py":
         check_defined(location.file, location.function)
@@ -90,6 +121,8 @@ def parameters_in_source(reference: str, base_dir: Path) -> frozenset[str]:
     Raises:
         ConfigError: as ``check_reference``.
     """
+    if reference in _objects:
+        return frozenset(inspect.signature(_objects[reference]).parameters)
     location = locate(reference, base_dir)
     if location.file is None or location.file.suffix != ".py":
         return frozenset()
@@ -115,6 +148,8 @@ def load_object(reference: str, base_dir: Path) -> Any:
     Raises:
         ConfigError: as ``locate``; the import failed (with the end of its traceback), or there is no such name.
     """
+    if reference in _objects:
+        return _objects[reference]
     location = locate(reference, base_dir)
     with _importable(location.search), keeping_signals():
         try:

@@ -1,0 +1,25 @@
+"""Functions of a Python program that follow a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+STOP: Final = False
+"""Returned by a callback, it ends the run after the current step, with a checkpoint."""
+
+Metrics = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """Each is called with the number of steps taken so far; what it raises ends the run."""
+
+    on_step: Callable[[int, Metrics], bool | None] | None = None
+    """Called with the metrics of each finished step."""
+    on_evaluation: Callable[[int, Metrics], bool | None] | None = None
+    """Called with the metrics of each evaluation."""
+    on_checkpoint: Callable[[int, Path], bool | None] | None = None
+    """Called with the directory of each checkpoint."""

@@ -1,0 +1,208 @@
+"""What a Python program says as the settings of a run: objects become references, rows a file of the run directory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import isclass, isfunction
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+from tunesmith.assembly.opening import Caller
+from tunesmith.config.schema import Source
+from tunesmith.config.toml import toml_value
+from tunesmith.errors import ConfigError, DataError, UserError
+from tunesmith.loop.callbacks import Callbacks
+from tunesmith.monitor.run_dir import LATEST, check_run_dir, holds_run, is_running, numbered_directory, point
+from tunesmith.offline.generation import write_whole
+from tunesmith.usercode.loading import PROGRAM, handed_over
+
+Rows = Iterable[Mapping[str, Any]]
+Data = str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]] | Rows
+R = TypeVar("R")
+
+_CODE = {"reward": ("reward.functions",), "environment": ("environment.path", "environment.tools")}
+"""The settings that may hold objects, by section."""
+
+
+class Program:
+    """One call of the Python API."""
+
+    def __init__(
+        self,
+        command: str,
+        model: str | Path,
+        train: Data,
+        held_out: Data | None,
+        given: Mapping[str, Any],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._command = command
+        self._objects: dict[str, Any] = {}
+        self._reasons: dict[str, str] = {}
+        self._rows: dict[str, Rows] = {}
+        self._settings = _flat({"model.path": model, **given, **settings})
+        for key, data in (("train", train), ("eval", held_out)):
+            if data is not None:
+                self._settings[f"data.{key}"] = self._source(key, data)
+        for section, keys in _CODE.items():
+            self._refer(section, [key for key in keys if key in self._settings])
+
+    def run(self, start: Callable[..., R], callbacks: Callbacks) -> R:
+        """Start a run with these settings, in its directory."""
+        with handed_over(self._objects), self._directory():
+            overrides = [f"{key}={_toml(key, value)}" for key, value in self._settings.items()]
+            return start(None, overrides, caller=Caller(self._reasons, callbacks))
+
+    def _source(self, key: str, data: Any) -> Any:
+        """Data as a setting; rows are kept until the run's directory is there."""
+        if isinstance(data, str | Path) or _is_source(data):
+            return data
+        if isinstance(data, dict):
+            splits = cast("dict[str, Any]", data)
+            if type(splits).__module__.startswith("datasets"):
+                raise ConfigError(f"{key} has the splits {', '.join(splits)}; give one of them, as in data['train']")
+            raise ConfigError(
+                f"the keyword {key} is the data: a path, rows, or a table with a path. Settings of [{key}] are written "
+                f"{key}__{next(iter(splits), 'key')}=..."
+            )
+        if isinstance(data, list | tuple) and data and all(map(_is_source, cast("list[Any]", data))):
+            return data
+        if not isinstance(data, Iterable):
+            raise ConfigError(f"{key} is of type {type(data).__name__}; give a path, a Dataset or a list of dicts")
+        self._rows[key] = cast("Rows", data)
+        return ""
+
+    @contextmanager
+    def _directory(self) -> Generator[None]:
+        """The run's directory with the rows; removed again where the run is refused before it begins."""
+        if not self._rows:
+            yield
+            return
+        said = self._settings.get("run_dir")
+        if said is None:
+            directory, new = numbered_directory(Path("runs").absolute(), self._command), True
+            point(directory.parent / LATEST, directory)
+            self._settings["run_dir"] = directory
+        else:
+            directory = Path(said).expanduser().absolute()
+            new = not directory.exists()
+            resume = self._settings.get("checkpoint.resume", False)
+            check_run_dir(directory, resume if resume in (True, False, "auto") else Path(resume))
+            if is_running(directory):
+                raise ConfigError(f"run_dir = '{directory}' is in use by another process: wait for it to end")
+        try:
+            for key, rows in self._rows.items():
+                file = directory / "data" / f"{key}.jsonl"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                if not write_whole(file, _checked(key, rows)):
+                    raise DataError(f"{key} has no rows")
+                self._settings[f"data.{key}"] = file
+            yield
+        except UserError:
+            if new and not holds_run(directory):
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    def _refer(self, section: str, keys: Sequence[str]) -> None:
+        """Put references in the place of a section's functions and classes."""
+        before = len(self._objects)
+        for key in keys:
+            value = self._settings[key]
+            items = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else None
+            if items is None:
+                self._settings[key] = self._reference(key, value)
+            else:
+                made = {name: self._reference(key, item) for name, item in cast("Iterable[Any]", items)}
+                self._settings[key] = made if isinstance(value, Mapping) else list(made.values())
+        if len(self._objects) == before:
+            return
+        isolation = f"{section}.isolation"
+        if self._settings.get(isolation, "thread") != "thread":
+            raise ConfigError(
+                f"{isolation} = '{self._settings[isolation]}' needs functions that another process can import, and "
+                f"'{list(self._objects)[-1].rpartition(':')[2]}' exists in this program only. Move it into a module, "
+                f"or leave {isolation} out"
+            )
+        if isolation not in self._settings:
+            self._settings[isolation] = "thread"
+            self._reasons[isolation] = "its functions are objects of this program"
+
+    def _reference(self, key: str, value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        if not callable(value):
+            raise ConfigError(f"{key}: {value!r} is not a function; give one, 'file.py:function' or a built-in name")
+        name = getattr(value, "__name__", type(value).__name__)
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        if (isfunction(value) or isclass(value)) and module and _importable(module, name, value):
+            return f"{module.__name__}:{name}" if module.__package__ else f"{module.__file__}:{name}"
+        name = re.sub(r"\W", "", name) or "function"
+        names = [f"{PROGRAM}:{name}{f'_{number}' if number > 1 else ''}" for number in range(1, len(self._objects) + 2)]
+        reference = next(one for one in names if self._objects.get(one, value) is value)
+        self._objects[reference] = value
+        return reference
+
+
+def _importable(module: ModuleType, name: str, value: Any) -> bool:
+    """Whether another process finds the object under its name; a script would run again there."""
+    known = module.__name__ != "__main__" and getattr(module, "__file__", None)
+    return bool(known) and getattr(module, name, None) is value
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted key, without those that are None."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = name.replace("__", ".")
+        if value is None:
+            continue
+        if isinstance(value, Mapping) and "." not in key:
+            flat |= {f"{key}.{inner.replace('__', '.')}": v for inner, v in cast("Mapping[str, Any]", value).items()}
+        else:
+            flat[key] = value
+    return {key: value for key, value in flat.items() if value is not None}
+
+
+def _is_source(value: Any) -> bool:
+    """Whether a value names data: a path, or a table of ``[data]`` with one."""
+    if isinstance(value, str | Path):
+        return True
+    return type(value) is dict and "path" in value and value.keys() <= Source.model_fields.keys()
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _checked(key: str, rows: Rows) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(cast("Iterable[Any]", rows), 1):
+        if not isinstance(row, Mapping):
+            raise DataError(f"row {number} of {key} is of type {type(row).__name__}; each row is a dict of columns")
+        yield dict(row)
+
+
+def _toml(key: str, value: Any) -> str:
+    try:
+        return toml_value(_plain(value))
+    except TypeError:
+        raise ConfigError(f"{key} is of type {type(value).__name__}, which no setting can be") from None
+
+
+def _plain(value: Any) -> Any:
+    """With paths as text and tuples, mappings and NumPy's numbers as the plain types."""
+    match value:
+        case Path():
+            return str(value)
+        case Mapping():
+            return {str(k): _plain(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+        case list() | tuple():
+            return [_plain(v) for v in cast("Sequence[Any]", value)]
+        case _ if hasattr(value, "item"):
+            return value.item()
+        case _:
+            return value

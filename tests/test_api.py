@@ -1,0 +1,239 @@
+"""The commands as Python functions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+import tunesmith
+from tiny import save_model
+from tiny_preferences import lines_of
+from tiny_runs import rl_settings, sums, write_lines
+from tunesmith import assembly
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RLConfig
+from tunesmith.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
+from tunesmith.monitor.metrics import read_metrics
+from tunesmith.usercode.loading import load_object
+
+SMALL: dict[str, Any] = {
+    "model__dtype": "float32",
+    "data__chat": False,
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 8},
+    "train__steps": 3,
+    "train__lr": 1e-2,
+    "system__threads": 1,
+}
+ROWS = Dataset.from_list(sums(2))
+EXAMPLES = [{"prompt": line["prompt"], "completion": line["answer"]} for line in sums(24)]
+SFT = {key: SMALL[key] for key in SMALL if key != "rollout"} | {"train__batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def learned(run_dir: Path) -> list[dict[str, Any]]:
+    names = ("reward", "loss", "grad_norm", "lr")
+    return [{name: row[name] for name in names} for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
+
+
+def share(completions: Sequence[str], **_: Any) -> list[float]:
+    return [sum(c < "N" for c in text) / max(1, len(text)) for text in completions]
+
+
+def test_a_run_from_python_is_the_commands_run(model: Path, here: Path) -> None:
+    weight = 1.0
+
+    def closure(completions: Sequence[str], **columns: Any) -> list[float]:
+        assert set(columns) >= {"answer", "prompts"}
+        return [weight * value for value in share(completions)]
+
+    def ready(completions: Sequence[str], **_: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    rows = Dataset.from_list(sums(12))
+    outcome = tunesmith.rl(model, rows, reward=[closure, ready], eval=sums(4), run_dir="run", **SMALL)
+    assert outcome.run_dir == here / "run"
+    assert [json.loads(line) for line in (here / "run/data/train.jsonl").read_text().splitlines()] == sums(12)
+    command = assembly.run_rl(None, rl_settings(here, model, "command", data__eval=write_eval(here)))
+    assert learned(outcome.run_dir) == learned(command.run_dir)
+    assert [row["reward"] for row in outcome.metrics if "loss" in row] == [r["reward"] for r in learned(here / "run")]
+    assert "reward/closure/mean" in outcome.metrics[-2] and "reward/ready/mean" in outcome.metrics[-2]
+    assert len(outcome.to_pandas()) == len(outcome.metrics)
+    trained, tokenizer = outcome.load()
+    assert trained.config.model_type == "llama" and tokenizer.decode(tokenizer("1+1=").input_ids) == "1+1="
+    entry = json.loads((here / "run/resolved.json").read_text())["settings"]["reward.isolation"]
+    assert entry["value"] == "thread"
+
+
+def write_eval(folder: Path) -> str:
+    return str(write_lines(folder / "eval.jsonl", sums(4)))
+
+
+@pytest.mark.parametrize("name", ["rollout", "rollout__group_size", "rollout.group_size"])
+def test_settings_are_nested_or_dotted(name: str, model: Path) -> None:
+    settings = {name: {"group_size": 0} if name == "rollout" else 0}
+    with pytest.raises(ConfigError, match=r"rollout\.group_size is 0; it must be"):
+        tunesmith.rl(model, sums(2), reward="math", **settings)
+    assert not any(Path("runs").glob("rl-*"))
+
+
+def test_a_run_goes_on_where_it_was_stopped(model: Path, here: Path) -> None:
+    """Also from rows, a lambda and inside a running event loop."""
+    seen: list[tuple[str, int]] = []
+
+    def on_step(step: int, metrics: dict[str, Any]) -> bool | None:
+        seen.append(("step", step))
+        assert metrics["reward"] >= 0
+        return tunesmith.STOP if step == 2 else None
+
+    def run(**more: Any) -> tunesmith.RunResult:
+        reward = lambda completions, **_: share(completions)  # noqa: E731
+        train = more.pop("train", iter(sums(12)))
+        return tunesmith.rl(str(model), train, reward=reward, run_dir="run", **SMALL, **more)
+
+    async def notebook() -> tunesmith.RunResult:
+        outcome = run(
+            on_step=on_step,
+            on_evaluation=lambda step, metrics: seen.append(("eval" if metrics else "", step)),
+            on_checkpoint=lambda step, path: seen.append((path.name, step)),
+            eval=sums(2),
+        )
+        await asyncio.sleep(0)
+        return outcome
+
+    first = asyncio.run(notebook())
+    assert seen == [("eval", 0), ("step", 1), ("step", 2), ("step-000002", 2)]
+    assert first.checkpoint == here / "run/checkpoints/step-000002/model"
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run()
+    second = run(resume=True, eval=sums(2))
+    assert second.checkpoint.parent.name == "step-000003"
+    assert [row["step"] for row in second.metrics if "loss" in row] == [1, 2, 3]
+    with pytest.raises(CheckpointError):
+        run(resume=True, train=sums(5))
+
+
+def test_evaluations_and_checkpoints_stop_a_run_too(model: Path) -> None:
+    steps = SFT | {"train__steps": 6, "checkpoint__every": 2}
+    stopped = tunesmith.sft(
+        model, EXAMPLES, on_checkpoint=lambda step, path: path.name != f"step-{max(step, 4):06d}", **steps
+    )
+    assert stopped.run_dir.name == "sft-1" and stopped.checkpoint.parent.name == "step-000004"
+    steps |= {"eval": EXAMPLES[:2], "eval__every": 1}
+    stopped = tunesmith.sft(model, EXAMPLES, on_evaluation=lambda step, metrics: step < len(metrics) + 2, **steps)
+    assert stopped.run_dir.name == "sft-2" and stopped.checkpoint.parent.name == "step-000003"
+    assert {"eval/loss"} <= stopped.evaluations[-1].keys()
+
+    def fail(step: int, metrics: dict[str, Any]) -> None:
+        raise KeyError(step, metrics)
+
+    with pytest.raises(KeyError):
+        tunesmith.sft(model, EXAMPLES, on_step=fail, **SFT)
+
+
+@pytest.mark.parametrize("command", ["rm", "dpo", "kto", "prm"])
+def test_preferences_and_steps_from_rows(command: str, model: Path) -> None:
+    settings = {key: value for key, value in SFT.items() if not (command == "prm" and key == "data__chat")}
+    more = {"prm": {"good": "+", "bad": "-"}} if command == "prm" else {}
+    outcome = getattr(tunesmith, command)(model, lines_of(command, 8), **(settings | more | {"train__steps": 1}))
+    trained, _ = outcome.load()
+    assert (command == "rm") == ("SequenceClassification" in type(trained).__name__)
+
+
+def test_distillation_and_rejection_sampling(model: Path) -> None:
+    distilled = tunesmith.distill(model, sums(6), teacher=model, **{**SMALL, "train__steps": 1})
+    assert "teacher_kl" in distilled.metrics[0]
+
+    settings = {key: value for key, value in SFT.items() if key != "train__steps"} | {"train__epochs": 1}
+    # Any of the first bytes ends an answer, so that some answers come to their end.
+    settings |= {"sampling": {"n": 4, "max_new_tokens": 8, "stop_token_ids": list(range(5, 100))}}
+    done = tunesmith.rft(model, sums(12), reward=lambda completions, **_: [1.0] * len(completions), **settings)
+    assert done.run_dir == Path("runs/rft").absolute() and done.load()[0].config.model_type == "llama"
+
+
+def test_environments_are_classes_of_the_program(model: Path) -> None:
+    made: list[int] = []
+
+    class Game:
+        def reset(self, **columns: Any) -> None:
+            made.append(len(columns))
+
+        def step(self, action: str) -> tuple[str, float, bool]:
+            return "", float(len(action) % 3), True
+
+    outcome = tunesmith.rl(model, sums(6), environment=Game, **{**SMALL, "train__steps": 1})
+    assert len(made) == 16 and "reward" in outcome.metrics[0]
+
+
+PROCESS = {"reward": lambda completions: completions, "reward__isolation": "process"}
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "arguments"),
+    [
+        (ConfigError, r"reward\.functions: 3 is not a function", {"reward": 3}),
+        (ConfigError, "'mth' is not a built-in", {"reward": "mth"}),
+        (ConfigError, "reward.functions is empty", {}),
+        (ConfigError, "rollout.group_size", {"reward": share, "num_generations": 8}),
+        (ConfigError, "train.lr", {"reward": share, "learning_rate": 1e-6}),
+        (ConfigError, "Settings of .train. are written train__lr", {"reward": share, "train": {"lr": 1e-6}}),
+        (ConfigError, "splits train, test", {"train": DatasetDict(train=ROWS, test=ROWS)}),
+        (ConfigError, "of type int; give a path", {"reward": share, "train": 3}),
+        (DataError, "train has no rows", {"reward": "math", "train": []}),
+        (DataError, "row 2 of train is of type str", {"reward": "math", "train": [{"prompt": "1"}, "2"]}),
+        (DataError, "x", {"reward": "math", "train": [{"x": "1"}]}),
+        (ConfigError, "train.lr is of type object", {"reward": "math", "train__lr": object()}),
+        (ConfigError, "does not exist", {"reward": "math", "train": "nowhere.jsonl"}),
+        (ConfigError, "needs functions that another process can import", PROCESS),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_as_by_the_commands(
+    error: type[UserError], words: str, arguments: dict[str, Any], model: Path
+) -> None:
+    with pytest.raises(error, match=words):
+        tunesmith.rl(model, **{"train": sums(2), **SMALL, **arguments})
+    assert not any(Path("runs").glob("rl-*")) and not Path("runs/latest").exists()
+
+
+def test_a_reward_that_raises_is_told_with_its_traceback(model: Path) -> None:
+    def broken(completions: Sequence[str], **_: Any) -> list[float]:
+        return [len(completions) / 0]
+
+    with pytest.raises(RewardError, match=r"return \[len\(completions\) / 0\]"):
+        tunesmith.rl(model, sums(2), reward=broken, **SMALL)
+
+
+def test_importable_functions_keep_a_process_of_their_own(here: Path, model: Path, monkeypatch: Any) -> None:
+    (here / "my_rewards.py").write_text(
+        "def short(completions, **columns):\n    return [-len(c) for c in completions]\n"
+    )
+    monkeypatch.syspath_prepend(here)
+    import my_rewards  # pyright: ignore[reportMissingImports]
+
+    outcome = tunesmith.rl(model, sums(4), reward=my_rewards.short, **{**SMALL, "train__steps": 1})
+    resolved = json.loads((outcome.run_dir / "resolved.json").read_text())["settings"]
+    assert resolved["reward.functions"]["value"] == [f"{here}/my_rewards.py:short"]
+    assert resolved["reward.isolation"]["value"] == "process"
+
+
+def test_a_saved_run_file_says_that_its_function_is_gone(model: Path) -> None:
+    outcome = tunesmith.rl(model, sums(4), reward=lambda completions, **_: share(completions), **SMALL)
+    config = load_config(RLConfig, outcome.run_dir / "config.toml")
+    (reference,) = config.reward.functions
+    with pytest.raises(ConfigError, match="object of a Python program"):
+        load_object(reference, Path.cwd())
