@@ -18,8 +18,8 @@ from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, changes, config_text, print_resolved, save_resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError, ModelError, StorageError
+from tunesmith.plan.capacity import engine_threads
 from tunesmith.plan.checks import check
-from tunesmith.plan.device import engine_threads
 from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
 from tunesmith.plan.hardware import Gpu, Hardware, parse_gpus, read_hardware
 from tunesmith.plan.memory import planned
@@ -207,8 +207,8 @@ def test_resolving_again_changes_nothing(config: RunConfig) -> None:
         (sft("train.steps=10", "train.warmup_steps=11"), "longer than the run of 10 optimizer steps"),
         (rl("train.warmup_steps=1", "train.warmup_ratio=0.1"), "leave one out"),
         (rl("train.steps=1", "train.epochs=1"), "leave one out"),
-        (sft("train.min_lr_ratio=0.1"), "train.min_lr_ratio = 0.1 has no effect on the constant schedule"),
-        (rl("eval.every=5"), "eval.every without an eval set: say data.eval"),
+        (sft("train.min_lr_ratio=0.1"), "train.min_lr_ratio has no effect on the constant schedule"),
+        (rl("eval.every=5"), "eval.every without an eval set: set data.eval"),
         (rl("data.eval=org/d", "eval.temperature=0.5"), "eval.temperature has no effect with eval.samples = 1"),
         (rl("data.eval=org/d", "eval.samples=4", "eval.pass_at=[1,8]"), "needs at least 8 samples per prompt"),
         (rl("rollout.temperature=0"), "rollout.temperature = 0 is greedy"),
@@ -221,7 +221,7 @@ def test_resolving_again_changes_nothing(config: RunConfig) -> None:
             rl("algorithm.name=reinforce", "algorithm.dynamic_filter=true", "rollout.group_size=1"),
             "rollout.group_size = 1",
         ),
-        (rl("checkpoint.resume=true"), "say run_dir"),
+        (rl("checkpoint.resume=true"), "set run_dir"),
         (sft("train.passes_per_batch=2"), "train.passes_per_batch has no effect in supervised training"),
         (sft("system.kv_memory=1GB"), "system.kv_memory has no effect in supervised training"),
         (sft("data.max_tokens=500", "system.max_tokens_per_microbatch=400"), "is a hard cap"),
@@ -247,12 +247,12 @@ def test_all_contradictions_are_listed() -> None:
         (rl(), {"longest": 4000}, "the longest prompt has 4000 tokens, and 3584 are allowed"),
         (sft(), {"longest": 5000}, "the longest sample has 5000 tokens, and 4096 are allowed"),
         (sft("system.max_tokens_per_microbatch=99"), {}, "raise it to at least 100"),
-        (sft("system.device=gpu"), {}, "system.device = 'gpu' is no device"),
-        (sft("system.device=mps:a"), {}, "system.device = 'mps:a' is no device"),
+        (sft("system.device=gpu"), {}, "system.device = 'gpu' is not a device"),
+        (sft("system.device=mps:a"), {}, "system.device = 'mps:a' is not a device"),
         (
             rl("system.device=cuda:first", "system.engine_process=true"),
             {"hardware": Hardware("c", 1, GB, GB, True, (H100, H100))},
-            "system.device = 'cuda:first' is no device",
+            "system.device = 'cuda:first' is not a device",
         ),
         (
             sft("system.device=cuda:3"),

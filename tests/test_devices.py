@@ -27,8 +27,8 @@ from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cluster import cluster_problems
-from tunesmith.plan.devices import device_problems, own_devices, visible_names
 from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.gpus import device_problems, own_devices, visible_names
 from tunesmith.plan.hardware import Gpu, Hardware
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.weights import weight_problems

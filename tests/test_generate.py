@@ -307,7 +307,7 @@ def test_an_adapter_answers_wherever_the_engine_is(tmp_path: Path, model: Path) 
         (["system.logprob_chunk=64"], "system.logprob_chunk has no effect"),
         (["eval.every=3"], "eval.every"),
         (["sampling.temperature=0"], "greedy, and all 3 completions would be equal"),
-        (["output.kind=best", "sampling.n=1"], "say sampling.n, such as 4"),
+        (["output.kind=best", "sampling.n=1"], "set sampling.n, such as 4"),
         (["output.min_margin=1"], "output.min_margin has no effect"),
         (["output.kind=conditional", "output.reward_template=x"], "no {prompt} or no {reward}"),
         (["output.kind=pears"], "Did you mean 'pairs'?"),

@@ -271,13 +271,13 @@ def test_a_whole_model_beside_the_adapter_when_asked_for(tmp_path: Path, base: P
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"lora__alpha": 8}, "lora.alpha without an adapter to train: say lora.rank"),
+        ({"lora__alpha": 8}, "lora.alpha without an adapter to train: set lora.rank"),
         ({"lora__targets": ["q_proj"]}, "lora.targets without an adapter"),
         ({"lora__rank": 2, "lora__targets": ["q_prj"]}, "no linear module 'q_prj'. Did you mean 'q_proj'"),
         ({"lora__rank": 2, "lora__targets": ["lm_head"]}, "no linear module 'lm_head'"),
         ({"lora__rank": 2, "lora__targets": []}, "names no module"),
         ({"lora__rank": 0}, "above 0"),
-        ({"model__quantize": "nf4"}, "cannot be trained; train an adapter on them: say lora.rank"),
+        ({"model__quantize": "nf4"}, "cannot be trained; train an adapter on them: set lora.rank"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(

@@ -321,7 +321,7 @@ def test_no_cluster_at_the_address(address: str) -> None:
     ("changed", "words"),
     [
         ({"system__engine_process": True}, "engines are actors"),
-        ({"system__device": "cuda:1"}, 'say "cuda", and hide GPUs from Ray'),
+        ({"system__device": "cuda:1"}, 'use "cuda", and hide GPUs from Ray'),
         ({"system__cluster": None, "system__ray_address": "x:1"}, "no effect with system.cluster"),
         ({"system__placement__colocate": [["actor"]]}, "shares with nobody"),
         ({"system__placement__colocate": [["actor", "ref"], ["ref", "rollout"]]}, "'ref' twice"),

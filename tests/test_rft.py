@@ -102,7 +102,7 @@ def test_the_warm_up_is_never_longer_than_a_tenth_of_the_training() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.steps=5", "say train.epochs"),
+        ("train.steps=5", "train.epochs"),
         ("sampling.temperature=0", "greedy"),
         ("rft.start=last", "no effect with rft.rounds = 1"),
         ("rft.few_shot_separator=x", "without rft.few_shot"),

@@ -297,7 +297,7 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path: Path, model: Path) 
         
         ({"algorithm__kl__reference_every": 4, "algorithm__kl__coef": 0.1}, "longer than the run of 3 steps"),
         ({"rollout__oversample": 2.0}, "algorithm.dynamic_filter is off"),
-        ({"eval__use_ema": True, "data__eval": "TRAIN"}, "say train.ema_decay"),
+        ({"eval__use_ema": True, "data__eval": "TRAIN"}, "set train.ema_decay"),
     ],
 )  # fmt: skip
 def test_settings_that_would_mean_nothing_are_refused(

@@ -19,9 +19,9 @@ from tunesmith.engines.timed import TimedEngine
 from tunesmith.errors import EngineLostError
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.waits import long_wait
+from tunesmith.plan.capacity import engine_threads
 from tunesmith.plan.checks import raise_all
-from tunesmith.plan.device import engine_threads
-from tunesmith.plan.devices import device_problems, own_devices, visible_names
+from tunesmith.plan.gpus import device_problems, own_devices, visible_names
 from tunesmith.plan.weights import engines_apart
 from tunesmith.types import Sampling
 

@@ -17,7 +17,7 @@ from tunesmith.data.prompts import PromptEncoder
 from tunesmith.errors import UserError, boundary
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.offline.generation import window_of
-from tunesmith.plan.device import LEAST_KV_BYTES
+from tunesmith.plan.capacity import LEAST_KV_BYTES
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve

@@ -1,4 +1,4 @@
-"""Settings at odds with each other: what can be refused before anything is loaded."""
+"""Settings that contradict each other and can be refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tunesmith.algorithms.kl import ReferenceKL
 from tunesmith.algorithms.resolve import Reasons, resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.generation import GenerateConfig
-from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig, ScoreConfig
+from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, ScoreConfig
 from tunesmith.config.resolved import said_of, settings, unread
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import known
@@ -21,6 +21,7 @@ from tunesmith.plan.engine import SAMPLER_KEYS, engine_problems
 from tunesmith.plan.evaluation import metric_problems
 from tunesmith.plan.generation import generation_problems
 from tunesmith.plan.limits import step_size_problems
+from tunesmith.plan.unread import unread_problems
 from tunesmith.plan.weights import ahead_problems, hybrid_problems
 from tunesmith.types import altering
 
@@ -32,6 +33,7 @@ def check(config: RunConfig) -> None:
         ConfigError: naming the keys, why they do not go together, and what to change.
     """
     problems = [
+        *unread_problems(config),
         *_check_train(config),
         *_check_eval(config),
         *metric_problems(config),
@@ -47,7 +49,7 @@ def check(config: RunConfig) -> None:
     if isinstance(config, SFTConfig | ScoreConfig | DPOConfig | KTOConfig):
         problems += [*_check_sft(config), *_check_preference(config)]
     if config.checkpoint.resume in (True, "auto") and config.run_dir is None:
-        problems.append("checkpoint.resume needs the run to continue, in the same directory each time: say run_dir")
+        problems.append("checkpoint.resume needs the run to continue, in the same directory each time: set run_dir")
     raise_all(problems)
 
 
@@ -96,7 +98,7 @@ def critic_steps(config: RLConfig, steps: int) -> int:
 
 
 def step_problems(config: RunConfig) -> Iterator[str]:
-    """What is longer than the run, where it is known how many steps that has."""
+    """Settings that exceed the run's number of steps, if that is known."""
     steps, warmup = known(config.train, "steps"), known(config.train, "warmup_steps")
     if steps is None:
         return
@@ -132,22 +134,17 @@ def step_problems(config: RunConfig) -> Iterator[str]:
 def _check_train(config: RunConfig) -> Iterator[str]:
     train = config.train
     if known(train, "steps") is not None and train.epochs is not None:
-        yield "train.steps and train.epochs both say how long to train; leave one out"
+        yield "train.steps and train.epochs both set the length of training; leave one out"
     if known(train, "warmup_steps") is not None and train.warmup_ratio is not None:
-        yield "train.warmup_steps and train.warmup_ratio both say how long to warm up; leave one out"
-    if train.schedule == "constant" and train.min_lr_ratio > 0:
-        yield (
-            f"train.min_lr_ratio = {train.min_lr_ratio:g} has no effect on the constant schedule; "
-            "leave it out, or say train.schedule = 'cosine' or 'linear'"
-        )
+        yield "train.warmup_steps and train.warmup_ratio both set the warm-up; leave one out"
     yield from step_problems(config)
 
 
 def _check_dtype(config: RunConfig) -> Iterator[str]:
     if known(config.model, "dtype") == "float16" and not isinstance(config, GenerateConfig):
         yield (
-            'model.dtype = "float16" is for tunesmith generate only: without loss scaling, which is not here, small '
-            'gradients vanish in it; train in "bfloat16", or in "float32" on a GPU without it'
+            'model.dtype = "float16" is for tunesmith generate only: without loss scaling, which is not implemented, '
+            'small gradients vanish; train in "bfloat16", or in "float32" on a GPU without bfloat16'
         )
 
 
@@ -155,16 +152,12 @@ def _check_lora(config: RunConfig) -> Iterator[str]:
     lora, said = config.lora, said_of(config, "lora")
     if not lora.on:
         if idle := [k for k in said if k != "lora.save_merged" or lora.save_merged]:
-            yield f"{' and '.join(idle)} without an adapter to train: say lora.rank, such as 16, or lora.path"
+            yield f"{' and '.join(idle)} without an adapter to train: set lora.rank, such as 16, or lora.path"
         if config.model.quantize and not isinstance(config, GenerateConfig):
             yield (
                 f"model.quantize = '{config.model.quantize}' keeps the weights in a form that cannot be trained; "
-                "train an adapter on them: say lora.rank, such as 16"
+                "train an adapter on them: set lora.rank, such as 16"
             )
-    if lora.path is not None:
-        for key in ("rank", "alpha", "targets"):
-            if getattr(lora, key) is not None and f"lora.{key}" in said:
-                yield f"lora.{key} has no effect with lora.path: the saved adapter has its own; leave it out"
     if lora.targets == ():
         yield "lora.targets names no module; leave it out for all linear ones"
     if isinstance(config, RLConfig) and lora.dropout > 0:
@@ -194,17 +187,11 @@ def _check_eval(config: RunConfig) -> Iterator[str]:
     keys = [key for key in said if key.startswith("eval.") and said[key] not in (None, False)]
     if config.data.eval is None:
         if keys:
-            yield f"{' and '.join(keys)} without an eval set: say data.eval, or leave [eval] out"
+            yield f"{' and '.join(keys)} without an eval set: set data.eval, or leave [eval] out"
         return
     if section.use_ema and config.train.ema_decay is None:
-        yield "eval.use_ema evaluates an average of the weights: say train.ema_decay, such as 0.999, or leave it out"
-    if section.samples == 1:
-        yield from (
-            f"{key} has no effect with eval.samples = 1, which is greedy; raise eval.samples"
-            for key in ("eval.temperature", "eval.pass_at")
-            if key in keys
-        )
-    elif section.pass_at is not None and max(section.pass_at, default=0) > section.samples:
+        yield "eval.use_ema evaluates an average of the weights: set train.ema_decay, such as 0.999, or leave it out"
+    if section.samples > 1 and section.pass_at is not None and max(section.pass_at, default=0) > section.samples:
         yield (
             f"eval.pass_at = {list(section.pass_at)} needs at least {max(section.pass_at)} samples "
             f"per prompt; eval.samples is {section.samples}"
@@ -228,13 +215,6 @@ def _check_sft(config: RunConfig) -> Iterator[str]:
 
 
 def _check_preference(config: RunConfig) -> Iterator[str]:
-    if isinstance(config, RMConfig):
-        yield from unread(config, ["system.logprob_chunk"], "on a reward model, whose head has one row; leave it out")
-    if isinstance(config, DPOConfig) and config.dpo.label_smoothing > 0 and config.dpo.loss != "sigmoid":
-        yield (
-            f"dpo.label_smoothing has no effect on dpo.loss = '{config.dpo.loss}'; leave it out, "
-            "or say dpo.loss = 'sigmoid'"
-        )
     if isinstance(config, KTOConfig) and not config.kto.desirable_weight + config.kto.undesirable_weight:
         yield "kto.desirable_weight and kto.undesirable_weight are both 0, so that nothing would be learned"
     if isinstance(config, PRMConfig) and config.prm.good == config.prm.bad:
@@ -244,13 +224,13 @@ def _check_preference(config: RunConfig) -> Iterator[str]:
 def _check_environment(config: RLConfig) -> Iterator[str]:
     section, said = config.environment, said_of(config, "environment")
     if said and not section.used:
-        yield f"{' and '.join(said)} without an environment: say environment.path or environment.tools"
+        yield f"{' and '.join(said)} without an environment: set environment.path or environment.tools"
     if "environment.column" in said and not isinstance(section.path, dict):
         yield "environment.column has no effect with one environment, which plays every task; leave it out"
     if "environment.bad_call" in said and not section.tools and section.path is None:
         yield "environment.bad_call has no effect without tools; leave it out"
     if isinstance(section.path, dict) and not section.path:
-        yield "environment.path is empty: say path = 'env.py:Game', or a table of name = 'file.py:name'"
+        yield "environment.path is empty: set path = 'env.py:Game', or a table of name = 'file.py:name'"
 
 
 def _check_rl(config: RLConfig) -> Iterator[str]:
@@ -339,7 +319,7 @@ def _check_filter(config: RLConfig, dynamic_filter: DynamicFilter) -> Iterator[s
     if not bounded and any(model.weight > 0 for model in config.reward.models):
         yield (
             "algorithm.dynamic_filter replaces groups of equal scores, and a reward model never gives two answers the "
-            "same score: every group would be kept. Say algorithm.dynamic_filter.low and high, or "
+            "same score: every group would be kept. Set algorithm.dynamic_filter.low and high, or "
             "algorithm.dynamic_filter = false"
         )
     if config.rollout.group_size == 1:
@@ -355,7 +335,7 @@ def _check_critic(config: RLConfig, needed: bool) -> Iterator[str]:
     if not needed:
         if said:
             yield (
-                f"{' and '.join(said)} without a critic: say algorithm.name = 'ppo' or 'vapo', "
+                f"{' and '.join(said)} without a critic: set algorithm.name = 'ppo' or 'vapo', "
                 "or an algorithm.advantage that needs one ('gae', 'vapo'), or leave [critic] out"
             )
         return
@@ -366,7 +346,7 @@ def _check_critic(config: RLConfig, needed: bool) -> Iterator[str]:
         )
     if not critic.shared_trunk and "critic.value_coef" in said:
         yield (
-            "critic.value_coef weighs the value loss on a shared trunk; leave it out, or say critic.shared_trunk = true"
+            "critic.value_coef weighs the value loss on a shared trunk; leave it out, or set critic.shared_trunk = true"
         )
     if critic.schedule == "constant" and critic.min_lr_ratio > 0:
         yield "critic.min_lr_ratio has no effect on the constant schedule; leave it out, or change critic.schedule"

@@ -1,4 +1,4 @@
-"""Where the parts of a run go on a cluster: bundles of CPUs and GPUs, and what a cluster lacks for them."""
+"""Placing the processes of a run on a cluster: bundles of CPUs and GPUs, and what a cluster lacks for them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from importlib.util import find_spec
 from typing import get_args
 
 from tunesmith.config.placement import PlacementSection, Resources, Role
-from tunesmith.config.resolved import unread
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
-from tunesmith.plan.devices import ranks_per_engine
+from tunesmith.plan.gpus import ranks_per_engine
 from tunesmith.plan.memory import has_critic, keeps_reference
 
-CLUSTER_KEYS = ("ray_address", "ray_runtime_env", "trainer_ranks", "trainer_restarts", "placement")
 NAMES: dict[Role, str] = {
     "actor": "trainer",
     "ref": "reference",
@@ -30,7 +28,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What is placed on one machine together: processes by their roles, and what they need in all."""
+    """Processes that are placed together on one machine, by role, and the CPUs and GPUs they need in all."""
 
     roles: tuple[Role, ...]
     cpus: float
@@ -43,12 +41,12 @@ class Bundle:
     @property
     def dealt(self) -> bool:
         """Whether its processes see different numbers of its GPUs: an engine with several ranks sees all of them, the
-        others one each, in turn. Ray can give a process a part of one GPU or whole ones, and not parts of two."""
+        others see one each, in turn. Ray gives a process a part of one GPU or whole GPUs, never parts of two."""
         return len(self.roles) > 1 and self.gpus > 1
 
     @property
     def share(self) -> tuple[float, float]:
-        """CPUs and GPUs that each process in it is given by Ray, which counts in ten-thousandths."""
+        """CPUs and GPUs that Ray, which counts in ten-thousandths, gives each of its processes."""
         count = len(self.roles)
         if self.dealt:
             return int(self.cpus / count * 10_000) / 10_000, 0.0
@@ -56,32 +54,28 @@ class Bundle:
 
 
 def cluster_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with the choice of a cluster and with the placement on it."""
+    """Problems with the choice of a cluster and with the placement on it."""
     system = config.system
     if system.cluster == "none":
-        keys = [f"system.{key}" for key in CLUSTER_KEYS]
-        yield from unread(config, keys, 'with system.cluster = "none"; say "ray", or leave it out')
         return
     if not isinstance(config, RLConfig):
-        yield 'system.cluster = "ray" is for tunesmith rl and for distilling on the policy\'s own samples; leave it out'
+        yield 'system.cluster = "ray" is for tunesmith rl and distillation on own samples; leave it out'
         return
     if find_spec("ray") is None:
         yield 'system.cluster = "ray": Ray is not installed. Install it: pip install "tunesmith[ray]"'
-    if system.engine_process:
-        yield 'system.engine_process has no effect with system.cluster = "ray", where engines are actors; leave it out'
     if system.served:
-        yield f'system.engine = "{system.engine}" with system.cluster = "ray": servers run by themselves; leave one out'
+        yield f'system.engine = "{system.engine}" with system.cluster = "ray": servers run outside it; leave one out'
     if (known(system, "device") or "").partition(":")[2] not in ("", "0"):
         yield (
             f'system.device = "{system.device}" with system.cluster = "ray", which gives each process GPUs of its own; '
-            'say "cuda", and hide GPUs from Ray with CUDA_VISIBLE_DEVICES'
+            'use "cuda", and hide GPUs from Ray with CUDA_VISIBLE_DEVICES'
         )
     yield from _check_shared(config)
     yield from _check_ranks(config)
 
 
 def _check_ranks(config: RLConfig) -> Iterator[str]:
-    """Ranks of one group on one GPU; on a device that is not known yet too, where parts of GPUs are asked for."""
+    """Ranks of one group on one GPU; also refused before the device is known, if parts of GPUs are requested."""
     system = config.system
     if system.trainer_ranks == 1 or not (known(system, "device") or "cuda").startswith("cuda"):
         return
@@ -92,7 +86,7 @@ def _check_ranks(config: RLConfig) -> Iterator[str]:
         if 0 < gpus <= 0.5:  # of more there is one on each GPU
             yield (
                 f"system.placement.{role}.gpus = {gpus:g} with system.trainer_ranks = {system.trainer_ranks} puts two "
-                "ranks on one GPU, which NCCL refuses; say 1, or system.trainer_ranks = 1"
+                "ranks on one GPU, which NCCL refuses; use 1, or system.trainer_ranks = 1"
             )
 
 
@@ -103,21 +97,21 @@ def _check_shared(config: RLConfig) -> Iterator[str]:
         yield f"system.placement.colocate names '{repeated[0]}' twice: a role shares one place"
     for group in placement.colocate:
         if len(group) < 2:
-            yield f"system.placement.colocate: {list(group)} shares with nobody; name two roles or more"
+            yield f"system.placement.colocate: {list(group)} shares with no other role; name at least two"
         ranks, places = (ranks_per_engine(config) if "rollout" in group else 1), _places(config, group)
         if any(n % places or n > ranks * places for n in (_side_by_side(config, role) for role in group)):
             counts = ", ".join(f"{role} {_side_by_side(config, role)}" for role in group)
             yield (
-                f"system.placement.colocate: {list(group)} have different numbers of processes to share a place "
-                f"({counts}: system.trainer_ranks, system.engines); say the same number"
+                f"system.placement.colocate: {list(group)} have different numbers of processes and cannot share places "
+                f"({counts}: system.trainer_ranks, system.engines); make the numbers equal"
                 f"{f', or up to {ranks} for each engine of {ranks} ranks' if ranks > 1 else ''}, or leave one out"
             )
         if any((getattr(placement, role).gpus or 0) > 1 for role in group):
-            yield f"system.placement.colocate: {list(group)} share one GPU; roles with more have places of their own"
+            yield f"system.placement.colocate: {list(group)} share one GPU; a role with more GPUs cannot share"
 
 
 def _side_by_side(config: RLConfig, role: Role) -> int:
-    """Places that a role has processes in."""
+    """How many places have a process of a role."""
     several: dict[Role, int] = {
         "actor": config.system.trainer_ranks,
         "critic": config.system.trainer_ranks,
@@ -127,12 +121,12 @@ def _side_by_side(config: RLConfig, role: Role) -> int:
 
 
 def _places(config: RLConfig, group: Sequence[Role]) -> int:
-    """Places of a group: one for each engine, where there are engines in it."""
+    """Places of a group: one for each engine if it has engines."""
     return _side_by_side(config, "rollout" if "rollout" in group else group[0])
 
 
 def processes(config: RLConfig) -> dict[Role, int]:
-    """How many processes a resolved run has, by role. With an adapter the reference is the policy without it."""
+    """Processes of a resolved run by role. With an adapter the reference is the policy without the adapter."""
     count: dict[Role, int] = {
         "actor": config.system.trainer_ranks,
         "ref": int(keeps_reference(config)),
@@ -144,10 +138,10 @@ def processes(config: RLConfig) -> dict[Role, int]:
 
 
 def bundles(config: RLConfig) -> list[Bundle]:
-    """One for each process; for each group of ``system.placement.colocate`` one, or as many as its roles have places.
+    """One bundle per process, or per place of each group in ``system.placement.colocate``.
 
-    A process has one CPU and, where the device is a GPU, one of those (an engine, one for each of its ranks), unless
-    ``system.placement`` says otherwise.
+    Unless ``system.placement`` sets other amounts, a process has one CPU and, on a GPU device, one GPU (an engine has
+    one per rank).
 
     Raises:
         ConfigError: ``system.placement`` names a role that the run does not have.
@@ -169,14 +163,14 @@ def bundles(config: RLConfig) -> list[Bundle]:
 
 
 def _needs(config: RLConfig, role: Role, gpus: float) -> tuple[float, float]:
-    said: Resources = getattr(config.system.placement or PlacementSection(), role)
+    given: Resources = getattr(config.system.placement or PlacementSection(), role)
     if role == "rollout":
         gpus *= ranks_per_engine(config)
-    return (1.0 if said.cpus is None else said.cpus), (gpus if said.gpus is None else said.gpus)
+    return (1.0 if given.cpus is None else given.cpus), (gpus if given.gpus is None else given.gpus)
 
 
 def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -> str | None:
-    """What the machines of a cluster lack for the bundles, in words with numbers; None where there is enough.
+    """What the machines of a cluster lack for the bundles, in words with numbers; None if they suffice.
 
     Args:
         machines: ``CPU`` and ``GPU`` of each.
@@ -184,12 +178,12 @@ def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -
     lacking: list[str] = []
     for place, unit in enumerate(_UNITS):
         needs = [(bundle, (bundle.cpus, bundle.gpus)[place]) for bundle in wanted]
-        total, there = sum(n for _, n in needs), sum(machine.get(unit, 0.0) for machine in machines)
+        total, available = sum(n for _, n in needs), sum(machine.get(unit, 0.0) for machine in machines)
         largest = max((machine.get(unit, 0.0) for machine in machines), default=0.0)
-        if total > there + _EPS:
-            lacking.append(f"{_listed(needs, unit)} need {_amount(total, unit)}; the cluster has {there:g}")
+        if total > available + _EPS:
+            lacking.append(f"{_listed(needs, unit)} need {_amount(total, unit)}; the cluster has {available:g}")
         for bundle, n in needs:
-            if n > largest + _EPS and total <= there + _EPS:
+            if n > largest + _EPS and total <= available + _EPS:
                 lacking.append(
                     f"{_one(_who(bundle))} needs {_amount(n, unit)} on one machine; the largest has {largest:g}"
                 )

@@ -15,7 +15,7 @@ USUAL_RANK = 16
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Logits of one chunk. On a CPU they should not leave the cache before they are used."""
 LEAST_ROWS = 128
-"""Fewer rows would read the weight more often than they use it."""
+"""Fewer rows would read the head's weight too often for the work they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class Layout:
     device: str = "cuda"
     """``cpu`` or ``cuda``."""
     holds_model: bool = True
-    """Whether the model is loaded beside the engines' own copies."""
+    """Whether the model is loaded in addition to the engines' copies."""
     trains: bool = True
     lora_rank: int | None = None
     """None: the whole model is trained."""
     quantize: str | None = None
     ema: bool = False
     models: int = 1
-    """Trained ones of the policy's size: two with a critic of its own."""
+    """Trained models of the policy's size: two with a separate critic."""
     references: int = 0
     """Frozen copies of the policy."""
     frozen_parameters: int = 0
@@ -52,8 +52,7 @@ class Layout:
     kv_bytes: int = 0
     """Of all engines here."""
     turns: bool = False
-    """Engines give their memory back while the policy trains, and what only an optimizer step needs is in host memory
-    while they sample."""
+    """Engines free their memory while the policy trains; the optimizer's state is in host memory while they sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,13 @@ class Price:
     head: int = 0
     """Temporaries of the log-probabilities."""
     engine: int = 0
-    """Weights of engines' own."""
+    """The engines' copies of the weights."""
     kv: int = 0
     turns: bool = False
 
     @property
     def state(self) -> int:
-        """What lasts: all but activations, temporaries and the engines' part."""
+        """What stays in memory between steps, without the engines."""
         return self.weights + self.gradients + self.optimizer + self.frozen
 
     @property
@@ -90,15 +89,15 @@ class Price:
 
     @property
     def peak(self) -> int:
-        """Of the phase that takes more."""
+        """Memory of the phase that needs more."""
         return max(self.training, self.sampling)
 
 
 def price(model: ModelFacts, layout: Layout) -> Price:
-    """Memory of a run; a model whose size is not known counts as nothing.
+    """Memory of a run; a model of unknown size counts as nothing.
 
-    Of each trained number: the weight; a float32 gradient; AdamW's two float32 moments; and where the weight is of 16
-    bits a float32 master: 18 bytes in all, or 16 in float32 (``backends.optimizer``).
+    A trained number takes its weight, a float32 gradient, AdamW's two float32 moments and, if the weight has 16 bits,
+    a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``).
     """
     numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)

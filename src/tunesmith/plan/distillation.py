@@ -1,4 +1,4 @@
-"""What distillation refuses, and what is derived for it."""
+"""Checks and derived settings of distillation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,11 @@ ALPHA = 0.5
 
 
 def distill_problems(config: RunConfig) -> Iterator[str]:
-    """Settings that would have no effect, whatever the algorithm resolves to."""
+    """Problems that do not depend on how the algorithm resolves."""
     if not isinstance(config, DistillConfig | OfflineDistillConfig):
         return
-    mode, alpha = config.distill.mode, known(config.distill, "alpha")
-    if alpha is not None and mode != "offline":
-        yield f"distill.alpha has no effect with mode = '{mode}', where no answers are given; leave it out"
-    if alpha == 0:
+    if known(config.distill, "alpha") == 0:
         yield "distill.alpha = 0 leaves the teacher out; use tunesmith sft, or a value above 0"
-    if known(config.distill, "top_k") is not None and mode == "on_policy":
-        yield "distill.top_k has no effect with mode = 'on_policy', which compares the sampled tokens; leave it out"
     measured = not isinstance(config, DistillConfig) or config.reward.given or config.environment.path
     if config.data.eval is not None and not measured:
         yield "data.eval without [reward]: answers would be sampled and nothing measured; add a reward or leave it out"
@@ -42,7 +37,7 @@ def teacher_problems(config: RLConfig, algorithm: AlgorithmSection) -> Iterator[
     if wants and not isinstance(config, DistillConfig):
         yield (
             f"algorithm.advantage = '{algorithm.advantage.name}' learns from a teacher: train with "
-            "tunesmith distill, and say teacher.path"
+            "tunesmith distill, and set teacher.path"
         )
     if not isinstance(config, DistillConfig) or isinstance(config, SampledDistillConfig):
         return
@@ -55,6 +50,6 @@ def teacher_problems(config: RLConfig, algorithm: AlgorithmSection) -> Iterator[
 def derive_distill(filling: Filling[Any]) -> None:
     config = filling.config
     if isinstance(config, SampledDistillConfig | OfflineDistillConfig):
-        filling.fill("distill.top_k", TOP_K, "nearly all of the probability, as a rule")
+        filling.fill("distill.top_k", TOP_K, "usually nearly all of the probability")
     if isinstance(config, OfflineDistillConfig):
-        filling.fill("distill.alpha", ALPHA, "teacher and given answers alike")
+        filling.fill("distill.alpha", ALPHA, "equal weight for the teacher and the given answers")

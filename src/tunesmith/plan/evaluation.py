@@ -1,4 +1,4 @@
-"""What ``eval.metric`` may be; a misspelled one would otherwise only be missed at the first evaluation."""
+"""Valid values of ``eval.metric``, so that a misspelled one is refused before the first evaluation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PREFERENCES = ("loss", "accuracy", "margin", "nll", *(f"rewards/{n}" for n in (
 
 
 def metric_problems(config: RunConfig) -> Iterator[str]:
-    """An ``eval.metric`` that no evaluation of the run gives."""
+    """Refuse an ``eval.metric`` that the run's evaluations do not have."""
     metric = config.eval.metric
     if metric is None or config.data.eval is None or isinstance(config, SamplingConfig):
         return
     names = [f"eval/{name}" for name in _names(config)]
     if metric not in names:
-        yield f"eval.metric = '{metric}' is none of this run's.{nearest(metric, names)}"
+        yield f"eval.metric = '{metric}' is not one of this run's metrics.{nearest(metric, names)}"
 
 
 def _names(config: RunConfig) -> Iterator[str]:

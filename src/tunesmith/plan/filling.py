@@ -1,9 +1,10 @@
-"""A configuration while it fills up."""
+"""A configuration while derived values are added to it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel
 
@@ -14,7 +15,7 @@ C = TypeVar("C", bound=RunConfig)
 
 
 class Filling(Generic[C]):
-    """Collects derived values; ``config`` is the configuration with those so far."""
+    """Collects derived values; ``config`` is the configuration with all values so far."""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -31,18 +32,20 @@ class Filling(Generic[C]):
             self.set(key, value, reason)
 
     def set(self, key: str, value: Any, reason: str) -> None:
-        """Set a key, whatever it was, and remember why."""
-        self._put(key, value)
+        """Set a key, replacing any value, and record why."""
+        self.config = with_values(self.config, {key: value})
         self.derived.append(Derived(key, value, reason))
 
     def clear(self, key: str) -> None:
-        """Forget a key that another one now says exactly, such as epochs once the steps are counted."""
-        self._put(key, None)
+        """Drop a key that another one now states exactly, such as epochs once the steps are known."""
+        self.config = with_values(self.config, {key: None})
 
-    def _put(self, key: str, value: Any) -> None:
-        section, _, name = key.rpartition(".")
-        while section:
-            inner: BaseModel = self.get(section)
-            value = inner.model_copy(update={name: value})
-            section, _, name = section.rpartition(".")
-        self.config = self.config.model_copy(update={name: value})
+
+def with_values(config: C, values: Mapping[str, Any]) -> C:
+    """A copy of ``config`` with the values of dotted keys replaced."""
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        inner: BaseModel = attrgetter(".".join(sections))(config) if sections else config
+        inner = inner.model_copy(update={name: value})
+        config = with_values(config, {".".join(sections): inner}) if sections else cast(C, inner)
+    return config

@@ -1,4 +1,4 @@
-"""Facts of models that are known by their hub names: from their configuration, never their weights."""
+"""Facts about models on the Hugging Face hub, from their configuration and never from their weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.facts import ModelFacts, count_parameters, facts_of, read_model_facts
 
 PATIENCE = 5.0
-"""Seconds for which the hub may be silent; the run then goes on without the model's size."""
+"""Seconds to wait for the hub; after them the run continues without the model's size."""
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def known_model_facts(path: str) -> ModelFacts | None:
-    """Of a local directory or a hub name; None where neither the cache nor the hub has its configuration.
+    """Facts of a local directory or a hub name; None if neither the cache nor the hub has its configuration.
 
     Raises:
         ModelError: a local model's files are missing or damaged.
@@ -29,7 +29,7 @@ def known_model_facts(path: str) -> ModelFacts | None:
 
 
 def known_parameters(path: str) -> int | None:
-    """How many numbers a model has, as ``known_model_facts`` finds it."""
+    """The number of a model's parameters, found as in ``known_model_facts``."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return count_parameters(directory)
@@ -39,7 +39,7 @@ def known_parameters(path: str) -> int | None:
 
 @cache
 def _hub_facts(name: str) -> ModelFacts | None:
-    """A model of one safetensors file is counted in it where it is in the cache, one of several by their index."""
+    """Parameters are counted in the safetensors file if it is in the cache, or read from the index of several files."""
     found = _file(name, CONFIG)
     if found is None:
         return None

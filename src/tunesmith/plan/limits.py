@@ -1,4 +1,4 @@
-"""Numbers that the machine or the model cannot meet."""
+"""Settings that exceed what the machine or the model has."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.plan.facts import Facts
 
 MOST_ROLLOUTS = 10**6
-"""Of one step. The largest published runs take some thousands."""
+"""In one step. The largest published runs have some thousands."""
 MOST_THREADS_PER_CORE = 16
 
 
 def limit_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """What is asked for beyond the cores, the memory, the vocabulary and the context there are."""
+    """Settings above the number of cores, the memory, the vocabulary or the context."""
     system, machine = config.system, facts.hardware
     here = system.cluster == "none"
     if (
@@ -35,7 +35,7 @@ def limit_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
 
 
 def step_size_problems(config: RLConfig) -> Iterator[str]:
-    """A step that would never end."""
+    """Refuse a step that would practically never end."""
     rollout = config.rollout
     if (samples := rollout.prompts_per_step * rollout.group_size) > MOST_ROLLOUTS:
         yield (

@@ -15,16 +15,16 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.plan.cost import USUAL_RANK, Layout, Price, copy_bytes, price
-from tunesmith.plan.devices import engines_together, has_own_devices, ranks_per_engine
-from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.filling import Filling
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import with_values
+from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.weights import loads_model, weights_apart
 
 MARGIN = 1.1
-"""A run is refused when it needs so many times what is free: what is free and what is needed are both estimates."""
+"""A run is refused if it needs more than this many times the free memory; both numbers are estimates."""
 LEAST_TOKENS = 64
-"""Of a sample, where neither data nor settings say how long it is."""
+"""Length of a sample whose length is known neither from the data nor from the settings."""
 
 
 def on_gpu(config: RunConfig) -> bool:
@@ -38,7 +38,7 @@ def gpu_of(config: RunConfig, facts: Facts) -> Gpu | None:
 
 
 def free_memory(config: RunConfig, facts: Facts) -> int:
-    """Bytes of the device that the run may take: ``system.device_memory``, or what is free before anything loads."""
+    """Bytes of the device that the run may use: ``system.device_memory``, or what is free before anything loads."""
     if config.system.device_memory is not None:
         return parse_size(config.system.device_memory)
     gpu = gpu_of(config, facts)
@@ -46,7 +46,7 @@ def free_memory(config: RunConfig, facts: Facts) -> int:
 
 
 def trainer_memory(config: RunConfig, facts: Facts) -> int:
-    """As ``free_memory``, of each trainer rank: on a CPU they share it."""
+    """``free_memory`` for each trainer rank; on a CPU the ranks share it."""
     return free_memory(config, facts) // (1 if on_gpu(config) else config.system.trainer_ranks)
 
 
@@ -55,14 +55,14 @@ def bytes_per_number(config: RunConfig) -> int:
 
 
 def has_critic(config: RunConfig) -> bool:
-    """Whether there is a critic with a model of its own."""
+    """Whether there is a critic with a separate model."""
     if not isinstance(config, RLConfig):
         return False
     return "critic" in config.algorithm.needs and not config.critic.shared_trunk
 
 
 def keeps_reference(config: RunConfig) -> bool:
-    """Whether a frozen copy of the model is held for a KL or a preference loss; an adapter is switched off instead."""
+    """Whether a frozen copy of the model is kept for a KL or a preference loss; with an adapter none is needed."""
     if config.lora.on or isinstance(config, DistillConfig):
         return False
     if isinstance(config, RLConfig):
@@ -72,7 +72,7 @@ def keeps_reference(config: RunConfig) -> bool:
 
 
 def longest_sample(config: RunConfig, facts: Facts) -> int | None:
-    """Tokens of the longest sample, or of samples that stay together; None where neither data nor settings say it."""
+    """Tokens of the longest sample, or of samples that must share a micro-batch; None if unknown."""
     if isinstance(config, SamplingConfig):
         prompt = facts.longest or config.data.max_prompt_tokens
         return None if prompt is None else prompt + config.new_tokens
@@ -85,13 +85,13 @@ def longest_sample(config: RunConfig, facts: Facts) -> int | None:
 
 
 def engines_elsewhere(config: RunConfig, facts: Facts) -> bool:
-    """Whether engines have GPUs that nothing else computes on."""
+    """Whether engines have GPUs to themselves."""
     if config.system.cluster != "none":
-        return on_gpu(config) and not _beside_trainer(config, "rollout")
+        return on_gpu(config) and not _shares_trainer_device(config, "rollout")
     return not known(config.system, "hybrid") and has_own_devices(config, len(facts.hardware.gpus))
 
 
-def _beside_trainer(config: RunConfig, role: Role) -> bool:
+def _shares_trainer_device(config: RunConfig, role: Role) -> bool:
     """Whether a role's processes share the trainer's device."""
     if config.system.cluster == "none" or not on_gpu(config):
         return True
@@ -100,27 +100,27 @@ def _beside_trainer(config: RunConfig, role: Role) -> bool:
 
 
 def layout_of(config: RunConfig, facts: Facts) -> Layout:
-    """What decides the memory of the trainer's device, or of a sampler's where nothing is trained."""
+    """What decides the memory of the trainer's device, or of the sampler's if nothing is trained."""
     system = config.system
     trains = not isinstance(config, GenerateConfig)
     samples = isinstance(config, RLConfig) or (isinstance(config, SamplingConfig) and config.samples)
     here = samples and not system.served and not engines_elsewhere(config, facts)
     together = engines_together(config, len(facts.hardware.gpus)) if here else 0
     frozen = facts.frozen_parameters
-    if not isinstance(config, DistillConfig) and not _beside_trainer(config, "reward"):
+    if not isinstance(config, DistillConfig) and not _shares_trainer_device(config, "reward"):
         frozen = 0
     lora = config.lora.on
     return Layout(
         bytes_per_number=bytes_per_number(config),
         device="cuda" if on_gpu(config) else "cpu",
-        # A run that samples first and trains afterwards has the model in either phase.
+        # A run that samples first and trains afterwards holds the model in both phases.
         holds_model=trains or loads_model(config),
         trains=trains,
         lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
         quantize=config.model.quantize,
         ema=config.train.ema_decay is not None,
-        models=1 + (has_critic(config) and _beside_trainer(config, "critic")),
-        references=int(keeps_reference(config) and _beside_trainer(config, "ref")),
+        models=1 + (has_critic(config) and _shares_trainer_device(config, "critic")),
+        references=int(keeps_reference(config) and _shares_trainer_device(config, "ref")),
         frozen_parameters=frozen,
         has_vocabulary_head=not isinstance(config, ScoreConfig),
         checkpointing=bool(known(system, "gradient_checkpointing")),
@@ -132,7 +132,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
 
 
 def planned(config: RunConfig, facts: Facts) -> Price | None:
-    """What a resolved run takes of the trainer's, or a sampler's, device; None where the model's size is not known."""
+    """Memory of a resolved run on the trainer's or sampler's device; None if the model's size is unknown."""
     if facts.model is None or facts.model.parameters is None:
         return None
     layout = layout_of(config, facts)
@@ -145,7 +145,7 @@ def planned(config: RunConfig, facts: Facts) -> Price | None:
 
 
 def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
-    """What each engine takes of each of its own GPUs; None where engines have none."""
+    """Memory of each engine on each of its own GPUs; None if engines have none."""
     model = facts.model
     if model is None or model.parameters is None or config.system.served or not engines_elsewhere(config, facts):
         return None
@@ -155,7 +155,7 @@ def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
 
 
 def memory_table(config: RunConfig, facts: Facts) -> list[tuple[str, list[str]]]:
-    """Rows of what is planned, and what is free, by device; none where the model's size is not known."""
+    """Rows of planned and free memory by device; none if the model's size is unknown."""
     own, elsewhere = planned(config, facts), planned_elsewhere(config, facts)
     if own is None:
         return []
@@ -185,7 +185,7 @@ PARTS = {
 
 
 def least(config: RunConfig, facts: Facts) -> Price | None:
-    """The least a run can do with: micro-batches of one sample, keys and values of one sequence."""
+    """The least memory a run needs: micro-batches of one sample, keys and values of one sequence."""
     model = facts.model
     if model is None or model.parameters is None:
         return None
@@ -198,7 +198,7 @@ def least(config: RunConfig, facts: Facts) -> Price | None:
 
 
 def memory_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """What cannot fit, with the numbers and the nearest thing that does."""
+    """What does not fit, with the numbers and the nearest change that fits."""
     needed, free = least(config, facts), trainer_memory(config, facts)
     if needed is not None and needed.peak > MARGIN * free:
         yield _does_not_fit(config, needed, free, _remedy(config, facts, free))
@@ -222,30 +222,30 @@ def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where:
     listed = ", ".join(f"{name} {format_size(n)}" for name, n in parts if n)
     return (
         f"{config.model.path} does not fit on {where or config.system.device}: it needs at least "
-        f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free. {cure[0].upper()}{cure[1:]}. Where "
-        f'more can be used than was found, say so: system.device_memory = "{ceil(needed.peak / 10**9)}GB"'
+        f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free. {cure[0].upper()}{cure[1:]}. If "
+        f'more can be used than was found, set system.device_memory = "{ceil(needed.peak / 10**9)}GB"'
     )
 
 
 def _remedy(config: RunConfig, facts: Facts, free: int) -> str:
-    """The nearest change after which the run fits; what would fit, where none does."""
+    """The nearest change after which the run fits, or else the largest run that would fit."""
+    peaks: list[int] = []
     for words, changes in _changes(config, facts):
-        filling = Filling[Any](config)
-        for key, value in changes.items():
-            filling.set(key, value, "")
-        found = least(filling.config, facts)
-        if found is not None and found.peak <= free:
-            return f"what fits: {words} ({format_size(found.peak)})"
-    shorter = _longest_that_fits(config, facts, free)
-    if shorter:
+        price_after = least(with_values(config, changes), facts)
+        if price_after is None:
+            continue
+        if price_after.peak <= free:
+            return f"what fits: {words} ({format_size(price_after.peak)})"
+        peaks.append(price_after.peak)
+    if shorter := _longest_that_fits(config, facts, free):
         return f"what fits: samples of at most {shorter} tokens"
-    assert facts.model is not None
-    largest = _largest_that_fits(config, facts, facts.model, free)
+    parameters = (facts.model and facts.model.parameters) or 0
+    largest = parameters * free / min(peaks, default=1)
     return f"a model of this shape may have {largest / 1e9:.2g}B parameters at most, with the least memory there is"
 
 
 def _changes(config: RunConfig, facts: Facts) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Words and settings, the nearest first; each with gradient checkpointing, where something is trained."""
+    """Descriptions and settings, the nearest first; each with gradient checkpointing if something is trained."""
     tight: dict[str, Any] = {}
     if not isinstance(config, GenerateConfig):
         tight = {"system.gradient_checkpointing": True}
@@ -261,16 +261,15 @@ def _changes(config: RunConfig, facts: Facts) -> Iterator[tuple[str, dict[str, A
     local = config.system.engine == "local"
     if config.model.quantize is None and local and not isinstance(config, ScoreConfig):
         lora = {} if isinstance(config, GenerateConfig) or config.lora.on else {"lora.rank": USUAL_RANK}
-        words = [f"{key} = {value}" for key, value in lora.items()]
+        rank = [f"{key} = {value}" for key, value in lora.items()]
         for name in ("int8", "nf4"):
-            said = " and ".join([*words, f'model.quantize = "{name}"'])
-            yield said, {**tight, **lora, "model.quantize": name}
+            yield " and ".join([*rank, f'model.quantize = "{name}"']), {**tight, **lora, "model.quantize": name}
     gpus = len(facts.hardware.gpus)
     if not local and config.system.engine == "vllm" and isinstance(config, SamplingConfig):
         for ranks in (2, 4, 8):
             if ranks <= gpus:
-                said = f"system.vllm.tensor_parallel_size = {ranks} with system.engine_process = true"
-                yield said, {"system.vllm.tensor_parallel_size": ranks, "system.engine_process": True}
+                words = f"system.vllm.tensor_parallel_size = {ranks} with system.engine_process = true"
+                yield words, {"system.vllm.tensor_parallel_size": ranks, "system.engine_process": True}
 
 
 def _longest_that_fits(config: RunConfig, facts: Facts, free: int) -> int | None:
@@ -283,17 +282,3 @@ def _longest_that_fits(config: RunConfig, facts: Facts, free: int) -> int | None
         if price(facts.model, replace(layout, tokens=tokens, kv_bytes=kv)).peak <= free:
             return tokens
     return None
-
-
-def _largest_that_fits(config: RunConfig, facts: Facts, model: ModelFacts, free: int) -> int:
-    """Parameters, by the share that the smallest form of this one takes too much."""
-    settings: list[dict[str, Any]] = [changes for _, changes in _changes(config, facts)] or [{}]
-    peaks: list[int] = []
-    for changes in settings:
-        filling = Filling[Any](config)
-        for key, value in changes.items():
-            filling.set(key, value, "")
-        if (found := least(filling.config, facts)) is not None:
-            peaks.append(found.peak)
-    assert model.parameters is not None
-    return int(model.parameters * free / min(peaks, default=1))

@@ -12,14 +12,14 @@ from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
+from tunesmith.plan.capacity import derive_system
 from tunesmith.plan.checks import check, optimizer_steps, raise_all, resolved_algorithm, rollout_samples, step_problems
-from tunesmith.plan.device import derive_system
-from tunesmith.plan.devices import device_problems
 from tunesmith.plan.distillation import derive_distill
 from tunesmith.plan.engine import rope_problems
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.generation import derive_sampler_memory, derive_sampling
+from tunesmith.plan.gpus import device_problems
 from tunesmith.plan.limits import limit_problems
 from tunesmith.plan.memory import longest_sample, memory_notes, memory_problems
 from tunesmith.plan.vllm import derive_vllm, vllm_misfits

@@ -1,4 +1,4 @@
-"""What vLLM can be asked for: derived, and refused before anything loads."""
+"""Settings of vLLM: derived values, and what is refused before anything loads."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from typing import Any
 
 from tunesmith.algorithms.corrections import NoCorrection
 from tunesmith.config.generation import SamplingConfig
-from tunesmith.config.resolved import settings, unread
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.vllm import VllmSection
 from tunesmith.errors import nearest
-from tunesmith.plan.devices import ranks_per_engine
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
+from tunesmith.plan.gpus import ranks_per_engine
 from tunesmith.plan.memory import bytes_per_number, longest_sample
 from tunesmith.plan.weights import engines_apart
 from tunesmith.types import altering
 
-VLLM_KEYS = tuple(f"system.vllm.{name}" for name in VllmSection.model_fields)
 SUPPORTED = (0, 32)
-"""The minor version that the adapter is tested with. What it calls inside vLLM changes from one to the next."""
+"""The minor version that the adapter is tested with. vLLM's internals change between minor versions."""
 ONLINE = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
-"""Formats that vLLM rounds whole weights to as they arrive, and so again at each sync."""
+"""Formats that vLLM rounds whole weights to when they are loaded, and so at each sync."""
 OWN_ARGUMENTS: dict[str, str] = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -55,20 +53,20 @@ OWN_ARGUMENTS: dict[str, str] = {
 }
 """vLLM's engine arguments that have a key here."""
 FIXED_ARGUMENTS: dict[str, str] = {
-    "logprobs_mode": "log-probabilities have to be those of the distribution that was drawn from",
-    "generation_config": "only [rollout] and [sampling] say how tokens are drawn",
-    "override_generation_config": "only [rollout] and [sampling] say how tokens are drawn",
-    "async_scheduling": "weights are replaced in between two steps",
-    "distributed_executor_backend": "an engine's ranks are processes of one machine",
+    "logprobs_mode": "log-probabilities have to be of the distribution that tokens are drawn from",
+    "generation_config": "only [rollout] and [sampling] set how tokens are drawn",
+    "override_generation_config": "only [rollout] and [sampling] set how tokens are drawn",
+    "async_scheduling": "weights are replaced between two steps",
+    "distributed_executor_backend": "an engine's ranks are processes on one machine",
     "load_format": "sampling starts from the model's own weights",
     "disable_log_stats": "the run's metrics are made of them",
 }
-"""Those that have one value here, and why."""
+"""vLLM's engine arguments that cannot be changed, and why."""
 _LEAST_HEAD = 32
 LARGEST_BLOCK = 32
-"""Tokens by which KV memory is given out, at most."""
+"""The largest number of tokens in a block of KV memory."""
 LEAST_TEMPERATURE = 0.01
-"""Lower ones but 0 are raised to it, and log-probabilities would be of another temperature than the run's."""
+"""vLLM raises lower temperatures above 0 to this one, and log-probabilities would be of another temperature."""
 
 
 def version_problem(found: str) -> str | None:
@@ -91,21 +89,14 @@ def extra_problem(extra: Iterable[str], known: Sequence[str], found: str) -> str
 
 
 def vllm_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with ``system.engine = "vllm"`` and its settings, as far as they say it themselves."""
-    system, said = config.system, settings(config, said_only=True)
-    vllm = system.vllm
+    """Problems with ``system.engine = "vllm"`` and its settings that show without facts."""
+    system, vllm = config.system, config.system.vllm
     if system.engine != "vllm":
-        yield from unread(config, VLLM_KEYS, f'with system.engine = "{system.engine}"; say "vllm", or leave it out')
         return
     if system.engine_python is None:
         yield from _check_installed()
-    if "system.max_prefill_tokens" in said:
-        yield (
-            'system.max_prefill_tokens has no effect with system.engine = "vllm"; what one forward takes, prompts and '
-            "new tokens together, is system.vllm.max_batched_tokens"
-        )
-    if vllm.memory_share is not None and "system.kv_memory" in said:
-        yield "system.vllm.memory_share and system.kv_memory both say how much memory vLLM takes; leave one out"
+    if vllm.memory_share is not None and known(system, "kv_memory") is not None:
+        yield "system.vllm.memory_share and system.kv_memory both set vLLM's memory; leave one out"
     yield from _check_arguments(vllm)
     yield from _check_sampling(config)
     yield from _check_ranks(config)
@@ -118,10 +109,8 @@ def _check_arguments(vllm: VllmSection) -> Iterator[str]:
             yield f"system.vllm.extra.{name} is called {key} here"
         elif why := FIXED_ARGUMENTS.get(name):
             yield f"system.vllm.extra.{name} cannot be changed: {why}; leave it out"
-    if vllm.cuda_graph_sizes is not None and known(vllm, "eager"):
-        yield "system.vllm.cuda_graph_sizes has no effect with system.vllm.eager = true; leave one out"
-    elif vllm.cuda_graph_sizes == ():
-        yield "system.vllm.cuda_graph_sizes is empty; say system.vllm.eager = true for no CUDA graphs, or leave it out"
+    if vllm.cuda_graph_sizes == () and not known(vllm, "eager"):
+        yield "system.vllm.cuda_graph_sizes is empty; set system.vllm.eager = true for no CUDA graphs, or leave it out"
 
 
 def _check_sampling(config: RunConfig) -> Iterator[str]:
@@ -140,7 +129,7 @@ def _check_sampling(config: RunConfig) -> Iterator[str]:
                 )
         if 0 < (temperature := known(section, "temperature") or 0.0) < LEAST_TEMPERATURE:
             yield (
-                f"{name}.temperature = {temperature:g}: vLLM would raise it to {LEAST_TEMPERATURE:g}; say at "
+                f"{name}.temperature = {temperature:g}: vLLM would raise it to {LEAST_TEMPERATURE:g}; use at "
                 f"least as much{'' if name == 'eval' else ', or 0, which is greedy'}"
             )
 
@@ -166,14 +155,14 @@ def _check_ranks(config: RunConfig) -> Iterator[str]:
     for key in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (size := getattr(config.system.vllm, key)) > 1 and not engines_apart(config):
             yield (
-                f"system.vllm.{key} = {size}: ranks are processes of their own, and the trainer is in this one; say "
-                "system.engine_process = true"
+                f"system.vllm.{key} = {size}: ranks are separate processes, and vLLM would run in the trainer's; "
+                "set system.engine_process = true"
             )
     staged = config.system.vllm.pipeline_parallel_size > 1
     if staged and isinstance(config, RLConfig) and config.rollout.partial:
         yield (
-            "rollout.partial does not go with system.vllm.pipeline_parallel_size: tokens of the old weights are still "
-            "on their way through the stages when new ones come; leave one out"
+            "rollout.partial does not go with system.vllm.pipeline_parallel_size: tokens are still passing "
+            "through the stages when new weights arrive; leave one out"
         )
 
 
@@ -183,9 +172,9 @@ def _check_quantization(config: RunConfig) -> Iterator[str]:
         return
     if name not in ONLINE:
         yield (
-            f'system.vllm.quantization = "{name}": weights change at every sync, so that only a format can be used '
-            f"that vLLM rounds to as they arrive.{nearest(name, ONLINE)} One that is made beforehand (awq, gptq, "
-            "compressed-tensors) is for a model that has been trained"
+            f'system.vllm.quantization = "{name}": weights change at every sync, so only formats can be used '
+            f"that vLLM rounds to while loading.{nearest(name, ONLINE)} Formats prepared in advance (awq, gptq, "
+            "compressed-tensors) are for trained models"
         )
         return
     if not isinstance(config, RLConfig):
@@ -193,13 +182,13 @@ def _check_quantization(config: RunConfig) -> Iterator[str]:
     correction = known(config.algorithm, "correction")
     if isinstance(correction, NoCorrection) or (correction is None and not config.rollout.max_staleness):
         yield (
-            f'system.vllm.quantization = "{name}" samples from rounded weights, other than those that are trained; '
-            'let the loss allow for it: algorithm.correction = "token_truncate"'
+            f'system.vllm.quantization = "{name}" samples from rounded weights, which differ from the trained ones; '
+            'correct for it with algorithm.correction = "token_truncate"'
         )
 
 
 def derive_vllm(filling: Filling[Any], facts: Facts) -> None:
-    """Prefix caching, compilation and the longest sequence, where vLLM samples."""
+    """Prefix caching, compilation and the longest sequence, if vLLM samples."""
     config = filling.config
     if config.system.engine != "vllm":
         return
@@ -213,24 +202,24 @@ def derive_vllm(filling: Filling[Any], facts: Facts) -> None:
     if size > 1:
         caching, reason = True, f"the {size} completions of a prompt share its prefill"
     elif rl and config.environment.used:
-        caching, reason = True, "each turn goes on from the last one"
+        caching, reason = True, "each turn continues the last one"
     else:
         caching, reason = False, "each prompt is completed once"
     filling.fill("system.vllm.prefix_caching", caching, reason)
     on_cpu = config.system.device == "cpu"
-    why = "compiling takes longer than most runs gain on a CPU" if on_cpu else "CUDA graphs spare the launch of kernels"
+    why = "compiling takes longer than most runs gain on a CPU" if on_cpu else "CUDA graphs save kernel launches"
     filling.fill("system.vllm.eager", on_cpu, why)
 
 
 def vllm_misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """What vLLM's settings ask of machine, model and data that they do not have."""
+    """Problems of vLLM's settings with machine, model and data."""
     if config.system.engine != "vllm":
         return
     vllm, on_cpu = config.system.vllm, config.system.device == "cpu"
     yield from _check_device(config, on_cpu)
     ranks, gpus = ranks_per_engine(config), len(facts.hardware.gpus)
     devices = facts.hardware.cores if on_cpu else gpus
-    if ranks > max(1, devices) and config.system.cluster == "none" and (on_cpu or gpus < 2):  # else plan.devices
+    if ranks > max(1, devices) and config.system.cluster == "none" and (on_cpu or gpus < 2):  # else plan.gpus
         yield (
             f"system.vllm.tensor_parallel_size × pipeline_parallel_size = {ranks} ranks, and this machine has "
             f"{devices} {'cores' if on_cpu else 'GPUs'}; ask for at most as many"
@@ -238,14 +227,14 @@ def vllm_misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
     if ranks > 1 and config.system.weight_plane not in (None, "memory", "disk"):
         yield (
             f'system.weight_plane = "{config.system.weight_plane}" reaches one process, and a vLLM engine of {ranks} '
-            'ranks has several; say "memory", or "disk" where they are on other machines'
+            'ranks has several; use "memory", or "disk" where they are on other machines'
         )
     if facts.model is not None:
         heads, layers, width = facts.model.heads, facts.model.layers, facts.model.head_dim
         if on_cpu and (width < _LEAST_HEAD or width % 16):
             yield (
-                f"model.path: its attention heads have {width} numbers, and vLLM on a CPU computes with {_LEAST_HEAD}, "
-                '48, 64 and so on in steps of 16; say system.engine = "local"'
+                f"model.path: its attention heads have {width} numbers, and vLLM on a CPU supports {_LEAST_HEAD}, "
+                '48, 64 and so on in steps of 16; set system.engine = "local"'
             )
         if heads % vllm.tensor_parallel_size:
             fitting = [n for n in range(1, heads + 1) if heads % n == 0]
@@ -265,25 +254,25 @@ def _check_device(config: RunConfig, on_cpu: bool) -> Iterator[str]:
     vllm, device = config.system.vllm, config.system.device
     if device.startswith("cuda:") and device != "cuda:0" and not engines_apart(config):
         yield (
-            f"system.device = '{device}': in the trainer's process vLLM takes the first GPU that it sees; say "
+            f"system.device = '{device}': in the trainer's process vLLM uses the first visible GPU; set "
             f"system.device = 'cuda' and start with CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')}"
         )
     if on_cpu and vllm.cuda_graph_sizes is not None:
         yield "system.vllm.cuda_graph_sizes is for GPUs; leave it out on a CPU"
     if on_cpu and vllm.memory_share is not None:
-        yield "system.vllm.memory_share is of a GPU's memory; on a CPU say system.kv_memory, such as '4GB'"
+        yield "system.vllm.memory_share is of a GPU's memory; on a CPU set system.kv_memory, such as '4GB'"
     if vllm.quantization is not None and config.model.dtype == "float32":
         yield (
-            f'system.vllm.quantization = "{vllm.quantization}" rounds weights for computing in 16 bits: say '
+            f'system.vllm.quantization = "{vllm.quantization}" rounds weights for computing in 16 bits: set '
             'model.dtype = "bfloat16", or leave it out'
         )
     if on_cpu and vllm.quantization == "fp8_per_tensor":
-        yield ('system.vllm.quantization = "fp8_per_tensor": vLLM has no kernel for it on a CPU; say "fp8_per_channel"')
+        yield ('system.vllm.quantization = "fp8_per_tensor": vLLM has no kernel for it on a CPU; use "fp8_per_channel"')
     if on_cpu and config.system.speculative != "off":
         yield (
             f'system.speculative = "{config.system.speculative}" with vLLM on a CPU: its CPU build leaves the '
             "temperature out where it guesses, and the log-probabilities are wrong there; leave system.speculative "
-            'out, or say system.engine = "local"'
+            'out, or set system.engine = "local"'
         )
 
 

@@ -1,36 +1,33 @@
-"""How engine and trainer go together: who has weights of its own, how new ones get there, who waits for whom."""
+"""How engines and trainer work together: who has a copy of the weights, how it is updated, who waits for whom."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from tunesmith.config.resolved import unread
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.plan.devices import ranks_per_engine
 from tunesmith.plan.filling import Filling
-
-APART = "with the engine in the trainer's process; say system.engine_process = true, or leave it out"
+from tunesmith.plan.gpus import ranks_per_engine
 
 
 def engines_apart(config: RunConfig) -> bool:
-    """Whether engines run in other processes than the trainer, with weights of their own."""
+    """Whether engines run in processes other than the trainer's, with their own copies of the weights."""
     return config.system.engine_process or config.system.cluster == "ray"
 
 
 def weights_apart(config: RunConfig) -> bool:
-    """Whether an engine has weights of its own, here or elsewhere."""
+    """Whether an engine has its own copy of the weights, in this process or another."""
     return config.system.engine != "local" or engines_apart(config)
 
 
 def loads_model(config: RunConfig) -> bool:
-    """Whether a run that only samples has the model in its own process: engines of their own read its files."""
+    """Whether a run that only samples loads the model in its own process; other engines read the model's files."""
     return not weights_apart(config) or config.lora.on or config.system.served
 
 
 def derive_weights(filling: Filling[Any]) -> None:
-    """``system.weight_plane`` and ``system.adapter_sync``, where engines elsewhere need them."""
+    """``system.weight_plane`` and ``system.adapter_sync``, if engines in other processes need them."""
     config = filling.config
     if not engines_apart(config):
         return
@@ -46,36 +43,29 @@ def derive_weights(filling: Filling[Any]) -> None:
 
 
 def weight_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with the way of the weights, also once the device is known."""
-    system, samples = config.system, isinstance(config, RLConfig)
-    if not engines_apart(config):
-        yield from unread(config, ("system.weight_plane", "system.adapter_sync"), APART)
-    if not (samples and weights_apart(config)):
-        why = APART if samples else "on a run that does not sample and train; leave it out"
-        yield from unread(config, ["system.canary"], why)
+    """Problems with how weights reach the engines; some show only once the device is known."""
+    system = config.system
     if system.weight_plane == "disk" and system.engine_directory is None:
         yield (
             'system.weight_plane = "disk" needs system.engine_directory, a directory that trainer and engines see '
             'under the same path; on one machine "memory" is faster'
         )
     if system.weight_plane in ("nccl", "ipc") and (known(system, "device") or "cuda").startswith("cpu"):
-        yield f'system.weight_plane = "{system.weight_plane}" is for GPUs; on a CPU say "memory" or "gloo"'
+        yield f'system.weight_plane = "{system.weight_plane}" is for GPUs; on a CPU use "memory" or "gloo"'
     groups = system.placement.colocate if system.placement else ()
     beside = any({"actor", "rollout"} <= set(group) for group in groups)
     alone = system.engines == system.trainer_ranks == 1
     if system.weight_plane == "ipc" and system.cluster == "ray" and not (alone and beside):
         yield (
             'system.weight_plane = "ipc" with system.cluster = "ray" is for one engine on the GPU of one trainer; '
-            'say system.engines = 1, system.trainer_ranks = 1 and system.placement.colocate = [["actor", '
+            'set system.engines = 1, system.trainer_ranks = 1 and system.placement.colocate = [["actor", '
             '"rollout"]], or "gloo"'
         )
     if system.weight_plane == "nccl" and beside:
         yield (
             'system.weight_plane = "nccl" is between GPUs, and system.placement.colocate puts an engine and a trainer '
-            'on one; say "gloo", or "ipc" for one engine and one trainer rank'
+            'on one; use "gloo", or "ipc" for one engine and one trainer rank'
         )
-    if system.adapter_sync is not None and not config.lora.on:
-        yield "system.adapter_sync has no effect without an adapter; say lora.rank, or leave it out"
     if system.adapter_sync == "adapter" and system.engine != "local":
         yield f'system.adapter_sync = "adapter" is for system.engine = "local": {system.engine} is given whole weights'
     quantize = config.model.quantize
@@ -83,17 +73,17 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
     if quantize is not None and (merged or system.engine != "local"):
         yield (
             f'model.quantize = "{quantize}" with engines that take whole weights: they would not compute with the '
-            "quantised ones that the adapter is trained on, and nothing that is learned would be what was sampled. "
-            'Say system.engine = "local" (and system.adapter_sync = "adapter"), or leave out model.quantize'
+            "quantised weights that the adapter is trained on, so the samples would come from another policy. "
+            'Set system.engine = "local" (and system.adapter_sync = "adapter"), or leave out model.quantize'
         )
 
 
 def hybrid_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with letting engine and trainer take turns."""
+    """Problems with letting engine and trainer take turns."""
     if not known(config.system, "hybrid"):
         return
     if not isinstance(config, RLConfig):
-        yield "system.hybrid is of runs that sample and train in turn; leave it out"
+        yield "system.hybrid is for runs that sample and train in turn; leave it out"
     elif config.system.served:
         yield f'system.hybrid: servers (engine = "{config.system.engine}") do not sleep for a run; leave it out'
     elif config.rollout.max_staleness and weights_apart(config):
@@ -104,29 +94,23 @@ def hybrid_problems(config: RunConfig) -> Iterator[str]:
 
 
 def ahead_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with playing ahead."""
+    """Problems with playing rollouts ahead of training."""
     rollout = config.rollout
     if not rollout.max_staleness:
-        off = {"partial": False, "over_generation": 1.0, "queue_size": None}
-        why = (
-            "with rollout.max_staleness = 0, where every step plays its own rollouts to the end; say "
-            "rollout.max_staleness = 1, or leave it out"
-        )
-        yield from unread(config, [f"rollout.{k}" for k, value in off.items() if known(rollout, k) != value], why)
         return
     if rollout.oversample > 1:
         yield (
-            "rollout.oversample is of steps that play their own rollouts; with rollout.max_staleness others are "
-            "tried ahead of time anyway. Leave it out, or say rollout.over_generation"
+            "rollout.oversample is for steps that play their own rollouts; with rollout.max_staleness prompts are "
+            "played ahead of time anyway. Leave it out, or set rollout.over_generation"
         )
     if not weights_apart(config) and not rollout.partial:
         yield (
             "rollout.max_staleness with the engine on the trainer's own weights interrupts completions while the "
-            "policy trains, and they go on with the new one: say rollout.partial = true and rollout.over_generation "
+            "policy trains, and they go on with the new one: set rollout.partial = true and rollout.over_generation "
             "above 1 for that, or system.engine_process = true for an engine with weights of its own"
         )
     elif not weights_apart(config) and rollout.over_generation == 1:
         yield (
             "rollout.max_staleness with the engine on the trainer's own weights gains nothing with "
-            "rollout.over_generation = 1: say more, such as 1.5, or system.engine_process = true"
+            "rollout.over_generation = 1: use more, such as 1.5, or system.engine_process = true"
         )

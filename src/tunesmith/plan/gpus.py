@@ -14,21 +14,21 @@ def ranks_per_engine(config: RunConfig) -> int:
     return vllm.tensor_parallel_size * vllm.pipeline_parallel_size if config.system.engine == "vllm" else 1
 
 
-def visible_names(said: str | None, count: int) -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` calls the ``count`` GPUs that this process sees, in CUDA's order.
+def visible_names(variable: str | None, count: int) -> list[str]:
+    """Names, as in ``CUDA_VISIBLE_DEVICES``, of the ``count`` GPUs that this process sees, in CUDA's order.
 
     Example:
         >>> visible_names(None, 2), visible_names("3, GPU-5a,1", 3)
         (['0', '1'], ['3', 'GPU-5a', '1'])
     """
-    return [str(n) if said is None else said.split(",")[n].strip() for n in range(count)]
+    return [str(n) if variable is None else variable.split(",")[n].strip() for n in range(count)]
 
 
 def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ...]] | None:
-    """GPUs for each engine that there is room for; None where all share the trainer's.
+    """The GPUs of each engine, for as many engines as there is room for; None if all share the trainer's.
 
-    The trainer keeps its own to itself, unless it takes turns with the engines (``system.hybrid``) or does not train
-    while they sample. A single GPU is shared, and so is the trainer's where engines read the weights in its memory
+    The trainer does not share its GPU, unless it takes turns with the engines (``system.hybrid``) or does not train
+    while they sample. A single GPU is shared, and so is the trainer's if engines read the weights in its memory
     (CUDA IPC).
     """
     system, ranks = config.system, ranks_per_engine(config)
@@ -45,13 +45,13 @@ def has_own_devices(config: RunConfig, gpus: int) -> bool:
 
 
 def engines_together(config: RunConfig, gpus: int) -> int:
-    """Engines that share the memory of one device, of this machine's ``gpus`` or its CPU."""
+    """How many engines share the memory of one device: of one of this machine's ``gpus``, or of the CPU."""
     alone = config.system.cluster != "none" or has_own_devices(config, gpus)
     return 1 if alone else config.system.engines
 
 
 def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
-    """What is asked of the ``gpus`` visible ones that they do not have."""
+    """Requests that exceed the ``gpus`` visible GPUs."""
     system, ranks = config.system, ranks_per_engine(config)
     places = own_devices(config, visible_names(None, gpus))
     if places is not None and len(places) < system.engines:
@@ -65,11 +65,11 @@ def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
             f"{'' if at_once or system.engines * ranks > gpus else turns}"
         )
     if _apart_on_gpus(config) and system.weight_plane == "nccl" and (gpus == 1 or _shares(config)):
-        yield ('system.weight_plane = "nccl" is between GPUs, and engine and trainer share one here; say "memory"')
+        yield ('system.weight_plane = "nccl" is between GPUs, and engine and trainer share one here; use "memory"')
 
 
 def _shares(config: RunConfig) -> bool:
-    """Whether the trainer's GPU is given out too: nothing trains on it while engines sample."""
+    """Whether engines also use the trainer's GPU: nothing trains on it while they sample."""
     return bool(known(config.system, "hybrid")) or not isinstance(config, RLConfig)
 
 

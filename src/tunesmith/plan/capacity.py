@@ -1,7 +1,7 @@
-"""What a device allows: number format, memory for micro-batches, memory for the sampler's keys and values.
+"""What fits on a device: number format, size of micro-batches, memory for the sampler's keys and values.
 
-Estimates, on the safe side. None of it changes what is learned; a micro-batch that does not fit after all is
-split while the run goes on.
+The estimates are conservative. None of them changes what is learned: a micro-batch that still does not fit is split
+during the run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost import LEAST_ROWS, activation_bytes, price
-from tunesmith.plan.devices import engines_together
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.filling import Filling
+from tunesmith.plan.gpus import engines_together
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.memory import (
     bytes_per_number,
@@ -40,15 +40,15 @@ MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 UNKNOWN_MODEL_TOKENS = 4096
 LEAST_KV_BYTES = 16 * 10**6
 BLOCK = 16
-"""Tokens by which the local engine gives memory to a prompt or a completion."""
+"""Tokens by which the local engine allocates memory to a prompt or a completion."""
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 
 
 def device_problem(device: str, gpus: tuple[Gpu, ...]) -> str | None:
-    """Why a device cannot be used, as far as can be told without torch."""
+    """Why a device cannot be used, as far as that shows without torch."""
     match = _DEVICE.fullmatch(device)
     if not match:
-        return f"system.device = '{device}' is no device; say 'cpu', 'cuda' or 'cuda:0'"
+        return f"system.device = '{device}' is not a device; use 'cpu', 'cuda' or 'cuda:0'"
     index = int(match[1] or 0)
     if gpus and device != "cpu" and index >= len(gpus):
         return f"system.device = '{device}', but there are {len(gpus)} GPUs; the last is 'cuda:{len(gpus) - 1}'"
@@ -65,7 +65,7 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
         raise ConfigError(problem)
     here, gpu = on_gpu(filling.config), gpu_of(filling.config, facts)
     _derive_threads(filling, machine.cores, 1 if here else filling.config.system.trainer_ranks)
-    # A GPU that nvidia-smi does not show is taken for one of today's.
+    # A GPU that nvidia-smi does not list is assumed to be a current one.
     name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
     if native:
         filling.fill("model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32")
@@ -74,18 +74,17 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
     if not isinstance(filling.config, GenerateConfig):
         _derive_checkpointing(filling, facts)
-    samples = isinstance(filling.config, RLConfig) and not filling.config.system.served
-    if samples:
+    if isinstance(filling.config, RLConfig):
         _derive_hybrid(filling, facts)
     config = filling.config
     budget = max(0, trainer_memory(config, facts) - _taken(config, facts))
     _derive_microbatch(filling, facts, budget, "cuda" if here else "cpu")
-    if samples:
+    if isinstance(config, RLConfig) and not config.system.served:
         derive_kv_memory(filling, facts, *_kv_share(config, facts, budget))
 
 
 def _taken(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> int:
-    """Bytes that are not free for activations, keys and values while the policy trains."""
+    """Bytes that are not available to activations, keys and values while the policy trains."""
     if facts.model is None:
         return 0
     layout = layout_of(config, facts)
@@ -95,10 +94,10 @@ def _taken(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> int
 
 
 def _kv_share(config: RunConfig, facts: Facts, budget: int) -> tuple[int, str]:
-    """What engines of one device may take for keys and values, and what part of the free memory that is."""
+    """Bytes that the engines of one device may use for keys and values, and which part of the free memory that is."""
     free = free_memory(config, facts)
     if engines_elsewhere(config, facts):
-        # The engines' GPUs are taken for ones like the trainer's.
+        # The engines' GPUs are assumed to be like the trainer's.
         engine = planned_elsewhere(config, facts)
         return (free - (engine.engine if engine else 0)) // 2, "on a GPU of its own, half"
     if known(config.system, "hybrid") and facts.model is not None:
@@ -110,27 +109,28 @@ def _kv_share(config: RunConfig, facts: Facts, budget: int) -> tuple[int, str]:
 
 def _derive_threads(filling: Filling[Any], cores: int, ranks: int) -> None:
     config = filling.config
-    beside = config.system.engines if _engines_beside(config) else 0
+    engines = config.system.engines if _engines_share_cpu(config) else 0
     shared = f", shared by {ranks} trainer ranks" if ranks > 1 else ""
-    if beside:
-        shared = f", shared by the trainer and {beside} engine processes"
-    threads = max(1, cores // (ranks + beside))
+    if engines:
+        shared = f", shared by the trainer and {engines} engine processes"
+    threads = max(1, cores // (ranks + engines))
     filling.fill("system.threads", threads, f"the physical cores this process may use{shared}")
 
 
-def _engines_beside(config: RunConfig) -> bool:
+def _engines_share_cpu(config: RunConfig) -> bool:
     """Whether engine processes compute on this machine's CPU while the policy trains on it."""
     ahead = isinstance(config, RLConfig) and config.rollout.max_staleness > 0
     return ahead and config.system.engine_process and not on_gpu(config)
 
 
 def engine_threads(config: RunConfig) -> int:
-    """Threads of each engine process: as many as the trainer's beside it, or their part of these while it waits."""
-    return config.system.threads if _engines_beside(config) else max(1, config.system.threads // config.system.engines)
+    """Threads of each engine process: as many as the trainer's if both compute at once, else a share of them."""
+    system = config.system
+    return system.threads if _engines_share_cpu(config) else max(1, system.threads // system.engines)
 
 
 def _derive_checkpointing(filling: Filling[Any], facts: Facts) -> None:
-    """On where the longest sample would not leave half of the memory that the model's state leaves."""
+    """On if activations of the longest sample exceed half of the memory that the model's state leaves."""
     config, model, key = filling.config, facts.model, "system.gradient_checkpointing"
     longest = longest_sample(config, facts)
     if model is None or longest is None:
@@ -145,7 +145,8 @@ def _derive_checkpointing(filling: Filling[Any], facts: Facts) -> None:
 
 def _derive_hybrid(filling: Filling[Any], facts: Facts) -> None:
     key, config, model = "system.hybrid", filling.config, facts.model
-    if not on_gpu(config) or engines_apart(config) or (config.rollout.max_staleness and weights_apart(config)):
+    apart = engines_apart(config) or config.system.served
+    if not on_gpu(config) or apart or (config.rollout.max_staleness and weights_apart(config)):
         filling.fill(key, False, "engine and trainer do not take turns on a GPU")
         return
     longest = longest_sample(config, facts)
@@ -181,7 +182,7 @@ def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: s
 
 
 def derive_kv_memory(filling: Filling[Any], facts: Facts, share: int, part: str) -> None:
-    """KV memory of each engine: for its requests at once, but no more than its part of ``share``.
+    """KV memory of each engine: enough for its concurrent requests, but at most its part of ``share``.
 
     Args:
         share: bytes for the engines of one device together, a ``part`` of what is free.
@@ -204,7 +205,7 @@ def derive_kv_memory(filling: Filling[Any], facts: Facts, share: int, part: str)
 
 
 def _wanted_kv(config: Any, facts: Facts, model: ModelFacts, longest: int, engines: int) -> tuple[int, int]:
-    """Requests that each of ``engines`` has at once, and bytes of their keys and values."""
+    """Concurrent requests of each of ``engines``, and the bytes of their keys and values."""
     together = config.system.max_running
     if isinstance(config, RLConfig):
         prompts = ceil(config.rollout.prompts_per_step * config.rollout.over_generation)
@@ -212,8 +213,8 @@ def _wanted_kv(config: Any, facts: Facts, model: ModelFacts, longest: int, engin
     else:
         asked = (facts.train_size or together) * (config.sampling.n or 1)
     together = min(together, ceil(asked / engines))
-    # The local engine keeps float32 keys and values on a CPU. It gives memory out in blocks, which are not full, and
-    # has one plane of it more than there are keys and values to keep.
+    # On a CPU the local engine keeps float32 keys and values. It allocates blocks that are only partly full, and one
+    # plane more than it has keys and values to keep.
     exact = config.system.engine == "local" and not on_gpu(config)
     per_token = model.kv_bytes_per_token(4 if exact else bytes_per_number(config)) * (1 + 1 / (2 * model.layers))
     return together, max(LEAST_KV_BYTES, ceil(1.1 * together * (longest + 2 * BLOCK) * per_token))
