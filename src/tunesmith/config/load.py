@@ -27,7 +27,7 @@ from tunesmith.config.problems import KeyPath, Problem, Source, dotted, key_line
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import Section
 from tunesmith.config.shape import DEEPEST, shape_problems
-from tunesmith.config.unknown import answer, explain_unknown
+from tunesmith.config.unknown import answer, explain_unknown, find
 from tunesmith.errors import ConfigError, boundary, nearest, shortened
 
 C = TypeVar("C", bound=RunConfig)
@@ -202,9 +202,11 @@ def _wrong_field(context: Mapping[str, Any], path: KeyPath, key: str | int, data
 
 
 def _unknown_to_choice(kind: type[RunConfig], path: KeyPath, text: str) -> str:
-    """Of a key that a choice's type does not have: another type may, or another framework may call a key so."""
-    name = dotted(path)
-    return f"{name}: {text}." if name in all_keys(kind) else answer(kind, name) or f"unknown key {name}: {text}."
+    """Of a key that a choice's type does not have: another framework may call one of the table's keys so."""
+    name, table = dotted(path), dotted(path[:-1])
+    known = find(kind, name).keys if name not in all_keys(kind) else ()
+    called = answer(kind, name) if known and all(key.startswith(f"{table}.") for key in known) else None
+    return called or f"{name}: {text}."
 
 
 def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath = ()) -> str:
