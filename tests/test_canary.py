@@ -89,9 +89,7 @@ def test_a_head_that_stays_behind_is_caught(path: Path) -> None:
         await canary.check(1)
         change(model)
         await pool.load_weights(2)
-        with pytest.raises(
-            EngineError, match=r"parted: after version 2 .* by hand, engine apart .* 0\.001 is rounding"
-        ):
+        with pytest.raises(EngineError, match=r"version 2 .* by hand, engine apart .* 0\.001.* system\.canary"):
             await canary.check(2)
         await pool.close()
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.monitor.timeline import REWARD, TRAINER, Span, Timeline, covered, mean_level
-from tunesmith.monitor.trace import rows
+from tunesmith.monitor.trace import in_rows
 from tunesmith.monitor.watchdog import Watchdog, threads_at
 from tunesmith.usercode.calls import EpisodeCode
 
@@ -209,7 +209,7 @@ def test_a_trace_of_the_steps_asked_for_has_a_lane_per_actor(hand: Hand, tmp_pat
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=20))
 def test_as_many_rows_as_spans_overlap_at_most(lengths: list[tuple[int, int]]) -> None:
     spans = [Span("engine 0", "generate", start, start + length) for start, length in lengths]
-    found = rows(spans)
+    found = in_rows(spans)
     assert sorted(map(id, spans)) == sorted(id(s) for row in found for s in row)
     for row in found:
         for before, after in pairwise(row):

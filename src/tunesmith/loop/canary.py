@@ -1,4 +1,4 @@
-"""After new weights, do trainer and engines still say the same? Where they part, nothing sampled is what is trained."""
+"""Compares the engines' log-probabilities with the trainer's after every sync of weights."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tunesmith.plan.weights import weights_apart
 from tunesmith.types import Completion, Sample, Sampling
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2}
-"""Greatest difference of a token's log-probability that is rounding. Measured on tiny models in bfloat16: 0.02 and
-less, also against vLLM; a head that stayed behind while it was tied differs by 0.8 (docs/weights.md)."""
+"""Greatest difference of a token's log-probability that counts as rounding. Measured on tiny models in bfloat16: at
+most 0.02, also with vLLM; a tied head that was not updated differs by 0.8 (docs/weights.md)."""
 PROMPT_TOKENS, NEW_TOKENS = 40, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Compares each engine with the trainer on a few tokens that it writes after one prompt.
+    """Compares each engine with the trainer on a few tokens that the engine samples after one prompt.
 
-    The prompt is always the same: a cache that outlived its weights shows too. Nothing here draws from the run's
-    seeds. What is written is counted nowhere, unless rollouts are played ahead, and then as so many tokens sampled.
+    The prompt is always the same, so that a cache that outlived its weights shows too. The run's seeds are not used.
+    Where rollouts are played ahead, these tokens are counted among the sampled ones.
     """
 
     engine: RolloutEngine
@@ -38,13 +38,13 @@ class Canary:
     sampling: Sampling
     tolerance: float
     way: str
-    """How the weights came, in words."""
+    """How the weights reach the engine, in words."""
 
     async def check(self, version: int) -> Metrics:
-        """The greatest difference of a log-probability, as ``canary``.
+        """The metric ``canary``: the greatest difference of a log-probability.
 
         Raises:
-            EngineError: it is beyond rounding, or an engine has another version.
+            EngineError: it exceeds rounding, or an engine samples with another version.
         """
         members = self._members()
         answers = await all_or_error([_ask(m, self.prompt_ids, self.sampling) for m in members])
@@ -53,16 +53,16 @@ class Canary:
             for m, done in zip(members, answers, strict=True)
             if done and done.token_ids
         }
-        if not written:  # every engine was lost just now, and is replaced when it is next asked
+        if not written:  # every engine has just died; the next request replaces it
             return {}
         for name, done in written.items():
             if set(done.versions) != {version}:
                 raise EngineError(f"{name} samples with version {done.versions[-1]} of the weights, not with {version}")
-        apart = dict(zip(written, self._differences(list(written.values())), strict=True))
-        worst = max(apart, key=lambda name: apart[name] if isfinite(apart[name]) else float("inf"))
-        if not apart[worst] <= self.tolerance:
-            raise EngineError(self._reason(worst, version, apart[worst]))
-        return {"canary": apart[worst]}
+        differences = dict(zip(written, self._differences(list(written.values())), strict=True))
+        worst = max(differences, key=lambda name: differences[name] if isfinite(differences[name]) else float("inf"))
+        if not differences[worst] <= self.tolerance:
+            raise EngineError(self._reason(worst, version, differences[worst]))
+        return {"canary": differences[worst]}
 
     def _members(self) -> Sequence[Member | RolloutEngine]:
         return getattr(self.engine, "members", [self.engine])
@@ -80,20 +80,20 @@ class Canary:
 
     def _reason(self, name: str, version: int, difference: float) -> str:
         return (
-            f"sampler and trainer have parted: after version {version} of the weights came {self.way}, {name} gives a "
-            f"token a log-probability that differs by {difference:.3g} from the trainer's; up to {self.tolerance:g} is "
-            "rounding. What it samples is not what is trained, so the run stops. Likely: weights that the engine does "
-            "not take or keeps under other names (a tied head, fused projections, an adapter), a cache that outlived "
-            'its weights, or an engine of another model or number format. Compare with system.engine = "local" and '
-            "system.engine_process = false; system.canary = false goes on without looking."
+            f"engine and trainer disagree: after version {version} of the weights went {self.way}, {name} gives a "
+            f"token a log-probability that differs by {difference:.3g} from the trainer's; rounding explains at most "
+            f"{self.tolerance:g}. The run stops, because what it samples is not what it trains. Likely causes: weights "
+            "that the engine does not load or keeps under other names (a tied head, fused projections, an adapter), a "
+            "cache that outlived its weights, or an engine with another model or number format. Compare with "
+            'system.engine = "local" and system.engine_process = false; system.canary = false turns this check off.'
         )
 
 
 def make_canary(config: RLConfig, engine: RolloutEngine, learner: Learner, prompt_ids: Sequence[int]) -> Canary | None:
-    """The canary of a resolved run; None where trainer and engine share their weights, or it was switched off.
+    """None where trainer and engine share their weights, or ``system.canary`` is off.
 
     Args:
-        prompt_ids: a prompt of the run, of which the first tokens are taken.
+        prompt_ids: a prompt of the run; its first tokens are used.
     """
     system = config.system
     if not system.canary or not weights_apart(config):
@@ -105,7 +105,7 @@ def make_canary(config: RLConfig, engine: RolloutEngine, learner: Learner, promp
 
 
 async def _ask(member: Member | RolloutEngine, prompt_ids: Sequence[int], sampling: Sampling) -> Completion | None:
-    """What an engine writes; None where it is no more."""
+    """None where the engine has died."""
     try:
         return await member.generate(prompt_ids, sampling)
     except EngineLostError:

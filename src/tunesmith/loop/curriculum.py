@@ -1,4 +1,4 @@
-"""Which task comes next: the loader's order, without tasks that taught nothing the last time."""
+"""Which task comes next: the loader's order, without tasks that taught nothing last time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tunesmith.types import RolloutGroup, Task
 
 @dataclass(slots=True)
 class Curriculum:
-    """Tasks whose group had no contrast rest for ``rest_epochs`` and then are played again.
+    """Tasks whose group had no contrast rest for ``rest_epochs`` and are then played again.
 
-    By then the policy is another one: what was never right may be right sometimes.
+    By then the policy has changed: a task that it never solved it may now solve sometimes.
     """
 
     loader: Loader[Task]
     rest_epochs: int = 0
     _rest_until: dict[str, int] = field(default_factory=dict[str, int], init=False)
-    """The epoch in which a resting task may be drawn again."""
+    """By task: the epoch in which it may be drawn again."""
     _unsettled: list[Task] = field(default_factory=list[Task], init=False)
-    """Drawn, and neither trained on nor thrown away: after a resumption they come first."""
+    """Drawn, but neither trained on nor rejected yet: after a resumption they come first."""
     _again: list[Task] = field(default_factory=list[Task], init=False)
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class Curriculum:
 
     @property
     def resting(self) -> int:
-        """Tasks that would be left out now."""
+        """How many tasks would be left out now."""
         return sum(until > self.epoch for until in self._rest_until.values())
 
     def next_batch(self, n: int) -> list[Task]:
@@ -43,18 +43,17 @@ class Curriculum:
         return drawn
 
     def settle(self, tasks: Sequence[Task]) -> None:
-        """These were trained on, or nothing can be learned from them."""
+        """These tasks were trained on, or their groups rejected."""
         for task in tasks:
             self._unsettled.remove(task)
 
     def rest(self, groups: Sequence[RolloutGroup]) -> None:
-        """Let the tasks of these groups rest."""
         if self.rest_epochs:
             self._rest_until |= {g.task.id: self.epoch + 1 + self.rest_epochs for g in groups}
 
     def _next(self) -> Task:
         task = self.loader.next_batch(1)[0]
-        for _ in range(len(self.loader)):  # where all rest, none does
+        for _ in range(len(self.loader)):  # if all tasks rest, none does
             if self._rest_until.get(task.id, 0) <= self.epoch:
                 break
             task = self.loader.next_batch(1)[0]
@@ -65,11 +64,11 @@ class Curriculum:
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """What ``state_dict`` gives now, put together when it is called."""
+        """A function that returns the state of this moment, whenever it is called."""
         drawn, left, resting = self.loader.state_dict(), [*self._unsettled, *self._again], dict(self._rest_until)
 
         def state() -> dict[str, Any]:
-            # By place in the data, as the loader's: the name of a task may hold that of its file.
+            # By position in the data, as in the loader's state: the id of a task may contain a path.
             place = {task.id: at for at, task in enumerate(self.loader.items)}
             rest_until = [(place[name], until) for name, until in resting.items()]
             return {**drawn, "rest_until": rest_until, "unsettled": [place[task.id] for task in left]}

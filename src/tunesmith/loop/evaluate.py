@@ -12,15 +12,15 @@ from tunesmith.loop.collect import Collector
 from tunesmith.types import Rollout, RolloutGroup, Sampling, Task
 
 ROUNDING = 1e-9
-"""Weights and rewards are not summed in the same order."""
+"""Tolerance, because weights and rewards are summed in different orders."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """What to measure. ``samples=1`` is greedy only; more also gives pass@k for each ``k`` of ``pass_at``.
+    """What to measure: greedy answers, and with ``samples > 1`` pass@k for each ``k`` of ``pass_at``.
 
-    A rollout passes when its reward reaches the sum of the positive ``weights`` of the rewards that apply to it. What
-    an environment pays has a weight of 1.
+    A rollout passes when its reward reaches the sum of the positive ``weights`` of the rewards that apply to it. An
+    environment's reward has a weight of 1.
     """
 
     tasks: Sequence[Task]
@@ -45,7 +45,7 @@ async def evaluate(collector: Collector, plan: EvaluationPlan) -> tuple[dict[str
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of ``k`` samples passes, from ``correct`` of ``n``.
+    """Unbiased estimate of the probability that one of ``k`` samples passes, from ``correct`` of ``n``.
 
     Chen et al. 2021 (arXiv:2107.03374), equation 1.
     """
@@ -59,7 +59,7 @@ def passes(rollout: Rollout, weights: Mapping[str, float]) -> bool:
 
 
 def _group_pass(group: RolloutGroup, k: int, weights: Mapping[str, float]) -> float:
-    # A failed rollout counts as drawn and not passed: leaving it out would flatter the policy.
+    # A failed rollout counts as not passed: leaving it out would overrate the policy.
     passed = sum(passes(r, weights) for r in group.usable)
     return pass_at_k(len(group.rollouts), passed, k)
 

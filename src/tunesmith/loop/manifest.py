@@ -1,6 +1,6 @@
-"""Checksums of a checkpoint's files, by which damage is noticed and named.
+"""Checksums of a checkpoint's files, which show damage and name the file.
 
-``manifest.json`` holds ``{"files": {name: {"bytes": ..., "crc32": ...}}, "crc32": ...}``; the last is the table's own.
+``manifest.json`` holds ``{"files": {name: {"bytes": ..., "crc32": ...}}, "crc32": ...}``; the last one is the table's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tunesmith.errors import CheckpointError, StorageError, boundary
 
 MANIFEST_FILE = "manifest.json"
 CHUNK = 1 << 22
-_READ_UNASKED = (".safetensors", ".safetensors.index.json")
-"""Files that are read when they are there: one that was not written with the others changes what is loaded."""
+_ALWAYS_READ = (".safetensors", ".safetensors.index.json")
+"""Files that are loaded wherever they exist: an added one changes the model."""
 
 
 def write_manifest(checkpoint: Path) -> None:
@@ -33,7 +33,7 @@ def write_manifest(checkpoint: Path) -> None:
 
 
 def damages(checkpoint: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint, one line each; nothing where it is whole.
+    """What is wrong with the files of a checkpoint, one line each; empty where it is whole.
 
     Raises:
         StorageError: it cannot be read.
@@ -45,7 +45,7 @@ def damages(checkpoint: Path) -> list[str]:
         there = set(_files(checkpoint))
         found = [f"{name} is missing" for name in sorted(table.keys() - there)]
         unknown = sorted(there - table.keys())
-        found += [f"{name} was not written with the others" for name in unknown if name.endswith(_READ_UNASKED)]
+        found += [f"{name} was not written with the others" for name in unknown if name.endswith(_ALWAYS_READ)]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
             names = sorted(table.keys() & there)
             found += filter(None, threads.map(partial(_damage, checkpoint), names, [table[name] for name in names]))
@@ -57,10 +57,10 @@ def has_manifest(checkpoint: Path) -> bool:
 
 
 def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
-    """Refuse a checkpoint that is damaged. One of an earlier version, without checksums, passes.
+    """Refuse a damaged checkpoint. One without checksums, from an earlier version, passes.
 
     Args:
-        others: of the same run, newest first: the first whole one is offered.
+        others: checkpoints of the same run, newest first; the error names the first whole one.
 
     Raises:
         CheckpointError: naming each damaged file.

@@ -1,4 +1,4 @@
-"""Operators and kernels of chosen steps: traces of torch's profiler (``monitor.profile_steps``)."""
+"""Traces of torch's profiler for chosen steps (``monitor.profile_steps``)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tunesmith.errors import StorageError, boundary
 
 
 class StepProfiler:
-    """Records this process's threads, and its GPU, from the first phase of a wanted step to the step's end."""
+    """Records the threads and the GPU of this process from the first phase of a chosen step to the step's end."""
 
     def __init__(self, directory: Path, steps: Collection[int]) -> None:
         self._directory, self._steps = directory, frozenset(steps)
         self._running: Any = None
 
     def begin(self, step: int) -> None:
-        """A phase of a step begins; the first one of a wanted step starts the recording."""
+        """A phase of a step begins; the first one of a chosen step starts the recording."""
         if step not in self._steps or self._running is not None:
             return
         import torch
@@ -25,13 +25,13 @@ class StepProfiler:
         from torch.profiler import ProfilerActivity, profile
 
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        # Training beside the rollouts is in a thread of its own.
+        # Where rollouts are played meanwhile, training runs in another thread.
         every_thread = _ExperimentalConfig(profile_all_threads=True)
         self._running = profile(activities=kinds, experimental_config=every_thread)
         self._running.start()
 
     def end(self, step: int) -> Path | None:
-        """The step is done; the file that its recording was written to, if it was wanted.
+        """The step is done. Returns the file of its recording, if there is one.
 
         Raises:
             StorageError: it cannot be written.

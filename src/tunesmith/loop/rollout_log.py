@@ -1,4 +1,4 @@
-"""``rollouts.jsonl``: whole groups of rollouts as a person reads them, one rollout to a line."""
+"""``rollouts.jsonl``: whole groups of rollouts in readable form, one rollout per line."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ Decode = Callable[[Sequence[int]], str]
 Json = dict[str, Any]
 
 EVALUATED = 4
-"""Prompts of an evaluation that are kept, for each group that is kept of a step."""
+"""Prompts of an evaluation that are logged, for each group that is logged of a step."""
 LONGEST_COLUMN = 2000
-"""Characters of a data column that are kept."""
+"""Characters of a data column that are logged."""
 SUMMARY = ("kind", "group", "task", "prompt", "columns", "completion", "reward", "advantage", "status", "error")
-"""What sinks are shown of a line."""
+"""The fields of a line that sinks get."""
+OPTIONAL = ("rendered", "messages", "parts", "metrics", "notes")
+"""Left out of a line where they are empty."""
 
 
 class RolloutLog:
-    """Two files that hold ``most`` bytes between them: when the newer one is half of it, it replaces the older.
+    """Two files of together at most ``most`` bytes: when the newer one has half of them, it replaces the older one.
 
     Args:
-        path: the newer one; the older has ``-older`` after its name.
-        groups: of a step; of an evaluation, ``EVALUATED`` times as many. 0 keeps failed rollouts only.
-        decode: text as people read it; ``render``: with the template's special tokens.
+        path: the newer file; the name of the older one ends in ``-older``.
+        groups: logged per step; ``EVALUATED`` times as many per evaluation. With 0 only failed rollouts are logged.
+        decode: readable text.
+        render: text with the template's special tokens.
         resume_step: lines after this step are dropped; None drops all.
     """
 
@@ -42,7 +45,7 @@ class RolloutLog:
         self._lines = JsonLines(path, private=True)
 
     def write(self, step: int, groups: Sequence[RolloutGroup], kind: str = "train") -> list[Json]:
-        """Append all rollouts of the first groups, and those that failed of the others; the lines, for a look at them.
+        """Append all rollouts of the first groups and the failed ones of the others. Returns the lines.
 
         Raises:
             StorageError: the disk is full.
@@ -77,14 +80,14 @@ class RolloutLog:
             for number, record in enumerate(rollout.records)
             for part in self._parts(record, kind == "train" and rollout.advantage is not None)
         ]
-        return {
+        line = {
             "task": _place(task),
             "prompt": task.prompt,
-            **({"rendered": rendered} if rendered != task.prompt else {}),
+            "rendered": rendered if rendered != task.prompt else None,
             "columns": {name: _short(value) for name, value in task.columns.items()},
             "completion": self._decode(rollout.completion_ids),
-            **({"messages": rollout.messages} if rollout.messages else {}),
-            **({"parts": parts} if len(parts) > 1 else {}),
+            "messages": rollout.messages,
+            "parts": parts if len(parts) > 1 else None,
             "reward": rollout.reward,
             "rewards": rollout.rewards,
             "advantage": rollout.advantage,
@@ -93,12 +96,13 @@ class RolloutLog:
             "tokens": rollout.num_sampled,
             "finish_reason": rollout.finish_reason,
             "versions": _versions(rollout),
-            **({"metrics": rollout.metrics} if rollout.metrics else {}),
-            **({"notes": rollout.notes} if rollout.notes else {}),
+            "metrics": rollout.metrics,
+            "notes": rollout.notes,
         }
+        return {name: value for name, value in line.items() if value or name not in OPTIONAL}
 
     def _parts(self, record: Record, learned: bool) -> Iterator[Json]:
-        """Who wrote what after the prompt. What a fork's record repeats of an earlier one is not the policy's there."""
+        """Who wrote what after the prompt. In a fork's record, repeated text does not count as the policy's."""
         at = record.turns[0].start if record.turns else len(record.token_ids)
         paid = {turn.stop: turn.reward for turn in record.turns if turn.reward}
         for ours, run in groupby(record.sampled[at:]):
@@ -115,17 +119,17 @@ def files(path: Path) -> tuple[Path, Path]:
 
 
 def read_rollouts(path: Path) -> list[Json]:
-    """All lines that are kept, oldest first."""
+    """All lines, oldest first."""
     return [line for file in files(path) for line in read_metrics(file)]
 
 
 def summary(line: Mapping[str, Any]) -> Json:
-    """What is shown of a line where there is little room."""
+    """The short form of a line."""
     return {name: line[name] for name in SUMMARY if line.get(name) not in (None, {})}
 
 
 def contrast(lines: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """The best and the worst rollout of the first group that has both; None where all rewards of each are equal."""
+    """The best and the worst rollout of the first group with unequal rewards; None where there is none."""
     for _, group in groupby(lines, key=lambda line: line["group"]):
         scored = sorted((line for line in group if line["reward"] is not None), key=lambda line: line["reward"])
         if scored and scored[-1]["reward"] > scored[0]["reward"]:
@@ -134,7 +138,7 @@ def contrast(lines: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Map
 
 
 def examples(lines: Sequence[Mapping[str, Any]], count: int) -> list[Example]:
-    """The first prompts of the evaluations, answered in the first one and in the last."""
+    """The first prompts of the evaluations, with their answers in the first and in the last one."""
     by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
     for line in lines:
         if line["kind"] == "eval":
@@ -150,7 +154,7 @@ def examples(lines: Sequence[Mapping[str, Any]], count: int) -> list[Example]:
 
 
 def _place(task: Task) -> str:
-    """File and line of a task; the file from here, where it lies below."""
+    """File and line of a task; the file relative to the working directory, where it lies below it."""
     file, mark, line = task.id.rpartition(":")
     return f"{shown_path(file)}:{line}" if mark and file.startswith("/") else task.id
 
@@ -160,6 +164,6 @@ def _short(value: Any) -> Any:
 
 
 def _versions(rollout: Rollout) -> list[int]:
-    """The oldest and the newest version of the policy that wrote in it."""
-    found = [v for r in rollout.records for v, ours in zip(r.versions, r.sampled, strict=True) if ours]
-    return [min(found), max(found)] if found else []
+    """The oldest and the newest policy version that sampled in it."""
+    versions = [v for r in rollout.records for v, ours in zip(r.versions, r.sampled, strict=True) if ours]
+    return [min(versions), max(versions)] if versions else []

@@ -1,4 +1,4 @@
-"""What the parts of a command took: seconds by phase, peak memory, and memory for keys and values."""
+"""Resources used by the parts of a command: seconds by phase, peak memory, and memory for keys and values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.memory import memory_metrics
 
 COMMON = "setup"
-"""The part, and its only phase, of all time that is outside any phase: reading settings, data and rewards."""
+"""The part, and its only phase, for time outside any phase: reading settings, data and rewards."""
 _SECONDS = "seconds/"
 
 
 class Usage:
-    """By part, and in it by the names of metrics: ``{"round-1": {"seconds/sampling": 4.2, "kv_peak": 1e6}}``.
+    """Metrics by part of the command: ``{"round-1": {"seconds/sampling": 4.2, "kv_peak": 1e6}}``.
 
-    Seconds add up; of memory the highest is kept.
+    Seconds add up; memory is the maximum.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -28,14 +28,14 @@ class Usage:
         """Seconds of earlier calls of the same run."""
 
     def add_earlier(self, parts: Mapping[str, Mapping[str, float]]) -> None:
-        """Add what ``parts`` gave at the end of an earlier call."""
-        for part, found in parts.items():
-            self.add(part, found)
-            self.earlier += sum(value for name, value in found.items() if name.startswith(_SECONDS))
+        """Add the result of ``parts`` at the end of an earlier call."""
+        for part, metrics in parts.items():
+            self.add(part, metrics)
+            self.earlier += sum(value for name, value in metrics.items() if name.startswith(_SECONDS))
 
     @contextmanager
     def phase(self, name: str, part: str | None = None) -> Generator[None]:
-        """Time inside goes to a phase of ``part``; None is the part of the phase around it."""
+        """Time inside counts towards a phase of ``part``; None is the part of the enclosing phase."""
         part = part or self._current
         with self._clock.phase(f"{part}/{name}"):
             try:
@@ -43,11 +43,11 @@ class Usage:
             finally:
                 self.add(part, memory_metrics())
 
-    def add(self, part: str, found: Mapping[str, float]) -> None:
-        self._parts[part] = total_of([self._parts.get(part, {}), found])
+    def add(self, part: str, metrics: Mapping[str, float]) -> None:
+        self._parts[part] = total_of([self._parts.get(part, {}), metrics])
 
     def add_engine(self, stats: EngineStats) -> None:
-        """Of the part whose phase is open."""
+        """Add to the part whose phase is open."""
         if stats.peak_kv_bytes:
             self.add(self._current, {"kv_peak": float(stats.peak_kv_bytes)})
         if stats.kv_budget_bytes:
@@ -59,7 +59,9 @@ class Usage:
             part, _, name = place.partition("/")
             part, name = (part, name) if name else (COMMON, COMMON)
             self.add(part, {_SECONDS + name: seconds})
-        return {part: {name: round(value, 3) for name, value in found.items()} for part, found in self._parts.items()}
+        return {
+            part: {name: round(value, 3) for name, value in metrics.items()} for part, metrics in self._parts.items()
+        }
 
     @property
     def _current(self) -> str:
@@ -68,14 +70,14 @@ class Usage:
 
 
 def total_of(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """All of them together."""
+    """All parts together."""
     total: dict[str, float] = {}
-    for name, value in (entry for found in parts for entry in found.items()):
+    for name, value in (entry for metrics in parts for entry in metrics.items()):
         before = total.get(name, 0.0)
         total[name] = round(before + value, 6) if name.startswith(_SECONDS) else max(before, value)
     return total
 
 
-def seconds_of(found: Mapping[str, float]) -> dict[str, float]:
+def seconds_of(metrics: Mapping[str, float]) -> dict[str, float]:
     """Seconds by phase."""
-    return {name.removeprefix(_SECONDS): value for name, value in found.items() if name.startswith(_SECONDS)}
+    return {name.removeprefix(_SECONDS): value for name, value in metrics.items() if name.startswith(_SECONDS)}

@@ -1,6 +1,6 @@
-"""Processes that end with the one that started them, and what those leave behind that were killed.
+"""Processes that end with their parent, and the removal of what killed processes leave behind.
 
-Imports nothing but the standard library: a worker that is started by its file name loads this file alone.
+Imports only the standard library: a worker that is started by its file name loads nothing but this file.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def end_with_parent(parent: int) -> None:
 
 
 _removers: dict[int, subprocess.Popen[bytes]] = {}
-"""By the process they watch: one that was forked has one of its own."""
+"""By the process they watch: a forked process needs its own."""
 
 
 def remove_at_end(directory: Path) -> None:
-    """Have a directory removed when this process ends, also when it is killed with its whole process group."""
+    """Remove a directory when this process ends, even if its whole process group is killed."""
     remover = _removers.get(os.getpid())
     if remover is None:
         # It waits for the end of its input, which the kernel closes, in a session that no signal to this one reaches.
@@ -59,18 +59,18 @@ def remove_at_end(directory: Path) -> None:
 
 
 def owned_name(prefix: str) -> str:
-    """A name for a directory that ``remove_stale`` removes once this process is no more."""
+    """A name for a directory that ``remove_stale`` removes once this process has ended."""
     return f"{prefix}{_machine()}-{os.getpid()}-{_started(os.getpid())}-"
 
 
 def remove_stale(parent: Path, prefix: str) -> list[Path]:
-    """Remove directories that processes of this machine made with ``owned_name`` and, being killed, left in ``parent``.
+    """Remove directories in ``parent`` that killed processes of this machine created with ``owned_name``.
 
-    A process number that was given out again is told by its start. Those of other machines or containers, on a disk
-    or in memory that they share, stay: their processes cannot be seen.
+    The start time tells a reused process number apart. Directories of other machines or containers that share the
+    disk or the memory stay, because their processes cannot be seen.
 
     Returns:
-        What was removed.
+        The removed directories.
     """
     removed: list[Path] = []
     for found in parent.glob(f"{prefix}{_machine()}-*"):
@@ -83,7 +83,7 @@ def remove_stale(parent: Path, prefix: str) -> list[Path]:
 
 
 def _machine() -> str:
-    """This start of this machine, and the process numbers that are seen: containers have their own."""
+    """Identifies this boot of the machine and the process namespace: containers have their own."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
         return f"{boot}{os.stat('/proc/self/ns/pid').st_ino}"
@@ -91,7 +91,7 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str:
-    """When a process began, in clock ticks since the machine's start; ``gone`` where there is none."""
+    """When a process started, in clock ticks since boot; ``gone`` where there is no such process."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

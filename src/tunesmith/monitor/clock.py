@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds by phase, which add up to the wall time. ``other`` is outside any phase."""
+"""Seconds by phase, which add up to the wall time. ``other`` is the time outside any phase."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Divides wall time among phases. A phase inside another takes its time out of the outer one.
+    """Divides wall time among phases. The time of an inner phase does not count in the outer one.
 
-    Phases belong to the one thread that runs the loop: work that overlaps another phase, such as rewards
-    computed while others still generate, costs no wall time of its own and is not a phase.
+    Phases belong to the thread that runs the loop. Work that overlaps another phase, such as rewards computed while
+    other rollouts still generate, costs no extra wall time and is not a phase.
 
     Example:
         >>> clock = Clock()

@@ -1,11 +1,11 @@
-"""Signals that ask a command to end, and what must not be cut in two by them.
+"""Signals that ask a command to end, and sections of work that they must not interrupt.
 
-SIGINT, SIGTERM and SIGHUP raise ``Interrupted`` in the main thread, wherever it is, but not inside ``held`` and not
-between ``commit`` and ``settle``: there the signal waits. A second SIGINT or SIGTERM ends the process at once. What a
-shell has set to be ignored (SIGINT in a background job, SIGHUP under nohup) stays ignored.
+SIGINT, SIGTERM and SIGHUP raise ``Interrupted`` in the main thread, except inside ``held`` and between ``commit`` and
+``settle``, where they wait. A second SIGINT or SIGTERM ends the process at once. Signals that the shell has set to be
+ignored (SIGINT in a background job, SIGHUP under nohup) stay ignored.
 
-A thread that the system's handler wakes looks after a main thread that is busy in native code, such as a long backward
-pass: when it has not obeyed within ``GRACE`` seconds, that thread keeps what can be kept and ends the process.
+The main thread may be busy in native code, such as a long backward pass. If it has not reacted within ``GRACE``
+seconds, another thread saves what can be saved and ends the process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from types import FrameType
 from typing import Any
 
 GRACE = 10.0
-"""Seconds in which a step that has changed weights may still be ended, and a busy main thread may obey."""
+"""Seconds that a step which has changed weights may take to finish, and that a busy main thread may take to react."""
 TEARDOWN = 10.0
-"""Seconds in which what was begun may be closed, once everything is kept."""
+"""Seconds for closing everything, once all is saved."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -61,10 +61,10 @@ def asked() -> bool:
 
 
 def check() -> None:
-    """Called between pieces of work, in any thread.
+    """Call this between pieces of work, in any thread.
 
     Raises:
-        Interrupted: the command was asked to end, and nothing stands in the way or ``GRACE`` seconds are over.
+        Interrupted: the command was asked to end, and no step is committed or ``GRACE`` seconds are over.
     """
     if _state.asked is not None and (not _state.committed or time.monotonic() - _state.since > GRACE):
         raise Interrupted(_state.asked)
@@ -72,7 +72,7 @@ def check() -> None:
 
 @contextmanager
 def held() -> Generator[None]:
-    """A signal that comes inside is obeyed at the end."""
+    """A signal that arrives inside takes effect at the end."""
     _state.held += 1
     try:
         yield
@@ -83,7 +83,7 @@ def held() -> Generator[None]:
 
 @contextmanager
 def elsewhere() -> Generator[None]:
-    """As ``held``, while another thread does the work and calls ``check``."""
+    """Like ``held``, while another thread does the work and calls ``check``."""
     _state.elsewhere += 1
     try:
         yield
@@ -93,20 +93,20 @@ def elsewhere() -> Generator[None]:
 
 
 def commit() -> None:
-    """From here on a step is ended, not given up: it is about to change weights."""
+    """The step is about to change weights: from here on a signal waits for its end."""
     if not _state.committed:
         check()
         _state.committed = True
 
 
 def settle() -> None:
-    """The step is whole."""
+    """The step is complete."""
     _state.committed = False
     _obey()
 
 
 def torn() -> bool:
-    """Whether a step was cut between ``commit`` and ``settle``, so that its state is neither old nor new."""
+    """Whether a step was interrupted between ``commit`` and ``settle``: its state is neither old nor new."""
     return _state.committed
 
 
@@ -117,10 +117,10 @@ def _obey() -> None:
 
 @contextmanager
 def keeping(keep: Callable[[], str | None]) -> Generator[None]:
-    """Have ``keep`` called, once, when a signal ends what is inside.
+    """Call ``keep`` once when a signal ends the work inside.
 
     Args:
-        keep: keeps what would be lost, and says how to go on; called after the work was cut.
+        keep: saves what would be lost and returns a message that says how to continue.
     """
     before, _state.keep, _state.kept, _state.committed = _state.keep, keep, False, False
     try:
@@ -133,7 +133,7 @@ def keeping(keep: Callable[[], str | None]) -> Generator[None]:
 
 
 def keep_now() -> str | None:
-    """Call what ``keeping`` was given, before anything is closed; what it returned, if this is the first call."""
+    """Call the function given to ``keeping``, before anything is closed. Returns its message, the first time."""
     with _state.keeping:
         if _state.keep is None or _state.kept:
             return None
@@ -147,17 +147,17 @@ def keep_now() -> str | None:
 
 
 def own_process() -> None:
-    """This process runs one command and then ends: a command that does not obey may end it from inside."""
+    """This process runs one command and then ends, so that a command that does not react may end it."""
     global _own
     _own = True
 
 
 @contextmanager
 def handled(*, may_exit: bool = False) -> Generator[None]:
-    """Take the signals as above while inside; nothing where they are taken already, or outside the main thread.
+    """Handle the signals as described above. No effect inside another ``handled`` or outside the main thread.
 
     Args:
-        may_exit: a signal may end the process from inside, where it is the command's own (``own_process``).
+        may_exit: a signal may end the process, if it belongs to the command (``own_process``).
     """
     may_exit = may_exit and _own
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == _on_signal:
@@ -181,18 +181,18 @@ def handled(*, may_exit: bool = False) -> Generator[None]:
         signal.set_wakeup_fd(waker)
         os.close(writing)  # which ends the thread
         if not may_exit:
-            _state = _State()  # nobody waits for the main thread any more
+            _state = _State()  # no thread watches the main thread any more
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """Python's handler, on the main thread between two of its instructions."""
+    """Python's handler: runs in the main thread between two instructions."""
     del frame
     if _asks(_state, number):
         _obey()
 
 
 def _asks(state: _State, number: int) -> bool:
-    """Note a signal, from whichever thread sees it first; whether it is to be obeyed by an exception."""
+    """Note a signal; the handler and the watching thread both call this. Whether it must raise ``Interrupted``."""
     if number == signal.SIGHUP:
         _leave_terminal()
     if state.asked is None:
@@ -202,7 +202,7 @@ def _asks(state: _State, number: int) -> bool:
 
 
 def _look_after(reading: int, state: _State) -> None:
-    """The thread that the system's handler wakes with the number of each signal."""
+    """The watching thread: the system's handler writes the number of each signal into its pipe."""
     counted = 0
     with os.fdopen(reading, "rb", buffering=0) as pipe:
         for number in iter(lambda: pipe.read(1), b""):
@@ -225,8 +225,8 @@ def _wait_for_main(state: _State) -> None:
             return
         patience = GRACE * (2 if state.committed else 1)
         if state.may_exit and not (state.held or state.kept) and time.monotonic() - state.since > patience:
-            said = None if state.committed else keep_now()  # the main thread is busy, and changes no weights
-            _exit(state, said or "interrupted: the step in progress did not end")
+            message = None if state.committed else keep_now()  # the main thread is busy, and changes no weights
+            _exit(state, message or "interrupted: the step in progress did not end")
     while time.monotonic() - state.closing_since < TEARDOWN:
         time.sleep(0.1)
     if state.may_exit and state is _state:
@@ -245,7 +245,7 @@ def _say(text: str) -> None:
 
 
 def _leave_terminal() -> None:
-    """Writing to a terminal that has gone away fails: what is still said goes nowhere."""
+    """Writing to a closed terminal fails: redirect the output to nowhere."""
     nowhere: Any = None
     for number in (1, 2):
         with suppress(OSError):

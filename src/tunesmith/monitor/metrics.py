@@ -1,4 +1,4 @@
-"""Metrics on disk: one JSON object per line in ``metrics.jsonl``, and the same to the sinks that were asked for."""
+"""Metrics on disk: one JSON object per line in ``metrics.jsonl``, and the same to the sinks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from tunesmith.redact import open_private
 
 
 class JsonLines:
-    """Appends JSON objects to a file, each flushed when written. What is no JSON is written as ``plain`` has it. A new
-    file is its owner's alone where it is ``private``.
+    """Appends JSON objects to a file and flushes each. Other values are converted by ``plain``.
+
+    Args:
+        private: a new file is readable by its owner only.
 
     Raises:
         StorageError: the disk is full or the file cannot be written.
@@ -44,7 +46,7 @@ class JsonLines:
             self._file.flush()
 
     def _is_there(self) -> bool:
-        """Whether what is written can still be found under the path."""
+        """Whether the open file is still the one at the path."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -61,8 +63,7 @@ class MetricsLog:
     Args:
         path: the ``metrics.jsonl`` to append to.
         sinks: written every ``every`` steps.
-        resume_step: keep the lines up to this step and drop those after it, so that no step appears
-            twice; None starts a new file.
+        resume_step: lines after this step are dropped, so that no step appears twice; None starts a new file.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class MetricsLog:
         """Record a step. Values that are not finite become ``null`` in the file.
 
         Args:
-            always: give them to the sinks whatever ``every`` says; for evaluations and the last step.
+            always: give them to the sinks regardless of ``every``; for evaluations and the last step.
         """
         self._lines.write({"step": step, "time": round(time.time(), 3), **metrics})
         if always or step % self._every == 0:
@@ -105,9 +106,9 @@ class MetricsLog:
 
 
 def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
-    """Cut a file of JSON lines before the first line that is torn, or that is not ``kept``.
+    """Truncate a file of JSON lines before the first line that is damaged or not ``kept``.
 
-    A killed process leaves its last line incomplete, and a crash of the machine one without its content.
+    A killed process leaves its last line incomplete; a crash of the machine may leave one without content.
 
     Returns:
         How many lines are left; a missing file has none.
@@ -123,9 +124,9 @@ def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Cut a file whose lines are in the order of their ``step`` before the first that is later, or torn.
+    """Truncate a file whose lines are ordered by ``step`` before the first one that is later or damaged.
 
-    Where nothing is kept, the file itself goes: a link's target is somebody else's.
+    Where nothing is kept, the file itself is removed, because it may be a link to a file outside the run.
     """
     if step < 0:
         with boundary(StorageError, f"cannot write {path}", OSError):
@@ -142,7 +143,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def is_whole(line: bytes, kept: Callable[[Any], bool]) -> bool:
-    """Whether a line of a file is complete JSON, and of the kind that is ``kept``."""
+    """Whether a line is complete JSON, and ``kept``."""
     try:
         return line.endswith(b"\n") and kept(json.loads(line))
     except (ValueError, KeyError, TypeError):

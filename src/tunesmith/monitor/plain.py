@@ -1,4 +1,4 @@
-"""Any value as plain JSON data, so that nothing a person's code logs can end a run."""
+"""Converts any value to plain JSON data, so that nothing that user code logs can end a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from tunesmith.errors import shortened
 
 DEEPEST = 64
-"""Levels of nesting that are kept."""
+"""Levels of nesting that are converted; deeper values become their ``repr``."""
 LONGEST_REPR = 1000
 LARGEST_INTEGER = 1 << 1023
-"""Larger whole numbers are given by their size: JSON readers take them for infinite."""
+"""Larger integers are replaced by a description: JSON readers parse them as infinity."""
 
 
 def plain(value: Any, depth: int = 0) -> Any:

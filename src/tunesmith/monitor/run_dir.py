@@ -1,19 +1,19 @@
-"""The directory of a run: what lies where, who may write to it.
+"""The directory of a run: its files, and the lock that keeps other processes out.
 
 ::
 
     runs/arithmetic-1/
-        config.toml       what was said, and as comments what was derived
+        config.toml       the settings, with the derived ones as comments
         resolved.json     every setting with its source and reason
         metrics.jsonl     one object per step
-        rollouts.jsonl    some groups of rollouts of each step
+        rollouts.jsonl    some groups of each step
         rollouts-older.jsonl
-        sinks.json        what W&B, trackio and MLflow call the run
+        sinks.json        ids of the run in W&B, trackio and MLflow
         checkpoints/      step-000010, ...
         model             a link to the newest checkpoint's model
-        trace/            where asked
-        profile/          where asked
-        tensorboard/      where asked
+        trace/            with monitor.trace_steps
+        profile/          with monitor.profile_steps
+        tensorboard/      with this sink
         run.lock          held by the process that writes here
 """
 
@@ -39,10 +39,10 @@ from tunesmith.monitor.interrupts import Interrupted
 from tunesmith.redact import redact, redact_values
 
 LATEST = "latest"
-"""A link in ``runs/`` to the newest directory that was made there."""
+"""A link in ``runs/`` to the newest directory there."""
 
 _locked_here: set[Path] = set()
-"""Directories this process holds; record locks do not keep a process out of its own files."""
+"""Directories that this process has locked; record locks do not exclude the process that holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class RunDir:
 
 @contextmanager
 def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"] | Path) -> Generator[RunDir]:
-    """Create or enter a run's directory, and lock it against other processes as long as it is used.
+    """Create or enter a run's directory, and lock it against other processes while it is in use.
 
     Args:
-        run_dir: where; None makes ``runs/<name>-<number>`` below the working directory.
-        name: of the run, for directories that are named here.
-        resume: ``checkpoint.resume``: True continues ``run_dir``, "auto" if it is there; a checkpoint's path
-            continues the run it lies in when that is ``run_dir``, and otherwise starts a new run from it.
+        run_dir: None creates ``runs/<name>-<number>`` in the working directory.
+        name: of the run.
+        resume: ``checkpoint.resume``. True continues the run in ``run_dir``; "auto" does so where there is one; the
+            path of a checkpoint continues its run if that is in ``run_dir``, and else starts a new run from it.
 
     Raises:
         ConfigError: the directory holds another run, or another process is writing to it.
@@ -105,24 +105,24 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
 
 
 def how_to_continue(path: Path) -> str:
-    """The command that continues the run in a directory; "auto" begins anew where it has no checkpoint."""
+    """How to continue the run in a directory. Without a checkpoint, ``resume=auto`` starts it again."""
     resume = f"checkpoint.resume={'true' if has_checkpoint(path) else 'auto'}"
-    if (said := own_command()) is None:
+    if (words := own_command()) is None:
         return f"Continue with the same command and run_dir={shlex.quote(str(path))} {resume}"
-    if said[1:2] in (["rft"], ["generate"]):  # which find out themselves what is done
-        return f"Continue with: {shown_command(said)}"
-    kept = [word for word in said if not word.startswith(("run_dir=", "checkpoint.resume="))]
+    if words[1:2] in (["rft"], ["generate"]):  # these find out themselves what is done
+        return f"Continue with: {shown_command(words)}"
+    kept = [word for word in words if not word.startswith(("run_dir=", "checkpoint.resume="))]
     return f"Continue with: {shown_command([*kept, f'run_dir={path}', resume])}"
 
 
 def own_command() -> list[str] | None:
-    """The words of the command that this process is; None where somebody else's program is running."""
-    name, *said = sys.argv or [""]
-    return ["tunesmith", *said] if Path(name).name in ("tunesmith", "__main__.py") else None
+    """The words of this process's ``tunesmith`` command; None in any other program."""
+    name, *words = sys.argv or [""]
+    return ["tunesmith", *words] if Path(name).name in ("tunesmith", "__main__.py") else None
 
 
 def shown_command(words: Sequence[str]) -> str:
-    """A command's words as a shell takes them, with the secrets of its settings hidden."""
+    """A command as one would type it in a shell, with secrets hidden."""
     return shlex.join(map(_without_secret, words))
 
 
@@ -133,17 +133,17 @@ def _without_secret(word: str) -> str:
         with suppress(tomllib.TOMLDecodeError):
             value = tomllib.loads(f"value = {text}")["value"]
     *tables, name = key.split(".")
-    found = redact_values({name: value}, "env_vars" if "env_vars" in tables else "")[name]
-    if found == value:
+    hidden = redact_values({name: value}, "env_vars" if "env_vars" in tables else "")[name]
+    if hidden == value:
         return redact(word)
-    return f"{key}={found if isinstance(found, str) else toml_value(found)}"
+    return f"{key}={hidden if isinstance(hidden, str) else toml_value(hidden)}"
 
 
 def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
-    """Refuse a directory that ``open_run_dir`` could not enter, without touching it.
+    """Refuse a directory that ``open_run_dir`` would refuse, without touching it.
 
     Raises:
-        ConfigError: it cannot be made or written, holds another run, or another process is writing to it.
+        ConfigError: it cannot be created or written, holds another run, or another process is writing to it.
         CheckpointError: there is no run to resume.
     """
     if resume is True and not run_dir.is_dir():
@@ -153,7 +153,7 @@ def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
         if not above.is_dir():
             raise ConfigError(f"run_dir = '{run_dir}' cannot be a directory: {above} is a file")
         if not os.access(above, os.W_OK | os.X_OK):
-            raise ConfigError(f"run_dir = '{run_dir}' cannot be written: {above} is not yours to write to")
+            raise ConfigError(f"run_dir = '{run_dir}' cannot be written: {above} is not writable for this user")
         _refuse_another_run(run_dir.resolve(), resume)
 
 
@@ -166,11 +166,11 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
 
 
 def point(link: Path, target: Path) -> None:
-    """Let a symbolic link lead to a directory; what is no link stays as it is."""
+    """Point a symbolic link to a directory. Where ``link`` exists and is no link, nothing happens."""
     if link.exists() and not link.is_symlink():
         return
     new = link.with_name(f".{link.name}.{os.getpid()}")
-    with suppress(OSError):  # a convenience: not every disk has links
+    with suppress(OSError):  # a convenience: some file systems have no links
         new.unlink(missing_ok=True)
         new.symlink_to(os.path.relpath(target, link.parent))
         new.replace(link)
@@ -188,13 +188,13 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether something would be lost; a run that wrote neither metrics nor a checkpoint loses nothing."""
+    """Whether there is something to lose: metrics or a checkpoint."""
     metrics = path / "metrics.jsonl"
     return has_checkpoint(path) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def numbered_directory(parent: Path, name: str) -> Path:
-    """A new directory ``name-<number>``, safe against another process doing the same.
+    """Create a directory ``name-<number>``; safe if other processes do the same.
 
     Raises:
         StorageError: it cannot be created.
@@ -226,9 +226,9 @@ def is_running(path: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """Hold the lock. The kernel drops it when its process ends, however it ends, so none is ever stale.
+    """Hold the lock. The kernel drops it when the process ends, so that it never becomes stale.
 
-    A record lock (not ``flock``), because children of a killed process must not inherit it.
+    It is a record lock, not ``flock``, because children of a killed process must not inherit it.
     """
     if path in _locked_here:
         raise ConfigError(f"this process already writes to {path}")

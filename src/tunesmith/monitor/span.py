@@ -1,4 +1,4 @@
-"""Spans of time, and the finished steps that they make up."""
+"""Spans of time, and finished steps made of them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Span:
     name: str
     start: float
     stop: float | None = None
-    """None while it goes on."""
+    """None while it lasts."""
     waits_for: str | None = None
-    """Set where the time was spent waiting, and for what. Such a span is no work."""
+    """What it waits for, if it is a wait rather than work."""
     details: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """What happened between two calls of ``finish_step``; spans that went on beyond are cut at its ends."""
+    """What happened between two calls of ``finish_step``; longer spans are cut at both ends."""
 
     number: int
     start: float

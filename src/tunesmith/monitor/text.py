@@ -1,4 +1,4 @@
-"""Text for a terminal: what a model wrote cannot steer it, and paths are no longer than they need be."""
+"""Text for a terminal: a model's output cannot control it, and paths are short."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def shown_path(path: Path | str) -> str:
-    """From the working directory, where it lies below; else as it is."""
+    """Relative to the working directory where it lies below it, else unchanged."""
     text, here = str(path), os.getcwd()
     return text[len(here) + 1 :] if here != "/" and text.startswith(here + "/") else text
 
@@ -32,7 +32,7 @@ def width() -> int:
 
 
 def one_line(text: str, most: int) -> str:
-    """A text in one line of at most ``most`` characters; what is too long loses its middle."""
+    """A text in one line of at most ``most`` characters; a longer one loses its middle."""
     line = printable(" ".join(text.split()))
     if len(line) <= most:
         return line
@@ -41,7 +41,7 @@ def one_line(text: str, most: int) -> str:
 
 
 def beside_or_below(first: str, second: str, columns: int | None) -> str:
-    """Two texts in one line where that has room for both; else the second one wrapped below the first.
+    """Two texts in one line where there is room for both, else the second one wrapped below the first.
 
     Args:
         columns: None is no limit, as in a file.
@@ -73,7 +73,7 @@ def answers_shown(best: Mapping[str, Any], worst: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt that is not trained on, and its (answer, reward) before training and after it."""
+    """A held-out prompt, and its (answer, reward) before and after training."""
 
     prompt: str
     before: tuple[str, float | None]

@@ -1,4 +1,4 @@
-"""A step as a picture: Chrome's trace format, which chrome://tracing and ui.perfetto.dev show.
+"""A step in Chrome's trace format, which chrome://tracing and ui.perfetto.dev display.
 
 Format: Trace Event Format (Google), JSON object with ``traceEvents``; times in microseconds. Spans of one row
 must not overlap there, so an actor that does several things at once is a group ("process") of several rows.
@@ -41,8 +41,8 @@ def chrome_trace(step: FinishedStep) -> dict[str, Any]:
     for pid, lane in enumerate(lanes, 1):
         events.append(_event("M", "process_name", pid, tid, args={"name": lane}))
         events.append(_event("M", "process_sort_index", pid, tid, args={"sort_index": pid}))
-        for row in rows([span for span in step.spans if span.lane == lane]):
-            # Numbers of rows are not used twice: viewers take them for threads of one machine.
+        for row in in_rows([span for span in step.spans if span.lane == lane]):
+            # Row numbers are unique: viewers take them for threads of one machine.
             events.append(_event("M", "thread_name", pid, tid, args={"name": lane}))
             events += [_complete(span, step.start, pid, tid) for span in row]
             tid += 1
@@ -52,25 +52,25 @@ def chrome_trace(step: FinishedStep) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step.number}}
 
 
-def rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """The spans in as few rows as it takes for none to overlap in a row, each in the first that is free."""
-    found: list[list[Span]] = []
+def in_rows(spans: Sequence[Span]) -> list[list[Span]]:
+    """The spans in rows without overlap; each span is put into the first row that is free."""
+    rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: (s.start, s.stop)):
-        for row in found:
+        for row in rows:
             last = row[-1].stop
             if last is not None and last <= span.start:
                 row.append(span)
                 break
         else:
-            found.append([span])
-    return found
+            rows.append([span])
+    return rows
 
 
 def _complete(span: Span, start: float, pid: int, tid: int) -> Event:
     assert span.stop is not None, "a span of a finished step is cut at its end"
     begin = _micro(span.start - start)
     args = dict(span.details) if span.waits_for is None else {**span.details, "waits for": span.waits_for}
-    # The end is rounded, not the duration: spans that follow each other must not come to overlap.
+    # The end is rounded, not the duration, so that consecutive spans do not overlap.
     duration = round(_micro(span.stop - start) - begin, 3)
     return _event("X", span.name, pid, tid, cat=span.lane, ts=begin, dur=duration, args=args)
 

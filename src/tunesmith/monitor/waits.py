@@ -1,4 +1,4 @@
-"""No long silence: a line while something takes long that shows no progress itself."""
+"""Reports that something without a progress display is still running."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def long_wait(
 
     Args:
         report: None prints.
-        after: when to report, in seconds since the begin; from the last one on, again after as long. None is ``AFTER``.
+        after: when to report, in seconds since the start; after the last one, at its interval. None is ``AFTER``.
     """
     report, after = report or partial(print, flush=True), after or AFTER
     ended, begun = threading.Event(), time.monotonic()

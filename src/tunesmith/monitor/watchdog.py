@@ -1,4 +1,4 @@
-"""Says who waits for whom when nothing moves. It stops nothing: whoever reads it decides."""
+"""Reports who waits for whom when nothing moves. It stops nothing: that is up to the reader."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _FRAMES = 8
 class Watchdog:
     """Reports when nothing on the timeline has begun, ended or changed for ``stall_after`` seconds.
 
-    It reports again after twice that time, four times and so on. Use as a context manager: a thread looks
-    every now and then.
+    It reports again after twice that time, four times and so on. Use it as a context manager, which runs a thread.
     """
 
     def __init__(self, timeline: Timeline, stall_after: float, report: Callable[[str], None]) -> None:
@@ -31,7 +30,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
 
     def check(self) -> None:
-        """Report if it is time to."""
+        """Report if a report is due."""
         still = self._timeline.now() - self._timeline.moved
         if still < self._stall_after:
             self._next = self._stall_after
@@ -54,11 +53,11 @@ class Watchdog:
 
 
 def stall_report(spans: Sequence[Span], now: float, still: float) -> str:
-    """Who waits for what, who is at work and since when, and where the threads are.
+    """Who waits for what, who works and since when, and where the threads are.
 
     Args:
-        spans: those that are open.
-        still: seconds in which nothing moved.
+        spans: the open ones.
+        still: seconds without any movement.
     """
     lines = [f"Nothing has moved for {duration(still)}:"]
     for lane, members in groupby(sorted(spans, key=lambda s: s.lane), key=lambda s: s.lane):
@@ -83,7 +82,7 @@ def described(span: Span) -> str:
 
 
 def threads_at() -> list[str]:
-    """Where each thread is that may hold things up: not those in the background, nor those with nothing to do."""
+    """Where each thread is that may block the run; without background threads and idle ones."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     lines: list[str] = []
     for thread in threading.enumerate():

@@ -1,1 +1,1 @@
-"""Where the numbers of a run go beside ``metrics.jsonl``: the port, and an adapter for each service."""
+"""Where a run's metrics go in addition to ``metrics.jsonl``: the port, and an adapter for each service."""

@@ -1,4 +1,4 @@
-"""The port that every sink fulfils, and the thread that keeps a slow or broken one away from the run."""
+"""The port of all sinks, and the thread that isolates the run from a slow or broken one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tunesmith.monitor.catalogue import with_aliases
 from tunesmith.storage import read_json, write_json
 
 CLOSE_SECONDS = 60.0
-"""What a sink may take at the end of a run for what it has not sent yet."""
+"""Time that a sink has at the end of a run to send its last records."""
 WAITING = 10_000
-"""Records that may wait for a sink."""
+"""Records that may be queued for a sink."""
 _IDS = "sinks.json"
 
 Row = Mapping[str, Any]
@@ -26,11 +26,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a sink is told of the run."""
+    """What a sink knows about the run."""
 
     name: str
     directory: Path
-    """The run's own; a sink may write below it."""
+    """The run's directory; a sink may write to it."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Every setting by dotted key, as plain values without secrets."""
     project: str | None = None
@@ -39,11 +39,11 @@ class RunInfo:
     """The step after which the run continues; None for a new one."""
 
     def known_id(self, sink: str) -> str | None:
-        """What a service called this run when it began; None for a new one."""
+        """The id that a service gave this run; None for a new run."""
         return self._ids().get(sink) if self.resume_step is not None else None
 
     def keep_id(self, sink: str, identity: str) -> None:
-        """Note what a service calls this run, so that a resumed run continues there."""
+        """Remember the id that a service gave this run, so that a resumed run continues it."""
         write_json(self.directory / _IDS, {**self._ids(), sink: identity})
 
     def _ids(self) -> dict[str, str]:
@@ -52,7 +52,7 @@ class RunInfo:
 
 
 class Sink(Protocol):
-    """Takes what a run writes. Called from one thread; what it raises ends it, and not the run."""
+    """Receives a run's records, in one thread. An error ends the sink, not the run."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a step, or of an evaluation after it."""
@@ -65,10 +65,10 @@ class Sink(Protocol):
 
 
 class Background:
-    """A sink behind a thread of its own: neither its failures nor its waits reach the run.
+    """A sink in its own thread: neither its errors nor its delays reach the run.
 
     Args:
-        report: where a failure is told, once.
+        report: called with a failure, once.
     """
 
     def __init__(self, name: str, sink: Sink, report: Callable[[str], None]) -> None:
@@ -135,7 +135,7 @@ def require(module: str, extra: str) -> Any:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Rows as a list of fields, each value in a block, so that nothing in it is taken for markup."""
+    """Rows as lists of fields, each value in a block, so that it is not interpreted as markup."""
     return "\n\n---\n\n".join(
         "\n\n".join(
             f"**{name}**\n\n" + "\n".join(f"    {line}" for line in _lines(value)) for name, value in row.items()

@@ -52,7 +52,7 @@ class MLflow:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        named = apart({_name(key): value for key, value in metrics.items()})
+        named = without_clashes({_name(key): value for key, value in metrics.items()})
         made = [self._entities.Metric(key, value, now, step) for key, value in named.items()]
         for start in range(0, len(made), AT_ONCE):
             self._client.log_batch(self._id, metrics=made[start : start + AT_ONCE])
@@ -64,12 +64,12 @@ class MLflow:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-def apart(metrics: Mapping[str, float]) -> dict[str, float]:
-    """``reward`` beside ``reward/std`` is ``reward/all``: MLflow's files have these names, and none is a directory."""
+def without_clashes(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Rename ``reward`` to ``reward/all`` where there is ``reward/std``: in MLflow's files one would be a directory."""
     folders = {key[:at] for key in metrics for at in range(len(key)) if key[at] == "/"}
     return {f"{key}/all" if key in folders else key: value for key, value in metrics.items()}
 
 
 def _name(key: str) -> str:
-    """MLflow's names have letters, digits and ``_ - . / :`` and blanks: ``eval/pass@4`` is ``eval/pass_4``."""
+    """MLflow allows letters, digits, spaces and ``_ - . / :``: ``eval/pass@4`` becomes ``eval/pass_4``."""
     return re.sub(r"[^\w\-./: ]", "_", key)
