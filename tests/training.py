@@ -18,7 +18,6 @@ from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Forest, Packing, build_forest
 from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
 Grads = dict[str, Tensor]
@@ -86,6 +85,3 @@ def whole(samples: Sequence[Sample], indices: Sequence[int] | None = None) -> Pa
     batch = Batch.of(samples)
     weigh(batch, "token_mean")
     return Packing((build_forest(batch, indices),), batch.num_predictions, batch)
-
-
-PLAIN_COST = CostModel(1.0, 0.01, 0.1)

@@ -20,7 +20,6 @@ from tunesmith.assembly.teacher import objective_with_teacher
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.environments.loading import EnvironmentSet
-from tunesmith.loop import rl
 from tunesmith.loop.canary import make_canary
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.curriculum import Curriculum
@@ -81,7 +80,7 @@ async def make_rl_parts(
             canary=make_canary(config, engine, learner, train.items[0].prompt_ids),
             objective=objective_with_teacher(config),
         )
-        rl.restore(parts, session)
+        session.restore(parts.load, parts.take)
         on_failure.pop_all()
     return parts, AsyncRollouts(parts, session, gate) if gate else SyncRollouts(parts, session)
 

@@ -68,13 +68,12 @@ def _train_policy(
 ) -> RunResult:
     """The run from ``checkpoint`` on, or from the beginning."""
     from tunesmith.assembly.rl_parts import make_rl_parts
-    from tunesmith.loop import rl
 
     metric = run.config.eval.metric or "eval/reward"
     with open_session(run, checkpoint, metric) as session, outside_event_loop(), asyncio.Runner() as runner:
         with session.phase("setup"):
             parts, rollouts = runner.run(make_rl_parts(run, session, rewards, environments, cluster))
-        with kept_on_interrupt(run, lambda: rl.keep(parts, session)):
+        with kept_on_interrupt(run, lambda: session.keep(parts.write, parts.give_up)):
             runner.run(_run(parts, session, rollouts))
         return run_result(run, session)
 
@@ -102,8 +101,8 @@ def run_supervised(
         with open_session(run, run.checkpoint, run.config.eval.metric or data.metric) as session:
             with session.phase("setup"):
                 parts = make_parts(run, session)
-                supervised.restore(parts, session)
-            with kept_on_interrupt(run, lambda: supervised.keep(parts, session)):
+                session.restore(parts.learner.backend.load, parts.take)
+            with kept_on_interrupt(run, lambda: session.keep(parts.write, parts.learner.backend.give_up)):
                 supervised.run(parts, session)
             return run_result(run, session)
 

@@ -122,6 +122,7 @@ class TorchBackend(Generic[M]):
                 loss, metrics = objective(there, self.predict(self.model, there))
                 loss.backward()  # pyright: ignore[reportUnknownMemberType]
             sums.add({"loss": loss, **metrics})
+            del loss, metrics, there  # with the graph, before the next one grows
         return sums.read()
 
     @torch.no_grad()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from tunesmith.algorithms.kl import KLController
 from tunesmith.algorithms.objective import Objective
@@ -47,6 +50,39 @@ class RLParts:
 
     @property
     def backends(self) -> list[TrainBackend]:
-        """The policy's, and a critic's of its own."""
+        """The policy's, and the critic's where it has its own model."""
         critic = self.critic and self.critic.learner.backend
         return [self.backend] if critic is None or critic is self.backend else [self.backend, critic]
+
+    def write(self, directory: Path, model_only: bool) -> None:
+        """Write the models into a checkpoint's directory."""
+        for part in filter(None, (self.backend, self.critic)):
+            part.save(directory, model_only=model_only)
+
+    def load(self, directory: Path) -> None:
+        """Read what ``write`` wrote."""
+        for part in filter(None, (self.backend, self.critic)):
+            part.load(directory)
+
+    def state(self) -> Callable[[], dict[str, Any]]:
+        """What else the loop needs to continue from here; composed when it is called."""
+        tasks = self.tasks.snapshot()
+        rest = {
+            "max_tokens": self.learner.max_tokens,
+            "kl": self.kl.state_dict(),
+            "critic": self.critic.state_dict() if self.critic else None,
+        }
+        return lambda: {"tasks": tasks(), **rest}
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``."""
+        self.tasks.load_state_dict(state["tasks"])
+        self.learner.resume(state["max_tokens"])
+        self.kl.load_state_dict(state["kl"])
+        if self.critic:
+            self.critic.load_state_dict(state["critic"])
+
+    def give_up(self) -> None:
+        """Take back what a step that was interrupted has changed."""
+        for backend in self.backends:
+            backend.give_up()

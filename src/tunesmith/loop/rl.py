@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.backends.base import Metrics
@@ -25,45 +23,41 @@ from tunesmith.types import RolloutGroup
 async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
     """Train until the configured step; evaluate and save on the way. Closes ``rollouts``."""
     try:
-        await _run(parts, session, rollouts)
+        session.begin(parts.state(), parts.tasks.epoch)
+        if session.owes_evaluation(parts.config.eval.at_start):
+            await _evaluate(parts, session, rollouts)
+            if session.step and session.evaluated and session.checkpoint_due():
+                session.save(parts.write)
+        while session.running:
+            with session.phase("sync"):
+                await rollouts.sync()
+                compared = await parts.canary.check(session.step) if parts.canary else {}
+            with session.phase("rollout"):
+                groups, metrics = await rollouts.next()
+            with session.phase("train"):
+                learned = await rollouts.run_training(partial(learn, parts, groups, session.step))
+            if not groups:
+                session.note(f"step {session.step + 1} had no group that something could be learned from")
+            attainable = learned.pop("attainable_seconds", 0.0)
+            if "attainable_seconds" in metrics:
+                metrics["attainable_seconds"] += attainable
+            session.finish_step(metrics | learned | compared)  # from here on the step counts as done
+            reference = parts.config.algorithm.reference
+            if reference and reference.reference_every and session.step % reference.reference_every == 0:
+                parts.backend.refresh_reference()
+            session.log_rollouts(groups)
+            session.settle(parts.state(), parts.tasks.epoch)
+            if session.evaluation_due():
+                await _evaluate(parts, session, rollouts)
+            if session.checkpoint_due():
+                session.save(parts.write)
+        if session.checkpoints.newest() is None:
+            session.save(parts.write)
     except interrupts.Interrupted:
         interrupts.keep_now()
         raise
     finally:
         await rollouts.close()
-
-
-async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
-    session.begin(_state(parts), parts.tasks.epoch)
-    if session.owes_evaluation(parts.config.eval.at_start):
-        await _evaluate(parts, session, rollouts)
-        if session.step and session.evaluated and session.checkpoint_due():
-            save(parts, session)
-    while session.running:
-        with session.phase("sync"):
-            await rollouts.sync()
-            compared = await parts.canary.check(session.step) if parts.canary else {}
-        with session.phase("rollout"):
-            groups, metrics = await rollouts.next()
-        with session.phase("train"):
-            learned = await rollouts.run_training(partial(learn, parts, groups, session.step))
-        if not groups:
-            session.note(f"step {session.step + 1} had no group that something could be learned from")
-        attainable = learned.pop("attainable_seconds", 0.0)
-        if "attainable_seconds" in metrics:
-            metrics["attainable_seconds"] += attainable
-        session.finish_step(metrics | learned | compared)  # from here on the step counts as done
-        reference = parts.config.algorithm.reference
-        if reference and reference.reference_every and session.step % reference.reference_every == 0:
-            parts.backend.refresh_reference()
-        session.log_rollouts(groups)
-        session.settle(_state(parts), parts.tasks.epoch)
-        if session.evaluation_due():
-            await _evaluate(parts, session, rollouts)
-        if session.checkpoint_due():
-            save(parts, session)
-    if session.checkpoints.newest() is None:
-        save(parts, session)
 
 
 def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
@@ -118,50 +112,3 @@ async def _evaluate(parts: RLParts, session: Session, rollouts: RolloutSource) -
         session.finish_evaluation(metrics)
     if failed:
         session.note(f"{len(failed)} of {len(groups)} rollouts of the evaluation failed; the first: {failed[0].error}")
-
-
-def save(parts: RLParts, session: Session) -> None:
-    session.save(partial(_write, parts))
-
-
-def keep(parts: RLParts, session: Session) -> str:
-    """After a signal: save the last whole step; returns what was kept."""
-
-    def give_up() -> None:
-        for backend in parts.backends:
-            backend.give_up()
-
-    return session.keep(partial(_write, parts), give_up)
-
-
-def _write(parts: RLParts, directory: Path, model_only: bool) -> None:
-    for part in filter(None, (parts.backend, parts.critic)):
-        part.save(directory, model_only=model_only)
-
-
-def _state(parts: RLParts) -> Callable[[], dict[str, Any]]:
-    """What the loop needs to continue from here, put together when it is called."""
-    tasks = parts.tasks.snapshot()
-    rest = {
-        "max_tokens": parts.learner.max_tokens,
-        "kl": parts.kl.state_dict(),
-        "critic": parts.critic.state_dict() if parts.critic else None,
-    }
-    return lambda: {"tasks": tasks(), **rest}
-
-
-def restore(parts: RLParts, session: Session) -> None:
-    """Continue from the session's checkpoint, if there is one."""
-
-    def load(directory: Path) -> None:
-        for part in filter(None, (parts.backend, parts.critic)):
-            part.load(directory)
-
-    def take(state: dict[str, Any]) -> None:
-        parts.tasks.load_state_dict(state["tasks"])
-        parts.learner.resume(state["max_tokens"])
-        parts.kl.load_state_dict(state["kl"])
-        if parts.critic:
-            parts.critic.load_state_dict(state["critic"])
-
-    session.restore(load, take)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -41,14 +40,36 @@ class SupervisedParts(Generic[T]):
     describe: Callable[[Path], None] | None = None
     """Writes what is measured of the model; left out when a signal ends the run, as it may take long."""
 
+    def write(self, directory: Path, model_only: bool) -> None:
+        """Write the model, and what else a run needs, into a checkpoint's directory."""
+        self.learner.backend.save(directory, model_only=model_only)
+        if self.save_beside is not None and not model_only:
+            self.save_beside(directory)
+
+    def write_and_describe(self, directory: Path, model_only: bool) -> None:
+        """As ``write``, with what is measured of the model."""
+        self.write(directory, model_only)
+        if self.describe is not None:
+            self.describe(directory)
+
+    def state(self) -> Callable[[], dict[str, Any]]:
+        """What else the loop needs to continue from here."""
+        state = {"samples": self.items.state_dict(), "max_tokens": self.learner.max_tokens}
+        return lambda: state
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``."""
+        self.items.load_state_dict(state["samples"])
+        self.learner.resume(state["max_tokens"])
+
 
 def run(parts: SupervisedParts[T], session: Session) -> None:
     """Train until the configured step; evaluate and save on the way."""
-    session.begin(_state(parts), parts.items.epoch)
+    session.begin(parts.state(), parts.items.epoch)
     if session.owes_evaluation(parts.evaluation.at_start):
         _evaluate(parts, session)
         if session.step and session.evaluated and session.checkpoint_due():
-            save(parts, session)
+            session.save(parts.write_and_describe)
     while session.running:
         items = parts.items.next_batch()
         with session.phase("train"):
@@ -56,13 +77,13 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
             metrics = parts.summarise(parts.learner.update(batch, parts.objective))
         tokens, samples, epoch = float(batch.num_tokens), float(batch.num_samples), float(parts.items.epoch)
         session.finish_step(metrics | {"tokens": tokens, "samples": samples, "epoch": epoch})
-        session.settle(_state(parts), parts.items.epoch)
+        session.settle(parts.state(), parts.items.epoch)
         if session.evaluation_due():
             _evaluate(parts, session)
         if session.checkpoint_due():
-            save(parts, session)
+            session.save(parts.write_and_describe)
     if session.checkpoints.newest() is None:
-        save(parts, session)
+        session.save(parts.write_and_describe)
 
 
 def _evaluate(parts: SupervisedParts[T], session: Session) -> None:
@@ -80,39 +101,3 @@ def held_out(
     """``eval/<name>`` of the objective's metrics, such as its loss, in nats per loss token."""
     found = learner.evaluate(Batch.of(samples), objective)
     return {f"eval/{name}": found[name] for name in names}
-
-
-def save(parts: SupervisedParts[T], session: Session) -> None:
-    def write(directory: Path, model_only: bool) -> None:
-        _write(parts, directory, model_only)
-        if parts.describe is not None:
-            parts.describe(directory)
-
-    session.save(write)
-
-
-def keep(parts: SupervisedParts[Any], session: Session) -> str:
-    """After a signal: save the last whole step; returns what was kept."""
-    return session.keep(partial(_write, parts), parts.learner.backend.give_up)
-
-
-def _write(parts: SupervisedParts[Any], directory: Path, model_only: bool) -> None:
-    parts.learner.backend.save(directory, model_only=model_only)
-    if parts.save_beside is not None and not model_only:
-        parts.save_beside(directory)
-
-
-def _state(parts: SupervisedParts[Any]) -> Callable[[], dict[str, Any]]:
-    """What the loop needs to continue from here."""
-    state = {"samples": parts.items.state_dict(), "max_tokens": parts.learner.max_tokens}
-    return lambda: state
-
-
-def restore(parts: SupervisedParts[Any], session: Session) -> None:
-    """Continue from the session's checkpoint, if there is one."""
-
-    def take(state: dict[str, Any]) -> None:
-        parts.items.load_state_dict(state["samples"])
-        parts.learner.resume(state["max_tokens"])
-
-    session.restore(parts.learner.backend.load, take)
