@@ -262,7 +262,7 @@ def test_an_error_that_passes_is_outlived(sglang: Sglang, model: CausalLM) -> No
     [
         (lambda: web.Response(status=500, text="out of memory"), EngineLostError, "answered 500: out of memory"),
         (lambda: web.Response(status=400, text="no such thing"), EngineError, "answered 400: no such thing"),
-        (lambda: web.Response(text="<html>"), EngineError, "no JSON: <html>"),
+        (lambda: web.Response(text="<html>"), EngineError, "did not answer with JSON: <html>"),
         (lambda: web.json_response({"text": "hello"}), EngineError, "SGLang 0.5.23 does not"),
         (lambda: web.json_response([]), EngineError, "SGLang 0.5.23 does not"),
         (

@@ -20,6 +20,7 @@ FLOORS = {
     "errors": 0,
     "redact": 0,
     "storage": 0,
+    "http_client": 0,
     "config": 1,
     "monitor": 1,
     "algorithms": 1,

@@ -13,7 +13,7 @@ from aiohttp import web
 import tiny
 from http_servers import answering, running, unused_url
 from tiny_runs import rl_settings
-from tunesmith import assembly
+from tunesmith import assembly, http_client
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RemoteReward, RewardSection, RLConfig
 from tunesmith.errors import ConfigError, RewardError
@@ -28,7 +28,7 @@ from tunesmith.types import Completion, Rollout, Status, Task
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.001)
 
 
 def rollout(name: str = "t", prompt: Any = "2+2=", **columns: Any) -> Rollout:
@@ -151,7 +151,7 @@ def real_quick(sleep: Any) -> Any:
 
 
 def test_pauses_grow_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.25)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.25)
     for failures, most in ((1, 0.25), (2, 0.5), (3, 1.0), (6, 8.0), (50, 8.0)):
         drawn = [pause(failures) for _ in range(50)]
         assert most / 2 <= min(drawn) < max(drawn) <= most
@@ -185,7 +185,7 @@ def test_a_slow_server_is_a_timeout_that_names_it() -> None:
         ({"rewards": 1.0}, "returned 1.0 (of type float); expected a list of 2"),
         ({"reward": [1.0, 2.0]}, 'answered {"reward": [1.0, 2.0]}; expected {"rewards": [...]} with 2 numbers'),
         ([1.0, 2.0], "answered [1.0, 2.0]"),
-        (web.Response(text="<html>"), "answered what is no JSON: <html>"),
+        (web.Response(text="<html>"), "did not answer with JSON: <html>"),
         (web.Response(status=400, text="no such column"), "answered 400: no such column"),
         (web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}), "answered 302"),
         ({"rewards": [1.0, 2.0], "errors": ["x"]}, 'answered "errors" that are no list of 2'),
@@ -244,7 +244,7 @@ def refused(**keys: Any) -> str:
 def test_sections_that_cannot_work_are_refused(tmp_path: Path) -> None:
     one = RemoteReward(urls=("http://localhost:1/reward",))
     assert "reward.functions is empty" in refused()
-    assert "has no urls" in refused(remote=(RemoteReward(urls=()),))
+    assert "urls is empty" in refused(remote=(RemoteReward(urls=()),))
     assert "the same name" in refused(remote=(one, one))
     assert "the same name" in refused(functions=("math",), remote=(one.model_copy(update={"name": "math"}),))
     assert "all 0" in refused(remote=(one.model_copy(update={"weight": 0.0}),))
@@ -335,7 +335,7 @@ def test_deeply_nested_json_either_way_is_a_failure() -> None:
         deep = [deep]
     with answering(lambda *_: web.Response(text="[" * 100_000)) as server:
         (one,) = score([server.url], ["x"])
-        assert one.status is Status.REWARD_FAILED and "no JSON" in str(one.error)
+        assert one.status is Status.REWARD_FAILED and "with JSON" in str(one.error)
         (one,) = score([server.url], ["x"], [rollout(column=deep)])
         assert one.status is Status.REWARD_FAILED and "cannot be sent" in str(one.error)
 

@@ -27,8 +27,8 @@ import pytest
 from aiohttp import web
 
 from http_servers import answering
+from tunesmith import http_client
 from tunesmith.config.schema import RemoteReward
-from tunesmith.rewards import remote as module
 from tunesmith.rewards.remote import remote_reward
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Completion, Rollout, Status, Task
@@ -215,7 +215,7 @@ def scored(url: str) -> list[Rollout]:
 
 @pytest.mark.parametrize("kind", [*ANSWERS, *(f"status {s}" for s in STATUSES)])
 def test_what_is_answered(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.001)
 
     def answer(*_: Any) -> web.Response:
         if kind in ANSWERS:

@@ -15,7 +15,6 @@ from tunesmith.engines.http.engine import Served
 from tunesmith.engines.http.sglang import SglangEngine
 from tunesmith.engines.local.engine import end_of_sequence_ids
 from tunesmith.engines.pool import EnginePool
-from tunesmith.engines.stopping import StopStrings
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.weights.base import Plane
@@ -56,7 +55,6 @@ def make_served(model: CausalLM, path: str = "") -> Served:
         context=config.get_text_config().max_position_embeddings,
         eos_token_ids=frozenset(end_of_sequence_ids(model)),
         decode=decode,
-        watch=lambda stop: StopStrings(stop, decode).completed_by,
     )
 
 

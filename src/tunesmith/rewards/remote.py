@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from tunesmith.config.schema import RemoteReward
-from tunesmith.errors import TunesmithError, shortened
+from tunesmith.http_client import BadAnswer, Unavailable, one_line, pause, request_json
 from tunesmith.monitor.plain import plain
 from tunesmith.redact import redact
 from tunesmith.rewards.function import (
@@ -34,23 +33,11 @@ from tunesmith.rewards.function import (
 )
 from tunesmith.types import Rollout, Status
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
-"""Seconds before the first further attempt, doubled for each one after it."""
-AGAIN = frozenset({408, 425, 429})
-"""Answers below 500 after which it is worth trying again."""
 ANSWER_BYTES, ANSWER_BYTES_EACH = 1 << 20, 1 << 14
 """An answer has at most the first, and the second for each completion: a number and the reason of a failure."""
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
-
-
-class BadAnswer(TunesmithError, RuntimeError):
-    """A server answered what cannot be used, and would again."""
-
-
-class Unavailable(TunesmithError, RuntimeError):
-    """A server answered that it cannot serve now."""
 
 
 def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunction:
@@ -171,10 +158,10 @@ class RewardClient:
         server.outstanding += 1
         server.sent += 1
         try:
-            async with session.post(url, data=data, allow_redirects=False) as response:
-                text = (await _read(response, most, url)).decode(errors="replace")
-                if response.status >= 500 or response.status in AGAIN:
-                    raise Unavailable(f"{url} answered {response.status}: {_short(text)}")
+            answer = await request_json(session, url, data, longest=most)
+        except BadAnswer:
+            server.failures, server.rests_until = 0, 0.0
+            raise
         except (Unavailable, TimeoutError, aiohttp.ClientError, OSError):
             # Else a dead server, which never has anything outstanding, would draw every request.
             server.failures += 1
@@ -183,28 +170,7 @@ class RewardClient:
         finally:
             server.outstanding -= 1
         server.failures, server.rests_until = 0, 0.0
-        if response.status != 200:
-            raise BadAnswer(f"{url} answered {response.status}: {_short(text)}")
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            raise BadAnswer(f"{url} answered what is no JSON: {_short(text)}") from None
-
-
-async def _read(response: aiohttp.ClientResponse, most: int, url: str) -> bytes:
-    """The body. Raises BadAnswer where it has more than ``most`` bytes, without reading the rest."""
-    body = bytearray()
-    async for part in response.content.iter_any():
-        body += part
-        if len(body) > most:
-            response.close()
-            raise BadAnswer(f"{url} answered more than {most} bytes, the most there may be for such a request")
-    return bytes(body)
-
-
-def pause(failures: int) -> float:
-    """Seconds to wait after so many failures; at random between half and all of it, so that callers spread."""
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
+        return answer
 
 
 def scores_of(answer: Any, size: int, url: str) -> list[Score]:
@@ -215,7 +181,7 @@ def scores_of(answer: Any, size: int, url: str) -> list[Score]:
     """
     fields = answer if isinstance(answer, dict) else {}
     if "rewards" not in fields:
-        shown = _short(json.dumps(plain(answer)))
+        shown = one_line(json.dumps(plain(answer)))
         raise BadAnswer(f'{url} answered {shown}; expected {{"rewards": [...]}} with {size} numbers')
     try:
         scores = scores_from(fields["rewards"], size)
@@ -230,7 +196,3 @@ def scores_of(answer: Any, size: int, url: str) -> list[Score]:
         elif isinstance(score, ItemFailure):
             scores[i] = replace(score, reason=redact(f"{url} {score.reason}"))
     return scores
-
-
-def _short(text: str) -> str:
-    return shortened(" ".join(text.split()), 300)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tunesmith.engines.base import check_sampling
 from tunesmith.engines.http.client import Client
+from tunesmith.engines.partial import Request, stop_strings, stop_token_ids
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, TunesmithError, UserError
 from tunesmith.types import Completion, FinishReason, Sampling
@@ -23,9 +24,6 @@ ANSWER = 3600.0
 HOT = 1e5
 """A temperature at which every token is as likely as any other."""
 
-Watch = Callable[[Sequence[int]], bool]
-"""Told all tokens after each one: whether their text contains a stop string by now."""
-
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -38,51 +36,32 @@ class Served:
     eos_token_ids: frozenset[int]
     decode: Callable[[Sequence[int]], str]
     """Special tokens included."""
-    watch: Callable[[tuple[str, ...]], Watch]
 
 
-@dataclass(slots=True)
-class Draft:
-    """A completion as it grows."""
+@dataclass(slots=True, eq=False)
+class HttpRequest(Request):
+    """A request that a server answers, in one part or several."""
 
-    sampling: Sampling
-    limit: int
-    """Tokens that fit."""
-    stops: frozenset[int]
-    watch: Callable[[tuple[str, ...]], Watch]
-    interrupted: bool = False
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    finish_reason: FinishReason = "abort"
+    finish_reason: FinishReason = field(default="abort", init=False)
     """``abort`` until it has ended."""
-    _watched: Watch | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._watched = self.watch(self.sampling.stop) if self.sampling.stop else None
-
-    def add(self, token_id: Any, logprob: Any, version: int, url: str) -> None:
-        """Append a token, unless the completion has ended before it. Raises EngineError: it is no token."""
-        if self.ended:
-            return
-        if type(token_id) is not int or type(logprob) not in (int, float) or not math.isfinite(logprob):
-            raise EngineError(f"{url} answered the token {token_id!r} with the log-probability {logprob!r}")
-        self.token_ids.append(token_id)
-        self.logprobs.append(min(0.0, float(logprob)))
-        self.versions.append(version)
-        if token_id in self.stops or (self._watched is not None and self._watched(self.token_ids)):
-            self.finish_reason = "stop"
-        elif len(self.token_ids) >= self.limit:
-            self.finish_reason = "length"
-
-    def end(self, reason: FinishReason) -> None:
-        """The server ended it, by what is not known here."""
-        if not self.ended:
-            self.finish_reason = reason
+    interrupted: bool = field(default=False, init=False)
 
     @property
     def ended(self) -> bool:
         return self.finish_reason != "abort"
+
+    def add(self, token_id: Any, logprob: Any, version: int, url: str) -> None:
+        """Append a token, unless the completion has ended before it. Raises EngineError: it is not a token."""
+        if self.ended:
+            return
+        if type(token_id) is not int or type(logprob) not in (int, float) or not math.isfinite(logprob):
+            raise EngineError(f"{url} answered the token {token_id!r} with the log-probability {logprob!r}")
+        self.finish_reason = self.append(token_id, min(0.0, float(logprob)), version) or "abort"
+
+    def end(self, reason: FinishReason) -> None:
+        """The server ended it, for a reason that its tokens do not show."""
+        if not self.ended:
+            self.finish_reason = reason
 
 
 class HttpEngine:
@@ -117,7 +96,7 @@ class HttpEngine:
         self._unfit: TunesmithError | None = None
         self._places: asyncio.Semaphore | None = None
         self._work: set[asyncio.Task[Completion]] = set()
-        self._drafts: dict[asyncio.Task[Any], Draft] = {}
+        self._requests: dict[asyncio.Task[Any], HttpRequest] = {}
         self._state = "awake"
         self._sampled = self._prefilled = self._reused = self._peak = 0
 
@@ -189,24 +168,27 @@ class HttpEngine:
                 f"a prompt of {len(prompt_ids)} tokens cannot be completed: {self.name} and the model take "
                 f"1 to {self._longest_prompt}"
             )
-        limit = min(sampling.max_new_tokens, self._longest - len(prompt_ids))
-        stops = frozenset(sampling.stop_token_ids)
-        stops = stops if sampling.ignore_eos else stops | self._served.eos_token_ids
         task = asyncio.current_task()
         assert self._places is not None and task is not None
-        draft = self._drafts[task] = Draft(sampling, limit, stops, self._served.watch)
+        request = self._requests[task] = HttpRequest(
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling,
+            max_new_tokens=min(sampling.max_new_tokens, self._longest - len(prompt_ids)),
+            stop_token_ids=stop_token_ids(sampling, self._served.eos_token_ids),
+            stop_strings=stop_strings(sampling, self._served.decode),
+        )
         try:
             async with self._places:
-                if not draft.interrupted:
-                    await self._complete(prompt_ids, draft)
+                if not request.interrupted:
+                    await self._complete(request)
         except asyncio.CancelledError:
-            if not draft.interrupted or self._closed:
+            if not request.interrupted or self._closed:
                 raise
             task.uncancel()
         finally:
-            del self._drafts[task]
-        self._sampled += len(draft.token_ids)
-        return Completion(draft.token_ids, draft.logprobs, draft.versions, draft.finish_reason)
+            del self._requests[task]
+        self._sampled += len(request.token_ids)
+        return request.completion(request.finish_reason)
 
     async def _opened(self) -> None:
         """Meet the server, once: it answers, and serves this model."""
@@ -233,7 +215,7 @@ class HttpEngine:
         """
         raise NotImplementedError
 
-    async def _complete(self, prompt_ids: list[int], draft: Draft) -> None:
+    async def _complete(self, request: HttpRequest) -> None:
         raise NotImplementedError
 
     async def _first(self, asked: Coroutine[Any, Any, Any]) -> Any:

@@ -18,9 +18,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from tunesmith.engines.http.client import Refused, short
-from tunesmith.engines.http.engine import HOT, START_PATIENCE, Draft, HttpEngine, Served
+from tunesmith.engines.http.client import Refused
+from tunesmith.engines.http.engine import HOT, START_PATIENCE, HttpEngine, HttpRequest, Served
 from tunesmith.errors import EngineError, UserError
+from tunesmith.http_client import one_line
 from tunesmith.plan.engine import LAUNCH, UNALTERED_ONLY
 from tunesmith.types import FinishReason, Sampling
 from tunesmith.weights.base import Offer
@@ -71,9 +72,9 @@ class SglangEngine(HttpEngine):
 
     async def interrupt(self) -> None:
         # What is on its way to the server is unknown there: asked until all have ended.
-        tasks = set(self._drafts)
-        for draft in self._drafts.values():
-            draft.interrupted = True
+        tasks = set(self._requests)
+        for request in self._requests.values():
+            request.interrupted = True
         while tasks:
             await self._client.ask("/abort_request", {"abort_all": True})
             tasks = (await asyncio.wait(tasks, timeout=0.1))[1]
@@ -123,12 +124,12 @@ class SglangEngine(HttpEngine):
                 raise
             found = await self._client.ask(f"/get_{name}")
         if not isinstance(found, dict):
-            raise EngineError(f"{self._client.url}/{name} answered {short(str(found))}, which is no table")
+            raise EngineError(f"{self._client.url}/{name} answered {one_line(str(found))}, which is no table")
         return cast("dict[str, Any]", found)
 
-    async def _complete(self, prompt_ids: list[int], draft: Draft) -> None:
+    async def _complete(self, request: HttpRequest) -> None:
         await self._ready()
-        sampling, written = draft.sampling, draft.token_ids
+        sampling, written = request.sampling, request.token_ids
         # Without a seed the server would take the same one for each request.
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % (1 << 63)
         settings: dict[str, Any] = {
@@ -141,22 +142,22 @@ class SglangEngine(HttpEngine):
             "presence_penalty": 0.0,
             "sampling_seed": seed,
             "stop": list(sampling.stop),
-            "stop_token_ids": sorted(draft.stops),
+            "stop_token_ids": sorted(request.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
             "no_stop_trim": True,
             "skip_special_tokens": False,
         }
         spoiled = 0
-        while not draft.ended and not draft.interrupted:
-            so_far = prompt_ids + written
+        while not request.ended and not request.interrupted:
+            so_far = [*request.prompt_ids, *written]
             if len(so_far) > self._longest_prompt and written:
-                draft.end("length")  # too near to the end of the context to be sent again
+                request.end("length")  # too near to the end of the context to be sent again
                 break
             await self._settled.wait()
             sent = self._given
-            answer = await self._ask(so_far, settings | {"max_new_tokens": draft.limit - len(written)})
+            answer = await self._ask(so_far, settings | {"max_new_tokens": request.max_new_tokens - len(written)})
             weights = next((w for w in (sent, self._given) if w.tag == answer.tag), None)
-            aborted = answer.finish_reason == "abort" and not draft.interrupted
+            aborted = answer.finish_reason == "abort" and not request.interrupted
             if weights is None or (aborted and sent == self._given and self._settled.is_set()):
                 spoiled += 1
             if spoiled > SPOILED:
@@ -170,9 +171,9 @@ class SglangEngine(HttpEngine):
             self._reused += 0 if written else answer.cached_tokens
             self._prefilled += answer.prompt_tokens - answer.cached_tokens
             for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
-                draft.add(token_id, logprob, weights.version, self._client.url)
+                request.add(token_id, logprob, weights.version, self._client.url)
             if answer.finish_reason != "abort":
-                draft.end(answer.finish_reason)
+                request.end(answer.finish_reason)
 
     async def _part(self) -> None:
         await asyncio.gather(*self._aborts, return_exceptions=True)
@@ -228,7 +229,7 @@ class SglangEngine(HttpEngine):
             return _Answer(token_ids, logprobs, reason, meta["weight_version"], *counts)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise EngineError(
-                f"{self._client.url}/generate answered what SGLang 0.5.23 does not: {short(str(found))}"
+                f"{self._client.url}/generate answered what SGLang 0.5.23 does not: {one_line(str(found))}"
             ) from None
 
     async def _restore(self, sent: _Weights, found: str) -> None:
@@ -256,7 +257,7 @@ class SglangEngine(HttpEngine):
             if not found["success"] or said != tag:
                 raise EngineError(
                     f"{self.name} did not take the weights of version {version}: it has '{said}' and says: "
-                    f"{short(str(found.get('message')))}"
+                    f"{one_line(str(found.get('message')))}"
                 )
             self._given, patience = _Weights(tag, version), None
         finally:

@@ -1,0 +1,67 @@
+"""JSON from HTTP servers: one attempt, which answers are worth another attempt, and how long to wait before it."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import aiohttp
+
+from tunesmith.errors import TunesmithError, shortened
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
+"""Seconds before the second attempt, doubled for each further one."""
+RETRIED = frozenset({408, 425, 429})
+"""Statuses below 500 after which another attempt may work."""
+
+
+class BadAnswer(TunesmithError, RuntimeError):
+    """A server refused, or answered what cannot be used; it would do so again."""
+
+    def __init__(self, message: str, status: int = 200) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Unavailable(TunesmithError, RuntimeError):
+    """A server answered that it cannot serve now."""
+
+
+async def request_json(
+    session: aiohttp.ClientSession, url: str, data: bytes | None = None, *, longest: int | None = None
+) -> Any:
+    """The JSON that a GET, or a POST of ``data``, is answered with; None for an empty answer.
+
+    Args:
+        longest: bytes of the answer at most.
+
+    Raises:
+        BadAnswer, Unavailable, TimeoutError, aiohttp.ClientError, OSError: there is none.
+    """
+    method, headers = "GET" if data is None else "POST", {"Content-Type": "application/json"}
+    async with session.request(method, url, data=data, headers=headers, allow_redirects=False) as response:
+        body = bytearray()
+        async for part in response.content.iter_any():
+            body += part
+            if longest is not None and len(body) > longest:
+                response.close()
+                raise BadAnswer(f"{url} answered more than {longest} bytes, the most allowed for this request")
+    text = body.decode(errors="replace")
+    if response.status >= 500 or response.status in RETRIED:
+        raise Unavailable(f"{url} answered {response.status}: {one_line(text)}")
+    if response.status != 200:
+        raise BadAnswer(f"{url} answered {response.status}: {one_line(text)}", response.status)
+    try:
+        return json.loads(text) if text else None
+    except (ValueError, RecursionError):
+        raise BadAnswer(f"{url} did not answer with JSON: {one_line(text)}") from None
+
+
+def pause(failures: int) -> float:
+    """Seconds to wait after so many failures: at random between half and all of it, so that callers spread."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
+
+
+def one_line(text: str) -> str:
+    return shortened(" ".join(text.split()), 300)
