@@ -124,7 +124,7 @@ def test_override_values(text: str, key: tuple[str, ...], value: Any) -> None:
 
 @pytest.mark.parametrize("text", ["train.lr", "=1", "a..b=1", "--lr 5"])
 def test_what_is_no_override_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no override"):
+    with pytest.raises(ConfigError, match="is not an override"):
         parse_override(text)
 
 
@@ -150,8 +150,8 @@ def test_what_is_no_override_is_refused(text: str) -> None:
         ("[train]\nmax_grad_norm = -1\n", "train.max_grad_norm is -1; it must be a number above 0, or 0 for"),
         ("[rollout]\ntop_p = 1.5\n", "it must be a number above 0 and of at most 1."),
         ('[system]\nshare_prompts = "true"\n', "it must be true or false. Write true without quotes."),
-        ('[system]\nkv_memory = "5 apples"\n', "system.kv_memory: '5 apples' is no size"),
-        (f'[system]\nkv_memory = "{"9" * 400}GB"\n', "is no size"),
+        ('[system]\nkv_memory = "5 apples"\n', "system.kv_memory: '5 apples' is not a size"),
+        (f'[system]\nkv_memory = "{"9" * 400}GB"\n', "is not a size"),
         ("[system]\nkv_memory = 5\n", "system.kv_memory is 5; it must be a size such as '512MB'"),
         ('[monitor]\nsinks = "tensorbord"\n', "there is no sink 'tensorbord'. Did you mean 'tensorboard'?"),
         ("[algorithm]\ncliprange = 0.2\n", "is called algorithm.loss.clip_low and algorithm.loss.clip_high here"),
@@ -379,7 +379,7 @@ def test_sizes_by_hand() -> None:
     assert [parse_size(s) for s in ("512MB", "1.5 GiB", "4gb", "7")] == [512 * 10**6, 3 * 2**29, 4 * 10**9, 7]
     assert [format_size(s) for s in (131_000_000, 1_614_000_000, 12)] == ["131MB", "1.61GB", "12B"]
     for bad in ("", "MB", "-1MB", "0GB", "1 XB"):
-        with pytest.raises(ValueError, match="is no size"):
+        with pytest.raises(ValueError, match="is not a size"):
             parse_size(bad)
 
 

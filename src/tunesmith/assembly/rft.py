@@ -337,7 +337,7 @@ class _Run:
 
     def _training_settings(self, number: int, data: DataSection, samples: int) -> tuple[dict[str, Any], dict[str, str]]:
         """What the run file of a round's training says, by dotted key; and why, where nobody set it."""
-        config, said = self.config, dict(self.resolved.said)
+        config, said = self.config, dict(self.resolved.given)
         values, derived = settings(config), {d.key: d.reason for d in self.resolved.derived}
         known = {*said, *derived}
         kept = {k: values[k] for k in values if k in known and k.startswith(_TRAINING) and k not in SAMPLER_KEYS}

@@ -1,4 +1,4 @@
-"""What a setting may be, in people's words, read from the schema's own types."""
+"""Valid values of a setting in words, read from the types of the schema."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     if get_origin(annotation) is Annotated:
         inner, *notes = get_args(annotation)
         return describe(inner, (*_flat(notes), *metadata))
-    if said := next((m.description for m in metadata if isinstance(m, FieldInfo) and m.description), None):
-        return said
+    if text := next((m.description for m in metadata if isinstance(m, FieldInfo) and m.description), None):
+        return text
     if get_origin(annotation) in (Union, types.UnionType):
         parts = [describe(a, metadata) for a in get_args(annotation) if a is not type(None)]
         return " or ".join(dict.fromkeys(parts))
@@ -128,7 +128,7 @@ def alternatives(annotation: Any) -> Iterator[Any]:
 
 
 def _flat(notes: list[Any]) -> list[Any]:
-    """Constraints inside ``Field(...)`` beside those that stand alone."""
+    """All constraints, including those inside ``Field(...)``."""
     flat: list[Any] = []
     for note in notes:
         flat += [note, *note.metadata] if isinstance(note, FieldInfo) else [note]
@@ -139,5 +139,5 @@ _BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "of at least"), (Lt, "lt", "below"), 
 
 
 def _bounds(metadata: tuple[Any, ...]) -> str:
-    said = [f"{words} {getattr(m, n)}" for kind, n, words in _BOUNDS for m in metadata if isinstance(m, kind)]
-    return f" {' and '.join(said)}" if said else ""
+    bounds = [f"{words} {getattr(m, n)}" for kind, n, words in _BOUNDS for m in metadata if isinstance(m, kind)]
+    return f" {' and '.join(bounds)}" if bounds else ""

@@ -1,4 +1,4 @@
-"""What the run files of distillation may say."""
+"""The run files of distillation."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def locate_files(data: Tree, beside: Path | None, is_override: Callable[[KeyPath
 
     Args:
         beside: directory of the run file.
-        is_override: whether a key was said on the command line, where the working directory comes first.
+        is_override: whether a key comes from the command line; then the working directory is searched first.
     """
     problems: list[Problem] = []
     here = [Path.cwd()] if beside is None else [beside.absolute(), Path.cwd()]

@@ -1,4 +1,4 @@
-"""What the run files of batch inference and of rejection-sampling fine-tuning may say."""
+"""The run files of batch inference and of rejection-sampling fine-tuning."""
 
 from __future__ import annotations
 

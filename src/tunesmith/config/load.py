@@ -1,6 +1,6 @@
 """From a run file and command-line overrides to a checked configuration.
 
-Every problem of a file is reported at once, each with its line or override, in people's words.
+All problems of a file are reported at once, each with its line or override.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tunesmith.config.foreign import value_of
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.kinds import all_keys
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
-from tunesmith.config.problems import KeyPath, Problem, Source, dotted, key_lines, raise_problems
+from tunesmith.config.problems import KeyPath, Origins, Problem, dotted, key_lines, raise_problems
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import Section
 from tunesmith.config.shape import DEEPEST, shape_problems
@@ -37,11 +37,10 @@ Tree = dict[str, Any]
 def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ()) -> C:
     """Read, override and check a run file; refuse it with every problem listed.
 
-    Relative paths of existing things (model, data, reward files, chat template, checkpoint) are looked for
-    beside the run file first and then in the working directory; for paths in overrides it is the other way
-    round, because they are typed where one stands. A relative ``run_dir`` is below the working directory.
-    What is found becomes an absolute path. A model or data set that is no local path is left as it is:
-    a hub name.
+    Relative paths of existing files (model, data, rewards, chat template, checkpoint) are looked up in the run file's
+    directory first and then in the working directory; for paths in overrides the order is reversed. A relative
+    ``run_dir`` is below the working directory. Paths become absolute. A model or data set that is not a local path
+    stays as it is: a hub name.
 
     Args:
         kind: the command's, such as ``RLConfig``.
@@ -51,11 +50,11 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
     Raises:
         ConfigError: naming file, line and key of each problem, and what is valid.
     """
-    data, source = read_source(path, overrides)
-    problems = [*source.problems, *shape_problems(kind, data)]
+    data, origins = read_tree(path, overrides)
+    problems = [*origins.problems, *shape_problems(kind, data)]
     if any(len(problem.path) >= DEEPEST for problem in problems):
-        raise_problems(problems, source)
-    problems += locate_files(data, path.parent if path else None, source.is_override)
+        raise_problems(problems, origins)
+    problems += locate_files(data, path.parent if path else None, origins.is_override)
     config: C | None = None
     try:
         # JSON mode, because it is strict about types and still takes lists for tuples and text for paths.
@@ -63,13 +62,13 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
     except ValidationError as error:
         problems += _problems_of(kind, data, error.errors(include_url=False))
     if problems or config is None:
-        raise_problems(_deepest(problems), source)
+        raise_problems(_deepest(problems), origins)
     return config
 
 
 def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
     """By the sections that only one command has; else ``RLConfig`` for a run with a reward, ``SFTConfig`` without."""
-    data, _ = read_source(path, overrides)
+    data, _ = read_tree(path, overrides)
     for names, kind in (
         ({"rm"}, RMConfig),
         ({"dpo"}, DPOConfig),
@@ -94,22 +93,22 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
-        raise ConfigError(f"'{text}' is no override; write section.key=value, such as train.lr=1e-6")
-    said = value.strip()
-    if said in ("True", "False"):
-        return parts, said == "True"
+        raise ConfigError(f"'{text}' is not an override; write section.key=value, such as train.lr=1e-6")
+    value = value.strip()
+    if value in ("True", "False"):
+        return parts, value == "True"
     try:
-        parsed = tomllib.loads(f"value = {said}")
+        parsed = tomllib.loads(f"value = {value}")
     except ValueError:
-        return parts, said
+        return parts, value
     except RecursionError:
         raise ConfigError(f"override '{shortened(text)}' has too many lists and tables in each other") from None
     is_text = isinstance(parsed["value"], datetime.date | datetime.time) or parsed.keys() != {"value"}
-    return parts, said if is_text else parsed["value"]
+    return parts, value if is_text else parsed["value"]
 
 
-def read_source(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Source]:
-    """The merged tree, and where each of its keys was said."""
+def read_tree(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Origins]:
+    """The merged tree, and where each of its keys comes from."""
     text = _read_text(path) if path else ""
     try:
         data = tomllib.loads(text)
@@ -118,14 +117,14 @@ def read_source(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Sour
     except RecursionError:
         raise ConfigError(f"{path} has too many lists and tables in each other") from None
     problems: list[Problem] = []
-    said: dict[KeyPath, str] = {}
+    given: dict[KeyPath, str] = {}
     parsed = [(*parse_override(override), override) for override in overrides]
     for keys, value, override in sorted(parsed, key=lambda one: len(one[0])):  # a table before the keys in it
-        said[keys] = override
+        given[keys] = override
         if blocked := _put(data, keys, value):
             found = show(_at(data, blocked))
             problems.append(Problem(keys, f"{dotted(blocked)} is {found}, so it has no key {keys[len(blocked)]}"))
-    return data, Source(path, key_lines(text), said, problems)
+    return data, Origins(path, key_lines(text), given, problems)
 
 
 def _read_text(path: Path) -> str:
@@ -150,7 +149,7 @@ def _syntax_error(path: Path | None, error: ValueError) -> ConfigError:
 
 
 def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | None:
-    """Set a key, making tables on the way; the path of what is in the way, if something is."""
+    """Set a key, adding tables on the way; returns the path of a value that is in the way, if any."""
     node = data
     for depth, key in enumerate(keys[:-1], start=1):
         inner: Any = node.setdefault(key, {})

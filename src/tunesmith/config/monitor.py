@@ -33,4 +33,4 @@ class MonitorSection(Section):
     profile_steps: tuple[PositiveInt, ...] = ()
     """Steps of which torch's profiler writes every operator and kernel to profile/."""
     stall_after: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds without any movement until it is said who waits for whom; 0: never."""
+    """Seconds without progress until the run reports who waits for whom; 0: never."""

@@ -1,4 +1,4 @@
-"""Where the settings stand that an error names: the lines of the run file, the overrides."""
+"""Adding to an error where the settings it names are: lines of the run file, overrides."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.config.files import locate_files
-from tunesmith.config.load import read_source
-from tunesmith.config.problems import KeyPath, Source, dotted
+from tunesmith.config.load import read_tree
+from tunesmith.config.problems import KeyPath, Origins, dotted
 from tunesmith.errors import ConfigError, DataError, UserError
 
 _KEY = re.compile(r"[a-z_]\w*(?:\.\w+)*")
@@ -21,10 +21,10 @@ _MOST = 4
 
 @contextmanager
 def placed(path: Path | None, overrides: Sequence[str]) -> Generator[None]:
-    """Put before the text of each error about settings where those stand that it names.
+    """Prefix each error about settings with the places of the settings that it names.
 
-    It names a setting by its dotted key, or by its value in single quotes. The run file is only read again when
-    there is an error.
+    An error names a setting by its dotted key, or by its value in single quotes. The run file is read again only
+    after an error.
     """
     try:
         yield
@@ -36,36 +36,36 @@ def placed(path: Path | None, overrides: Sequence[str]) -> Generator[None]:
 
 def _add_places(error: UserError, path: Path | None, overrides: Sequence[str]) -> None:
     try:
-        data, source = read_source(path, overrides)
-        locate_files(data, path.parent if path else None, source.is_override)
+        data, origins = read_tree(path, overrides)
+        locate_files(data, path.parent if path else None, origins.is_override)
     except ConfigError:  # the file was changed or removed meanwhile
         return
-    said = dict(_said(data))
-    error.args = tuple(_with_places(str(text), said, source) for text in error.args)
+    given = dict(_given(data))
+    error.args = tuple(_with_places(str(text), given, origins) for text in error.args)
     error.places_known = True
 
 
-def _with_places(text: str, said: Mapping[KeyPath, Any], source: Source) -> str:
-    keys = {dotted(path): path for path in said if len(path) > 1 or path == ("run_dir",)}
+def _with_places(text: str, given: Mapping[KeyPath, Any], origins: Origins) -> str:
+    keys = {dotted(path): path for path in given if len(path) > 1 or path == ("run_dir",)}
     named = [keys[word] for word in _KEY.findall(text) if word in keys]
     values = set(_QUOTED.findall(text))
-    unnamed = [] if named else [path for path, value in said.items() if isinstance(value, str) and value in values]
-    places = dict.fromkeys(place for path in (*named, *unnamed) if (place := source.place(path)[1]))
+    unnamed = [] if named else [path for path, value in given.items() if isinstance(value, str) and value in values]
+    places = dict.fromkeys(place for path in (*named, *unnamed) if (place := origins.place(path)[1]))
     if not places:
         return text
     where = " and ".join(list(places)[:_MOST])
     if unnamed:
         where += f" ({dotted(unnamed[0])})"
-    return f"{f'{source.file}, ' if source.file and 'line' in where else ''}{where}: {text}"
+    return f"{f'{origins.file}, ' if origins.file and 'line' in where else ''}{where}: {text}"
 
 
-def _said(node: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every key that was set, sections and lists too, with its value."""
+def _given(node: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every key that was set, with its value; sections and lists too."""
     if above:
         yield above, node
     if isinstance(node, dict):
         for key, value in cast(dict[str, Any], node).items():
-            yield from _said(value, (*above, key))
+            yield from _given(value, (*above, key))
     elif isinstance(node, list):
         for index, value in enumerate(cast(list[Any], node)):
-            yield from _said(value, (*above, index))
+            yield from _given(value, (*above, index))

@@ -1,4 +1,4 @@
-"""What the run files of reward models and of preference optimisation may say."""
+"""The run files of reward models and of preference optimisation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Weight = Annotated[float, Field(ge=0)]
 
 class RMSection(Section):
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
-    """``logexp`` leaves a margin in the data out of account."""
+    """``logexp`` ignores a margin in the data."""
 
 
 class ReferenceSection(Section):
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How much a log-ratio to the reference counts as reward."""
+    """The reward per unit of log-ratio to the reference."""
     precompute_reference: bool = False
     """Score the data with the reference once, before training, instead of keeping a second model."""
 

@@ -1,10 +1,10 @@
-"""What is wrong with a configuration, and where in the TOML text each key stands; many problems make one error."""
+"""Problems of a configuration, the lines of its keys in the TOML text, and one error for all problems."""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -15,20 +15,23 @@ KeyPath = tuple[str | int, ...]
 """A key and its parents; integers are positions in an array of tables."""
 
 _KEY = re.compile(r"""((?:"(?:\\.|[^"\\])*"|'[^']*'|[A-Za-z0-9_-]+|[.\t ])+)=""")
-_HEADER = re.compile(r"(\[\[?.*?\]\]?)\s*(?:#.*)?")
+_TOKEN = re.compile(
+    r'''"""(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\])*"|#[^\n]*|[\[\]{}\n]|''' r"""'''.*?'{3,5}|'[^']*'""", re.DOTALL
+)
+"""What decides where a TOML statement ends: texts, comments, brackets and line ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``text`` says what is wrong with the key at ``path``, what is valid and what to do."""
+    """``text`` states what is wrong with the key at ``path``, what is valid and what to do."""
 
     path: KeyPath
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where the keys of a configuration were said: lines of a file, overrides."""
+class Origins:
+    """Where the keys of a configuration come from: lines of a file, overrides."""
 
     file: Path | None
     lines: Mapping[KeyPath, int]
@@ -39,7 +42,7 @@ class Source:
         return self._override(path) is not None
 
     def place(self, path: KeyPath) -> tuple[int, str]:
-        """A sort key and words: ``line 4``, ``override 'train.lr=x'`` or nothing."""
+        """A sort key and a description: ``line 4``, ``override 'train.lr=x'`` or nothing."""
         if (override := self._override(path)) is not None:
             return 10**9, f"override '{override}'"
         line = line_of(path, self.lines)
@@ -51,16 +54,16 @@ class Source:
         return next(reversed(inside or below), None)
 
 
-def raise_problems(problems: Sequence[Problem], source: Source) -> NoReturn:
+def raise_problems(problems: Sequence[Problem], origins: Origins) -> NoReturn:
     """One ``ConfigError`` for all, in the order of the file, overrides last."""
-    error = ConfigError(_listed(problems, source))
+    error = ConfigError(_listed(problems, origins))
     error.places_known = True
     raise error
 
 
-def _listed(problems: Sequence[Problem], source: Source) -> str:
-    placed = sorted((*source.place(p.path), p.text) for p in problems)
-    name = str(source.file) if source.file else "the configuration"
+def _listed(problems: Sequence[Problem], origins: Origins) -> str:
+    placed = sorted((*origins.place(p.path), p.text) for p in problems)
+    name = str(origins.file) if origins.file else "the configuration"
     if len(placed) == 1:
         order, where, text = placed[0]
         from_file = f"{name}, {where}" if where else name
@@ -71,24 +74,31 @@ def _listed(problems: Sequence[Problem], source: Source) -> str:
 
 def key_lines(text: str) -> dict[KeyPath, int]:
     """Line (from 1) of every key and table header of a valid TOML text, but not of keys in inline tables."""
-    lines, found = text.split("\n"), dict[KeyPath, int]()
+    lines: dict[KeyPath, int] = {}
     arrays: dict[KeyPath, int] = {}
     table: KeyPath = ()
-    index = 0
-    while index < len(lines):
-        line, number = lines[index].strip(), index + 1
-        index += 1
-        if header := _HEADER.fullmatch(line) if line.startswith("[") else None:
-            table = _table(header[1], arrays)
-            found.setdefault(table, number)
-        elif key := _KEY.match(line):
-            index = _statement_end(lines, index - 1)
-            found.setdefault(table + _only_path(tomllib.loads(f"{key[1]} = 0")), number)
-    return found
+    for number, statement in _statements(text):
+        if statement.startswith("["):
+            table = _table(statement, arrays)
+            lines.setdefault(table, number)
+        elif key := _KEY.match(statement):
+            lines.setdefault(table + _only_path(tomllib.loads(f"{key[1]} = 0")), number)
+    return lines
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Every statement with its first line; texts and brackets may span lines."""
+    start, number, depth = 0, 1, 0
+    for token in _TOKEN.finditer(f"{text}\n"):
+        depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
+        if token[0] == "\n" and depth == 0:
+            yield number, text[start : token.start()].strip()
+            number += text.count("\n", start, token.end())
+            start = token.end()
 
 
 def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
-    """Line of a key, or else of the first one inside it, or of the nearest parent that has one."""
+    """Line of a key, or of the first key inside it, or of the nearest parent that has a line."""
     if inside := [line for key, line in lines.items() if key[: len(path)] == path]:
         return min(inside)
     while path:
@@ -121,7 +131,7 @@ def _table(header: str, arrays: dict[KeyPath, int]) -> KeyPath:
 
 
 def _only_path(tree: dict[str, Any]) -> tuple[str, ...]:
-    """The keys down a tree that has one branch only."""
+    """The keys of a tree that has a single branch."""
     path: list[str] = []
     node: Any = tree
     while isinstance(node, dict | list) and node:
@@ -131,14 +141,3 @@ def _only_path(tree: dict[str, Any]) -> tuple[str, ...]:
         else:
             node = cast(list[Any], node)[0]
     return tuple(path)
-
-
-def _statement_end(lines: list[str], start: int) -> int:
-    """Index after the last line of the ``key = value`` that starts at ``start``; values may span lines."""
-    for end in range(start + 1, len(lines) + 1):
-        try:
-            tomllib.loads("\n".join(lines[start:end]))
-        except tomllib.TOMLDecodeError:
-            continue
-        return end
-    return start + 1

@@ -33,24 +33,24 @@ class Derived:
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[C]):
-    """``said`` is what file and overrides set, by dotted key; ``notes`` are worth knowing but no errors.
+    """``given`` is what file and overrides set, by dotted key; ``notes`` are remarks, not errors.
 
-    ``reasons`` has those keys of ``said`` that another command filled in and not a person, and why.
+    ``reasons`` holds the keys of ``given`` that another command filled in, with the reasons.
     """
 
     config: C
-    said: Mapping[str, Any]
+    given: Mapping[str, Any]
     derived: tuple[Derived, ...]
     notes: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def settings(config: RunConfig, *, said_only: bool = False) -> dict[str, Any]:
-    """Settings by dotted key, as plain JSON values; with ``said_only`` those that were set explicitly."""
-    return _by_key(config, config.model_dump(mode="json"), "", said_only)
+def settings(config: RunConfig, *, given_only: bool = False) -> dict[str, Any]:
+    """Settings by dotted key, as plain JSON values; with ``given_only`` those that were set explicitly."""
+    return _by_key(config, config.model_dump(mode="json"), "", given_only)
 
 
-def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, said_only: bool) -> dict[str, Any]:
+def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, given_only: bool) -> dict[str, Any]:
     """A table in a section is spelt out key by key, but for one that holds tables itself, which is one value.
 
     A choice is its name, and a table that can be switched off is ``true``; their keys follow.
@@ -58,36 +58,36 @@ def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, said_onl
     found: dict[str, Any] = {}
     for key, info in type(section).model_fields.items():
         value, name = getattr(section, key, None), prefix + key
-        said = key in section.model_fields_set
+        given = key in section.model_fields_set
         is_table = isinstance(value, BaseModel) and not (prefix and any(isinstance(v, BaseModel) for _, v in value))
         if isinstance(value, Choice):
-            found |= {} if said_only and not (said and "type" in value.model_fields_set) else {name: value.name}
+            found |= {} if given_only and not (given and "type" in value.model_fields_set) else {name: value.name}
         elif not is_table or (prefix and Literal[False] in alternatives(info.annotation)):
-            found |= {} if said_only and not said else {name: True if is_table else dumped.get(key)}
+            found |= {} if given_only and not given else {name: True if is_table else dumped.get(key)}
         if isinstance(value, BaseModel) and is_table:
-            found |= _by_key(value, dumped[key], f"{name}.", said_only)
+            found |= _by_key(value, dumped[key], f"{name}.", given_only)
     return found
 
 
 def unread(config: RunConfig, keys: Iterable[str], why: str) -> Iterator[str]:
     """What is wrong with each of the dotted ``keys`` that was set and that nothing reads."""
-    said = settings(config, said_only=True)
-    return (f"{key} has no effect {why}" for key in keys if key in said)
+    given = settings(config, given_only=True)
+    return (f"{key} has no effect {why}" for key in keys if key in given)
 
 
-def said_of(config: RunConfig, section: str) -> list[str]:
+def given_in(config: RunConfig, section: str) -> list[str]:
     """Dotted keys of a section that were set."""
-    return [key for key in settings(config, said_only=True) if key.startswith(f"{section}.")]
+    return [key for key in settings(config, given_only=True) if key.startswith(f"{section}.")]
 
 
 def print_resolved(resolved: Resolved[Any]) -> None:
-    """Two lists: what was said, and what was derived with the reason; defaults are in ``resolved.json``."""
+    """Two lists: given settings, and derived ones with their reasons; defaults are in ``resolved.json``."""
     from rich.console import Console
     from rich.text import Text
 
     changed = {d.key for d in resolved.derived}
-    said = ((key, value) for key, value in resolved.said.items() if key not in changed)
-    rows = [(key, value, resolved.reasons.get(key, "as you said")) for key, value in said]
+    given = ((key, value) for key, value in resolved.given.items() if key not in changed)
+    rows = [(key, value, resolved.reasons.get(key, "as you said")) for key, value in given]
     rows += [(entry.key, entry.value, entry.reason) for entry in resolved.derived]
     shown = [(key, printable(_in_short(value)), printable(reason)) for key, value, reason in rows]
     keys, values = (max((len(row[i]) for row in shown), default=0) for i in (0, 1))
@@ -154,16 +154,16 @@ def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
 
 
 def config_text(resolved: Resolved[Any]) -> str:
-    """A run file that says what was said, with the derived values as comments."""
-    given = {k: toml_value(redact_values(v)) for k, v in resolved.said.items() if v is not None}
+    """A run file of the given settings, with the derived values as comments."""
+    given = {k: toml_value(redact_values(v)) for k, v in resolved.given.items() if v is not None}
     tables = {key.rpartition(".")[0] for key in given} & given.keys()
-    said = _by_section({f"{k}.type" if k in tables else k: v for k, v in given.items() if (k, v) not in _on(tables)})
-    derived = _by_section({d.key: f"{_shown(d.value)}  # {d.reason}" for d in resolved.derived}, said)
+    written = _by_section({f"{k}.type" if k in tables else k: v for k, v in given.items() if (k, v) not in _on(tables)})
+    derived = _by_section({d.key: f"{_shown(d.value)}  # {d.reason}" for d in resolved.derived}, written)
     lines: list[str] = []
-    for section in dict.fromkeys(["", *said, *derived]):
+    for section in dict.fromkeys(["", *written, *derived]):
         if section:
             lines += ["", f"[{'.'.join(map(toml_key, section.split('.')))}]"]
-        lines += [f"{toml_key(key)} = {value}" for key, value in said.get(section, {}).items()]
+        lines += [f"{toml_key(key)} = {value}" for key, value in written.get(section, {}).items()]
         lines += [f"# {key} = {value}" for key, value in derived.get(section, {}).items()]
     return "\n".join(lines).lstrip("\n") + "\n"
 
@@ -201,7 +201,7 @@ def _entries(resolved: Resolved[Any]) -> dict[str, dict[str, Any]]:
     reasons = {d.key: d.reason for d in resolved.derived}
     entries: dict[str, dict[str, Any]] = {}
     for key, value in redact_values(settings(resolved.config)).items():
-        source = "derived" if key in reasons else "said" if key in resolved.said else "default"
+        source = "derived" if key in reasons else "said" if key in resolved.given else "default"
         entry = {"value": value, "source": source}
         entries[key] = {**entry, "reason": reasons[key]} if key in reasons else entry
     return entries

@@ -1,4 +1,4 @@
-"""What a run file's values are before the schema sees them: lists of one, and values that no setting takes."""
+"""A first pass over a run file's values before the schema: lists of one item, and values that no setting takes."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _leaves(node: Any, above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath, Any]
 
 
 def _odd(kind: type[BaseModel], path: KeyPath, value: Any) -> str:
-    """What is wrong with a value wherever it stands."""
+    """What is wrong with a value in any place."""
     if isinstance(value, str):
         if "\0" in value:
             return f"is {show(value)}, with a NUL character in it; take it out"
         if not value.isprintable() and any("\ud800" <= c <= "\udfff" for c in value):
-            return "is no valid UTF-8"
+            return "is not valid UTF-8"
         if is_redacted(value):
             return f"is {show(value)}, with a secret hidden, as run directories have it; write the real one"
     elif isinstance(value, int | float) and not isinstance(value, bool):

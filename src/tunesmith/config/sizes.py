@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Amounts of memory as text with a unit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     size = float(match[1]) * unit if match and unit else 0.0
     if not 1 <= size < inf:
-        raise ValueError(f"'{text}' is no size; write a number and a unit, such as '512MB' or '4GB'")
+        raise ValueError(f"'{text}' is not a size; write a number and a unit, such as '512MB' or '4GB'")
     return int(size)
 
 

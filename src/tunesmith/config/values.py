@@ -1,4 +1,4 @@
-"""Kinds of values that settings have, with the words that error messages say them in."""
+"""Types of settings' values, with the descriptions that error messages use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LARGEST_COUNT = 2**31 - 1
 
 
 def at_most(largest: float) -> AfterValidator:
-    """A bound that a message names only where it is passed, as nobody comes near it."""
+    """A very high bound, which messages mention only if a value exceeds it."""
 
     def check(number: float) -> float:
         if number > largest:

@@ -12,7 +12,7 @@ from tunesmith.algorithms.resolve import Reasons, resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, ScoreConfig
-from tunesmith.config.resolved import said_of, settings, unread
+from tunesmith.config.resolved import given_in, settings, unread
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
@@ -149,9 +149,9 @@ def _check_dtype(config: RunConfig) -> Iterator[str]:
 
 
 def _check_lora(config: RunConfig) -> Iterator[str]:
-    lora, said = config.lora, said_of(config, "lora")
+    lora, given = config.lora, given_in(config, "lora")
     if not lora.on:
-        if idle := [k for k in said if k != "lora.save_merged" or lora.save_merged]:
+        if idle := [k for k in given if k != "lora.save_merged" or lora.save_merged]:
             yield f"{' and '.join(idle)} without an adapter to train: set lora.rank, such as 16, or lora.path"
         if config.model.quantize and not isinstance(config, GenerateConfig):
             yield (
@@ -183,8 +183,8 @@ def _check_lengths(config: RunConfig) -> Iterator[str]:
 
 
 def _check_eval(config: RunConfig) -> Iterator[str]:
-    section, said = config.eval, settings(config, said_only=True)
-    keys = [key for key in said if key.startswith("eval.") and said[key] not in (None, False)]
+    section, given = config.eval, settings(config, given_only=True)
+    keys = [key for key in given if key.startswith("eval.") and given[key] not in (None, False)]
     if config.data.eval is None:
         if keys:
             yield f"{' and '.join(keys)} without an eval set: set data.eval, or leave [eval] out"
@@ -222,12 +222,12 @@ def _check_preference(config: RunConfig) -> Iterator[str]:
 
 
 def _check_environment(config: RLConfig) -> Iterator[str]:
-    section, said = config.environment, said_of(config, "environment")
-    if said and not section.used:
-        yield f"{' and '.join(said)} without an environment: set environment.path or environment.tools"
-    if "environment.column" in said and not isinstance(section.path, dict):
+    section, given = config.environment, given_in(config, "environment")
+    if given and not section.used:
+        yield f"{' and '.join(given)} without an environment: set environment.path or environment.tools"
+    if "environment.column" in given and not isinstance(section.path, dict):
         yield "environment.column has no effect with one environment, which plays every task; leave it out"
-    if "environment.bad_call" in said and not section.tools and section.path is None:
+    if "environment.bad_call" in given and not section.tools and section.path is None:
         yield "environment.bad_call has no effect without tools; leave it out"
     if isinstance(section.path, dict) and not section.path:
         yield "environment.path is empty: set path = 'env.py:Game', or a table of name = 'file.py:name'"
@@ -330,12 +330,12 @@ def _check_filter(config: RLConfig, dynamic_filter: DynamicFilter) -> Iterator[s
 
 
 def _check_critic(config: RLConfig, needed: bool) -> Iterator[str]:
-    critic, said = config.critic, said_of(config, "critic")
-    own = [key for key in said if key.removeprefix("critic.") not in _OF_A_HEAD]
+    critic, given = config.critic, given_in(config, "critic")
+    own = [key for key in given if key.removeprefix("critic.") not in _OF_A_HEAD]
     if not needed:
-        if said:
+        if given:
             yield (
-                f"{' and '.join(said)} without a critic: set algorithm.name = 'ppo' or 'vapo', "
+                f"{' and '.join(given)} without a critic: set algorithm.name = 'ppo' or 'vapo', "
                 "or an algorithm.advantage that needs one ('gae', 'vapo'), or leave [critic] out"
             )
         return
@@ -344,7 +344,7 @@ def _check_critic(config: RLConfig, needed: bool) -> Iterator[str]:
             f"{' and '.join(own)} with critic.shared_trunk: the critic is a head on the policy and is trained in the "
             "policy's own optimizer steps; leave one of the two out"
         )
-    if not critic.shared_trunk and "critic.value_coef" in said:
+    if not critic.shared_trunk and "critic.value_coef" in given:
         yield (
             "critic.value_coef weighs the value loss on a shared trunk; leave it out, or set critic.shared_trunk = true"
         )

@@ -8,7 +8,7 @@ from typing import Any
 from tunesmith.algorithms.kl import KLInReward
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
-from tunesmith.config.resolved import said_of, unread
+from tunesmith.config.resolved import given_in, unread
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.plan.filling import Filling
@@ -27,7 +27,7 @@ def distill_problems(config: RunConfig) -> Iterator[str]:
     if config.data.eval is not None and not measured:
         yield "data.eval without [reward]: answers would be sampled and nothing measured; add a reward or leave it out"
     if isinstance(config, SampledDistillConfig):
-        keys = [key for key in said_of(config, "algorithm") if key != "algorithm.aggregation"]
+        keys = [key for key in given_in(config, "algorithm") if key != "algorithm.aggregation"]
         yield from unread(config, keys, "with mode = 'sampled', which has an objective of its own; leave it out")
 
 

@@ -88,7 +88,7 @@ def derive_sampling(filling: Filling[Any]) -> None:
 
 
 def _derive_profile(filling: Filling[Any], config: RFTConfig) -> None:
-    given, name = settings(config, said_only=True), config.rft.profile
+    given, name = settings(config, given_only=True), config.rft.profile
     values = profile_values(name)
     if config.lora.on:
         values = values | {"train.lr": (LORA_LR, "for an adapter")}

@@ -73,8 +73,8 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     if not samples_only:
         _derive_limits(filling, facts)
     raise_all([*_problems(filling.config, facts)])
-    said = settings(config, said_only=True)
-    return Resolved(filling.config, said, tuple(filling.derived), tuple(_notes(filling.config, facts)))
+    given = settings(config, given_only=True)
+    return Resolved(filling.config, given, tuple(filling.derived), tuple(_notes(filling.config, facts)))
 
 
 def _derive_algorithm(filling: Filling[Any], facts: Facts) -> None:

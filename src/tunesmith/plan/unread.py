@@ -18,7 +18,7 @@ from tunesmith.plan.weights import engines_apart, weights_apart
 def unread_problems(config: RunConfig) -> Iterator[str]:
     """One problem for each setting that was given without effect."""
     kinds = {kind.__name__ for kind in type(config).__mro__}
-    given, values = settings(config, said_only=True), settings(config)
+    given, values = settings(config, given_only=True), settings(config)
     values |= {
         "engines_apart": engines_apart(config),
         "weights_apart": weights_apart(config),
