@@ -128,7 +128,7 @@ def test_a_run_needs_no_rewards_beside_its_environments(model: Path, tmp_path: P
         ({"environment__path": "env.py:Letters", "environment__column": "x"}, "environment.column has no effect"),
         ({"environment__path": "env.py:Letters", "environment__max_turn": 3}, "environment.max_turn. Did you mean"),
         ({"environment__path": "env.py:Letters", "environment__max_turns": 0}, "a whole number above 0"),
-        ({"environment__path": {"single_turn": "env.py:Letters"}}, "the name 'single_turn' is taken"),
+        ({"environment__path": {"single_turn": "env.py:Letters"}}, "the name 'single_turn' is reserved"),
         ({"environment__path": "env.py:Letters", "environment__max_tokens": 9999}, "the model's context of 4096"),
     ],
 )
