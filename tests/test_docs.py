@@ -16,19 +16,18 @@ import pytest
 
 import tiny
 from docs_tables import PAGES, with_tables
-from documents import DOCUMENTS, ROOT, Block, KeyRow, anchors, blocks, blocks_of, commands, key_tables, links
+from documents import DOCUMENTS, ROOT, Block, anchors, blocks, blocks_of, commands, key_tables, links
+from key_tables import check_row
 from tiny_preferences import lines_of
 from tiny_rewards import save_reward_model
 from tiny_runs import write_lines
 from tunesmith.assembly.environments import check_run_rewards
 from tunesmith.config.choice import Choice
-from tunesmith.config.describe import describe_at
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import find_kind, load_config, parse_override
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Source
-from tunesmith.config.section import DERIVED, Section
-from tunesmith.config.toml import toml_value
+from tunesmith.config.section import Section
 from tunesmith.data.prepare import peek
 from tunesmith.environments.loading import check_environment
 from tunesmith.plan.checks import check
@@ -209,21 +208,6 @@ def tables_in(section: type[Section]) -> dict[str, type[Section]]:
         return {key: kind for key, kind in tables.items() if not issubclass(kind, Choice)}
 
     return {key: inner for key, inner in sections(section).items() if not sections(inner)}
-
-
-def check_row(heading: str, row: KeyRow, section: type[Section]) -> None:
-    """The value's words are the error message's, and a default is the schema's."""
-    field = section.model_fields[row.key]
-    if (heading, row.key) not in {("[data]", "train"), ("[data]", "eval")}:
-        assert row.value == describe_at(section, (row.key,)), f"{heading} {row.key}"
-    assert row.meaning.endswith("."), f"{heading} {row.key}"
-    if field.is_required():
-        assert row.default == "required"
-    elif field.default not in (None, DERIVED):
-        default = list(field.default) if isinstance(field.default, tuple) else field.default
-        assert row.default == f"`{toml_value(default)}`", f"{heading} {row.key}"
-    else:
-        assert row.default and row.default != "required", f"{heading} {row.key}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

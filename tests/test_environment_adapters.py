@@ -15,7 +15,7 @@ import pytest
 import tiny
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
-from test_tools import call, said
+from tool_calls import call, said
 from tunesmith.assembly.checking import check_run
 from tunesmith.assembly.environments import hand_instances
 from tunesmith.config.load import load_config

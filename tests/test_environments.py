@@ -402,3 +402,8 @@ def test_a_column_that_reset_needs_is_missed_before_anything_is_played(tokenizer
 )
 def test_what_stands_behind_a_text(there: str, full: str, rest: str | None) -> None:
     assert behind(there, full) == rest
+
+
+def test_a_limit_that_no_thread_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.memory"):
+        load(tmp_path, "class Guess: ...", path="env.py:Guess", isolation="thread", memory="1GB")

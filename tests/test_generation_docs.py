@@ -11,7 +11,7 @@ import pytest
 
 import tiny
 from documents import ROOT, blocks_of, key_tables
-from test_docs import check_row
+from key_tables import check_row
 from tunesmith.config.generation import OutputSection, RFTSection, SamplingSection
 from tunesmith.config.section import Section
 from tunesmith.plan.generation import TEMPLATE, profile_values

@@ -136,7 +136,7 @@ def test_steps_with_their_separators_in_a_text(tmp_path: Path, tags: Any) -> Non
         (TAGGED, 3, "'label' is 3, needs text or a list"),
         (TAGGED, TAGGED, "before label 1"),
         (TAGGED, TAGGED.replace("ки", "+", 1), "before label 2"),
-        ("no step", ["+"], "does not stand in the text"),
+        ("no step", ["+"], "is not in the text"),
         (TAGGED + " and more", ["+", "-"], "nothing may come after the last"),
         ("one кики", ["+", "-"], "every separator has to end a step"),
     ],

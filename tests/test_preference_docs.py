@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from documents import ROOT, Block, blocks_of, key_tables
-from test_docs import check_row
+from key_tables import check_row
 from tiny import save_model
 from tiny_preferences import RUNS
 from tunesmith.config.preference import DPOSection, KTOSection, PRMSection, RMSection

@@ -2,110 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from isolated_rewards import Make, loading, rollouts, score
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError
 from tunesmith.rewards.loading import load_rewards
-from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.rewards.trainer_state import TrainerState
-from tunesmith.types import Completion, Rollout, Status, Task
-from tunesmith.usercode.killable import Program, Workers
-
-CODE = r"""
-import asyncio, os, re, signal, sys, time
-from fractions import Fraction
-print("imported")
-CALLS = []
-FACTOR = 2.0
-
-def lengths(completions, **columns):
-    return [float(len(c)) for c in completions]
-
-def counted(completions):
-    CALLS.append(1)
-    return [float(len(CALLS))] * len(completions)
-
-def shared(completions):
-    return [len(CALLS) * FACTOR] * len(completions)
-
-async def judged(completions, answer, **columns):
-    await asyncio.sleep(0.01)
-    return [float(c == a) for c, a in zip(completions, answer)]
-
-async def together(completions):
-    CALLS.append("in")
-    while CALLS.count("in") < 2:
-        await asyncio.sleep(0.01)
-    return [1.0] * len(completions)
-
-def partly(completions):
-    return [None, "x", float("nan"), 1e300, 0.25][: len(completions)]
-
-def logs(completions, log_extra, log_metric, trainer_state):
-    log_extra("seen", [{1, 2}, Fraction(1, 2), object()][: len(completions)])
-    log_metric("step", trainer_state.global_step)
-    return [0.5] * len(completions)
-
-def changes(prompts, completions, completion_ids):
-    prompts.clear(), completion_ids.clear()
-    return [1.0] * len(completions)
-
-def raises(completions):
-    raise ValueError("of the user's")
-
-def exits(completions):
-    raise SystemExit(3)
-
-def wrong_length(completions):
-    return [1.0]
-
-def first(completion):
-    return [1.0]
-
-def by_text(completions):
-    for text in completions:
-        if text == "backtracks":
-            re.match(r"(a+)+$", "a" * 60 + "b")
-        if text == "exits":
-            os._exit(0)
-        if text == "crashes":
-            signal.raise_signal(signal.SIGSEGV)  # of this thread, which does not go on
-        if text == "eats":
-            held = bytearray(3 << 30)
-        if text == "sleeps":
-            time.sleep(60)
-        if text == "is killed once" and not os.path.exists("killed"):
-            open("killed", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if text == "is killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-    return [1.0] * len(completions)
-
-async def by_text_later(completions):
-    await asyncio.sleep(0.2)
-    return by_text(completions)
-
-async def held(completions):
-    if completions[0] == "backtracks":
-        re.match(r"(a+)+$", "a" * 60 + "b")
-    return [1.0] * len(completions)
-
-def process(completions, log_extra):
-    log_extra("process", [os.getpid()] * len(completions))
-    print("printed", flush=True)
-    return [1.0] * len(completions)
-"""
-
-Make = Callable[..., RewardSet]
+from tunesmith.types import Status
 
 
 @pytest.fixture(params=["thread", "process"])
@@ -115,37 +25,9 @@ def isolation(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    (tmp_path / "code.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
-    made: list[RewardSet] = []
-
-    def rewards(*names: str, isolation: str = "process", **keys: Any) -> RewardSet:
-        section = RewardSection(functions=tuple(f"code.py:{n}" for n in names), isolation=isolation, **keys)  # type: ignore[arg-type]
-        made.append(load_rewards(section, tmp_path))
-        return made[-1]
-
-    yield rewards
-    for one in made:
-        one.close()
-
-
-def rollouts(texts: Sequence[str], **columns: Any) -> list[Rollout]:
-    made = [Rollout(Task(f"t{i}", "q", (1, 5), columns)) for i in range(len(texts))]
-    for rollout in made:
-        rollout.observe((1, 5))
-        rollout.act(Completion([7, 2], [0.0, 0.0], [0, 0], "stop"))
-    return made
-
-
-def score(rewards: RewardSet, *calls: Sequence[str], **columns: Any) -> list[Rollout]:
-    """All calls at once; each is one of a group."""
-    made = [(rollouts(texts, **columns), texts) for texts in calls]
-
-    async def run() -> None:
-        await asyncio.gather(*(rewards.score(played, texts) for played, texts in made))
-
-    asyncio.run(run())
-    return [r for played, _ in made for r in played]
+    with loading(tmp_path) as rewards:
+        yield rewards
 
 
 def test_scores_weights_and_what_does_not_apply(make: Make, isolation: str) -> None:
@@ -208,24 +90,6 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, isolation: st
         load_rewards(RewardSection(functions=("bad.py:f",), isolation=isolation), tmp_path)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["by_text", "by_text_later"])
-def test_what_would_end_the_run_ends_its_own_call(make: Make, name: str) -> None:
-    rewards = make(name, timeout=2.5, memory="1GB")
-    expected = {
-        "fine": (Status.OK, ""),
-        "backtracks": (Status.TIMED_OUT, "2.5 s"),
-        "exits": (Status.REWARD_FAILED, "exit code 0"),
-        "crashes": (Status.REWARD_FAILED, "SIGSEGV"),
-        "eats": (Status.REWARD_FAILED, "MemoryError"),
-        "is killed once": (Status.OK, ""),
-        "is killed": (Status.REWARD_FAILED, "SIGKILL"),
-    }
-    found = score(rewards, *([text, "fine"] for text in expected))
-    for place, (status, words) in enumerate(expected.values()):
-        for rollout in found[2 * place : 2 * place + 2]:
-            assert rollout.status is status and words in str(rollout.error), rollout.error
-
-
 def test_a_file_that_ends_its_process_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import os\ndef f(completions): ...\nos._exit(0)\n")
     with pytest.raises(ConfigError, match="exit code 0"):
@@ -258,47 +122,3 @@ def test_a_worker_killed_between_calls_is_replaced(make: Make) -> None:
     os.kill(int(one.metrics["process"]), signal.SIGKILL)
     (two,) = score(rewards, ["a"])
     assert two.status is Status.OK and two.metrics["process"] != one.metrics["process"]
-
-
-def test_a_worker_that_reads_nothing_holds_up_nobody(make: Make) -> None:
-    rewards = make("held", timeout=1.5)
-    found = score(rewards, ["backtracks"], *(["x" * 300_000] for _ in range(4)))
-    assert [r.status for r in found] == [Status.TIMED_OUT, *[Status.OK] * 4]
-
-
-NETWORK = """
-import os, threading, torch
-imported_in = os.getpid()
-assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
-torch.set_num_threads(2)
-torch.randn(2_000_000).exp().sum()  # starts OpenMP's threads
-
-def judged(completions, log_extra):
-    torch.randn(2_000_000).exp().sum()
-    log_extra("here", [float(os.getpid() == imported_in)] * len(completions))
-    log_extra("threads", [float(torch.get_num_threads())] * len(completions))
-    return [1.0] * len(completions)
-"""
-
-
-def test_a_network_that_is_loaded_with_the_file_computes(tmp_path: Path) -> None:
-    (tmp_path / "network.py").write_text(NETWORK)
-    section = RewardSection(functions=("network.py:judged",), isolation="process", timeout=20)
-    rewards = load_rewards(section, tmp_path)
-    (one,) = score(rewards, ["a"])
-    rewards.close()
-    assert one.status is Status.OK, one.error
-    assert one.metrics == {"here": 1.0, "threads": 2.0}  # loaded once, and used with all threads
-
-
-def test_a_fork_computes_without_the_threads_of_its_parent(tmp_path: Path) -> None:
-    (tmp_path / "network.py").write_text(NETWORK)
-    (tmp_path / "program.py").write_text(
-        "import sys\nclass Program:\n    def __init__(self, place):\n        sys.path.insert(0, place)\n"
-        "        import network\n        self.network = network\n"
-        "    def __call__(self):\n        return self.network.judged(['a'], lambda *_: None)\n"
-    )
-    workers = Workers(Program(tmp_path / "program.py", "Program", arguments=(str(tmp_path),)))
-    assert workers.server().forks
-    assert workers.take().ask().result(20) == [1.0]
-    workers.close()

@@ -9,6 +9,7 @@ import pytest
 
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
+from tool_calls import call, said
 from tunesmith.environments.tools import (
     BadCall,
     Parse,
@@ -130,23 +131,6 @@ def untyped(a):
     """
 '''
 ALL = ("env.py:add", "env.py:divide", "env.py:hang", "env.py:pairs")
-
-
-def call(name: str, **arguments: Any) -> str:
-    import json
-
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def said(turns: list[str]) -> Any:
-    """A policy that says these turns, and at last what it heard last."""
-
-    def policy(text: str) -> str:
-        number = text.count("<|im_start|>assistant") - 1
-        heard = text.rsplit("<tool_response>\n", 1)[-1].split("\n</tool_response>")[0]
-        return (turns[number] if number < len(turns) else heard) + "<|im_end|>"
-
-    return policy
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
-"""Conversations to text through the tokenizer's chat template, and which characters the assistant wrote.
+"""Conversations as text through the tokenizer's chat template, with the characters that the assistant wrote.
 
-A turn is learned exactly as it would be sampled: in the context that the template renders before it, from the
-end of the generation prompt to the end-of-turn token. Where a template renders an earlier turn differently
-once the conversation goes on (Qwen3 strips its thinking, Mistral moves the system prompt), one text cannot
-hold both turns as they were sampled, so the conversation becomes several texts, each turn learned once.
+A turn is learned exactly as it is sampled: in the context that the template renders before it, from the end of the
+generation prompt to the end-of-turn token. A template may render an earlier turn differently once the conversation
+continues (Qwen3 strips its thinking, Mistral moves the system prompt). One text then cannot hold both turns as they
+were sampled, so the conversation becomes several texts, and each turn is learned once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tunesmith.errors import ConfigError, DataError
 from tunesmith.types import Message
 
 OPENING = 40
-"""Characters at the end of a generation prompt with which a turn's content may begin."""
+"""A turn's content may begin with up to so many characters from the end of the generation prompt."""
 MOST_TURNS = 500
-"""Assistant turns of one conversation that are learned; the work grows with their square."""
+"""Limit of learned assistant turns per conversation; the work grows with their square."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -36,17 +36,17 @@ class Rendered:
 
 
 def is_learned(message: Message) -> bool:
-    """Whether a message is an assistant's, and not left out by a ``weight`` of 0."""
+    """Whether a message is an assistant's without a ``weight`` of 0."""
     return message["role"] == "assistant" and message.get("weight", 1) != 0
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A tokenizer's chat template and what was found out about it by rendering probes."""
+    """A tokenizer's chat template and its properties, found by rendering probes."""
 
     tokenizer: Tokenizer
     marks_assistant: bool
-    """The template says itself what the assistant writes, by ``{% generation %}``."""
+    """The template marks the assistant's text with ``{% generation %}``."""
     has_generation_prompt: bool
     takes_tools: bool
     special: tuple[str, ...]
@@ -54,11 +54,11 @@ class ChatTemplate:
     options: Mapping[str, Any]
     """``data.chat_template_kwargs``: variables that every rendering sets."""
     turn_end: str | None
-    """What stands after an assistant's content when the turn is the last; None if it was not found."""
+    """The text after the content of a last assistant turn; None if it could not be determined."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """Probe the template of ``tokenizer``; a ConfigError where it has none, or no use for its ``options_of``."""
+        """Probe the template of ``tokenizer``; a ConfigError if it has none, or does not read its ``options_of``."""
         if not tokenizer.chat_template:
             raise ConfigError(
                 "this tokenizer has no chat template. Name a template file with model.chat_template, or "
@@ -80,12 +80,12 @@ class ChatTemplate:
         return replace(plain, turn_end=plain.probe_turn_end())
 
     def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
-        """The template with further variables set; a ConfigError for one that it does not read."""
+        """The template with further variables; a ConfigError for one that it does not read."""
         check_options(options, self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map)
         return replace(self, options={**self.options, **options})
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
-        """The conversation as text; with ``prompt``, up to where the assistant begins to write.
+        """The conversation as text; with ``prompt``, up to the start of the assistant's turn.
 
         Raises:
             DataError: the template refuses the conversation, or has no place for the tools.
@@ -99,7 +99,7 @@ class ChatTemplate:
 
     @contextmanager
     def _refusing(self, messages: Sequence[Message]) -> Generator[None]:
-        """A template may raise anything, on purpose or by accident: a DataError."""
+        """Turn any exception of a template into a DataError."""
         try:
             yield
         except Exception as error:
@@ -107,9 +107,9 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses this conversation ({roles}): {error}") from error
 
     def whole(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
-        """As ``render``, and a DataError where something that a message says is lost.
+        """As ``render``, with a DataError if a part of a message is lost.
 
-        What the assistant thought may be: many templates leave out the thinking of earlier turns on purpose.
+        The assistant's thinking may be lost: many templates leave out that of earlier turns on purpose.
         """
         text = self.render(messages, tools, prompt=prompt)
         self._check_kept(messages, text, tools, prompt=prompt)
@@ -118,32 +118,31 @@ class ChatTemplate:
     def _check_kept(self, messages: Sequence[Message], text: str, tools: list[Any] | None, *, prompt: bool) -> None:
         squashed, place = _squash(text), 0
         for number, message in enumerate(messages, 1):
-            said, role = _squash(message["content"]), message["role"]
+            content, role = _squash(message["content"]), message["role"]
             if role not in ("system", "developer", "user"):
                 continue
-            found = squashed.find(said, place)  # messages stand in their order, but for what a template moves
-            if found < 0 and said not in squashed:
+            found = squashed.find(content, place)  # in order, except for messages that a template moves
+            if found < 0 and content not in squashed:
                 raise DataError(
                     f"the chat template leaves out message {number} ({role}: {_short(message['content'])}); put it "
                     "into another message, or name another template with model.chat_template"
                 )
-            place = found + len(said) if found >= 0 else place
+            place = found + len(content) if found >= 0 else place
         self._check_parts(messages, tools, prompt=prompt)
 
     def _check_parts(
         self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False, turn: bool = False
     ) -> None:
-        """A DataError where tool calls, tools' answers or names leave no trace in the text.
+        """A DataError if tool calls, tools' answers or names are missing from the text, as probes in them show.
 
-        Each is told by a probe put into it. Only of the last message, with its thinking, where that is the ``turn``
-        to be learned.
+        With ``turn``, checks only the last message and its thinking: the turn to learn.
         """
         probed, probes = with_probes(messages, turn=turn)
         if not probes:
             return
         try:
             text = self.render(probed, tools, prompt=prompt)
-        except DataError:  # it looks so closely that it does not take the probe for what it stands for
+        except DataError:  # the template rejects the probes themselves
             return
         for probe, (number, what) in probes.items():
             if probe not in text:
@@ -153,7 +152,7 @@ class ChatTemplate:
                 )
 
     def probe_turn_end(self) -> str | None:
-        """What the template writes after the content of a last assistant turn."""
+        """The text that the template writes after the content of a last assistant turn."""
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
         try:
             text = self.render(messages)
@@ -163,8 +162,9 @@ class ChatTemplate:
 
     @property
     def stop_marker(self) -> str:
-        """What of ``turn_end`` is learned: blanks and the first special token, and what follows it at once up to the
-        tokenizer's EOS (Cohere ends the answer and then the turn); all of it if it has no special token."""
+        """The part of ``turn_end`` that is learned: white space and the first special token, and special tokens right
+        after it up to the tokenizer's EOS (Cohere ends the answer and then the turn); all of it without a special
+        token."""
         tail = self.turn_end or ""
         rest = tail.lstrip()
         eos = str(self.tokenizer.special_tokens_map.get("eos_token", ""))
@@ -178,11 +178,11 @@ class ChatTemplate:
 
     @property
     def ends_turns(self) -> bool:
-        """Whether a special token ends the assistant's turn, so that a policy can learn to stop."""
+        """Whether a special token ends the assistant's turn, so that the policy can learn to stop."""
         return self.stop_marker.lstrip().startswith(self.special)
 
     def check_system(self) -> None:
-        """Refuse (ConfigError) a template that refuses a system message, or leaves it out without a word."""
+        """Refuse (ConfigError) a template that refuses a system message or silently leaves it out."""
         messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "x"}]
         try:
             self.whole(messages, prompt=True)
@@ -194,27 +194,27 @@ class ChatTemplate:
     def learned(self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0) -> list[Rendered]:
         """Texts in which each assistant turn from message ``first`` on is learned exactly once.
 
-        One text, where the template renders earlier turns as they were; more, where it does not.
+        One text if the template renders earlier turns unchanged, else several.
 
         Raises:
-            DataError: the template renders a turn so that it cannot be told what the assistant wrote.
+            DataError: the assistant's text in a turn cannot be determined from the rendering.
         """
         turns = [i for i in range(first, len(messages)) if is_learned(messages[i])]
         if len(turns) > MOST_TURNS:
             raise DataError(
-                f"the conversation has {len(turns)} assistant turns, each rendered with all that came before it: "
-                f"at most {MOST_TURNS} can be learned; make several conversations of it"
+                f"the conversation has {len(turns)} assistant turns, each rendered with all messages before it: "
+                f"at most {MOST_TURNS} can be learned; split it into several conversations"
             )
         own = {i: self._turn(messages[: i + 1], tools) for i in turns}
         if turns:
             self._check_kept(messages[: turns[-1]], own[turns[-1]].text, tools, prompt=True)
-        made: list[Rendered] = []
+        texts: list[Rendered] = []
         while turns:
             text = own[turns[-1]].text
             held = [i for i in turns if text.startswith(own[i].text[: own[i].spans[-1][1]])]
-            made.append(Rendered(text, tuple(span for i in held for span in own[i].spans)))
+            texts.append(Rendered(text, tuple(span for i in held for span in own[i].spans)))
             turns = [i for i in turns if i not in held]
-        return made[::-1]
+        return texts[::-1]
 
     def _turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
         """A conversation that ends with an assistant turn, with the spans of that turn alone."""
@@ -231,9 +231,9 @@ class ChatTemplate:
         return rendered
 
     def _found(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
-        """The turn's span from rendering: after the generation prompt, up to the end-of-turn token."""
+        """The turn's span between the generation prompt and the end-of-turn token, found by rendering."""
         if len(messages) == 1:
-            raise DataError("the conversation begins with the assistant, so nothing asks for that turn")
+            raise DataError("the conversation begins with the assistant, so that turn has no prompt")
         before = self.render(messages[:-1], tools, prompt=True)
         text = self.render(messages, tools)
         number = len(messages)
@@ -259,8 +259,8 @@ class ChatTemplate:
         return Rendered(text, ((len(before), self._end_of_turn(text, number)),))
 
     def _opened(self, before: str, opening: str, message: Message) -> Rendered | None:
-        """A turn whose content begins with what the generation prompt ends with (DeepSeek's ``<think>``), where the
-        template leaves that out of what it renders: as it is sampled, behind the generation prompt."""
+        """A turn whose content begins with the end of the generation prompt (DeepSeek's ``<think>``), which the
+        template drops from the rendered turn: rendered here as it is sampled, after the generation prompt."""
         content = message["content"].lstrip()
         if not opening or not content.startswith(opening) or self.turn_end is None or message.get("tool_calls"):
             return None
@@ -268,32 +268,32 @@ class ChatTemplate:
         return Rendered(text, ((len(before), len(text) - len(self.turn_end) + len(self.stop_marker)),))
 
     def _end_of_turn(self, text: str, number: int) -> int:
-        """Where the turn that ends ``text`` stops being the assistant's writing."""
+        """The end of the assistant's text in the turn that ends ``text``."""
         if self.turn_end is not None and text.endswith(self.turn_end):
             return len(text) - len(self.turn_end) + len(self.stop_marker)
         body = text.rstrip()
         if body.endswith(self.special):
             return len(body)
         raise DataError(
-            f"the chat template ends the assistant's turn in message {number} in a way of its own "
-            f"({_short(text[-40:])}), so it cannot be told where the turn ends. Name a template with "
+            f"the chat template ends the assistant's turn in message {number} in an unknown way "
+            f"({_short(text[-40:])}), so the end of the turn cannot be determined. Name a template with "
             "{% generation %} tags with model.chat_template"
         )
 
     def _marked(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
-        """The turn's spans as the template's ``{% generation %}`` tags mark them."""
+        """The turn's spans according to the template's ``{% generation %}`` tags."""
         from transformers.utils import chat_template_utils
 
         before = self.render(messages[:-1], tools) if len(messages) > 1 else ""
         with self._refusing(messages):
-            made: Any = chat_template_utils.render_jinja_template(
+            rendered: Any = chat_template_utils.render_jinja_template(
                 conversations=[list(messages)],
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(tools=tools),
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self.options},
             )
-        text, marks = made[0][0], made[1][0]
+        text, marks = rendered[0][0], rendered[1][0]
         same = common_length(before, text)
         spans = tuple((a, b) for a, b in marks if a >= same and b > a)
         if not spans:
@@ -305,8 +305,8 @@ class ChatTemplate:
 
 
 def _holds(written: str, content: str, before: str) -> bool:
-    """Whether a turn says ``content``: ``written`` has all of it, or goes on with it where the generation prompt, which
-    ends with ``before``, has begun it. All without blanks."""
+    """Whether a turn contains ``content``: ``written`` has all of it, or continues it after the part at the end of
+    ``before``, the generation prompt. All arguments are without white space."""
     return content in written or any(
         before.endswith(content[:length]) and written.startswith(content[length:])
         for length in range(min(len(content), OPENING), 0, -1)
@@ -314,9 +314,9 @@ def _holds(written: str, content: str, before: str) -> bool:
 
 
 def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
-    """The token that ends an assistant's turn in this tokenizer's chat template, if it writes one.
+    """The token that ends an assistant's turn in this tokenizer's chat template, if there is one.
 
-    An engine has to stop there, whatever the tokenizer calls its EOS.
+    Engines must stop at it even if the tokenizer's EOS is another token.
     """
     if not tokenizer.chat_template:
         return None

@@ -1,4 +1,4 @@
-"""What a chat template does with parts of a message, found by probes in them, and which variables it reads."""
+"""Probes that show whether a chat template writes all parts of a message, and the variables that it reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunesmith.types import Message
 PROBE = "Zq7Probe"
 TOOL_ROLES = ("tool", "function", "ipython")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys in which data holds what the assistant thought, by the custom of several makers."""
+"""Keys that hold the assistant's thinking in data of several vendors."""
 GIVEN = (
     "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
     "continue_final_message",
@@ -23,17 +23,17 @@ GIVEN = (
 
 
 def with_probes(messages: Sequence[Message], *, turn: bool) -> tuple[list[Message], dict[str, tuple[int, str]]]:
-    """The messages with a probe in each part besides ``content``; for each probe the message's number and the part."""
+    """The messages with a probe in each part besides ``content``, and each probe's message number and part."""
     probes: dict[str, tuple[int, str]] = {}
-    made = list(messages)
+    probed = list(messages)
 
     def probe(number: int, what: str) -> str:
         text = f"{PROBE}{len(probes)}q"
         probes[text] = (number, what)
         return text
 
-    for place in [len(made) - 1] if turn else range(len(made)):
-        message, number = made[place], place + 1
+    for place in [len(probed) - 1] if turn else range(len(probed)):
+        message, number = probed[place], place + 1
         changed: Message = {}
         if message["role"] in TOOL_ROLES:
             changed["content"] = message["content"] + probe(number, "the tool's answer")
@@ -46,12 +46,12 @@ def with_probes(messages: Sequence[Message], *, turn: bool) -> tuple[list[Messag
         if isinstance(calls, list) and calls:
             changed["tool_calls"] = [_probed_call(call, partial(probe, number)) for call in calls]
         if changed:
-            made[place] = {**message, **changed}
-    return made, probes
+            probed[place] = {**message, **changed}
+    return probed, probes
 
 
 def _probed_call(call: Any, probe: Callable[[str], str]) -> Any:
-    """A tool call with a probe in its name and one in its arguments, if it has any."""
+    """A tool call with a probe in its name and, if it has arguments, one in them."""
     outer: Any = call
     inner = outer["function"] if isinstance(outer, Mapping) and isinstance(outer.get("function"), Mapping) else outer
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
@@ -67,12 +67,12 @@ def _probed_call(call: Any, probe: Callable[[str], str]) -> Any:
 
 
 def options_of(tokenizer: Tokenizer) -> Mapping[str, Any]:
-    """The variables that a run's ``data.chat_template_kwargs`` has put beside its tokenizer's template."""
+    """The variables of ``data.chat_template_kwargs``, which are stored with the tokenizer."""
     return getattr(tokenizer, "chat_template_kwargs", None) or {}
 
 
 def check_options(options: Mapping[str, Any], source: str, tokens: Iterable[str]) -> Mapping[str, Any]:
-    """``options``; a ConfigError for one that the template does not read, or that is not the user's to set."""
+    """``options``; a ConfigError for one that the template does not read or that the rendering itself sets."""
     if not options:
         return options
     from jinja2 import Environment, TemplateError, meta

@@ -1,4 +1,4 @@
-"""Items in a seeded order whose place can be saved, from one source or a weighted mixture."""
+"""Items in a seeded order whose position can be saved, from one source or a weighted mixture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Items ``[start, stop)`` of the list belong to one source of a mixture."""
+    """Items ``[start, stop)`` of the list, which belong to one source of a mixture."""
 
     name: str
     start: int
@@ -28,12 +28,11 @@ class Part:
 
 
 class Loader(Generic[T]):
-    """Draws items for ever, epoch after epoch.
+    """Draws items without end, epoch after epoch.
 
-    Each part goes through its own items in its own order, shuffled anew in each epoch by
-    ``(seed, part, epoch)`` alone. With several parts, draw ``k`` comes from a part chosen by ``(seed, k)``
-    with probability ``weight / sum of weights``. No global random state is read or changed, so the order
-    is a function of the seed and the position, and the position is all that has to be saved.
+    Each part is shuffled in each epoch by ``(seed, part, epoch)``. With several parts, draw ``k`` comes from a part
+    chosen by ``(seed, k)`` with probability ``weight / sum of weights``. No global random state is read or changed:
+    the order is a function of the seed and the position, and only the position needs to be saved.
 
     Example:
         >>> loader = Loader(["a", "b", "c"], batch_size=2, shuffle=False)
@@ -74,11 +73,11 @@ class Loader(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Whole passes so far: over the slowest part of a mixture."""
+        """Complete passes so far, of the slowest part of a mixture."""
         return min(taken // len(part) for taken, part in zip(self._taken, self.parts, strict=True))
 
     def next_batch(self, n: int | None = None) -> list[T]:
-        """The next ``n`` items (``batch_size`` by default). A batch may reach into the next epoch."""
+        """The next ``n`` items (``batch_size`` by default). A batch may extend into the next epoch."""
         return [self._draw() for _ in range(self.batch_size if n is None else n)]
 
     def _draw(self) -> T:
@@ -103,7 +102,7 @@ class Loader(Generic[T]):
         return order
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in. Goes into JSON as it is."""
+        """The position and the identity of the data, as JSON values."""
         return {
             "taken": list(self._taken),
             "seed": self.seed,
@@ -113,13 +112,13 @@ class Loader(Generic[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken.
+        """Continue from the position in ``state``.
 
         Raises:
-            CheckpointError: the data, the mixture, the seed or shuffling is another one than then.
+            CheckpointError: the data, the mixture, the seed or shuffling has changed since.
         """
-        mine = self.state_dict()
-        missing = [key for key in mine if key not in state]
+        current = self.state_dict()
+        missing = [key for key in current if key not in state]
         if missing:
             raise CheckpointError(f"the saved data position has no '{missing[0]}'.")
         for key, what in (
@@ -128,9 +127,9 @@ class Loader(Generic[T]):
             ("seed", "data.seed has changed"),
             ("shuffle", "data.shuffle has changed"),
         ):
-            if state[key] != mine[key]:
+            if state[key] != current[key]:
                 raise CheckpointError(
-                    f"cannot continue: {what} since the checkpoint (then {state[key]}, now {mine[key]}). "
+                    f"cannot continue: {what} since the checkpoint (then {state[key]}, now {current[key]}). "
                     "Restore it, or start a new run from the checkpoint's model."
                 )
         taken = state["taken"]

@@ -1,7 +1,7 @@
-"""From lines that judge to what reward models and preference losses learn from.
+"""Samples for reward models and preference losses: pairs, judged answers, answers in steps.
 
-Tokenized once, as in supervised training: an answer after its prompt, up to and with its EOS or end-of-turn token;
-nothing of the template's after that.
+Tokenized once, as in supervised training: an answer after its prompt, up to and including its EOS or end-of-turn token,
+without the template's text after that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An answer in steps. After token ``marks[k]``, the last of a separator, step ``k`` is judged."""
+    """An answer in steps. Step ``k`` is judged after token ``marks[k]``, the last token of its separator."""
 
     token_ids: list[int]
     marks: tuple[int, ...]
@@ -59,7 +59,7 @@ def load_pairs(
         shape: what a sequence becomes for the model that judges it.
 
     Raises:
-        DataError: nothing usable, or a bad or too long line that is not to be skipped.
+        DataError: nothing is usable, or a line is bad or too long and not to be skipped.
         ConfigError: a setting does not apply to this data or tokenizer.
     """
     items: list[tuple[int, Comparison]] = []
@@ -109,10 +109,10 @@ def load_judged(section: DataSection, source: Sources, tokenizer: Tokenizer) -> 
 def load_steps(
     section: DataSection, source: Sources, tokenizer: Tokenizer, separator: str, marks: tuple[str, str] = ("+", "-")
 ) -> Prepared[Solution]:
-    """Answers in steps, ``separator`` after each, plain after the prompt as a policy would write them.
+    """Answers in steps with a ``separator`` after each, appended to the prompt as a policy would write them.
 
     Args:
-        marks: what stands for a good and for a bad step where the data has separators and labels in texts.
+        marks: the labels of a good and of a bad step in data with separators and labels in its texts.
 
     Raises:
         DataError, ConfigError: as ``load_pairs``.
@@ -120,11 +120,11 @@ def load_steps(
     found = Reading.of(section, source, tokenizer, "steps")
     report = found.report
 
-    def told(example: Example) -> tuple[Example, str, list[Span]]:
+    def rendered_steps(example: Example) -> tuple[Example, str, list[Span]]:
         stepped = with_steps(example, separator, marks)
         return stepped, *_steps_text(section, stepped, found.template, separator)
 
-    rendered = found.each(told)
+    rendered = found.each(rendered_steps)
     encoded = encode_with_offsets(tokenizer, [text for _, (_, text, _) in rendered])
     items: list[tuple[int, Solution]] = []
     for (_, (example, text, spans)), joint in zip(rendered, encoded, strict=True):
@@ -145,7 +145,7 @@ def load_steps(
 
 
 def _sequences(found: Reading) -> Iterator[tuple[Example, list[Sample]]]:
-    """Every usable example with its answer, or the preferred one and the other, as samples; the rest is counted."""
+    """Every usable example with the samples of its answers: one, or the preferred and the rejected one."""
 
     def texts_of(example: Example) -> list[Rendered]:
         answers = [answer for answer in (example.completion, example.rejected) if answer is not None]
@@ -166,12 +166,12 @@ def _sequences(found: Reading) -> Iterator[tuple[Example, list[Sample]]]:
 
 
 def one_text(section: DataSection, example: Example, answer: Prompt, template: ChatTemplate | None) -> Rendered:
-    """Prompt and answer as one text (else a DataError), with the spans of what the assistant wrote in the answer."""
+    """Prompt and answer as one text with the spans that the assistant wrote in the answer, else a DataError."""
     texts = learned_texts(section, replace(example, completion=answer), template)
     if len(texts) > 1:
         raise DataError(
             "the chat template renders earlier turns differently once the conversation goes on, so an answer of "
-            "several turns is no single sequence; give each turn a line of its own"
+            "several turns is not a single sequence; give each turn its own line"
         )
     return texts[0]
 
@@ -194,15 +194,15 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Example:
-    """A text with separators in it, as Math-Shepherd has them, taken apart; another example as it is.
+    """The steps of a text with separators in Math-Shepherd's form; any other example unchanged.
 
-    DataError where separators and labels do not agree.
+    DataError if separators and labels do not match.
     """
     if example.text is None or example.tags is None:
         return example
     *steps, rest = example.text.split(separator)
     if not steps:
-        raise DataError(f"the separator {separator!r} (prm.separator) does not stand in the text")
+        raise DataError(f"the separator {separator!r} (prm.separator) is not in the text")
     if rest.strip() or not all(steps):
         raise DataError("every separator has to end a step, and nothing may come after the last")
     tags = _tags_in(example.tags, steps, marks) if isinstance(example.tags, str) else example.tags
@@ -217,7 +217,7 @@ def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Exam
 
 
 def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[str]:
-    """The labels that stand in a copy of the text where the separators do."""
+    """The labels in a copy of the text that has them in place of separators."""
     found: list[str] = []
     for number, step in enumerate(steps, 1):
         labelled = labelled[len(step) :] if labelled.startswith(step) else ""
@@ -232,7 +232,7 @@ def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[st
 def _steps_text(
     section: DataSection, example: Example, template: ChatTemplate | None, separator: str
 ) -> tuple[str, list[Span]]:
-    """Prompt and steps as one text, and where the separators stand in it."""
+    """Prompt and steps as one text, and the spans of the separators."""
     assert example.prompt is not None
     text = cast("str", example.prompt)
     if template is not None:

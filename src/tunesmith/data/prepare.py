@@ -1,6 +1,6 @@
 """From a ``[data]`` section to tasks (reinforcement learning) and samples (supervised training).
 
-``load_tasks`` and ``load_samples`` read, detect, convert, tokenize once and report what became of every line.
+``load_tasks`` and ``load_samples`` read, detect the format, convert, tokenize once, and report every line's outcome.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SampleSet = Prepared[Sample]
 
 
 def peek(section: DataSection, source: Sources, goal: Goal, *, hub: bool = True) -> list[str]:
-    """One sentence per source: its format. Reads no further than the first usable line; needs no tokenizer.
+    """One sentence per source: its format. Reads up to the first usable line and needs no tokenizer.
 
     Args:
-        hub: also look at data sets of the hub, which are fetched for that.
+        hub: also fetch and read data sets of the hub.
 
     Raises:
         DataError: a source is missing, empty or has no usable line.
@@ -53,12 +53,14 @@ def load_tasks(
 ) -> TaskSet:
     """Tasks for reinforcement learning, each prompt tokenized once.
 
-    A prompt that is a conversation, or text where ``data.chat`` says so, goes through the chat template up
-    to where the assistant begins; other text gets what the tokenizer puts before a text (BOS). ``tools_of`` gives the
-    tools of whoever plays a line; without any, the line's own are in its prompt.
+    A prompt that is a conversation, or text if ``data.chat`` is set, goes through the chat template up to the start of
+    the assistant's turn; other text gets the tokenizer's leading tokens (BOS).
+
+    Args:
+        tools_of: the tools of a line's environment; if it has none, the line's own are in its prompt.
 
     Raises:
-        DataError: nothing usable, or a bad or too long line that is not to be skipped.
+        DataError: nothing is usable, or a line is bad or too long and not to be skipped.
         ConfigError: a setting does not apply to this data or tokenizer.
     """
     found = Reading.of(section, source, tokenizer, "rl")
@@ -74,18 +76,18 @@ def load_tasks(
             continue
         prompt, ids = fitted
         if isinstance(example.prompt, str) and isinstance(prompt, list):
-            # Rewards see a prompt in the shape that it has in the data.
+            # Rewards get a prompt in the form that it has in the data.
             prompt = prompt[-1]["content"]
         tasks.append((example.source, Task(example.id, prompt, tuple(ids), example.columns)))
     return found.prepared(tasks)
 
 
 def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) -> SampleSet:
-    """Samples for supervised training: token ids, and which of them are learned.
+    """Samples for supervised training: token ids and a mask of the learned ones.
 
-    By format: all of a text and its EOS; a completion and its EOS or end-of-turn token; every assistant turn
-    with its end-of-turn token. ``data.loss_on`` overrides. A conversation whose template rewrites earlier
-    turns becomes several samples, each assistant turn learned once (see ``data.chat``).
+    Learned are, by format: all of a text and its EOS; a completion and its EOS or end-of-turn token; every assistant
+    turn with its end-of-turn token. ``data.loss_on`` overrides this. A conversation whose template rewrites earlier
+    turns becomes several samples, and each assistant turn is learned once (see ``data.chat``).
 
     Raises:
         DataError, ConfigError: as ``load_tasks``.

@@ -1,4 +1,4 @@
-"""Examples as text: prompts as the policy sees them, answers and which characters of them are learned."""
+"""Examples as text: prompts as the policy gets them, and answers with the characters that are learned."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Shots = Sequence[tuple[str, str]]
 
 
 def choose_template(section: DataSection, tokenizer: Tokenizer, examples: list[Example]) -> ChatTemplate | None:
-    """The chat template to use, or None where prompts are plain text.
+    """The chat template to use, or None if prompts are plain text.
 
-    ConfigError where the settings, the data and the tokenizer do not go together.
+    ConfigError if the settings, the data and the tokenizer do not fit together.
     """
     talks = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
     if talks is not None and section.chat is False:
@@ -47,7 +47,7 @@ def choose_template(section: DataSection, tokenizer: Tokenizer, examples: list[E
 
 
 def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
-    """A prompt as messages. A conversation that has a system message keeps its own."""
+    """A prompt as messages, with the system prompt. A conversation with a system message keeps its own."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if section.system_prompt is None or any(message["role"] == "system" for message in messages):
         return messages
@@ -55,7 +55,7 @@ def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
 
 
 def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Report) -> None:
-    """Say so when what is learned never ends with a token to stop at."""
+    """Note in the report if the learned text never ends with a token to stop at."""
     marker = template.stop_marker
     if not template.ends_turns:
         report.note("The chat template ends assistant turns with no special token: the model does not learn to stop.")
@@ -96,24 +96,24 @@ def learned_texts(section: DataSection, example: Example, template: ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """Makes the token ids that ``load_tasks`` makes: once through the chat template, or plain text after BOS."""
+    """Encodes prompts as ``load_tasks`` does: through the chat template, or as plain text after BOS."""
 
     section: DataSection
     tokenizer: Tokenizer
     template: ChatTemplate | None
     separator: str = ""
-    """After each worked example of a plain text prompt."""
+    """Text after each worked example of a plain text prompt."""
 
     @classmethod
     def of(
         cls, section: DataSection, tokenizer: Tokenizer, prompts: Sequence[Prompt], separator: str = ""
     ) -> PromptEncoder:
-        """For these prompts, which decide whether the chat template is used; see ``choose_template``."""
+        """An encoder for these prompts, which determine whether the chat template is used (``choose_template``)."""
         examples = [Example(f"prompt {i}", "", prompt=prompt) for i, prompt in enumerate(prompts)]
         return cls(section, tokenizer, choose_template(section, tokenizer, examples), separator)
 
     def as_seen(self, prompt: Prompt) -> Prompt:
-        """Messages, a system message before them, where there is a chat template."""
+        """The prompt as messages with the system prompt if there is a chat template, else unchanged."""
         return with_system(self.section, prompt) if self.template else prompt
 
     def ids(self, prompt: Prompt, tools: list[Any] | None = None, shots: Shots = ()) -> list[int]:
@@ -121,17 +121,17 @@ class PromptEncoder:
         return self.encode([self.text(prompt, tools, shots)])[0]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of what ``text`` made; plain text gets what the tokenizer puts before a text (BOS)."""
-        made = encode(self.tokenizer, texts)
+        """Token ids of results of ``text``; plain text gets the tokenizer's leading tokens (BOS)."""
+        encoded = encode(self.tokenizer, texts)
         if self.template is not None:
-            return made
+            return encoded
         leading = leading_ids(self.tokenizer)
-        return [with_leading(leading, ids) for ids in made]
+        return [with_leading(leading, ids) for ids in encoded]
 
     def text(self, prompt: Prompt, tools: list[Any] | None = None, shots: Shots = ()) -> str:
-        """A prompt up to where the assistant begins to write; a DataError where the template refuses it.
+        """A prompt up to the start of the assistant's turn; a DataError if the template refuses it.
 
-        ``shots`` go before the question: as turns after the system message, or as text.
+        ``shots`` precede the question: as turns after the system message, or as text.
         """
         if self.template is None:
             return "".join(f"{asked}{answered}{self.separator}" for asked, answered in shots) + cast("str", prompt)
@@ -146,7 +146,7 @@ class PromptEncoder:
 
 
 def read_shots(path: Path) -> Shots:
-    """The worked examples of a data file: lines with a prompt and a completion, both text; else a DataError."""
+    """The worked examples of a data file, whose lines have a prompt and a completion, both text; else a DataError."""
     shots: list[tuple[str, str]] = []
     for row in read(Source(path=str(path))):
         if isinstance(row, BadLine):

@@ -1,6 +1,6 @@
 """From the lines of a ``[data]`` section to examples, and from these to tokens within the limits.
 
-Every line that cannot be used is counted and listed; see ``data.report``.
+Every unusable line is counted and listed; see ``data.report``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Sources = str | Source | tuple[str | Source, ...]
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[T]):
-    """Items ready for a run, which source each came from, and the account of the loading."""
+    """Items for a run, by source, and the report of loading them."""
 
     items: list[T]
     parts: tuple[Part, ...]
     report: Report
     fingerprint: str
-    """Of the data as read; a saved position is only good for the same data."""
+    """Identifies the data; a saved position is valid only for the same data."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -54,7 +54,7 @@ def as_sources(source: Sources) -> tuple[Source, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Every usable line of a section's sources, what becomes tokens of them, and the account of it."""
+    """The usable lines of a section's sources, the tools to tokenize them, and the report."""
 
     section: DataSection
     sources: tuple[Source, ...]
@@ -70,7 +70,7 @@ class Reading:
         """Read every line.
 
         Raises:
-            DataError: nothing usable, or a bad line that is not to be skipped.
+            DataError: nothing is usable, or a line is bad and not to be skipped.
             ConfigError: a setting does not apply to this data or tokenizer.
         """
         check_section(section, goal)
@@ -82,7 +82,7 @@ class Reading:
         for index, one in enumerate(sources):
             before, seen = len(examples), set[str]()
             for example in examples_of(section, one, goal, report):
-                # An id that stands twice in the data, or in two sources, must still name one task.
+                # Ids must be unique, even if the data repeats one or two sources share it.
                 unique = example.id if example.id not in seen else f"{example.id} ({example.where})"
                 seen.add(example.id)
                 if len(sources) > 1 and unique != example.where:
@@ -97,18 +97,18 @@ class Reading:
         return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading_ids(tokenizer))
 
     def each(self, make: Callable[[Example], U]) -> list[tuple[Example, U]]:
-        """``make`` of every example; where it refuses one, that line is bad."""
-        made: list[tuple[Example, U]] = []
+        """Every example with the result of ``make``; an example that it refuses is a bad line."""
+        results: list[tuple[Example, U]] = []
         for example in self.examples:
             with self.report.line(example.where):
-                made.append((example, make(example)))
-        return made
+                results.append((example, make(example)))
+        return results
 
     def sample(self, example: Example, text: Rendered, joint: Encoded, *, ended: bool = False) -> Sample | None:
-        """Tokens and mask of a text, within the limit; None where it cannot be used (which is counted).
+        """Tokens and mask of a text within the limit; None if it cannot be used, which the report counts.
 
-        Plain text gets the tokenizer's BOS before it and EOS after it. ``ended``: without what the template writes
-        after the answer's last token.
+        Plain text gets the tokenizer's BOS and EOS. ``ended`` cuts what the template writes after the last learned
+        token.
         """
         try:
             ids, mask = mask_spans(self.tokenizer, text.text, joint, text.spans)
@@ -129,7 +129,7 @@ class Reading:
         return self.fit_sample(example, Sample(ids[:stop], mask[:stop]))
 
     def fit_sample(self, example: Example, sample: Sample) -> Sample | None:
-        """The sample within ``data.max_tokens``, cut by tokens; None where it is skipped (and counted)."""
+        """The sample cut to ``data.max_tokens``; None if it is skipped, which the report counts."""
         limit, ids = self.section.max_tokens, sample.token_ids
         if limit is None or len(ids) <= limit:
             return sample
@@ -144,10 +144,10 @@ class Reading:
         return Sample(self._cut(ids, ids, limit), mask)
 
     def fit_prompt(self, encoder: PromptEncoder, example: Example, ids: list[int]) -> tuple[Prompt, list[int]] | None:
-        """The prompt as the policy sees it, within ``data.max_prompt_tokens``; None where it is skipped (and counted).
+        """The policy's prompt within ``data.max_prompt_tokens``; None if it is skipped, which the report counts.
 
-        Plain text is cut by tokens, and its text is what the tokens left stand for. In a conversation the last
-        user message is shortened, so that the template around it stays whole.
+        Plain text is cut by tokens and decoded again. In a conversation the last user message is shortened, so that
+        the template around it stays intact.
         """
         prompt, limit = encoder.as_seen(cast("Prompt", example.prompt)), self.section.max_prompt_tokens
         if limit is None or len(ids) <= limit:
@@ -169,7 +169,7 @@ class Reading:
         return fitted
 
     def _skipped(self, example: Example, reason: str) -> bool:
-        """Whether what is too long is left out; a DataError where ``data.too_long`` says so."""
+        """Whether a line that is too long is left out; a DataError if ``data.too_long`` is "error"."""
         if self.section.too_long == "error":
             raise DataError(
                 f"{example.where}: {reason}. Raise the limit, or set data.too_long to skip, truncate_left or "
@@ -180,7 +180,7 @@ class Reading:
         return self.section.too_long == "skip"
 
     def _cut(self, values: list[V], ids: list[int], limit: int) -> list[V]:
-        """At most ``limit`` of the values that belong to ``ids``. Cutting on the left keeps BOS."""
+        """At most ``limit`` of the values, one for each of ``ids``. Cutting on the left keeps BOS."""
         if self.section.too_long == "truncate_right":
             return values[:limit]
         head = min(self._head(ids), limit)
@@ -190,7 +190,7 @@ class Reading:
         return len(self.leading) if ids[: len(self.leading)] == self.leading else 0
 
     def prepared(self, items: list[tuple[int, T]]) -> Prepared[T]:
-        """Items (each with its source's index) side by side by source. Without weights, sources are simply joined."""
+        """Items, given with the index of their source, in parts by source. Without weights there is one part."""
         report, weights = self.report, weights_of(self.sources)
         counts = [sum(i == index for i, _ in items) for index in range(len(self.sources))]
         for source, count in zip(self.sources, counts, strict=True):
@@ -226,7 +226,7 @@ def check_section(section: DataSection, goal: Goal) -> None:
 
 
 def examples_of(section: DataSection, source: Source, goal: Goal, report: Report) -> Iterator[Example]:
-    """Usable lines of one source. The first usable line of each file decides the file's format."""
+    """Usable lines of one source. The first usable line of a file determines its format."""
     formats: dict[str, Format] = {}
     for row in read(source):
         report.read += 1
@@ -254,7 +254,7 @@ def _detected(section: DataSection, row: Row, goal: Goal) -> Format:
 
 
 def weights_of(sources: tuple[Source, ...]) -> list[float] | None:
-    """The sources' weights, or None where none has one."""
+    """The sources' weights, or None if no source has one."""
     weights = [source.weight for source in sources if source.weight is not None]
     if weights and len(weights) < len(sources):
         without = next(source.path for source in sources if source.weight is None)
@@ -265,7 +265,7 @@ def weights_of(sources: tuple[Source, ...]) -> list[float] | None:
 def _fitting(
     encoder: PromptEncoder, prompt: list[Message], tools: list[Any] | None, ids: list[int], limit: int, left: bool
 ) -> tuple[list[Message], list[int]] | None:
-    """Take tokens off the last user message until the whole prompt fits; None when it never does."""
+    """Shorten the last user message until the prompt fits; None if it cannot fit."""
     last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=None)
     if last is None:
         return None

@@ -1,4 +1,4 @@
-"""What became of every line of a data source. Nothing is lost silently."""
+"""The outcome of every line of a data source. Nothing is lost silently."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SkipKind = Literal["bad", "too_long"]
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A line that was left out, where it stands and why."""
+    """A line that was left out, with its place and the reason."""
 
     where: str
     kind: SkipKind
@@ -30,8 +30,8 @@ class Skipped:
 class Report:
     """Counts and reasons of one loading.
 
-    ``formats`` has one sentence per file: what was found and how it is used. ``notes`` are facts about the
-    data or the template that a person should know.
+    ``formats`` has one sentence per file: its format and its use. ``notes`` are facts about the data or the template
+    that the user should know.
     """
 
     skip_bad: bool = False
@@ -45,21 +45,21 @@ class Report:
     def bad(self, where: str, reason: str) -> None:
         """Count and list a bad line; raise it unless bad lines are to be skipped."""
         if not self.skip_bad:
-            # Where no line was usable so far, all of them may be like this one.
+            # If no line was usable so far, skipping might skip them all.
             hint = " (data.skip_bad = true skips such lines and lists them.)" if self.formats else ""
             raise DataError(f"{where}: {reason}.{hint}")
         self.skipped.append(Skipped(where, "bad", reason))
 
     @contextmanager
     def line(self, where: str) -> Generator[None]:
-        """Work on one line: what cannot be used of it (a ``DataError``) makes it a bad one."""
+        """Process one line: a ``DataError`` inside makes it a bad line."""
         try:
             yield
         except DataError as error:
             self.bad(where, error.reason if isinstance(error, BadLine) else str(error))
 
     def nothing_left(self, path: str) -> DataError:
-        """Of a source of which no line is usable."""
+        """The error for a source without a usable line."""
         if not self.read:
             return DataError(f"{path}: empty, there is no line of data in it.")
         return DataError(f"{path}: no usable line.\n{self.summary()}")
@@ -79,7 +79,7 @@ class Report:
         return {"read": self.read, "kept": self.kept, "truncated": self.truncated, **skipped}
 
     def summary(self, reasons: int = 3) -> str:
-        """A few lines for a person: formats, counts, the first reasons for skipping, notes."""
+        """A few lines of text: formats, counts, the first reasons for skipping, notes."""
         counts = self.counts
         head = f"{counts['kept']} of {counts['read']} lines used"
         parts = {"bad": "bad and skipped", "too_long": "too long and skipped", "truncated": "truncated"}

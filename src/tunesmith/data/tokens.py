@@ -1,4 +1,4 @@
-"""Text to token ids, with an exact account of which tokens belong to which stretch of the text.
+"""Text to token ids, with the exact tokens of each span of the text.
 
 ``L`` is the number of tokens of one text. A span is a half-open range of characters.
 """
@@ -47,20 +47,20 @@ class Encoded:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text, nothing added."""
+    """Token ids of each text, without added special tokens."""
     return [ids for out in _batches(tokenizer, texts) for ids in out["input_ids"]]
 
 
 def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text that the tokens stand for, special ones included."""
+    """The text of tokens, including special ones."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoded]:
-    """Tokens of each text, nothing added, with their places in it; a ModelError where the tokenizer tells none."""
+    """Tokens of each text, without added ones, with offsets; a ModelError if the tokenizer has none."""
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
-            f"{type(tokenizer).__name__} cannot tell which characters a token stands for, so losses cannot "
+            f"{type(tokenizer).__name__} does not map tokens to characters, so losses cannot "
             "be masked exactly. Use a model with a fast tokenizer (a tokenizer.json)."
         )
     for out in _batches(tokenizer, texts, return_offsets_mapping=True):
@@ -73,9 +73,9 @@ def _batches(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> Ite
 
 
 def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Token ids of ``text`` as it stands after ``before``, which is not tokenized with it: no token reaches across.
+    """Token ids of ``text`` as a continuation of ``before``; no token crosses the border.
 
-    Some tokenizers put a blank before what they take for the start of a text; it is not one here.
+    Some tokenizers insert a blank at the start of a text; this avoids it.
     """
     if getattr(tokenizer, "is_fast", False):
         for guard in (before, "a", ".", "\n"):
@@ -86,9 +86,9 @@ def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 
 def leading_ids(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before a text of its own accord: usually BOS or nothing.
+    """The tokens that the tokenizer adds before a text: usually BOS or nothing.
 
-    What it would put *after* one (some add EOS) is left out: a prompt must not end with it.
+    Tokens that it adds after a text (some add EOS) are left out: a prompt must not end with them.
     """
     bare: list[int] = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     full: list[int] = list(tokenizer("a")["input_ids"])
@@ -99,7 +99,7 @@ def leading_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def with_leading(leading: list[int], token_ids: list[int]) -> list[int]:
-    """``token_ids`` with ``leading`` in front, unless the text already began with it: never a double BOS."""
+    """``token_ids`` after ``leading``, unless they begin with it already: never a double BOS."""
     return token_ids if token_ids[: len(leading)] == leading else [*leading, *token_ids]
 
 
@@ -108,9 +108,9 @@ def mask_spans(
 ) -> tuple[list[int], list[bool]]:
     """Token ids of ``text`` and, for each, whether it lies in one of ``spans``.
 
-    Every border of a span becomes a border between tokens. Where the tokenizer put one token across it
-    (two line breaks, of which the prompt ends with the first), the text is tokenized in pieces there. That
-    is also how it stands at inference, when the policy continues after a prompt tokenized by itself.
+    Every border of a span becomes a border between tokens. If a token crosses one (two line breaks, of which the
+    prompt ends with the first), the text is tokenized in pieces. This matches inference, where the policy continues
+    after a prompt that was tokenized by itself.
 
     Args:
         spans: in order, not overlapping.
@@ -138,10 +138,10 @@ def mask_spans(
 
 
 def _index_of_cut(offsets: list[Span], cut: int) -> int | None:
-    """How many tokens lie before character ``cut``; None if a token reaches across, or the place is unsure.
+    """The number of tokens before character ``cut``; None if a token crosses it or the border is ambiguous.
 
-    Unsure means a gap between neighbours' offsets: some tokenizers trim blanks from them, and then the blank
-    at the cut may belong to either token.
+    It is ambiguous if there is a gap between the neighbours' offsets: some tokenizers trim blanks from offsets, and
+    then the blank at the cut may belong to either token.
     """
     index = bisect_right(offsets, cut, key=lambda span: span[1])
     clean = 0 < index < len(offsets) and offsets[index - 1][1] == cut == offsets[index][0]
@@ -149,7 +149,7 @@ def _index_of_cut(offsets: list[Span], cut: int) -> int | None:
 
 
 def _encode_pieces(tokenizer: Tokenizer, text: str, joint: list[int], borders: list[int]) -> list[list[int]]:
-    """Tokens of each piece of ``text`` between ``borders``, together decoding to the same text."""
+    """Tokens of each piece of ``text`` between ``borders``; together they decode to the same text."""
     pieces = [text[a:b] for a, b in pairwise(borders)]
     wanted = decode(tokenizer, joint)
     for guard in ("", "\n", ".", "a"):
@@ -164,13 +164,13 @@ def _encode_pieces(tokenizer: Tokenizer, text: str, joint: list[int], borders: l
                 return made
     before, after = text[max(0, borders[1] - 12) : borders[1]], text[borders[1] : borders[1] + 12]
     raise DataError(
-        f"a token reaches across the border of what is learned ({before!r} | {after!r}) and this tokenizer "
+        f"a token crosses the border of what is learned ({before!r} | {after!r}) and this tokenizer "
         "cannot be made to split there; move blanks from the end of the prompt to the start of the completion"
     )
 
 
 def _continuation(tokenizer: Tokenizer, guard: str, piece: str) -> list[int] | None:
-    """Tokens of ``piece`` as it follows other text: without the blank some tokenizers put before a text."""
+    """Tokens of ``piece`` after other text: without the blank that some tokenizers insert before a text."""
     out = tokenizer(guard + piece, add_special_tokens=False, return_offsets_mapping=True)
     if not guard:
         return list(out["input_ids"])

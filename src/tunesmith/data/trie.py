@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -127,8 +128,8 @@ def _place_prefixes(
         last[index] = node
 
 
-def common_length(a: bytes, b: bytes) -> int:
-    """Length of what both begin with, by bisection on slices (compared in C)."""
+def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the common beginning, by bisection on slices (compared in C)."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

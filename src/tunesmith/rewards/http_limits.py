@@ -1,7 +1,7 @@
-"""What keeps an HTTP server (aiohttp) answering: limits on time, size and connections, and a token.
+"""Protection of an HTTP server (aiohttp): limits on time, size and connections, and a token.
 
-``Gate`` counts connections and closes those that say nothing. ``guarded`` is the middleware that checks a request
-before a handler sees it.
+``Gate`` counts connections and closes idle ones. ``guarded`` is the middleware that checks a request before its
+handler runs.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from aiohttp import web
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Factory = Callable[[], asyncio.Protocol]
 REFUSAL_SECONDS = 5.0
-"""For a client to take the answer that its request came too late."""
+"""Time to send a client the answer that its request came too late."""
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 quiet = logging.getLogger("tunesmith.http")
-"""For aiohttp, which logs a traceback for every request that is no HTTP."""
+"""aiohttp's logger; it would log a traceback for every request that is not HTTP."""
 quiet.addHandler(logging.NullHandler())
 quiet.propagate = False
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds and numbers that a server allows."""
+    """Limits of a server."""
 
     head_seconds: float = 10.0
-    """From the connection to a whole request head."""
+    """From the connection to a complete request head."""
     body_seconds: float = 60.0
     """For a request's body."""
     idle_seconds: float = 75.0
-    """From an answer to the next request's head."""
+    """From an answer to the head of the next request."""
     connections: int = 512
-    """Open at once; at most half of the files that the process may have open."""
+    """Open at the same time; at most half of the process's limit of open files."""
 
 
 class Gate:
-    """Lets in as many connections as there may be. Where it is full, the one that has waited longest makes room."""
+    """Limits the number of connections. A new one beyond the limit replaces the one that has been idle longest."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._most = min(limits.connections, _open_files() // 2)
         self.backlog = max(1, min(100, self._most // 4))
-        """Connections that asyncio accepts at once, before any of them is counted."""
+        """Connections that asyncio accepts at once, before they are counted."""
         self._inside: dict[asyncio.BaseTransport, _Connection] = {}
 
     def around(self, factory: Factory) -> Factory:
@@ -60,13 +60,13 @@ class Gate:
         return lambda: _Connection(self, factory())
 
     def body_begins(self, transport: asyncio.BaseTransport | None) -> None:
-        """The head of a request has arrived: its body has a time limit, after which there is an answer to send."""
+        """The head of a request has arrived: limit the time for its body, plus the time to send a refusal."""
         if transport and (connection := self._inside.get(transport)):
             connection.wait_for(self.limits.body_seconds + REFUSAL_SECONDS)
 
     @contextmanager
     def busy(self, transport: asyncio.BaseTransport | None) -> Generator[None]:
-        """While a request that has arrived is answered, its connection stays."""
+        """Keep the connection open while a complete request is answered."""
         connection = self._inside.get(transport) if transport else None
         if connection is not None:
             connection.wait_for(None)
@@ -91,7 +91,7 @@ class Gate:
 
 
 class _Connection(asyncio.Protocol):
-    """Hands everything on to ``inner``, unless there is no room."""
+    """Forwards everything to ``inner``, unless the gate is full."""
 
     def __init__(self, gate: Gate, inner: asyncio.Protocol) -> None:
         self._gate, self._inner = gate, inner
@@ -103,7 +103,7 @@ class _Connection(asyncio.Protocol):
         return self._timer is not None
 
     def wait_for(self, seconds: float | None) -> None:
-        """Close the connection in so many seconds; None: not before the next call."""
+        """Close the connection after so many seconds; None: stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -141,7 +141,7 @@ class _Connection(asyncio.Protocol):
         self.wait_for(None)
 
 
-def in_words(status: int, problem: str) -> web.Response:
+def json_refusal(status: int, problem: str) -> web.Response:
     return web.json_response({"error": problem}, status=status)
 
 
@@ -149,12 +149,12 @@ def guarded(
     gate: Gate,
     token: str | None,
     open_paths: tuple[str, ...] = (),
-    refusal: Callable[[int, str], web.Response] = in_words,
+    refusal: Callable[[int, str], web.Response] = json_refusal,
 ) -> Any:
-    """Middleware: the request is meant for this server, may be made, has arrived in time, and fails in words.
+    """Middleware that checks host, token and time limit of a request, and answers errors with ``refusal``.
 
-    Without a token only names of this machine are answered, so that a web page whose name was bound to 127.0.0.1 cannot
-    ask. With one it is asked for as ``Authorization: Bearer``, except on ``open_paths``. ``refusal`` makes the answer.
+    Without a token only names of this machine are served, so that a web page whose name was rebound to 127.0.0.1 has no
+    access. With one, requests need it as ``Authorization: Bearer``, except on ``open_paths``.
     """
 
     @web.middleware
@@ -174,7 +174,7 @@ def guarded(
                 ) from None
             except (web.HTTPException, ConnectionError):
                 raise
-            except Exception as error:  # a broken encoding, and what else aiohttp finds
+            except Exception as error:  # such as a broken encoding
                 raise web.HTTPBadRequest(text=f"the request's body cannot be read: {error!a}") from None
             with gate.busy(request.transport):
                 return await handler(request)
@@ -186,7 +186,7 @@ def guarded(
             print(f"{request.path}: {type(error).__name__}: {error}", file=sys.stderr)
             answer = refusal(500, f"{type(error).__name__}: {error}")
         if not request.content.at_eof():
-            answer.force_close()  # what is left of the request is not waited for
+            answer.force_close()  # do not wait for the rest of the request
         return answer
 
     return middleware
@@ -199,7 +199,7 @@ def has_token(request: web.Request, token: str) -> bool:
 
 
 def host_name(request: web.Request) -> str:
-    """Whom a request is meant for, without the port."""
+    """The host that a request is meant for, without the port."""
     try:
         return urlsplit(f"//{request.host}").hostname or ""
     except ValueError:

@@ -1,9 +1,9 @@
-"""A reward behind HTTP: several servers of the same reward, which share the load.
+"""A reward over HTTP: several servers of the same reward, which share the load.
 
-Each request is a JSON POST with a part of a batch. It goes to the server with the fewest outstanding requests;
-one that failed lately rests for a while. A failed connection, an overrun and an answer of 5xx are tried again,
-on another server where there is one, with pauses that grow. What remains is a failure of those rollouts.
-Addresses are redacted in all messages: they may hold passwords.
+Each request is a JSON POST with a part of a batch. It goes to the server with the fewest outstanding requests; one
+that failed recently is avoided for a while. After a failed connection, a timeout or an answer of 5xx the request is
+tried again, on another server if there is one, after growing pauses. When the retries are used up, the rollouts of
+the request fail. Addresses are redacted in all messages, because they may contain passwords.
 """
 
 from __future__ import annotations

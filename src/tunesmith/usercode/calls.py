@@ -1,13 +1,13 @@
-"""Running the user's functions beside the event loop, each call with a deadline.
+"""Calls of the user's functions on threads of this process, each with a deadline.
 
-Plain functions run one at a time and in order on a single thread, as in a plain script: code that
-redirects ``stdout``, changes directory or keeps state stays correct. Coroutine functions run together on
-an event loop of their own, so that one that blocks does not stop the engine's.
+Plain functions run one at a time and in order on a single thread, as in a script: code that redirects ``stdout``,
+changes directory or keeps state stays correct. Coroutine functions run concurrently on a separate event loop, so that
+one that blocks does not stop the engine's.
 
-A thread cannot be killed. One that overruns is left behind (a daemon: it does not keep the process from
-ending) and a fresh one takes over the calls that wait. A function that holds the interpreter lock without
-end, such as a regular expression that backtracks for ever, stops every thread: no deadline can see it. Code that
-may do so runs in processes (``isolated.py``).
+A thread cannot be killed. One that exceeds its deadline is abandoned (a daemon: it does not keep the process from
+ending), and a new one takes over the waiting calls. A function that holds the interpreter lock without end, such as a
+regular expression that backtracks, stops every thread, and no deadline can end it. Such code needs a process of its
+own (``isolation = "process"``).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tunesmith.errors import ConfigError, DeadlineExceeded, EpisodeError, neares
 from tunesmith.usercode.loading import describe_exception
 
 HUNG_AFTER = 3
-"""Overruns of a function in a row after which its calls that already wait are failed untried."""
+"""After so many timeouts of a function in a row, its calls that already wait fail without being tried."""
 ANSWER_SECONDS = 1.0
-"""How long an event loop may take to answer before it counts as blocked."""
+"""An event loop that takes longer to answer counts as blocked."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling the function gives a coroutine: also for partials and objects with ``__call__``."""
+    """Whether calling the function returns a coroutine; also for partials and objects with ``__call__``."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -43,19 +43,19 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FarFunction:
-    """A function in another process, as it was described from there."""
+    """The description of a function in another process."""
 
     number: int
     parameters: list[str] | None
-    """What it takes by keyword; None: everything."""
+    """Its keyword parameters; None: it takes any keyword."""
     asynchronous: bool
 
     def __call__(self, **_: Any) -> Any:
-        raise AssertionError("it is called where it is")
+        raise AssertionError("it is called in its own process")
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str] | None:
-    """What the function takes by keyword; None: everything."""
+    """Keyword parameters of the function; None: it takes any keyword."""
     if isinstance(function, FarFunction):
         return function.parameters
     parameters = inspect.signature(function).parameters.values()
@@ -65,25 +65,25 @@ def parameters_of(function: Callable[..., Any]) -> list[str] | None:
 
 
 def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``given`` the function takes by keyword."""
+    """The entries of ``given`` that the function takes by keyword."""
     names = parameters_of(function)
     return dict(given) if names is None else {name: value for name, value in given.items() if name in names}
 
 
 def check_keywords(function: Callable[..., Any], reference: str, available: set[str], skip: int = 0) -> None:
-    """Refuse (ConfigError) a function that requires what is not there; the first ``skip`` are given by place."""
+    """Refuse (ConfigError) a function with a required parameter not in ``available``, after the first ``skip``."""
     for p in list(inspect.signature(function).parameters.values())[skip:]:
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is not p.empty:
             continue
         if p.name not in available or p.kind is p.POSITIONAL_ONLY:
             raise ConfigError(
-                f"'{reference}' needs '{p.name}', which is no column of the data.{nearest(p.name, available)}"
+                f"'{reference}' needs '{p.name}', which is not a column of the data.{nearest(p.name, available)}"
             )
 
 
 @contextmanager
 def kept_default_dtype() -> Generator[None]:
-    """Undo what the user's code may do to PyTorch's default number format, which training would go on with."""
+    """Restore PyTorch's default dtype after the user's code, so that training is not affected."""
     torch: Any = sys.modules.get("torch")
     before = torch and torch.get_default_dtype()
     try:
@@ -95,9 +95,9 @@ def kept_default_dtype() -> Generator[None]:
 
 
 class RaisedInCall(Exception):
-    """What a user's function raised, of whatever kind: also ``SystemExit`` and the like.
+    """An exception of a user's function, of any kind including ``SystemExit``.
 
-    Where that was in another process, only ``trace`` is known, or why the process ended.
+    From another process only ``trace`` is known, or the reason why the process ended.
     """
 
     def __init__(self, error: BaseException | None, trace: str = "") -> None:
@@ -107,7 +107,7 @@ class RaisedInCall(Exception):
 
     @property
     def trace(self) -> str:
-        """The traceback, from the user's code on."""
+        """The traceback, starting in the user's code."""
         if self.error is None:
             return self._trace
         return describe_exception(self.error, skip=_is_ours)
@@ -126,10 +126,10 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, key: int, timeout: float) -> AsyncGenerator[None]:
-        """Wait for a turn. Of a function, known by its ``key``, that hung several times on end, waiting calls fail.
+        """Wait for a turn. ``key`` identifies the function.
 
         Raises:
-            DeadlineExceeded: it did, while this call waited.
+            DeadlineExceeded: the function timed out ``HUNG_AFTER`` times in a row while this call waited.
         """
         before = self._overruns.get(key, 0)
         running = asyncio.get_running_loop()
@@ -155,20 +155,20 @@ class UserCalls:
         self._loop: _LoopThread | None = None
         self._turns = Turns()
         self.abandoned = 0
-        """Threads left behind with a call that did not return."""
+        """Abandoned threads, whose call did not return."""
 
     async def run(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
         """The function's result.
 
         Raises:
-            DeadlineExceeded: it ran for more than ``timeout`` seconds; waiting for its turn does not count.
+            DeadlineExceeded: it ran for more than ``timeout`` seconds, not counting the wait for its turn.
             RaisedInCall: it raised.
         """
         call = self._run_async if is_async(function) else self._run_plain
         return await call(function, kwargs, timeout)
 
     def close(self) -> None:
-        """End the idle threads; those left behind end with their call or with the process."""
+        """End the idle threads; abandoned ones end with their call or with the process."""
         for thread in (self._thread, self._loop):
             if thread is not None:
                 thread.stop()
@@ -205,10 +205,10 @@ class UserCalls:
 
 
 class EpisodeCode:
-    """The user's code in one episode, on threads of its own; ``timeout`` is in seconds, for each call.
+    """The user's code of one episode, on separate threads, with a ``timeout`` in seconds for each call.
 
-    An episode that blocks, hangs or leaves something behind harms no other; and what one call opens, a later one
-    of the episode can use.
+    An episode that blocks or hangs does not affect others, and its calls share a thread, so that a later call can use
+    what an earlier one opened.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -223,7 +223,6 @@ class EpisodeCode:
             DeadlineExceeded: it did not return in time.
         """
         try:
-            # `partial` hides what is a coroutine function from nobody: `is_async` looks through it.
             return await self._calls.run(functools.partial(function, *args), kwargs, self._timeout)
         except RaisedInCall as raised:
             raise EpisodeError(f"{what} raised\n{raised.trace}") from raised.error
@@ -238,7 +237,7 @@ class EpisodeCode:
 
 
 async def done_within(future: Future[object], timeout: float) -> bool:
-    """Wait for it; cancel it (where it can be) when time or the caller runs out."""
+    """Wait for a future; cancel it if possible after the timeout or when the caller is cancelled."""
     waiting = asyncio.wrap_future(future)
     try:
         await asyncio.wait([waiting], timeout=timeout)
@@ -247,11 +246,11 @@ async def done_within(future: Future[object], timeout: float) -> bool:
         if not waiting.done():
             waiting.cancel()
         elif not waiting.cancelled():
-            waiting.exception()  # Otherwise asyncio logs it as never looked at.
+            waiting.exception()  # otherwise asyncio logs it as never retrieved
 
 
 class _Thread:
-    """A daemon thread that makes one call after the other."""
+    """A daemon thread that runs one call after the other."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()
@@ -263,13 +262,13 @@ class _Thread:
         return result
 
     def stop(self) -> None:
-        """End after the call under way."""
+        """End after the current call."""
         self._calls.put(None)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             _make(*call)
-            del call  # while it waits, the thread holds nothing of the user's
+            del call  # an idle thread keeps no reference to the user's objects
 
 
 def _make(work: Callable[[], object], result: Future[object]) -> None:
@@ -296,14 +295,14 @@ class _LoopThread:
                 return await function()
             except BaseException as error:
                 task = asyncio.current_task()
-                if task is not None and task.cancelling():  # nobody waits for it any more
+                if task is not None and task.cancelling():
                     raise
                 raise RaisedInCall(error) from None
 
         return asyncio.run_coroutine_threadsafe(call(), self._loop)
 
     async def answers(self, seconds: float) -> bool:
-        """Whether the loop still takes work."""
+        """Whether the loop still responds."""
         pong: Future[None] = Future()
         self._loop.call_soon_threadsafe(pong.set_result, None)
         await asyncio.wait([asyncio.wrap_future(pong)], timeout=seconds)

@@ -1,4 +1,4 @@
-"""Calls of the user's code in worker processes: deadlines, cancellation and the memory it may have."""
+"""Calls of the user's code in worker processes: deadlines, cancellation and memory limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMPORT_SECONDS = 600.0
 
 
 def memory_of(size: str | None) -> int:
-    """Bytes that a worker may have: as set, else half of the machine's memory."""
+    """A worker's memory limit in bytes: the setting, else half of the machine's memory."""
     if size is not None:
         return parse_size(size)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -26,14 +26,14 @@ def memory_of(size: str | None) -> int:
 def user_program(
     path: Path, function: str, arguments: tuple[Any, ...], memory: str | None, *, alone: bool = False
 ) -> Program:
-    """A program that loads code of the user's; with ``alone`` a host of it has one worker."""
+    """A program that loads the user's code; with ``alone`` it has one worker at a time."""
     return Program(path, function, 0.0, arguments, memory_of(memory), IMPORT_SECONDS, shows=True, alone=alone)
 
 
 async def answered(
     worker: Worker, asked: Sequence[Any], timeout: float, *, coroutine: bool = False, shared: bool = False
 ) -> Any:
-    """What a worker answers. A worker that does not answer in time is killed.
+    """A worker's answer. A worker that does not answer in time is killed.
 
     Args:
         coroutine: the function is a coroutine function.

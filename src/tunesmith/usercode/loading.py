@@ -1,4 +1,4 @@
-"""Finding and importing functions in the user's own files.
+"""Finding and importing functions of the user's files.
 
 A reference is ``path/to/file.py:function`` or ``package.module:function``. ``check_reference`` only reads
 source text, so a wrong name is refused before anything is imported; ``load_function`` runs the user's code.
@@ -55,13 +55,13 @@ def handed_over(objects: Mapping[str, Any]) -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a function stands: a source file, or an importable module (whose source may be unknown)."""
+    """The place of a function: a source file, or an importable module (whose source may be unknown)."""
 
     function: str
     file: Path | None
     module: str | None
     search: tuple[str, ...]
-    """Directories that are importable while the user's code loads, and after."""
+    """Directories added to the import path."""
 
     @property
     def place(self) -> str:
@@ -97,16 +97,16 @@ def locate(reference: str, base_dir: Path) -> Location:
 
 
 def located(reference: str, base_dir: Path) -> str:
-    """The same reference, good from any directory."""
+    """The same reference, valid from any directory."""
     location = locate(reference, base_dir)
     return reference if location.module else f"{location.file}:{location.function}"
 
 
 def check_reference(reference: str, base_dir: Path) -> None:
-    """Refuse what the source does not define, without running that source.
+    """Refuse a function that the source does not define, without running the source.
 
     Raises:
-        ConfigError: as ``locate``; the source does not parse, or has no such function; names the nearest ones.
+        ConfigError: as ``locate``; the source does not parse, or has no such function.
     """
     if reference in _objects:
         return
@@ -116,7 +116,7 @@ def check_reference(reference: str, base_dir: Path) -> None:
 
 
 def parameters_in_source(reference: str, base_dir: Path) -> frozenset[str]:
-    """Names of a function's parameters, read from its source; none where it is not defined there by ``def``.
+    """Names of a function's parameters, read from its source; none if it is not defined there with ``def``.
 
     Raises:
         ConfigError: as ``check_reference``.
@@ -130,7 +130,7 @@ def parameters_in_source(reference: str, base_dir: Path) -> frozenset[str]:
 
 
 def load_function(reference: str, base_dir: Path) -> Callable[..., Any]:
-    """As ``load_object``; refuses with a ConfigError what is not a function."""
+    """As ``load_object``, with a ConfigError if the object is not a function."""
     function = load_object(reference, base_dir)
     if isinstance(function, type) or not callable(function):
         kind = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
@@ -139,11 +139,11 @@ def load_function(reference: str, base_dir: Path) -> Callable[..., Any]:
 
 
 def load_object(reference: str, base_dir: Path) -> Any:
-    """Import the file or module and return what stands under the name.
+    """Import the file or module and return the object of that name.
 
-    A file is imported under a name made of its path and content: two files of one name do not collide, a
-    file is run once for several functions, and an edited file is run anew. Its directory comes first on
-    the import path while it loads and last afterwards, so that imports inside functions work too.
+    A file is imported under a name derived from its path and content: files of the same name do not collide, a file is
+    run once for several functions, and an edited file is run again. Its directory comes first on the import path while
+    it loads and last afterwards, so that imports inside functions work too.
 
     Raises:
         ConfigError: as ``locate``; the import failed (with the end of its traceback), or there is no such name.
@@ -167,7 +167,7 @@ def load_object(reference: str, base_dir: Path) -> Any:
 
 
 def describe_exception(error: BaseException, skip: Callable[[str], bool]) -> str:
-    """The traceback as text, from the first frame whose file name is not skipped; its end if it is long."""
+    """The traceback as text, from the first frame whose file is not skipped; if it is long, its end."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and skip(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -194,7 +194,7 @@ def _offer(target: str, file: Path) -> str:
 
 
 def _find_module(reference: str, name: str, search: tuple[str, ...]) -> Path | None:
-    """The module's source file, found without importing its packages; None if it has no source file."""
+    """The module's source file, found without importing its packages, if it has one."""
     path: list[str] = [*search, *sys.path]
     spec = None
     for full in accumulate([] if name in sys.builtin_module_names else name.split("."), "{}.{}".format):
@@ -209,7 +209,7 @@ def _find_module(reference: str, name: str, search: tuple[str, ...]) -> Path | N
 
 @contextmanager
 def keeping_signals() -> Generator[None]:
-    """Undo what the user's code does to the handlers of signals, by which a run is ended in good order."""
+    """Restore the signal handlers, which end a run cleanly, after the user's code changed them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

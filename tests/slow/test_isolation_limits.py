@@ -1,18 +1,97 @@
-"""Episodes in worker processes: the same outcome as on threads, and nothing that ends the run."""
+"""User code in processes: after a timeout, a crash or too much memory, only its call or its episode fails."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
-from tunesmith.errors import ConfigError
+from isolated_rewards import Make, loading, score
+from tunesmith.config.schema import RewardSection
+from tunesmith.rewards.loading import load_rewards
 from tunesmith.types import Rollout, Status
+from tunesmith.usercode.killable import Program, Workers
 
-CODE = '''
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.chdir(tmp_path)
+    with loading(tmp_path) as rewards:
+        yield rewards
+
+
+@pytest.mark.parametrize("name", ["by_text", "by_text_later"])
+def test_what_would_end_the_run_ends_its_own_call(make: Make, name: str) -> None:
+    rewards = make(name, timeout=2.5, memory="1GB")
+    expected = {
+        "fine": (Status.OK, ""),
+        "backtracks": (Status.TIMED_OUT, "2.5 s"),
+        "exits": (Status.REWARD_FAILED, "exit code 0"),
+        "crashes": (Status.REWARD_FAILED, "SIGSEGV"),
+        "eats": (Status.REWARD_FAILED, "MemoryError"),
+        "is killed once": (Status.OK, ""),
+        "is killed": (Status.REWARD_FAILED, "SIGKILL"),
+    }
+    found = score(rewards, *([text, "fine"] for text in expected))
+    for place, (status, words) in enumerate(expected.values()):
+        for rollout in found[2 * place : 2 * place + 2]:
+            assert rollout.status is status and words in str(rollout.error), rollout.error
+
+
+def test_a_worker_that_reads_nothing_holds_up_nobody(make: Make) -> None:
+    rewards = make("held", timeout=1.5)
+    found = score(rewards, ["backtracks"], *(["x" * 300_000] for _ in range(4)))
+    assert [r.status for r in found] == [Status.TIMED_OUT, *[Status.OK] * 4]
+
+
+NETWORK = """
+import os, threading, torch
+imported_in = os.getpid()
+assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+torch.set_num_threads(2)
+torch.randn(2_000_000).exp().sum()  # starts OpenMP's threads
+
+def judged(completions, log_extra):
+    torch.randn(2_000_000).exp().sum()
+    log_extra("here", [float(os.getpid() == imported_in)] * len(completions))
+    log_extra("threads", [float(torch.get_num_threads())] * len(completions))
+    return [1.0] * len(completions)
+"""
+
+
+def test_a_network_that_is_loaded_with_the_file_computes(tmp_path: Path) -> None:
+    (tmp_path / "network.py").write_text(NETWORK)
+    section = RewardSection(functions=("network.py:judged",), isolation="process", timeout=20)
+    rewards = load_rewards(section, tmp_path)
+    (one,) = score(rewards, ["a"])
+    rewards.close()
+    assert one.status is Status.OK, one.error
+    assert one.metrics == {"here": 1.0, "threads": 2.0}  # loaded once, and used with all threads
+
+
+def test_a_fork_computes_without_the_threads_of_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "network.py").write_text(NETWORK)
+    (tmp_path / "program.py").write_text(
+        "import sys\nclass Program:\n    def __init__(self, place):\n        sys.path.insert(0, place)\n"
+        "        import network\n        self.network = network\n"
+        "    def __call__(self):\n        return self.network.judged(['a'], lambda *_: None)\n"
+    )
+    workers = Workers(Program(tmp_path / "program.py", "Program", arguments=(str(tmp_path),)))
+    assert workers.server().forks
+    assert workers.take().ask().result(20) == [1.0]
+    workers.close()
+
+
+EPISODES = '''
 import os, re, signal, time
 
 class Guess:
@@ -79,7 +158,7 @@ def tokenizer() -> Any:
 
 
 def played(folder: Path, tokenizer: Any, name: str, isolation: str, hows: list[str], **keys: Any) -> list[Rollout]:
-    environments = load(folder, CODE, path=f"env.py:{name}", isolation=isolation, **keys)
+    environments = load(folder, EPISODES, path=f"env.py:{name}", isolation=isolation, **keys)
     tasks = [made_task(tokenizer, identity=how, secret=3, how=how) for how in hows]
     rollouts, engine = play(
         environments, tokenizer, tasks, lambda text: CALL if name == "Counter" and "now" not in text else "x<|im_end|>"
@@ -113,11 +192,6 @@ def test_what_would_end_the_run_ends_its_own_episode(tokenizer: Any, tmp_path: P
         assert rollout.status is status and words in str(rollout.error), rollout.error
         assert status is not Status.OK or rollout.reward == 3.25
     assert "env.py" in str(found[5].error) and "environment_program" not in str(found[5].error)
-
-
-def test_a_limit_that_no_thread_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"environment\.memory"):
-        load(tmp_path, CODE, path="env.py:Guess", isolation="thread", memory="1GB")
 
 
 DRAWS = """
