@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tunesmith.assembly.cluster import remote_trainer
 
 from engine_contract import FREE, Subject
 from pool_bench import PoolBench, each_check
@@ -24,7 +25,6 @@ from tiny_runs import rl_settings
 from training import learner_of
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.objective import policy_objective
-from tunesmith.assembly.cluster import remote_trainer
 from tunesmith.assembly.common import load_model, load_tokenizer
 from tunesmith.assembly.engine_host import make_engine_host
 from tunesmith.assembly.policy import policy_backend
@@ -325,7 +325,6 @@ def test_no_cluster_at_the_address(address: str) -> None:
         ({"system__cluster": None, "system__ray_address": "x:1"}, "no effect with system.cluster"),
         ({"system__placement__colocate": [["actor"]]}, "shares with nobody"),
         ({"system__placement__colocate": [["actor", "ref"], ["ref", "rollout"]]}, "'ref' twice"),
-        ({"system__cluster": None, "system__trainer_ranks": 2}, "system.trainer_ranks has no effect with system.clus"),
         (
             {"system__engines": 2, "system__placement__colocate": [["actor", "rollout"]]},
             "different numbers of processes to share a place .actor 1, rollout 2: system.trainer_ranks",

@@ -11,13 +11,14 @@ from typing import TypeVar
 from tunesmith.assembly.environments import check_run_rewards, instances_for, sharing_process
 from tunesmith.assembly.sinks import check_sinks
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
-from tunesmith.config.generation import RFTConfig, SamplingConfig
+from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.places import placed
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.prepare import peek
 from tunesmith.data.prompts import read_shots
+from tunesmith.distributed.torchrun import Launch
 from tunesmith.engines.interpreter import check_interpreter
 from tunesmith.environments.loading import check_environment
 from tunesmith.errors import CheckpointError, ConfigError
@@ -39,9 +40,31 @@ def checked(kind: type[C], path: Path | None, overrides: Sequence[str]) -> Gener
     Errors about settings, from here and from what is done inside, say where the settings stand.
     """
     with placed(path, overrides):
-        config = load_config(kind, path, overrides)
+        config = with_launched_ranks(load_config(kind, path, overrides))
         check_run(config, path.parent if path else Path.cwd())
         yield config
+
+
+def with_launched_ranks(config: C) -> C:
+    """Under ``torchrun`` its processes are the trainer's ranks.
+
+    Raises:
+        ConfigError: the settings ask for something else.
+    """
+    launch, system = Launch.of(), config.system
+    if launch is None or isinstance(config, GenerateConfig):
+        return config
+    started = f"the launcher started {launch.world} processes (WORLD_SIZE)"
+    if launch.local_world != launch.world:
+        raise ConfigError(
+            f"{started}, {launch.local_world} of them on this machine: for several machines say system.cluster = "
+            '"ray", without a launcher'
+        )
+    if system.cluster != "none":
+        raise ConfigError(f'{started}, and system.cluster = "{system.cluster}" starts its own; leave one of them out')
+    if "trainer_ranks" in system.model_fields_set and system.trainer_ranks != launch.world:
+        raise ConfigError(f"system.trainer_ranks = {system.trainer_ranks}, and {started}; leave it out")
+    return config.model_copy(update={"system": system.model_copy(update={"trainer_ranks": launch.world})})
 
 
 def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:

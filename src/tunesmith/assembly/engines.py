@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.assembly.common import limits_of, load_frozen
 from tunesmith.config.generation import SamplingSection
+from tunesmith.config.placement import Role
 from tunesmith.config.schema import RolloutSection, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
 from tunesmith.data.chat import end_of_turn_id
+from tunesmith.engines.pool import EnginePool
 from tunesmith.engines.timed import TimedEngine
 from tunesmith.errors import EngineLostError
 from tunesmith.monitor.timeline import Timeline
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from tunesmith.distributed.local import Processes
     from tunesmith.engines.base import Member, RolloutEngine
     from tunesmith.engines.local.speculation import Speculation
-    from tunesmith.engines.pool import Start
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.weights.base import Plane
 
@@ -48,7 +49,11 @@ def make_engine(
 
         return make_http_engine(config, model, report, timeline)
     if config.system.engine_process:
-        return _processes(config, model, report, timeline)
+        from tunesmith.assembly.planes import NoPlane, make_plane
+        from tunesmith.distributed.local import LocalProcesses
+
+        processes = LocalProcesses(local_gpus(config))
+        return make_engines(processes, config, make_plane(config, model) if model else NoPlane(), report, timeline)
     engine = _engine_inside(config, model, report)
     return TimedEngine(engine, timeline) if timeline else engine
 
@@ -71,49 +76,57 @@ def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[
     return LocalEngine(model, **_local_settings(config), limits=limits_of(config), speculation=speculation)
 
 
-def _processes(
-    config: RunConfig, model: CausalLM | None, report: Callable[[str], None], timeline: Timeline | None
+def make_engines(
+    processes: Processes, config: RunConfig, plane: Plane, report: Callable[[str], None], timeline: Timeline | None
 ) -> RolloutEngine:
-    """Engines in child processes, each with its own GPUs where there are several."""
+    """A pool of ``system.engines`` engines in other processes, which are given the weights that ``plane`` publishes."""
+    here = config.system.cluster == "none"
+    separate = here and "rollout" in local_gpus(config)
+    settings = engine_settings(config, "cuda" if separate else None)  # of several GPUs, an engine sees its own
+    if here and config.system.engine == "local":
+        settings["threads"] = engine_threads(config)
+        if not separate:  # on the trainer's device
+            settings["limits"] = asdict(limits_of(config))
+    start = partial(_start_engine, processes, config, settings, report)
+    size, restarts = config.system.engines, config.system.engine_restarts
+    return EnginePool(start, plane, size=size, restarts=restarts, report=report, timeline=timeline)
+
+
+def local_gpus(config: RunConfig) -> dict[Role, Sequence[Sequence[str]]]:
+    """The GPUs of this machine that each process of a role sees, where it does not see all of them.
+
+    Raises:
+        ConfigError: there are too few.
+    """
     from torch.cuda import device_count
 
-    from tunesmith.assembly.planes import NoPlane, make_plane
-    from tunesmith.distributed.local import LocalProcesses
-
-    gpus = device_count()
+    if not config.system.device.startswith("cuda"):
+        return {}
+    gpus, world = device_count(), config.system.trainer_ranks
     raise_all([*device_problems(config, gpus)])
-    devices = own_devices(config, visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus))
-    processes = LocalProcesses({"rollout": devices} if devices else {})
-    settings = engine_settings(config, "cuda" if devices else None)  # of several, it sees its own
-    if config.system.engine == "local":
-        settings["threads"] = engine_threads(config)
-        if devices is None:  # on the trainer's device
-            settings["limits"] = asdict(limits_of(config))
-    start = partial(start_engine, processes, config, settings)
-    return make_pool(config, start, make_plane(config, model) if model else NoPlane(), report, timeline)
+    visible = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
+    found: dict[Role, Sequence[Sequence[str]]] = {}
+    if world > 1:
+        ranks = [(name,) for name in visible[:world]]
+        found = {"actor": ranks, "critic": ranks}
+    if engines := own_devices(config, visible):
+        found["rollout"] = engines
+    return found
 
 
-async def start_engine(processes: Processes, config: RunConfig, settings: Mapping[str, Any], _: int) -> Member:
-    """An engine in another process, for an ``EnginePool``; all engines of a run are alike."""
+async def _start_engine(
+    processes: Processes,
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    report: Callable[[str], None],
+    number: int,
+) -> Member:
     from tunesmith.assembly.engine_host import make_engine_host
     from tunesmith.engines.far import FarEngine
 
-    far = await asyncio.to_thread(processes.spawn, "rollout", EngineLostError, config.system.engine_python)
-    return await FarEngine.start(far, partial(make_engine_host, settings))
-
-
-def make_pool(
-    config: RunConfig, start: Start, plane: Plane, report: Callable[[str], None], timeline: Timeline | None
-) -> RolloutEngine:
-    """``system.engines`` of what ``start`` starts."""
-    from tunesmith.engines.pool import EnginePool
-
-    async def start_aloud(number: int) -> Member:
-        with long_wait(f"starting engine {number}", report):
-            return await start(number)
-
-    size, restarts = config.system.engines, config.system.engine_restarts
-    return EnginePool(start_aloud, plane, size=size, restarts=restarts, report=report, timeline=timeline)
+    with long_wait(f"starting engine {number}", report):
+        far = await asyncio.to_thread(processes.spawn, "rollout", EngineLostError, config.system.engine_python)
+        return await FarEngine.start(far, partial(make_engine_host, settings))
 
 
 def engine_settings(config: RunConfig, device: str | None = None) -> dict[str, Any]:

@@ -38,15 +38,19 @@ def make_plane(config: RunConfig, model: Decoder) -> Plane:
 
         return IpcPlane(tensors, str(model.device))
     if system.weight_plane in ("gloo", "nccl"):
-        from tunesmith.weights.broadcast import LOOPBACK, BroadcastPlane
+        from tunesmith.weights.broadcast import BroadcastPlane
 
-        host = LOOPBACK
-        if system.cluster != "none":
-            from tunesmith.distributed.ray_actor import node_address
-
-            host = node_address()
-        return BroadcastPlane(tensors, system.weight_plane, host, str(model.device))
+        return BroadcastPlane(tensors, system.weight_plane, own_address(config), str(model.device))
     return file_plane(tensors, system.engine_directory if system.weight_plane == "disk" else None)
+
+
+def own_address(config: RunConfig) -> str:
+    """This machine's address, as the run's other processes reach it."""
+    if config.system.cluster == "none":
+        return "127.0.0.1"
+    from tunesmith.distributed.ray_actor import node_address
+
+    return node_address()
 
 
 def file_plane(tensors: NamedTensors, directory: Path | None = None) -> Plane:

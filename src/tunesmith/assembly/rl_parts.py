@@ -1,4 +1,4 @@
-"""What the loop of ``loop/rl.py`` is given, here or on a cluster."""
+"""What the loop of ``loop/rl.py`` is given, here or in other processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tunesmith.algorithms.kl import KLController
-from tunesmith.assembly.cluster import remote_critic, remote_engines, remote_reward_model, remote_trainer
 from tunesmith.assembly.common import load_model, make_learner
-from tunesmith.assembly.critic import make_critic
-from tunesmith.assembly.engines import make_engine, make_sampling
+from tunesmith.assembly.critic import critic_backend, make_critic
+from tunesmith.assembly.engines import make_engine, make_engines, make_sampling
 from tunesmith.assembly.environments import make_environments
 from tunesmith.assembly.opening import ReadyRun
 from tunesmith.assembly.policy import policy_backend
+from tunesmith.assembly.processes import make_policy, remote_reward_model, remote_trainer
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.assembly.teacher import objective_with_teacher
 from tunesmith.config.schema import RLConfig
@@ -33,9 +33,10 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import optimizer_steps
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Sampling, Task
+from tunesmith.weights.far import FarPlane
 
 if TYPE_CHECKING:
-    from tunesmith.distributed.ray_cluster import RayCluster
+    from tunesmith.distributed.local import Processes
 
 
 async def make_rl_parts(
@@ -43,17 +44,20 @@ async def make_rl_parts(
     session: Session,
     rewards: RewardSet,
     environments: EnvironmentSet,
-    cluster: RayCluster | None,
+    processes: Processes | None,
 ) -> tuple[RLParts, RolloutSource]:
     """Load the models, start the engine and continue from the session's checkpoint. The caller closes the engine."""
     config, tokenizer, train = run.config, run.tokenizer, run.train
     dynamic_filter, rollout = config.algorithm.dynamic_filter, config.rollout
-    learner, engine = _learner_and_engine(run, session, cluster)
+    learner, engine = _learner_and_engine(run, session, processes)
     async with AsyncExitStack() as on_failure:
         on_failure.push_async_callback(engine.close)
-        remote_reward = partial(remote_reward_model, cluster, config, report=session.note) if cluster else None
+        remote_reward = remote_value = None
+        if processes and config.system.cluster != "none":
+            remote_reward = partial(remote_reward_model, processes, config, report=session.note)
         add_rewards(rewards, config, tokenizer, session.note, remote_reward)
-        remote_value = partial(remote_critic, cluster) if cluster else None
+        if processes:
+            remote_value = partial(remote_trainer, processes, make=critic_backend, role="critic")
         sampling = make_sampling(rollout, tokenizer, rollout.temperature)
         gate = Gate(engine, partial=rollout.partial) if rollout.max_staleness else None
         decode: Callable[[Sequence[int]], str] = partial(tokenizer.decode, skip_special_tokens=True)
@@ -86,13 +90,13 @@ async def make_rl_parts(
 
 
 def _learner_and_engine(
-    run: ReadyRun[RLConfig, Task], session: Session, cluster: RayCluster | None
+    run: ReadyRun[RLConfig, Task], session: Session, processes: Processes | None
 ) -> tuple[Learner, RolloutEngine]:
-    """What trains the policy and what samples with it, here or on a cluster."""
+    """What trains the policy and what samples with it, here or in other processes."""
     config, tokenizer = run.config, run.tokenizer
-    if cluster:
-        backend, limits = remote_trainer(cluster, config)
-        engine = remote_engines(cluster, config, backend, session.note, session.timeline)
+    if processes:
+        backend, limits = remote_trainer(processes, config, make_policy)
+        engine = make_engines(processes, config, FarPlane(backend.first), session.note, session.timeline)
     else:
         model = load_model(CausalLM, config, tokenizer)
         backend, limits = policy_backend(config, tokenizer, model), None

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tunesmith.assembly.cluster import open_cluster, run_with_restarts
 from tunesmith.assembly.common import outside_event_loop
 from tunesmith.assembly.environments import instances_for, load_run_tasks, open_user_code
 from tunesmith.assembly.opening import (
@@ -22,6 +21,7 @@ from tunesmith.assembly.opening import (
     open_session,
     run_result,
 )
+from tunesmith.assembly.processes import open_processes, run_with_restarts
 from tunesmith.assembly.training_data import TRAINING_DATA
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.load import find_kind
@@ -32,7 +32,7 @@ from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Task
 
 if TYPE_CHECKING:
-    from tunesmith.distributed.ray_cluster import RayCluster
+    from tunesmith.distributed.local import Processes
     from tunesmith.loop.parts import RLParts
     from tunesmith.loop.rollouts import RolloutSource
     from tunesmith.loop.session import Session
@@ -54,16 +54,16 @@ def run_rl(
             rewards.check_tasks,
             instances_for(opened.config, opened.base_dir),
         )
-        with open_cluster(run.config) as cluster:
-            train = partial(_train_policy, run, rewards, environments, cluster)
-            return run_with_restarts(train, run.config, run.directory, run.checkpoint, cluster)
+        with open_processes(run.config) as processes:
+            train = partial(_train_policy, run, rewards, environments, processes)
+            return run_with_restarts(train, run, processes)
 
 
 def _train_policy(
     run: ReadyRun[RLConfig, Task],
     rewards: RewardSet,
     environments: EnvironmentSet,
-    cluster: RayCluster | None,
+    processes: Processes | None,
     checkpoint: Path | None,
 ) -> RunResult:
     """The run from ``checkpoint`` on, or from the beginning."""
@@ -72,7 +72,7 @@ def _train_policy(
     metric = run.config.eval.metric or "eval/reward"
     with open_session(run, checkpoint, metric) as session, outside_event_loop(), asyncio.Runner() as runner:
         with session.phase("setup"):
-            parts, rollouts = runner.run(make_rl_parts(run, session, rewards, environments, cluster))
+            parts, rollouts = runner.run(make_rl_parts(run, session, rewards, environments, processes))
         with kept_on_interrupt(run, lambda: session.keep(parts.write, parts.give_up)):
             runner.run(_run(parts, session, rollouts))
         return run_result(run, session)
@@ -95,16 +95,25 @@ def run_supervised(
     with open_run(kind, path, overrides, caller) as opened:
         config, tokenizer = opened.config, opened.tokenizer
         run = make_ready(opened, partial(data.load, config, tokenizer), partial(data.sizes, config))
-        from tunesmith.assembly.supervised_parts import make_parts
-        from tunesmith.loop import supervised
+        with open_processes(run.config) as processes:
+            train = partial(_train_on_data, run, processes, run.config.eval.metric or data.metric)
+            return run_with_restarts(train, run, processes)
 
-        with open_session(run, run.checkpoint, run.config.eval.metric or data.metric) as session:
-            with session.phase("setup"):
-                parts = make_parts(run, session)
-                session.restore(parts.learner.backend.load, parts.take)
-            with kept_on_interrupt(run, lambda: session.keep(parts.write, parts.learner.backend.give_up)):
-                supervised.run(parts, session)
-            return run_result(run, session)
+
+def _train_on_data(
+    run: ReadyRun[Any, Any], processes: Processes | None, metric: str, checkpoint: Path | None
+) -> RunResult:
+    """The run from ``checkpoint`` on, or from the beginning."""
+    from tunesmith.assembly.supervised_parts import make_parts
+    from tunesmith.loop import supervised
+
+    with open_session(run, checkpoint, metric) as session:
+        with session.phase("setup"):
+            parts = make_parts(run, session, processes)
+            session.restore(parts.learner.backend.load, parts.take)
+        with kept_on_interrupt(run, lambda: session.keep(parts.write, parts.learner.backend.give_up)):
+            supervised.run(parts, session)
+        return run_result(run, session)
 
 
 run_sft = partial(run_supervised, SFTConfig)

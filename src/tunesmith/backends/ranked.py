@@ -1,8 +1,9 @@
-"""A trainer in one Ray actor or several: its backend and its weight plane, as the controller sees them."""
+"""A trainer in other processes: one or several ranks, which train one model together."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,23 @@ from tunesmith.backends.base import Metrics, Quantity
 from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Packing
 from tunesmith.distributed.far import Far, entered, gather
-from tunesmith.errors import DeviceMemoryError
+from tunesmith.errors import DeviceMemoryError, TrainerLostError
 from tunesmith.plan.cost import CostModel
 
 REFERENCE_DIRECTORY = "reference"
+NOTICING = 5.0
+"""Seconds in which the end of a process is noticed here, after another rank has noticed it."""
 
 
 class RankedBackend:
-    """``replicas`` hold a ``backend`` each, of one ``RankGroup`` where there are several; ``reference``, where it has
-    a process of its own, an object with ``score``, ``take``, ``save`` and ``load``.
+    """Gives each rank its share of a packing's micro-batches, and adds up what the ranks return.
 
-    Each gets its share of a packing's micro-batches and the objective, and returns sums and scores.
+    Args:
+        replicas: objects with a ``backend``, which have joined one ``RankGroup`` where there are several.
+        reference: an object with ``score``, ``take``, ``save`` and ``load``, where the reference has its own process.
+
+    Raises:
+        TrainerLostError: from every method, when the process of a rank or of the reference has ended.
     """
 
     def __init__(self, replicas: Sequence[Far], reference: Far | None = None) -> None:
@@ -65,7 +72,7 @@ class RankedBackend:
             for rank, replica in enumerate(self.replicas)
         ]
         try:
-            return gather(answers)
+            return self._gather(answers)
         except DeviceMemoryError:
             for answer in answers:  # the next attempt finds nothing of this one running
                 with suppress(DeviceMemoryError):
@@ -99,7 +106,7 @@ class RankedBackend:
         self._reference_is_new = True
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
-        gather(r.submit("backend.save", directory.absolute(), model_only=model_only) for r in self.replicas)
+        self._gather(r.submit("backend.save", directory.absolute(), model_only=model_only) for r in self.replicas)
         if self.reference is not None and self._reference_is_new and not model_only:
             self.reference.call("save", directory.absolute() / REFERENCE_DIRECTORY)
 
@@ -111,9 +118,18 @@ class RankedBackend:
             self.reference.call("load", saved)
             self._reference_is_new = True
 
+    def _gather(self, answers: Iterable[Future[Any]]) -> list[Any]:
+        try:
+            return gather(answers)
+        except TrainerLostError:  # perhaps of a rank that waited for the one that has ended
+            wait([replica.ended for replica in self.replicas], NOTICING, FIRST_COMPLETED)
+            for replica in self.replicas:
+                replica.check()
+            raise
+
     def _each(self, name: str, *args: Any) -> Any:
         """Call a method of all at once; what the first returns."""
-        return gather(replica.submit(name, *args) for replica in self.replicas)[0]
+        return self._gather(replica.submit(name, *args) for replica in self.replicas)[0]
 
 
 def _summed(parts: Sequence[Metrics]) -> Metrics:

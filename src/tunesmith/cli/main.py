@@ -22,6 +22,7 @@ from tunesmith.cli.rl import distill, rl
 from tunesmith.cli.serve_reward import serve_reward
 from tunesmith.cli.show_config import show_config
 from tunesmith.cli.supervised import dpo, kto, prm, rm, sft
+from tunesmith.distributed.torchrun import join_launch
 from tunesmith.monitor.interrupts import own_process
 
 app = typer.Typer(
@@ -61,4 +62,5 @@ def root(
 def main() -> None:
     """Entry point of the ``tunesmith`` script."""
     own_process()
+    join_launch()
     app()

@@ -53,9 +53,10 @@ class SystemSection(Section):
     ray_runtime_env: Annotated[dict[str, Any] | None, Field(description="a table, as Ray has it")] = None
     """Ray's runtime environment of the actors, such as ``{env_vars = {NCCL_DEBUG = "INFO"}}``."""
     trainer_ranks: PositiveInt = 1
-    """With a cluster, processes that share out each step's micro-batches; a critic of its own has as many."""
+    """Processes that share the micro-batches of each step; a separate critic has as many. Under ``torchrun`` they are
+    its processes."""
     trainer_restarts: Count = 3
-    """With a cluster, how often the run resumes by itself when its trainer, reference or critic dies."""
+    """How often the run resumes by itself when a process of its trainer, reference or critic ends."""
     placement: PlacementSection | None = None
     """What each process is given on a cluster; None: 1 CPU and, where ``device`` is a GPU, 1 of them."""
     kv_memory: Size = derived()

@@ -110,6 +110,11 @@ class Far(ABC):
     def pid(self) -> int:
         return self._ask("ping").result()
 
+    def check(self) -> None:
+        """Raise ``lost`` where the process has ended."""
+        if self.lost:
+            raise self._loss()
+
     def close(self) -> None:
         """Kill the process, if it has not ended."""
         self._lose("was closed")
@@ -216,8 +221,9 @@ class ConnectedFar(Far):
 
     def _start(self) -> None:
         """Begin to send, listen and watch."""
-        for work in (self._transmit, self._listen):
-            threading.Thread(target=work, name=self.name, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name=self.name, daemon=True)
+        self._listener.start()
+        threading.Thread(target=self._transmit, name=self.name, daemon=True).start()
         self._watch()
 
     def _send(self, number: int, do: str, *given: Any) -> None:

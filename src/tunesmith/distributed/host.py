@@ -135,6 +135,8 @@ def serve(connection: Connection, target: Any = None, encode: Encode = encode_pi
             connection.send_bytes(message)
 
     def begin(number: int, do: str, packed: bytes) -> None:
+        if do == "exit":
+            os._exit(0)
         if do != "cancel":
             task = running[number] = loop.create_task(answer(number, do, packed))
             task.add_done_callback(lambda _: running.pop(number, None))

@@ -8,13 +8,16 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import Protocol, Self
 
 from tunesmith.config.placement import Role
 from tunesmith.distributed.child import ChildProcess
 from tunesmith.distributed.far import PATIENCE, Far
 from tunesmith.errors import EngineError, TunesmithError
 from tunesmith.plan.cluster import NAMES
+
+RANKED: tuple[Role, ...] = ("actor", "critic")
+"""Roles of which several processes train one model."""
 
 
 class Processes(Protocol):
@@ -47,7 +50,6 @@ class LocalProcesses:
     def __init__(self, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None, patience: float = PATIENCE) -> None:
         self._gpus, self._patience = gpus or {}, patience
         self._running: dict[Far, tuple[Role, int]] = {}
-        self._numbers = count(1)
         self._lock = Lock()
 
     def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
@@ -55,8 +57,7 @@ class LocalProcesses:
             place, environment = self._free_place(role), None
             if role in self._gpus:
                 environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[role][place])}
-            name = f"the {NAMES[role]}'s process {next(self._numbers)}"
-            far = ChildProcess(name, lost, python=python, environment=environment, patience=self._patience)
+            far = self._start(role, place, lost, python, environment)
             self._running[far] = role, place
         far.ended.add_done_callback(lambda _: self._running.pop(far, None))
         return far
@@ -65,6 +66,23 @@ class LocalProcesses:
         for far, (role, _) in list(self._running.items()):
             if role in roles:
                 far.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(*NAMES)
+
+    def _start(
+        self,
+        role: Role,
+        place: int,
+        lost: type[TunesmithError],
+        python: Path | None,
+        environment: Mapping[str, str] | None,
+    ) -> Far:
+        name = f"rank {place} of the {NAMES[role]}" if role in RANKED else f"the {NAMES[role]}'s process"
+        return ChildProcess(name, lost, python=python, environment=environment, patience=self._patience)
 
     def _free_place(self, role: Role) -> int:
         places = self._gpus.get(role)

@@ -63,6 +63,7 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     filling.fill("system.device", "cpu", "no GPU was found")
     if problem := device_problem(filling.config.system.device, machine.gpus):
         raise ConfigError(problem)
+    _derive_ranks(filling, facts)
     here, gpu = on_gpu(filling.config), gpu_of(filling.config, facts)
     _derive_threads(filling, machine.cores, 1 if here else filling.config.system.trainer_ranks)
     # A GPU that nvidia-smi does not list is assumed to be a current one.
@@ -81,6 +82,25 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     _derive_microbatch(filling, facts, budget, "cuda" if here else "cpu")
     if isinstance(config, RLConfig) and not config.system.served:
         derive_kv_memory(filling, facts, *_kv_share(config, facts, budget))
+
+
+def _derive_ranks(filling: Filling[Any], facts: Facts) -> None:
+    """Refuse more trainer ranks on this machine than GPUs, and let engines have processes beside them.
+
+    Raises:
+        ConfigError: there are too few GPUs.
+    """
+    config, gpus = filling.config, len(facts.hardware.gpus)
+    ranks = config.system.trainer_ranks
+    if ranks == 1 or config.system.cluster != "none":
+        return
+    if on_gpu(config) and 0 < gpus < ranks:
+        raise ConfigError(
+            f"system.trainer_ranks = {ranks} takes {ranks} GPUs, one for each rank, and this machine has {gpus}. Say "
+            f"system.trainer_ranks = {gpus}"
+        )
+    if isinstance(config, RLConfig) and not config.system.engine_process:
+        filling.set("system.engine_process", True, "the trainer's ranks are processes, and none is the run's own")
 
 
 def _taken(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> int:

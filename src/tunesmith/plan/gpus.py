@@ -35,7 +35,7 @@ def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ..
     if not _apart_on_gpus(config) or len(visible) < 2 or system.weight_plane == "ipc":
         return None
     trainer = int(system.device.partition(":")[2] or 0)
-    free = [*visible[trainer:], *visible[:trainer]][0 if _shares(config) else 1 :]
+    free = [*visible[trainer:], *visible[:trainer]][0 if _shares(config) else system.trainer_ranks :]
     return [tuple(free[start : start + ranks]) for start in range(0, len(free) - ranks + 1, ranks)]
 
 
@@ -56,7 +56,7 @@ def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
     places = own_devices(config, visible_names(None, gpus))
     if places is not None and len(places) < system.engines:
         each = f"{'1 GPU' if ranks == 1 else f'{ranks} GPUs'} each"
-        beside, own = ("", 0) if _shares(config) else (" beside the trainer", 1)
+        beside, own = ("", 0) if _shares(config) else (" beside the trainer", system.trainer_ranks)
         at_once = not isinstance(config, RLConfig) or known(system, "hybrid") or config.rollout.max_staleness
         turns = ", or let engines and trainer take turns: system.hybrid = true"
         yield (

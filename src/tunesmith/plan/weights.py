@@ -13,7 +13,8 @@ from tunesmith.plan.gpus import ranks_per_engine
 
 def engines_apart(config: RunConfig) -> bool:
     """Whether engines run in processes other than the trainer's, with their own copies of the weights."""
-    return config.system.engine_process or config.system.cluster == "ray"
+    ranks = isinstance(config, RLConfig) and config.system.trainer_ranks > 1
+    return config.system.engine_process or config.system.cluster == "ray" or ranks
 
 
 def weights_apart(config: RunConfig) -> bool:

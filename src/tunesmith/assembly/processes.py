@@ -1,0 +1,224 @@
+"""A run's parts in other processes: what each process builds, and what the run has in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunesmith.assembly.common import limits_of, load_model, load_tokenizer
+from tunesmith.assembly.engines import local_gpus
+from tunesmith.assembly.opening import ReadyRun, RunResult
+from tunesmith.config.placement import Role
+from tunesmith.config.schema import ModelReward, RLConfig, RunConfig
+from tunesmith.distributed.far import gather
+from tunesmith.distributed.local import LocalProcesses, Processes
+from tunesmith.distributed.torchrun import LaunchedProcesses, meeting
+from tunesmith.errors import RewardError, TrainerLostError
+from tunesmith.loop.checkpoint import Checkpoints
+from tunesmith.monitor.waits import long_wait
+from tunesmith.plan.cluster import NAMES, bundles, processes
+from tunesmith.plan.cost import PeakRates
+from tunesmith.plan.memory import keeps_reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tunesmith.backends.base import Quantity
+    from tunesmith.backends.ranked import RankedBackend
+    from tunesmith.backends.torch import TorchBackend
+    from tunesmith.data.batch import Floats
+    from tunesmith.data.forest import Forest, Packing, Predictions
+    from tunesmith.distributed.far import Far
+    from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.rewards.model import RewardModel
+    from tunesmith.weights.base import Plane
+
+
+TRAINING: tuple[Role, ...] = ("actor", "ref", "critic", "rollout")
+"""What is built anew when a run resumes by itself. Roles are named as in verl: ``actor`` trains the policy."""
+
+
+MakeBackend = Callable[[Any, Any], "TorchBackend[Any]"]
+"""Builds a backend from configuration and tokenizer; a function of a module, so that it can travel."""
+
+
+@dataclass(slots=True)
+class TrainerHost:
+    """In each process of a trainer or a critic; the first rank has what is needed once."""
+
+    backend: TorchBackend[Any]
+    address: str
+    """This machine's, as the other ranks reach it."""
+    limits: PeakRates | None = None
+    """Of the device there."""
+    plane: Plane | None = None
+    store: Any = field(default=None, init=False)
+
+    def open_store(self) -> tuple[str, int]:
+        """Host and port at which the ranks find each other."""
+        from tunesmith.distributed.process_group import open_store
+        from tunesmith.distributed.rank_group import PATIENCE
+
+        self.store = open_store(self.address, PATIENCE)
+        return self.address, self.store.port
+
+    def join(self, rank: int, world: int, host: str, port: int) -> None:
+        from tunesmith.distributed.rank_group import RankGroup, reach_store
+
+        store = self.store or reach_store(host, port)
+        self.backend.join(RankGroup(store, rank, world, self.address, self.backend.model.device))
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.cpu() for name, tensor in self.backend.model.module.state_dict().items()}
+
+
+@dataclass(slots=True)
+class ReferenceHost:
+    """In the process of a reference."""
+
+    model: CausalLM
+    predict: Callable[[CausalLM, Forest], Predictions]
+
+    def score(self, packing: Packing, of: Quantity) -> Floats:
+        from tunesmith.backends.torch import score
+
+        return score(self.model, self.predict, packing, of)
+
+    def take(self, weights: dict[str, Tensor]) -> None:
+        self.model.module.load_state_dict(weights)
+
+    def save(self, directory: Path) -> None:
+        self.model.save(directory)
+
+    def load(self, directory: Path) -> None:
+        from tunesmith.backends.torch import load_weights
+
+        load_weights(self.model, directory)
+
+
+def host_trainer(config: RunConfig, make: MakeBackend, rank: int, *, publishes: bool) -> TrainerHost:
+    """Build a rank.
+
+    Args:
+        publishes: engines are given its weights.
+    """
+    from tunesmith.assembly.planes import make_plane, own_address
+
+    address = own_address(config)
+    with redirect_stdout(None) if rank else nullcontext():  # all ranks would print the same
+        backend = make(config, load_tokenizer(config))
+    if rank:
+        return TrainerHost(backend, address)
+    plane = make_plane(config, backend.model) if publishes else None
+    return TrainerHost(backend, address, limits_of(config), plane)
+
+
+def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
+    from tunesmith.assembly.policy import policy_backend
+    from tunesmith.models.causal_lm import CausalLM
+
+    model = load_model(CausalLM, config, tokenizer)
+    return policy_backend(config, tokenizer, model, reference=not _separate_reference(config))
+
+
+def host_reference(config: RLConfig) -> ReferenceHost:
+    from tunesmith.assembly.policy import policy_predict
+    from tunesmith.models.causal_lm import CausalLM
+
+    return ReferenceHost(load_model(CausalLM, config, load_tokenizer(config)), policy_predict(config))
+
+
+def _separate_reference(config: RLConfig) -> bool:
+    return config.system.cluster == "ray" and keeps_reference(config)
+
+
+def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None]:
+    """Where the processes of a resolved run are started; None: the run's own process trains.
+
+    Raises:
+        ClusterError: the cluster cannot be reached, or is too small.
+    """
+    if config.system.cluster == "ray":
+        from tunesmith.distributed.ray_cluster import RayCluster
+
+        assert isinstance(config, RLConfig)
+        wanted = bundles(config)
+        print(f"Ray: {', '.join(f'{n} {role}' for role, n in processes(config).items())}", flush=True)
+        with long_wait("starting or joining the Ray cluster"):
+            return RayCluster.open(config.system, wanted)
+    if config.system.trainer_ranks == 1:
+        return nullcontext()
+    gpus, met = local_gpus(config), meeting()
+    return LaunchedProcesses(met, gpus) if met else LocalProcesses(gpus)
+
+
+def remote_trainer(
+    processes: Processes, config: RunConfig, make: MakeBackend, role: Role = "actor"
+) -> tuple[RankedBackend, PeakRates]:
+    """The ranks of a trainer, which train one model together, and its reference where that has its own process."""
+    from tunesmith.backends.ranked import RankedBackend
+
+    world, publishes = config.system.trainer_ranks, isinstance(config, RLConfig) and role == "actor"
+    ranks = [processes.spawn(role, TrainerLostError) for _ in range(world)]
+    host = partial(host_trainer, config, make, publishes=publishes)
+    with long_wait(f"starting {world} processes of the {NAMES[role]}"):
+        gather(far.make(partial(host, rank=rank)) for rank, far in enumerate(ranks))
+    if world > 1:
+        place = ranks[0].call("open_store")
+        gather(far.submit("join", rank, world, *place) for rank, far in enumerate(ranks))
+    reference = None
+    if publishes and isinstance(config, RLConfig) and _separate_reference(config):
+        reference = processes.spawn("ref", TrainerLostError)
+        with long_wait("starting the reference's process"):
+            reference.make(partial(host_reference, config)).result()
+    one: PeakRates = ranks[0].get("limits")
+    limits = PeakRates(world * one.flops_per_second, world * one.bytes_per_second)
+    return RankedBackend(ranks, reference), limits
+
+
+def remote_reward_model(
+    processes: Processes, config: RLConfig, entry: ModelReward, report: Callable[[str], None]
+) -> RewardModel:
+    """A reward model that scores in another process; it encodes texts here."""
+    from tunesmith.assembly.rewards import load_reward_model
+    from tunesmith.rewards.far_model import RestartingFar, far_reward_model
+
+    def start() -> Far:
+        far = processes.spawn("reward", RewardError)
+        with long_wait(f"starting the process of reward model {entry.path}", report):
+            far.make(partial(load_reward_model, config, entry)).result()
+        return far
+
+    return far_reward_model(RestartingFar(start, config.system.trainer_restarts, report))
+
+
+def run_with_restarts(
+    attempt: Callable[[Path | None], RunResult], run: ReadyRun[Any, Any], processes: Processes | None
+) -> RunResult:
+    """A run, continued from its newest checkpoint when a process of its trainer, reference or critic ends.
+
+    That is done ``system.trainer_restarts`` times; a run without a checkpoint begins again where it began.
+    """
+    config, checkpoint = run.config, run.checkpoint
+    checkpoints = Checkpoints(run.directory.checkpoints, config.checkpoint.keep)
+    before, left = checkpoints.newest(), config.system.trainer_restarts
+    while True:
+        try:
+            return attempt(checkpoint)
+        except TrainerLostError as lost:
+            if meeting():  # the launcher ends all processes when one has ended
+                raise
+            if not left:
+                raise TrainerLostError(f"{lost}, once too often (system.trainer_restarts)") from lost
+            left -= 1
+            assert processes is not None, "only a trainer elsewhere is lost"
+            processes.close(*TRAINING)
+            newest = checkpoints.newest()
+            if newest != before:  # one that was there already may be of a course that this run went back from
+                checkpoint = newest
+            place = checkpoint or "the beginning, there being no checkpoint yet"
+            print(f"{lost}: the run goes on from {place}; {left} more times", flush=True)

@@ -1,0 +1,169 @@
+"""The processes of a ``torchrun`` or ``accelerate launch`` on this machine, as far objects.
+
+Rank 0 runs the command. The others serve it as trainer ranks until it ends; for rank 0 itself it starts a child.
+They meet at a socket in a directory that only this user can open, named after the launcher that started them all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from tempfile import gettempdir
+from typing import NoReturn
+
+from tunesmith.config.placement import Role
+from tunesmith.distributed.far import PATIENCE, ConnectedFar, Far
+from tunesmith.distributed.host import serve
+from tunesmith.distributed.local import RANKED, LocalProcesses
+from tunesmith.errors import TrainerLostError, TunesmithError
+from tunesmith.monitor.children import remove_at_end
+from tunesmith.plan.cluster import NAMES
+from tunesmith.plan.gpus import visible_names
+
+MEETING = 60.0
+"""Seconds that the processes of one launch may take to meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher told this process."""
+
+    rank: int
+    world: int
+    local_world: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
+        """None where this process is the only one, or was started by nobody."""
+        world = int(environment.get("WORLD_SIZE", "1"))
+        if world == 1 or "RANK" not in environment:
+            return None
+        return cls(int(environment["RANK"]), world, int(environment.get("LOCAL_WORLD_SIZE", world)))
+
+    @property
+    def directory(self) -> Path:
+        """Where the processes meet."""
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return Path(gettempdir()) / f"tunesmith-{os.getuid()}-{os.getppid()}-{attempt}"
+
+
+def serve_rank(launch: Launch) -> NoReturn:
+    """Be a trainer rank of the process that runs the command, until that closes the connection."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 gets them too, and ends this process
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (rank 0 prints)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or visible.count(",") >= launch.rank:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_names(visible, launch.rank + 1)[-1]
+    connections = [_connect(launch, role) for role in RANKED]
+    for connection in connections[1:]:
+        threading.Thread(target=serve, args=(connection,), daemon=True).start()
+    serve(connections[0])
+
+
+def _connect(launch: Launch, role: Role) -> Connection:
+    deadline = time.monotonic() + MEETING
+    while True:
+        try:
+            if launch.directory.stat().st_uid != os.getuid():
+                raise PermissionError(f"{launch.directory} belongs to another user")
+            connection = Client(str(launch.directory / "ranks"), "AF_UNIX")
+            connection.send((launch.rank, role, os.getpid()))
+            return connection
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > deadline:
+                sys.exit(f"rank {launch.rank}: rank 0 did not appear within {MEETING:g} s")
+            time.sleep(0.05)
+
+
+class ServedRank(ConnectedFar):
+    """A far object in a process that the launcher started."""
+
+    def __init__(self, connection: Connection, pid: int, name: str, lost: type[TunesmithError]) -> None:
+        super().__init__(connection, f"{name} (process {pid})", lost, PATIENCE)
+        self._number = pid
+        self._start()
+
+    def _kill(self) -> None:
+        if threading.current_thread() is self._listener:  # it has ended
+            return
+        self._send(-1, "exit")  # the launcher would take a signal for a failure
+        self._listener.join(5.0)
+        if self._listener.is_alive():
+            with suppress(ProcessLookupError):
+                os.kill(self._number, signal.SIGKILL)
+
+    def _how_it_ended(self) -> str:
+        return "ended; the launcher's output says how"
+
+
+class Meeting:
+    """Where rank 0 waits for the others."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        shutil.rmtree(launch.directory, ignore_errors=True)
+        launch.directory.mkdir(0o700)
+        remove_at_end(launch.directory)
+        self._listener = Listener(str(launch.directory / "ranks"), "AF_UNIX", backlog=len(RANKED) * launch.world)
+        self._connected: dict[tuple[Role, int], tuple[Connection, int]] = {}
+
+    def take(self, role: Role, rank: int) -> tuple[Connection, int]:
+        """A rank's connection for a role, and its process.
+
+        Raises:
+            TrainerLostError: it was taken before: the launcher's processes are not started again.
+        """
+        while len(self._connected) < len(RANKED) * (self.launch.world - 1) and (role, rank) not in self._connected:
+            connection = self._listener.accept()
+            number, offered, pid = connection.recv()
+            self._connected[offered, number] = connection, pid
+        if (role, rank) not in self._connected:
+            raise TrainerLostError(f"rank {rank} of the {NAMES[role]} was started by the launcher, and only once")
+        return self._connected.pop((role, rank))
+
+
+class LaunchedProcesses(LocalProcesses):
+    """Child processes, and the launcher's for the trainer's ranks but the first."""
+
+    def __init__(self, meeting: Meeting, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None) -> None:
+        super().__init__(gpus)
+        self._meeting = meeting
+
+    def _start(
+        self,
+        role: Role,
+        place: int,
+        lost: type[TunesmithError],
+        python: Path | None,
+        environment: Mapping[str, str] | None,
+    ) -> Far:
+        if role in RANKED and place:
+            return ServedRank(*self._meeting.take(role, place), f"rank {place} of the {NAMES[role]}", lost)
+        return super()._start(role, place, lost, python, environment)
+
+
+_meeting: Meeting | None = None
+
+
+def join_launch() -> None:
+    """Called by a command first. A process of a launch that is not its rank 0 does not return from it."""
+    global _meeting
+    if launch := Launch.of():
+        if launch.rank:
+            serve_rank(launch)
+        _meeting = Meeting(launch)
+
+
+def meeting() -> Meeting | None:
+    """That of the launch of which this process is rank 0."""
+    return _meeting

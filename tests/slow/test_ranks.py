@@ -1,0 +1,151 @@
+"""Trainer ranks on one machine without Ray: every command ends as with one rank, and a rank that is killed is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tiny import save_model
+from tiny_preferences import preference_settings
+from tiny_runs import rl_settings, write_lines
+from tunesmith import assembly
+from tunesmith.monitor.metrics import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+Run = Callable[[Path | None, Sequence[str]], assembly.RunResult]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "model")
+
+
+def sft_settings(folder: Path, model: Path, run: str, **changed: Any) -> list[str]:
+    data = write_lines(folder / "sft.jsonl", ({"prompt": f"{i}:", "completion": f"{2 * i}"} for i in range(24)))
+    said = {
+        "run_dir": folder / run, "model.path": model, "model.dtype": "float32", "data.train": data, "data.eval": data,
+        "data.chat": False, "train.steps": 3, "train.lr": 1e-3, "train.batch_size": 7, "eval.every": 3,
+        "system.device": "cpu", "system.max_tokens_per_microbatch": 40, "monitor.progress": False, **changed,
+    }  # fmt: skip
+    return [
+        f"{key.replace('__', '.')}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in said.items()
+    ]
+
+
+def distill_settings(folder: Path, model: Path, run: str, **changed: Any) -> list[str]:
+    return sft_settings(folder, model, run, **{"teacher.path": model, "distill.alpha": 0.5, **changed})
+
+
+COMMANDS: dict[str, tuple[Run, Callable[..., list[str]]]] = {
+    "sft": (assembly.run_sft, sft_settings),
+    "distill": (assembly.run_distill, distill_settings),
+    "dpo": (assembly.run_dpo, lambda *args, **kw: preference_settings("dpo", *args, **kw)),
+    "kto": (assembly.run_kto, lambda *args, **kw: preference_settings("kto", *args, **kw)),
+    "rm": (assembly.run_rm, lambda *args, **kw: preference_settings("rm", *args, **kw)),
+    "prm": (assembly.run_prm, lambda *args, **kw: preference_settings("prm", *args, **kw)),
+    "rl": (
+        assembly.run_rl,
+        lambda *args, **kw: rl_settings(
+            *args, algorithm__name="ppo", train__steps=3, train__lr=1e-3, system__engine_process=True, **kw
+        ),
+    ),
+}
+
+
+def same(one: assembly.RunResult, other: assembly.RunResult) -> None:
+    """Losses and gradients to 1e-5. AdamW may move a weight with a gradient near 0 by more."""
+    lines = [read_metrics(result.run_dir / "metrics.jsonl") for result in (one, other)]
+    names = ("loss", "grad_norm", "eval/loss", "reward", "tokens", "critic/loss")
+    seen = [[[line.get(name, -1.0) for name in ("step", *names)] for line in found] for found in lines]
+    assert len(seen[0]) == len(seen[1]) >= 3
+    for ours, theirs in zip(*seen, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    [(ours, theirs)] = [tuple(load_file(result.checkpoint / "model.safetensors") for result in (one, other))]
+    for name, tensor in ours.items():
+        assert float((theirs[name] - tensor).abs().mean()) < 1e-5, name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_two_ranks_end_as_one(command: str, model: Path, tmp_path: Path) -> None:
+    run, settings = COMMANDS[command]
+    found = [run(None, settings(tmp_path, model, f"{n}", system__trainer_ranks=n)) for n in (1, 2)]
+    same(*found)
+
+
+def test_a_rank_without_work(model: Path, tmp_path: Path) -> None:
+    """Two samples to a step, and three ranks."""
+    found = [
+        assembly.run_sft(None, sft_settings(tmp_path, model, f"{n}", train__batch_size=2, system__trainer_ranks=n))
+        for n in (1, 3)
+    ]
+    same(*found)
+
+
+class Command:
+    """``tunesmith`` in a process of its own."""
+
+    def __init__(self, folder: Path, settings: Sequence[str], *launcher: str) -> None:
+        (folder / "run.toml").touch()
+        arguments = [*(launcher or (sys.executable, "-m")), "tunesmith", "sft", str(folder / "run.toml"), *settings]
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(arguments, cwd=folder, stdout=pipe, stderr=pipe, env=env, text=True)
+
+    def ranks(self, number: int) -> list[psutil.Process]:
+        name = f"rank {number} of the trainer"
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if name in " ".join(child.cmdline())]
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    metrics = run_dir / "metrics.jsonl"
+    while not (metrics.exists() and any(line["step"] >= step for line in read_metrics(metrics))):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+
+
+def test_a_killed_rank_is_named_and_gone_back_from(model: Path, tmp_path: Path) -> None:
+    changed = {"train__steps": 400, "checkpoint__every": 5, "system__trainer_ranks": 2, "eval__every": 1000}
+    command = Command(tmp_path, sft_settings(tmp_path, model, "run", system__trainer_restarts=1, **changed))
+    for step in (6, 12):
+        wait_for_step(tmp_path / "run", step, command.process)
+        [rank] = command.ranks(1)
+        rank.send_signal(signal.SIGKILL)
+        time.sleep(2)
+    out, err = command.process.communicate(timeout=200)
+    assert command.process.returncode == 1
+    assert "rank 1 of the trainer" in out and "was ended by SIGKILL" in out and "checkpoints/step-0000" in out
+    assert "rank 1 of the trainer" in err and "once too often (system.trainer_restarts)" in err
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_under_a_launcher(launcher: str, model: Path, tmp_path: Path) -> None:
+    alone = assembly.run_sft(None, sft_settings(tmp_path, model, "alone"))
+    folder = Path(sys.executable).parent
+    options = {
+        "torchrun": ["--nproc-per-node", "2", "-m"],
+        "accelerate": ["launch", "--multi_gpu", "--num_processes", "2", "-m"],
+    }[launcher]
+    if not (folder / launcher).exists():
+        pytest.skip(f"there is no {launcher} here")
+    settings = sft_settings(tmp_path, model, "launched")
+    command = Command(tmp_path, settings, str(folder / launcher), *options)
+    out, err = command.process.communicate(timeout=300)
+    assert command.process.returncode == 0, err
+    assert out.count("run directory") == 1, "rank 0 alone prints"
+    assert "the processes" in out or "trainer_ranks" in out
+    launched = tmp_path / "launched"
+    same(alone, assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))

@@ -1,0 +1,105 @@
+"""Trainer ranks on one machine: what is derived for them, and what is refused with numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tunesmith.assembly.checking import with_launched_ranks
+from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.errors import ConfigError
+from tunesmith.plan.checks import check
+from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.gpus import device_problems, own_devices
+from tunesmith.plan.hardware import Gpu, Hardware
+from tunesmith.plan.resolve import resolve
+
+MODEL = ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5)
+CPU = Hardware("CPU", cores=8, memory_total=256 * 10**9, memory_available=240 * 10**9, bf16=True)
+GPU = Gpu("GPU", 80 * 10**9, 60 * 10**9, (9, 0))
+KINDS: dict[type[RunConfig], tuple[str, ...]] = {
+    RLConfig: ('data.train="org/d"', 'reward.functions=["exact_match"]'),
+    SFTConfig: ('data.train="org/d"',),
+    GenerateConfig: ('data.train="org/d"',),
+}
+
+
+def config(kind: type[RunConfig], *said: str) -> Any:
+    return load_config(kind, None, ['model.path="org/m"', *KINDS[kind], *said])
+
+
+def resolved(kind: type[RunConfig], *said: str, gpus: int = 0) -> Any:
+    facts = Facts(replace(CPU, gpus=(GPU,) * gpus), MODEL, train_size=100, longest=40)
+    return resolve(config(kind, *said), facts).config
+
+
+def test_ranks_share_the_cores_and_engines_have_processes() -> None:
+    found = resolved(RLConfig, "system.trainer_ranks=4")
+    assert found.system.threads == 2 and found.system.engine_process and found.system.weight_plane == "memory"
+    found = resolved(SFTConfig, "system.trainer_ranks=2")
+    assert found.system.threads == 4 and not found.system.engine_process
+
+
+def test_each_rank_has_a_gpu_and_engines_have_the_others() -> None:
+    found = resolved(RLConfig, "system.trainer_ranks=2", "system.engines=2", gpus=4)
+    assert own_devices(found, ["0", "1", "2", "3"]) == [("2",), ("3",)]
+    [problem] = device_problems(found, 3)
+    assert "take 4 GPUs" in problem and "sees 3, with room for 1" in problem
+
+
+@pytest.mark.parametrize("kind", [RLConfig, SFTConfig])
+def test_more_ranks_than_gpus(kind: type[RunConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"system\.trainer_ranks = 3 takes 3 GPUs.* has 2.*system\.trainer_ranks = 2"):
+        resolved(kind, "system.trainer_ranks=3", gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "words"),
+    [
+        (RLConfig, ("system.engine_process=false",), "system.engine_process = false with system.trainer_ranks = 2"),
+        (RLConfig, ('system.weight_plane="ipc"', 'system.device="cuda"'), 'weight_plane = "ipc" with system.trainer_r'),
+        (SFTConfig, ('system.device="cuda:1"',), 'system.device = "cuda:1": each rank has its own GPU'),
+        (GenerateConfig, (), "nothing is trained"),
+    ],
+)
+def test_what_cannot_work_with_ranks(kind: type[RunConfig], said: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
+        check(config(kind, "system.trainer_ranks=2", *said))
+
+
+def test_restarts_are_of_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"system\.trainer_restarts has no effect with system\.trainer_ranks = 1"):
+        check(config(SFTConfig, "system.trainer_restarts=1"))
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", **environment}.items():
+        monkeypatch.setenv(key, value)
+
+
+def test_a_launchers_processes_are_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_launched_ranks(config(SFTConfig)).system.trainer_ranks == 1
+    launched(monkeypatch)
+    assert with_launched_ranks(config(SFTConfig)).system.trainer_ranks == 2
+    assert with_launched_ranks(config(SFTConfig, "system.trainer_ranks=2")).system.trainer_ranks == 2
+    assert with_launched_ranks(config(GenerateConfig)).system.trainer_ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "environment", "words"),
+    [
+        ("system.trainer_ranks=3", {}, r"system\.trainer_ranks = 3, and the launcher started 2 processes"),
+        ('system.cluster="ray"', {}, r'2 processes .*, and system\.cluster = "ray" starts its own'),
+        ("train.lr=1", {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "16 processes .*, 8 of them on this machine"),
+    ],
+)
+def test_settings_that_contradict_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, said: str, environment: dict[str, str], words: str
+) -> None:
+    launched(monkeypatch, **environment)
+    with pytest.raises(ConfigError, match=words):
+        with_launched_ranks(config(RLConfig, said))
