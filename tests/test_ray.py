@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tunesmith.assembly.cluster import remote_trainer
 
 from engine_contract import FREE, Subject
 from pool_bench import PoolBench, each_check
@@ -28,6 +27,7 @@ from tunesmith.algorithms.objective import policy_objective
 from tunesmith.assembly.common import load_model, load_tokenizer
 from tunesmith.assembly.engine_host import make_engine_host
 from tunesmith.assembly.policy import policy_backend
+from tunesmith.assembly.processes import make_policy, remote_trainer
 from tunesmith.backends.base import TrainBackend
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
@@ -164,7 +164,7 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_pat
     assert processes(config) == {"actor": 1, "ref": 1, "rollout": 1}
     tokenizer = load_tokenizer(config)
     local = policy_backend(config, tokenizer, load_model(CausalLM, config, tokenizer))
-    there, _ = remote_trainer(cluster, config)
+    there, _ = remote_trainer(cluster, config, make_policy)
     assert there.cost == local.cost
     objective = policy_objective(config.algorithm)
     weighed = batch()
@@ -207,7 +207,7 @@ def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: 
     config = resolved(tmp_path, system__trainer_ranks=2, train__ema_decay=0.5)
     tokenizer = load_tokenizer(config)
     local = policy_backend(config, tokenizer, load_model(CausalLM, config, tokenizer))
-    there, limits = remote_trainer(cluster, config)
+    there, limits = remote_trainer(cluster, config, make_policy)
     assert there.ranks == 2 and limits.flops_per_second > 0
     objective, full = policy_objective(config.algorithm), tmp_path / "full"
 
