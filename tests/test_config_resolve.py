@@ -472,3 +472,19 @@ def test_rollouts_that_grow_past_a_switch_of_frequencies_are_scored_anew(longest
     if expected:
         with pytest.raises(ConfigError, match="64 tokens"):
             resolve(rl("rollout.max_new_tokens=32", "algorithm.decoupled=false"), facts(model=model, longest=longest))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.name=dapo", "algorithm.loss.clip_high=0.3"],
+        ["algorithm.loss=sapo", "algorithm.dynamic_filter.low=0.1", "algorithm.kl.coef=0.1"],
+        ["algorithm.name=ppo", "algorithm.kl=none", "algorithm.overlong=true"],
+        ["algorithm.loss=gpg", "algorithm.correction=icepop", "algorithm.correction.high=3.0"],
+    ],
+)
+def test_the_choices_of_a_run_are_written_as_they_were_made(tmp_path: Path, overrides: list[str]) -> None:
+    found = resolve(rl(*overrides), facts())
+    (tmp_path / "run.toml").write_text(config_text(found))
+    again = resolve(load_config(RLConfig, tmp_path / "run.toml"), facts())
+    assert settings(again.config) == settings(found.config) and again.given == found.given
