@@ -309,7 +309,7 @@ def test_an_adapter_answers_wherever_the_engine_is(tmp_path: Path, model: Path) 
         (["sampling.temperature=0"], "greedy, and all 3 completions would be equal"),
         (["output.kind=best", "sampling.n=1"], "set sampling.n, such as 4"),
         (["output.min_margin=1"], "output.min_margin has no effect"),
-        (["output.kind=conditional", "output.reward_template=x"], "no {prompt} or no {reward}"),
+        (["output.kind=conditional", "output.reward_template=x"], "both {prompt} and {reward}"),
         (["output.kind=pears"], "Did you mean 'pairs'?"),
         (["rollout.group_size=3"], "is called [sampling] here"),
         (["sampling.max_new_tokens=600"], "leaves no room in the model's context of 512"),

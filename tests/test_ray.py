@@ -323,11 +323,11 @@ def test_no_cluster_at_the_address(address: str) -> None:
         ({"system__engine_process": True}, "engines are actors"),
         ({"system__device": "cuda:1"}, 'use "cuda", and hide GPUs from Ray'),
         ({"system__cluster": None, "system__ray_address": "x:1"}, "no effect with system.cluster"),
-        ({"system__placement__colocate": [["actor"]]}, "shares with nobody"),
+        ({"system__placement__colocate": [["actor"]]}, "shares with no other role"),
         ({"system__placement__colocate": [["actor", "ref"], ["ref", "rollout"]]}, "'ref' twice"),
         (
             {"system__engines": 2, "system__placement__colocate": [["actor", "rollout"]]},
-            "different numbers of processes to share a place .actor 1, rollout 2: system.trainer_ranks",
+            "different numbers of processes and cannot share places .actor 1, rollout 2: system.trainer_ranks",
         ),
         (
             {"system__trainer_ranks": 2, "system__placement__colocate": [["actor", "critic", "ref"]]},
