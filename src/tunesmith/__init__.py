@@ -1,4 +1,9 @@
-"""Tunesmith trains language models after pretraining."""
+"""Tunesmith trains language models after pretraining.
+
+The upper level is one function per command: ``rl``, ``sft``, ``dpo``, ``rm``, ``kto``, ``prm``, ``distill``, ``rft``
+and ``generate``. The lower level is the parts that they are made of, for training loops written by hand:
+``examples/rl_loop.py`` in the repository is a whole one.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tunesmith.algorithms.losses import Loss, PolicyBatch, TokenLoss
+    from tunesmith.algorithms.objective import PolicyObjective
     from tunesmith.api import distill, dpo, kto, prm, rft, rl, rm, sft
     from tunesmith.assembly.inference import Generation, generate
     from tunesmith.assembly.opening import RunResult
+    from tunesmith.backends.optimizer import AdamWSettings
+    from tunesmith.backends.torch import TorchBackend
+    from tunesmith.data.batch import Batch
+    from tunesmith.engines.local.engine import LocalEngine
     from tunesmith.loop.callbacks import STOP
-
-__all__ = ["STOP", "Generation", "RunResult", "distill", "dpo", "generate", "kto", "prm", "rft", "rl", "rm", "sft"]
+    from tunesmith.loop.experience import rollout_batch
+    from tunesmith.loop.learner import Learner
+    from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.types import Rollout, Sample, Sampling, Task
 
 _MODULES = {
     "STOP": "loop.callbacks",
@@ -19,7 +32,47 @@ _MODULES = {
     "RunResult": "assembly.opening",
     "generate": "assembly.inference",
     **dict.fromkeys(("distill", "dpo", "kto", "prm", "rft", "rl", "rm", "sft"), "api"),
+    "AdamWSettings": "backends.optimizer",
+    "Batch": "data.batch",
+    "CausalLM": "models.causal_lm",
+    "Learner": "loop.learner",
+    "LocalEngine": "engines.local.engine",
+    **dict.fromkeys(("Loss", "PolicyBatch", "TokenLoss"), "algorithms.losses"),
+    "PolicyObjective": "algorithms.objective",
+    **dict.fromkeys(("Rollout", "Sample", "Sampling", "Task"), "types"),
+    "TorchBackend": "backends.torch",
+    "rollout_batch": "loop.experience",
 }
+
+__all__ = [
+    "STOP",
+    "AdamWSettings",
+    "Batch",
+    "CausalLM",
+    "Generation",
+    "Learner",
+    "LocalEngine",
+    "Loss",
+    "PolicyBatch",
+    "PolicyObjective",
+    "Rollout",
+    "RunResult",
+    "Sample",
+    "Sampling",
+    "Task",
+    "TokenLoss",
+    "TorchBackend",
+    "distill",
+    "dpo",
+    "generate",
+    "kto",
+    "prm",
+    "rft",
+    "rl",
+    "rm",
+    "rollout_batch",
+    "sft",
+]
 
 
 def __getattr__(name: str) -> Any:

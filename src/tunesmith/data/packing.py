@@ -1,7 +1,8 @@
 """Which samples go together into a micro-batch. No torch.
 
-The token cap is hard. Below it: as few micro-batches as can be found, siblings together so that their prompt
-is computed once, then costs as equal as can be. Everything is deterministic.
+The token cap is hard. Below it: few micro-batches by best fit, siblings together so that their prompt is computed
+once, then moves and swaps that make costs more equal, as ranks that wait for each other need. Everything is
+deterministic.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def pack(
 
     Args:
         keep_groups: samples of one ``group`` go into one micro-batch, as a loss that compares them needs.
-        multiple_of: there are so many micro-batches, or a multiple, where there is enough to share out.
+        multiple_of: the number of ranks: micro-batches are a multiple of it where there are enough samples.
 
     Returns:
         Samples, ascending in each micro-batch; the costliest micro-batch first, so that one
@@ -70,7 +71,7 @@ def pack(
     if keep_groups:
         prefixes = _grouped(batch, prefixes, share)
     weights = _Sizes(batch, prefixes, cost or CostModel(), keep_groups)
-    bins = _fewest(weights, _items(weights, max_tokens), max_tokens)
+    bins = _best_fit(weights, _items(weights, max_tokens), max_tokens)
     if missing := -len(bins) % multiple_of:
         bins = _shared_out(weights, bins, len(bins) + missing, max_tokens)
     _equalise(weights, bins, max_tokens)
@@ -85,7 +86,7 @@ def group_tokens(batch: Batch, *, share: bool = True) -> int:
 
 
 def _grouped(batch: Batch, prefixes: PrefixOrder, share: bool) -> PrefixOrder:
-    """The ranks with each group's beside each other, where the first of them was.
+    """The ranks with each group's next to each other, where the first of them was.
 
     What two ranks have in common is at least the least that neighbours between them have, in any order; so sizes
     may come out too large where groups interleave, and never too small.
@@ -190,16 +191,6 @@ def _cut(weights: _Sizes, low: int, high: int, at: int) -> list[tuple[int, int]]
     groups, shared = weights.groups, weights.shared
     cuts = (r for r in range(low + 1, high) if shared[r] <= at and groups[r] != groups[r - 1])
     return list(pairwise([low, *cuts, high])) if high > low else []
-
-
-def _fewest(weights: _Sizes, items: list[_Item], cap: int) -> list[_Bin]:
-    """Fewest bins found; spread evenly over as many where that repeats no more of the prefixes."""
-    filled = _best_fit(weights, items, cap)
-    spread = _spread(weights, items, cap, len(filled))
-    if spread and max(b.cost for b in spread) < max(b.cost for b in filled):
-        before, after = sum(b.cost for b in filled), sum(b.cost for b in spread)
-        return spread if after <= before * REPEATED else filled
-    return filled
 
 
 def _best_fit(weights: _Sizes, items: list[_Item], cap: int) -> list[_Bin]:

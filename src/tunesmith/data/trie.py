@@ -19,7 +19,7 @@ from tunesmith.data.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class PrefixOrder:
-    """Samples sorted so that those sharing most stand beside each other.
+    """Samples sorted so that those sharing most are neighbours.
 
     ``order[r]`` is the place, among the samples given, of the sample of rank ``r``; ``shared[r]`` counts the leading
     tokens it has in common with rank ``r - 1`` (0 for the first). Ranks ``a < b`` share
