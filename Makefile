@@ -64,7 +64,7 @@ lint: $(INSTALLED)
 
 # The documentation as a site in build/site; every warning, such as a link that leads nowhere, is an error.
 docs: $(INSTALLED)
-	$(RUN)/sphinx-build --quiet --fail-on-warning --keep-going docs build/site
+	$(RUN)/sphinx-build --fresh-env --quiet --fail-on-warning --keep-going docs build/site
 
 bench: $(INSTALLED)
 	$(RUN)/python -m benchmarks.run
