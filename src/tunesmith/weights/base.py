@@ -17,18 +17,23 @@ Offer = dict[str, Any]
 
 
 class Plane(Protocol):
-    """The trainer's side."""
+    """The trainer's side of a transport of weights.
+
+    The order of calls: ``publish`` once for each version; ``offer`` each time that engines are to be given it, as often
+    as needed (to all engines, later to a replaced one); each engine then reads its offer
+    (``assembly.planes.read_offer``). When one of them fails, ``withdraw`` releases those that wait for it.
+    """
 
     async def publish(self, version: int) -> None:
-        """Make the trainer's weights, as they are now, what is offered. They may change again when this returns."""
+        """Take the trainer's current weights as ``version``. They may change again when this returns."""
         ...
 
     async def offer(self, takers: int) -> list[Offer]:
-        """What was published last, for as many engines, each of which takes its own at once."""
+        """The version that was published last, for ``takers`` engines: one offer each, to be read at once."""
         ...
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
-        """One of those that got these offers together does not take it: others that wait for it fail at once."""
+        """One of the engines that these offers were made to has failed: the others stop waiting for it."""
         ...
 
     async def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """Weights handed from one process to another through a file, best one in memory (``/dev/shm``).
 
-A file is written whole under another name and then renamed; it carries its version and a checksum of every
-tensor, and is not to be found any more when the next version is there.
+A file is written under another name and renamed when it is complete. It carries its version and a checksum of every
+tensor, and is renamed again when the next version is written, so that nobody opens an old one.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def _own_directory(parent: Path | None) -> TemporaryDirectory[str]:
 
 @dataclass(slots=True)
 class FilePlane:
-    """Publishes a trainer's weights, each time in another file, which any number may read.
+    """Publishes a trainer's weights, each time in another file, which any number of engines may read.
 
-    The file before the last one is written over: pages that are there already take a third of the time of fresh ones.
-    Who still reads it is told by its checksums.
+    The file before the last one is overwritten: writing to existing pages takes a third of the time of new ones. An
+    engine that still reads it notices by its checksums.
     """
 
     tensors: NamedTensors
@@ -88,7 +88,7 @@ class FilePlane:
         return [{"plane": "file", "version": version, "path": str(path)}] * takers
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
-        """Nobody waits for another."""
+        """No engine waits for another."""
 
     async def close(self) -> None:
         self.directory.cleanup()

@@ -47,7 +47,7 @@ class IpcPlane:
         return [{**self._offer, "handle": [_text(part) for part in storage._share_cuda_()]} for _ in range(takers)]
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
-        """Nobody waits for another."""
+        """No engine waits for another."""
 
     async def close(self) -> None:
         self._flat = None
