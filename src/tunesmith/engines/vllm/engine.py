@@ -12,12 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
 from tunesmith.engines.base import check_sampling
+from tunesmith.engines.partial import PartialCompletion
 from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.errors import EngineError, UserError, boundary
@@ -28,14 +29,11 @@ from tunesmith.weights.base import NamedTensors
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Request:
-    """One completion as it grows."""
+@dataclass(slots=True, eq=False)
+class _Request(PartialCompletion):
+    """A request in vLLM, which itself decides when it ends."""
 
     done: asyncio.Future[Completion]
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
 
 
 class _Tally:
@@ -145,7 +143,7 @@ class VllmEngine:
         await self._call(lambda: self._vllm.abort_request(list(requests)))
         for request in requests.values():
             if not request.done.done():
-                request.done.set_result(Completion(request.token_ids, request.logprobs, request.versions, "abort"))
+                request.done.set_result(request.completion("abort"))
 
     async def load_weights(self, version: int) -> None:
         def load() -> None:
@@ -263,7 +261,7 @@ class VllmEngine:
         request.versions.extend([self._version] * len(new.token_ids))
         if output.finished:
             reason: FinishReason = new.finish_reason if new.finish_reason in ("stop", "length") else "abort"
-            request.done.set_result(Completion(request.token_ids, request.logprobs, request.versions, reason))
+            request.done.set_result(request.completion(reason))
 
     def _fail(self, error: EngineError) -> None:
         for request in self._requests.values():
