@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import tiny
+import tunesmith
 from tiny_runs import rl_settings, write_lines
 from tunesmith import assembly
 from tunesmith.assembly.common import load_tokenizer
@@ -61,10 +62,16 @@ def test_the_variable_is_set_in_all_data(tmp_path: Path, model: Path, goal: str)
 def test_what_was_generated_with_other_variables_is_not_gone_on_with(model: Path) -> None:
     said: list[Any] = []
     for shout in ("true", "false"):
+        variables = f"data.chat_template_kwargs.shout={shout}"
         config = load_config(
             GenerateConfig,
             None,
-            [f"model.path={model}", "data.train=org/x", f"data.chat_template_kwargs.shout={shout}"],
+            [
+                f"model.path={model}",
+                "model.dtype=float32",
+                "data.train=x/y",
+                variables,
+            ],
         )
         said.append(identity(config, "data", load_tokenizer(config)))
     assert said[0] != said[1] and said[0]["data.chat_template_kwargs"] == {"shout": True}
@@ -81,3 +88,13 @@ def test_a_run_takes_it_and_refuses_what_nothing_reads(tmp_path: Path, model: Pa
         assembly.run_rl(None, [*settings("typo"), "data.chat_template_kwargs={shot=true}"])
     with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs has no effect"):
         assembly.run_rl(None, [*settings("plain"), "data.chat=false", "data.chat_template_kwargs={shout=true}"])
+
+
+def test_the_python_function_takes_it(model: Path) -> None:
+    plain, shouted = (
+        tunesmith.generate(model, ["7+7="], max_new_tokens=8, chat_template_kwargs=variables)[0]
+        for variables in (None, {"shout": True})
+    )
+    assert plain.logprobs != shouted.logprobs
+    with pytest.raises(ConfigError, match=r"'shot'.*shout"):
+        tunesmith.generate(model, ["7+7="], chat_template_kwargs={"shot": True})

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from tunesmith.assembly.checking import checked
 from tunesmith.assembly.common import run_async
 from tunesmith.assembly.opening import announce
 from tunesmith.assembly.rewards import add_rewards
-from tunesmith.assembly.sampler import Opened, answer_tasks, identity, opened, resolve_sampling
+from tunesmith.assembly.sampler import SamplingRun, answer_tasks, identity, open_sampling, resolve_sampling
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.data.chat import end_of_turn_id
 from tunesmith.data.formats import Example
@@ -20,7 +19,6 @@ from tunesmith.data.prompts import choose_template
 from tunesmith.data.tokens import encode
 from tunesmith.errors import ConfigError
 from tunesmith.loop.usage import Usage, total_of
-from tunesmith.monitor.run_dir import RunDir
 from tunesmith.offline.generation import (
     BLOCK,
     LineWriter,
@@ -58,20 +56,20 @@ class Generated:
 def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
     """``tunesmith generate``: answer, or score, every line of a data file; called again, it continues."""
     usage = Usage()
-    with checked(GenerateConfig, path, overrides) as config, opened(config, path, "generate") as run:
-        resolved = resolve_sampling(config, run.tasks)
+    with open_sampling(GenerateConfig, path, overrides) as run:
+        resolved = resolve_sampling(run.config, run.tasks)
+        config, directory = resolved.config, run.directory.path
         scoring = config.output.kind == "score"
-        out = run.run_dir.path / ("scores.jsonl" if scoring else "completions.jsonl")
-        claim(out, identity(resolved.config, run.train.fingerprint, run.tokenizer))
-        announce(resolved, run.run_dir, run.train)
-        config = resolved.config
-        file, done = run.run_dir.path / "report.json", None
+        out = directory / ("scores.jsonl" if scoring else "completions.jsonl")
+        claim(out, identity(config, run.train.fingerprint, run.tokenizer))
+        announce(resolved, run.directory, run.train)
+        file, done = directory / "report.json", None
         usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
         try:
             with usage.phase("scoring" if scoring else "sampling", _PART):
                 _write(config, run, out, usage)
             with usage.phase("selection", _PART):
-                done = _outcome(config, run.run_dir, out)
+                done = _outcome(config, directory, out)
         finally:
             found = total_of(usage.parts().values())
             counted = {"output": done.output.name, "lines": done.lines, "counts": done.counts} if done else {}
@@ -80,7 +78,7 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         return replace(done, usage=found, earlier=usage.earlier)
 
 
-def _write(config: GenerateConfig, run: Opened, out: Path, usage: Usage) -> None:
+def _write(config: GenerateConfig, run: SamplingRun[GenerateConfig], out: Path, usage: Usage) -> None:
     if config.output.kind == "score":
         _score(config, run, out)
         return
@@ -90,7 +88,7 @@ def _write(config: GenerateConfig, run: Opened, out: Path, usage: Usage) -> None
     answer_tasks(config, run, run.tasks, writer, out, usage)
 
 
-def _score(config: GenerateConfig, run: Opened, out: Path) -> None:
+def _score(config: GenerateConfig, run: SamplingRun[GenerateConfig], out: Path) -> None:
     """Every completion of the data as a rollout that ends as the model would have ended it."""
     column, tasks, tokenizer = config.data.completion, run.tasks, run.tokenizer
     assert run.rewards is not None and config.reward is not None
@@ -109,12 +107,12 @@ def _score(config: GenerateConfig, run: Opened, out: Path) -> None:
         run_async(answer(out, tasks, produce, line, window=window_of(BLOCK, 1), max_failed_share=share, live=live))
 
 
-def _outcome(config: GenerateConfig, run_dir: RunDir, out: Path) -> Generated:
+def _outcome(config: GenerateConfig, run_dir: Path, out: Path) -> Generated:
     """Write what is made of the completions, and count."""
     output, choice = config.output, Choice()
     kept = out
     if output.kind in ("best", "pairs", "conditional"):
-        kept = run_dir.path / f"{output.kind}.jsonl"
+        kept = run_dir / f"{output.kind}.jsonl"
         lines = read_lines(out)
         match output.kind:
             case "best":
@@ -130,7 +128,7 @@ def _outcome(config: GenerateConfig, run_dir: RunDir, out: Path) -> Generated:
         count = write_whole(kept, made)
     else:
         count = sum(1 for _ in read_lines(out))
-    return Generated(run_dir.path, kept, count, _counts(out) | {k: v for k, v in choice.skipped.items() if v})
+    return Generated(run_dir, kept, count, _counts(out) | {k: v for k, v in choice.skipped.items() if v})
 
 
 def _counts(out: Path) -> dict[str, float]:

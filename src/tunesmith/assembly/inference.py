@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -63,6 +64,7 @@ def generate(
     seed: int = 0,
     system_prompt: str | None = None,
     chat: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     max_running: int = 256,
     max_prefill_tokens: int = 8192,
 ) -> list[Generation]:
@@ -76,6 +78,7 @@ def generate(
         prompts: texts, or conversations as lists of messages.
         temperature: 0 is greedy; None: greedy for one completion per prompt, else 1.
         chat: whether texts go through the chat template; None: if the tokenizer has one.
+        chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``.
 
     Raises UserError where a setting or a prompt cannot be used.
 
@@ -87,22 +90,20 @@ def generate(
         raise UserError("prompts is one text; give a list of prompts, even of one")
     temperature = float(n > 1) if temperature is None else temperature
     with boundary(UserError, "tunesmith.generate", ValueError):
+        sampling = SamplingSection(
+            n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+            repetition_penalty=repetition_penalty, min_new_tokens=min_new_tokens, stop=tuple(stop),
+            stop_token_ids=tuple(stop_token_ids), seed=seed,
+        )  # fmt: skip
         config = GenerateConfig(
             model=ModelSection(path=str(model) if isinstance(model, str | Path) else "a loaded model"),
-            data=DataSection(train="prompts", system_prompt=system_prompt, chat=chat),
-            sampling=SamplingSection(
-                n=n,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                min_new_tokens=min_new_tokens,
-                stop=tuple(stop),
-                stop_token_ids=tuple(stop_token_ids),
-                seed=seed,
+            data=DataSection(
+                train="prompts",
+                system_prompt=system_prompt,
+                chat=chat,
+                chat_template_kwargs=dict(chat_template_kwargs) if chat_template_kwargs else None,
             ),
+            sampling=sampling,
             system=SystemSection(max_running=max_running, max_prefill_tokens=max_prefill_tokens),
         )
     return _generate(resolve(config, Facts(read_hardware())).config, model, prompts) if prompts else []
@@ -115,6 +116,9 @@ def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Seq
         load_model(CausalLM, config, load_tokenizer(config), frozen=True) if isinstance(model, str | Path) else model
     )
     section, tokenizer = config.sampling, cast("Any", loaded.tokenizer)
+    if config.data.chat_template_kwargs:
+        tokenizer = copy(tokenizer)
+        tokenizer.chat_template_kwargs = config.data.chat_template_kwargs
     encoder = PromptEncoder.of(config.data, tokenizer, prompts)
     prompt_ids = [encoder.ids(prompt) for prompt in prompts]
     engine = _engine(config, loaded, max(map(len, prompt_ids)), len(prompts) * section.n)

@@ -9,10 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tunesmith.assembly.checking import checked
 from tunesmith.assembly.common import load_tokenizer
 from tunesmith.assembly.opening import FROM_A_COMMAND, SHOWN, Caller, announce, load_trained
-from tunesmith.assembly.sampler import Opened, answer_tasks, identity, opened, release_memory, resolve_sampling
+from tunesmith.assembly.sampler import (
+    SamplingRun,
+    answer_tasks,
+    identity,
+    open_sampling,
+    release_memory,
+    resolve_sampling,
+)
 from tunesmith.assembly.sinks import ADAPTERS
 from tunesmith.assembly.train import run_sft
 from tunesmith.config.files import ADAPTER_CONFIG
@@ -80,23 +86,23 @@ def run_rft(
 ) -> RFTOutcome:
     """One step, or with ``run`` all of them; what is done already is not done again."""
     usage = Usage()
-    with checked(RFTConfig, path, overrides) as config:
-        if step == "evaluate" and config.data.eval is None:
+    with open_sampling(RFTConfig, path, overrides, caller) as run:
+        if step == "evaluate" and run.config.data.eval is None:
             raise ConfigError("data.eval is missing: name the questions to evaluate on")
-        with opened(config, path, "rft") as run:
-            return _opened_run(config, run, path.parent if path else Path.cwd(), usage, caller).do(step)
+        return _opened_run(run, usage).do(step)
 
 
-def _opened_run(config: RFTConfig, run: Opened, base_dir: Path, usage: Usage, caller: Caller) -> _Run:
+def _opened_run(run: SamplingRun[RFTConfig], usage: Usage) -> _Run:
+    config = run.config
     shots = read_shots(config.rft.few_shot) if config.rft.few_shot else ()
     first = _first_sampler(config, run, shots)
     resolved = resolve_sampling(config, [*first.tasks, *(run.held_out.items if run.held_out else [])], count=False)
-    announce(resolved, run.run_dir, run.train, run.held_out)
-    rounds = [Round(run.run_dir.path / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
-    report = run.run_dir.path / "report.json"
+    announce(resolved, run.directory, run.train, run.held_out)
+    rounds = [Round(run.directory.path / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
+    report = run.directory.path / "report.json"
     earlier: Json = read_json(report).get("usage", {}) if report.exists() else {}
     usage.add_earlier({part: found for part, found in earlier.items() if part != _TOTAL})
-    return _Run(run, resolved, first, rounds, base_dir, usage, caller)
+    return _Run(run, resolved, first, rounds, usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +111,14 @@ class Sampler:
 
     config: RFTConfig
     """Of ``rft.sampler``, not resolved; else of the run."""
-    opened: Opened
+    opened: SamplingRun[RFTConfig]
     """With the sampler's tokenizer."""
     encoder: PromptEncoder
     tasks: list[Task]
     """The questions with worked examples before them."""
 
 
-def _first_sampler(config: RFTConfig, run: Opened, shots: Shots) -> Sampler:
+def _first_sampler(config: RFTConfig, run: SamplingRun[RFTConfig], shots: Shots) -> Sampler:
     """The model to train, or ``rft.sampler`` with the same questions in its own tokens and chat template."""
     if config.rft.sampler is not None:
         config = with_model(config, config.rft.sampler)
@@ -144,13 +150,11 @@ def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | No
 class _Run:
     """The parts of a run, and its steps."""
 
-    opened: Opened
+    opened: SamplingRun[RFTConfig]
     resolved: Resolved[RFTConfig]
     first: Sampler
     rounds: list[Round]
-    base_dir: Path
     usage: Usage
-    caller: Caller
 
     @property
     def config(self) -> RFTConfig:
@@ -163,7 +167,7 @@ class _Run:
         return sum(w for w in self.opened.rewards.weights.values() if w > 0) if said is None else said
 
     def do(self, step: Step) -> RFTOutcome:
-        run_dir, held_out = self.opened.run_dir.path, self.opened.held_out
+        run_dir, held_out = self.opened.directory.path, self.opened.held_out
         base = Round(run_dir / "base")
         if step == "run":
             if held_out and self.config.eval.at_start:
@@ -197,7 +201,7 @@ class _Run:
 
     def _report(self) -> dict[str, dict[str, Json]]:
         """What the run has and took so far, which is written to ``report.json``."""
-        run_dir, parts = self.opened.run_dir.path, self.usage.parts()
+        run_dir, parts = self.opened.directory.path, self.usage.parts()
         report = report_of(run_dir, self.rounds)
         report["usage"] = {_TOTAL: total_of(parts.values()), **parts}
         write_json(run_dir / "report.json", report)
@@ -260,7 +264,7 @@ class _Run:
         model = self._begun(this)
         if model is None:
             release_memory()
-            done = run_sft(run_file, ['checkpoint.resume="auto"'], Caller(reasons, self.caller.callbacks))
+            done = run_sft(run_file, ['checkpoint.resume="auto"'], Caller(reasons, self.opened.caller.callbacks))
             model, setup = done.checkpoint, done.seconds.get("setup", 0.0)
             found = {"seconds/setup": setup, "seconds/training": -setup}
             # Every step of the training begins a new peak, so that what is left at its end is that of its last one.
@@ -290,7 +294,7 @@ class _Run:
             self._sample(this.evaluation, config, self.opened, tasks, held_out.fingerprint, greedy=True)
             found = evaluate_file(this, self.threshold, len(tasks))
         print(describe(this.directory.name, found), flush=True)
-        before = self.opened.run_dir.path / "base" / "evaluation.json"
+        before = self.opened.directory.path / "base" / "evaluation.json"
         if model is not None and before.exists() and fallen(read_json(before), found):
             print(
                 "warning: the trained model is worse than the model before training, by more than chance explains. "
@@ -302,7 +306,7 @@ class _Run:
         self,
         out: Path,
         config: RFTConfig,
-        opened: Opened,
+        opened: SamplingRun[RFTConfig],
         tasks: Sequence[Task],
         fingerprint: str,
         *,
@@ -352,9 +356,11 @@ class _Run:
         kept |= {f"data.{k}": v for k, v in data.model_dump(mode="json", exclude_unset=True).items()}
         if config.monitor.sinks:
             names = config.monitor.sinks
-            kept["monitor.sinks"] = [name if name in ADAPTERS else located(name, self.base_dir) for name in names]
+            kept["monitor.sinks"] = [
+                name if name in ADAPTERS else located(name, self.opened.base_dir) for name in names
+            ]
         kept["run_dir"] = str(self.rounds[number].sft)
-        kept["monitor.run_name"] = f"{config.monitor.run_name or self.opened.run_dir.path.name}-round-{number + 1}"
+        kept["monitor.run_name"] = f"{config.monitor.run_name or self.opened.directory.path.name}-round-{number + 1}"
         of_round = dict.fromkeys([*kept, "checkpoint.resume"], f"round {number + 1} of tunesmith rft")
         as_said = {key for key in said if key in kept and kept[key] == values[key]}
         return kept, {key: derived.get(key, why) for key, why in of_round.items() if key not in as_said - {*derived}}

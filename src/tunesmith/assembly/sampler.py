@@ -1,4 +1,4 @@
-"""What ``tunesmith generate`` and ``tunesmith rft`` share: tasks opened with their rewards, and answered into files."""
+"""What ``tunesmith generate`` and ``tunesmith rft`` share: opening a run that samples, and answering its tasks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tunesmith.assembly.checking import frozen_parameters, task_data
-from tunesmith.assembly.common import load_model, load_tokenizer, run_async
+from tunesmith.assembly.checking import facts_of_run
+from tunesmith.assembly.common import load_model, run_async
 from tunesmith.assembly.engines import make_engine, make_sampling
+from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
 from tunesmith.assembly.rewards import add_rewards
-from tunesmith.config.generation import GenerateConfig, SamplingConfig
+from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.resolved import Resolved
-from tunesmith.config.schema import DataSection, RewardSection, RunConfig
+from tunesmith.config.schema import RewardSection
 from tunesmith.data.loader import fingerprint_of
 from tunesmith.data.prepare import Prepared, load_tasks
 from tunesmith.engines.base import RolloutEngine
@@ -25,29 +26,20 @@ from tunesmith.environments.base import SingleTurn
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.usage import Usage
-from tunesmith.monitor.run_dir import RunDir, open_run_dir
-from tunesmith.monitor.waits import long_wait
 from tunesmith.offline.generation import LineWriter, Unscored, answer, repair, window_of
-from tunesmith.plan.facts import Facts
-from tunesmith.plan.hardware import read_hardware
-from tunesmith.plan.hub import known_model_facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.weights import loads_model, weights_apart
 from tunesmith.rewards.loading import load_rewards
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import RolloutGroup, Task
 
-C = TypeVar("C", bound=RunConfig)
+C = TypeVar("C", GenerateConfig, RFTConfig)
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A run that samples, before its model is loaded."""
+class SamplingRun(OpenRun[C]):
+    """An open run that samples, with its data read; its ``config`` is not resolved."""
 
-    run_dir: RunDir
-    data: DataSection
-    """As the tasks were loaded with it."""
-    tokenizer: Any
     rewards: RewardSet | None
     train: Prepared[Task]
     held_out: Prepared[Task] | None
@@ -58,33 +50,26 @@ class Opened:
 
 
 @contextmanager
-def opened(config: SamplingConfig, path: Path | None, name: str) -> Generator[Opened]:
-    """Enter the run's directory, and load its rewards and its data.
-
-    Args:
-        path: the run file, whose name the run has; ``name`` where there is none.
-    """
-    base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), name)
-    data = _task_data(config)
-    with ExitStack() as stack:
-        run_dir = stack.enter_context(open_run_dir(config.run_dir or Path("runs").absolute() / name, name, False))
-        rewards = load_rewards(config.reward, base_dir) if config.reward else None
+def open_sampling(
+    kind: type[C], path: Path | None, overrides: Sequence[str], caller: Caller = FROM_A_COMMAND
+) -> Generator[SamplingRun[C]]:
+    """As ``open_run``; also load the rewards and read the data."""
+    with open_run(kind, path, overrides, caller) as run, ExitStack() as stack:
+        rewards = load_rewards(run.config.reward, run.base_dir) if run.config.reward else None
         if rewards is not None:
             stack.callback(rewards.close)
-        tokenizer = load_tokenizer(config)
-        with long_wait("reading data.train"):
-            train = load_tasks(data, data.train, tokenizer)
-        with long_wait("reading data.eval"):
-            held_out = load_tasks(data, data.eval, tokenizer) if data.eval else None
-        run = Opened(run_dir, data, tokenizer, rewards, train, held_out)
+        train, held_out = run.read(lambda data, source: load_tasks(data, source, run.tokenizer))
+        opened = SamplingRun(
+            run.config, run.base_dir, run.directory, None, run.tokenizer, run.caller, rewards, train, held_out
+        )
         if rewards is not None:
-            rewards.check_tasks(run.tasks)
-        yield run
+            rewards.check_tasks(opened.tasks)
+        yield opened
 
 
 def answer_tasks(
     config: SamplingConfig,
-    run: Opened,
+    run: SamplingRun[Any],
     tasks: Sequence[Task],
     writer: LineWriter,
     out: Path,
@@ -143,7 +128,7 @@ def answer_tasks(
     run_async(write())
 
 
-def _engine(config: SamplingConfig, run: Opened) -> RolloutEngine:
+def _engine(config: SamplingConfig, run: SamplingRun[Any]) -> RolloutEngine:
     """With the model that it needs; the models of rewards are loaded too."""
     from tunesmith.models.causal_lm import CausalLM
 
@@ -163,22 +148,10 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _task_data(config: SamplingConfig) -> DataSection:
-    """The data section as tasks are loaded with it, limited to prompts that leave room for a completion."""
-    facts, data = known_model_facts(config.model.path), task_data(config)
-    if data.max_prompt_tokens is None and facts is not None and facts.context is not None:
-        limit = facts.context - config.new_tokens
-        # Where nothing is left for a prompt, that is refused when the configuration is resolved.
-        return data.model_copy(update={"max_prompt_tokens": limit}) if limit > 0 else data
-    return data
-
-
 def resolve_sampling(config: C, tasks: Sequence[Task], *, count: bool = True) -> Resolved[C]:
-    """Args: count: the number of tasks is the amount of work, and not of training data."""
+    """Args: count: whether the number of tasks is the amount of work; in RFT it is not that of the training."""
     longest = max(len(task.prompt_ids) for task in tasks)
-    size = len(tasks) if count else None
-    facts = Facts(read_hardware(), known_model_facts(config.model.path), size, None, longest)
-    return resolve(config, replace(facts, frozen_parameters=frozen_parameters(config)))
+    return resolve(config, replace(facts_of_run(config), train_size=len(tasks) if count else None, longest=longest))
 
 
 def identity(config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool = False) -> dict[str, Any]:

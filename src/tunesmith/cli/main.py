@@ -18,10 +18,9 @@ from tunesmith.cli.launch import launch
 from tunesmith.cli.merge import merge
 from tunesmith.cli.reference import keys, models, presets
 from tunesmith.cli.rft import rft
-from tunesmith.cli.rl import distill, rl
 from tunesmith.cli.serve_reward import serve_reward
 from tunesmith.cli.show_config import show_config
-from tunesmith.cli.supervised import dpo, kto, prm, rm, sft
+from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
 from tunesmith.distributed.torchrun import join_launch
 from tunesmith.monitor.interrupts import own_process
 
