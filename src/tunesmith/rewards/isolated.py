@@ -1,4 +1,4 @@
-"""The user's reward functions in worker processes, with deadlines; a call whose worker was killed is made again."""
+"""The user's reward functions in worker processes, with deadlines; a call whose worker was killed is repeated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tunesmith.usercode.killable import Worker, WorkerError, WorkerLost, Workers
 
 _PROGRAM = Path(__file__).with_name("user_program.py")
 ATTEMPTS = 3
-"""How often a call is made whose worker was killed from outside."""
+"""Attempts of a call whose worker was killed from outside."""
 ALONE = 4
-"""Calls that are made at once in processes of their own."""
+"""Limit of concurrent calls that each have their own process."""
 
 
 class IsolatedRewards:
-    """Reward functions in one worker process at a time, which is replaced when it is killed or ends."""
+    """Reward functions in one worker process, which is replaced when it is killed or ends."""
 
     def __init__(self, references: Sequence[tuple[str, str]], base_dir: Path, memory: str | None) -> None:
         program = user_program(_PROGRAM, "RewardProgram", (list(references), str(base_dir)), memory, alone=True)
@@ -50,13 +50,13 @@ class IsolatedRewards:
         ]
 
     async def run(self, function: FarFunction, arguments: dict[str, Any], notes: Notes, timeout: float) -> list[Any]:
-        """Scores of a call; what it logged goes into ``notes``.
+        """The scores of a call, whose logged values go into ``notes``.
 
         Raises:
             DeadlineExceeded: it ran for more than ``timeout`` seconds; its process is killed, unless it is a coroutine
                 that can be ended.
             RaisedInCall: it raised, or its process ended.
-            ValueError: what it returned is of no use.
+            ValueError: its result is unusable.
         """
         sent = {name: value for name, value in arguments.items() if name not in ("log_extra", "log_metric")}
         asked = (function.number, notes.size, sent)

@@ -1,4 +1,4 @@
-"""The user's reward functions in a worker process: loaded once, then called as they would be in the run's own."""
+"""The user's reward functions in a worker process: loaded once, then called as in the run's process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunesmith.usercode.calls import RaisedInCall, is_async, parameters_of, take
 
 
 class RewardProgram:
-    """Called with a function's number, the size of the call and its arguments; gives what ``answer`` has."""
+    """Called with a function's number, the size of the call and its arguments; returns an ``answer``."""
 
     def __init__(self, references: Sequence[tuple[str, str]], base_dir: str) -> None:
         self.description: dict[str, Any]
@@ -54,7 +54,7 @@ class RewardProgram:
 
 
 def answer(output: object, notes: Notes) -> dict[str, Any]:
-    """What a call gave, as JSON: scores, failures by their place, and what was logged."""
+    """The result of a call as JSON values: scores, failures by index, and logged values."""
     try:
         scores = scores_from(output, notes.size)
     except ValueError as error:
