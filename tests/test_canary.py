@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -69,39 +68,30 @@ def change(model: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engines_with_the_trainers_weights_pass(path: Path, dtype: str) -> None:
-    async def run() -> None:
-        pool, canary, model = bench(path, dtype)
-        for version in range(3):
-            await pool.load_weights(version)
-            metrics = await canary.check(version)
-            assert metrics.keys() == {"canary"} and 0 <= metrics["canary"] <= canary.tolerance / 4
-            change(model)
-        await pool.close()
-
-    asyncio.run(run())
-
-
-def test_a_head_that_stays_behind_is_caught(path: Path) -> None:
-    async def run() -> None:
-        pool, canary, model = bench(path, "float32", "lm_head.weight")
-        await pool.load_weights(1)
-        await canary.check(1)
+async def test_engines_with_the_trainers_weights_pass(path: Path, dtype: str) -> None:
+    pool, canary, model = bench(path, dtype)
+    for version in range(3):
+        await pool.load_weights(version)
+        metrics = await canary.check(version)
+        assert metrics.keys() == {"canary"} and 0 <= metrics["canary"] <= canary.tolerance / 4
         change(model)
-        await pool.load_weights(2)
-        with pytest.raises(EngineError, match=r"version 2 .* by hand, engine apart .* 0\.001.* system\.canary"):
-            await canary.check(2)
-        await pool.close()
-
-    asyncio.run(run())
+    await pool.close()
 
 
-def test_weights_that_never_came_are_caught(path: Path) -> None:
-    async def run() -> None:
-        pool, canary, _ = bench(path)
-        await pool.load_weights(1)
-        with pytest.raises(EngineError, match="samples with version 1 of the weights, not with 2"):
-            await canary.check(2)
-        await pool.close()
+async def test_a_head_that_stays_behind_is_caught(path: Path) -> None:
+    pool, canary, model = bench(path, "float32", "lm_head.weight")
+    await pool.load_weights(1)
+    await canary.check(1)
+    change(model)
+    await pool.load_weights(2)
+    with pytest.raises(EngineError, match=r"version 2 .* by hand, engine apart .* 0\.001.* system\.canary"):
+        await canary.check(2)
+    await pool.close()
 
-    asyncio.run(run())
+
+async def test_weights_that_never_came_are_caught(path: Path) -> None:
+    pool, canary, _ = bench(path)
+    await pool.load_weights(1)
+    with pytest.raises(EngineError, match="samples with version 1 of the weights, not with 2"):
+        await canary.check(2)
+    await pool.close()

@@ -130,7 +130,7 @@ class NoWeights:
     async def close(self) -> None: ...
 
 
-def test_a_process_sees_its_own_gpus_and_leaves_them_to_its_successor() -> None:
+async def test_a_process_sees_its_own_gpus_and_leaves_them_to_its_successor() -> None:
     processes = LocalProcesses({"rollout": [("3", "4"), ("GPU-1f", "0")]})
 
     async def start(_: int) -> FarEngine:
@@ -144,45 +144,39 @@ def test_a_process_sees_its_own_gpus_and_leaves_them_to_its_successor() -> None:
         members = [member for member in pool.members if isinstance(member, FarEngine)]
         return sorted([(await m.generate([1], Sampling(1))).finish_reason for m in members])
 
-    async def run() -> None:
-        await pool.generate([1], Sampling(1))
-        await pool.load_weights(1)  # until all are there
+    await pool.generate([1], Sampling(1))
+    await pool.load_weights(1)  # until all are there
+    assert await seen() == ["3,4", "GPU-1f,0"]
+    for version, how in ((2, signal.SIGKILL), (3, signal.SIGKILL)):
+        first = pool.members[0]
+        assert isinstance(first, FarEngine)
+        os.kill(first.far.pid(), how)
+        with pytest.raises(EngineLostError):
+            await first.generate([1], Sampling(1))
+        await pool.load_weights(version)
         assert await seen() == ["3,4", "GPU-1f,0"]
-        for version, how in ((2, signal.SIGKILL), (3, signal.SIGKILL)):
-            first = pool.members[0]
-            assert isinstance(first, FarEngine)
-            os.kill(first.far.pid(), how)
-            with pytest.raises(EngineLostError):
-                await first.generate([1], Sampling(1))
-            await pool.load_weights(version)
-            assert await seen() == ["3,4", "GPU-1f,0"]
-        await pool.close()
-
-    asyncio.run(run())
+    await pool.close()
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
     [(never, EngineError), (never, asyncio.CancelledError), (refused, UserError), (ended, EngineError)],
 )
-def test_a_place_is_free_when_its_process_has_ended(make: Any, expected: type[BaseException]) -> None:
+async def test_a_place_is_free_when_its_process_has_ended(make: Any, expected: type[BaseException]) -> None:
     processes = LocalProcesses({"rollout": [("1",)]})
 
-    async def run() -> None:
-        for _ in range(2):
-            far = processes.spawn("rollout", EngineLostError)
-            pid = far.pid()
-            limit = 60.0 if make is not never or expected is asyncio.CancelledError else 0.1
-            task = asyncio.create_task(FarEngine.start(far, make, limit))
-            await asyncio.sleep(0.1)
-            if expected is asyncio.CancelledError:
-                task.cancel()
-            with pytest.raises(expected):
-                await task
-            with pytest.raises(ProcessLookupError):  # ended, and reaped
-                os.kill(pid, 0)
-
-    asyncio.run(run())
+    for _ in range(2):
+        far = processes.spawn("rollout", EngineLostError)
+        pid = far.pid()
+        limit = 60.0 if make is not never or expected is asyncio.CancelledError else 0.1
+        task = asyncio.create_task(FarEngine.start(far, make, limit))
+        await asyncio.sleep(0.1)
+        if expected is asyncio.CancelledError:
+            task.cancel()
+        with pytest.raises(expected):
+            await task
+        with pytest.raises(ProcessLookupError):  # ended, and reaped
+            os.kill(pid, 0)
 
 
 def test_a_run_on_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -63,10 +62,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("make", [fake, local, ngrams, drafts])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
-def test_contract(
+async def test_contract(
     make: Callable[[Path], Subject], check: Callable[[Subject], Awaitable[None]], directory: Path
 ) -> None:
-    async def run() -> None:
-        await check(make(directory))
-
-    asyncio.run(run())
+    await check(make(directory))

@@ -134,16 +134,13 @@ def test_calls_and_attributes(far: Far) -> None:
     assert far.pid() != os.getpid()
 
 
-def test_methods_run_one_after_the_other_and_coroutines_meanwhile(far: Far) -> None:
-    async def run() -> None:
-        slow = far.submit("wait", 0.5)
-        numbers = [far.submit("add", 1) for _ in range(5)]
-        assert await asyncio.gather(*(far.call_async("later", 0.05, i) for i in range(3))) == [0, 1, 2]
-        assert not slow.done()
-        found = await asyncio.to_thread(gather, numbers)
-        assert found == list(range(found[0], found[0] + 5)) and slow.done()
-
-    asyncio.run(run())
+async def test_methods_run_one_after_the_other_and_coroutines_meanwhile(far: Far) -> None:
+    slow = far.submit("wait", 0.5)
+    numbers = [far.submit("add", 1) for _ in range(5)]
+    assert await asyncio.gather(*(far.call_async("later", 0.05, i) for i in range(3))) == [0, 1, 2]
+    assert not slow.done()
+    found = await asyncio.to_thread(gather, numbers)
+    assert found == list(range(found[0], found[0] + 5)) and slow.done()
 
 
 def test_errors_arrive_as_they_were_raised(far: Far) -> None:

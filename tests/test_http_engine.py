@@ -100,17 +100,14 @@ def decoder(model: CausalLM) -> Callable[[Sequence[int]], str]:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
-def test_sglang_fulfils_the_contract(
+async def test_sglang_fulfils_the_contract(
     check: Callable[[Subject], Awaitable[None]], sglang: Sglang, model: CausalLM
 ) -> None:
-    async def run() -> None:
-        engine = sglang_engine(sglang.url, model)
-        try:
-            await check(Subject(engine, decoder(model), scorer(model), CONTEXT))
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
+    engine = sglang_engine(sglang.url, model)
+    try:
+        await check(Subject(engine, decoder(model), scorer(model), CONTEXT))
+    finally:
+        await engine.close()
 
 
 def test_new_weights_arrive_and_each_token_is_of_the_weights_that_drew_it(sglang: Sglang, path: Path) -> None:
@@ -145,17 +142,14 @@ def test_new_weights_arrive_and_each_token_is_of_the_weights_that_drew_it(sglang
     asyncio.run(run())
 
 
-def test_the_last_weights_alone_stay_on_disk(sglang: Sglang, model: CausalLM) -> None:
-    async def run() -> None:
-        engine = sglang_engine(sglang.url, model)
-        for version in (1, 2, 3):
-            await engine.load_weights(version)
-        folder = Path(next(body["model_path"] for name, body in sglang.asked if name.startswith("update")))
-        assert [file.name for file in folder.glob("*.safetensors")] == ["3-version-3.safetensors"]
-        await engine.close()
-        assert not folder.exists()
-
-    asyncio.run(run())
+async def test_the_last_weights_alone_stay_on_disk(sglang: Sglang, model: CausalLM) -> None:
+    engine = sglang_engine(sglang.url, model)
+    for version in (1, 2, 3):
+        await engine.load_weights(version)
+    folder = Path(next(body["model_path"] for name, body in sglang.asked if name.startswith("update")))
+    assert [file.name for file in folder.glob("*.safetensors")] == ["3-version-3.safetensors"]
+    await engine.close()
+    assert not folder.exists()
 
 
 def test_a_server_that_restarted_is_given_its_weights_again(sglang: Sglang, path: Path) -> None:
@@ -183,45 +177,36 @@ def test_a_server_that_restarted_is_given_its_weights_again(sglang: Sglang, path
     assert any("lost its weights (it has 'default')" in line for line in told)
 
 
-def test_a_server_that_somebody_else_uses_too_is_refused(sglang: Sglang, model: CausalLM) -> None:
+async def test_a_server_that_somebody_else_uses_too_is_refused(sglang: Sglang, model: CausalLM) -> None:
     async def trouble(request: web.Request, _: Any) -> web.StreamResponse | None:
         sglang.weight_version = "theirs" if request.path == "/generate" else sglang.weight_version
         return None
 
-    async def run() -> None:
-        engine = sglang_engine(sglang.url, model)
-        await engine.load_weights(1)
-        sglang.trouble = trouble
-        with pytest.raises(EngineError, match=r"it has 'theirs'.*one run at a time"):
-            await engine.generate(PROMPT, FREE)
-        await engine.close()
-
-    asyncio.run(run())
+    engine = sglang_engine(sglang.url, model)
+    await engine.load_weights(1)
+    sglang.trouble = trouble
+    with pytest.raises(EngineError, match=r"it has 'theirs'.*one run at a time"):
+        await engine.generate(PROMPT, FREE)
+    await engine.close()
 
 
-def test_a_server_that_was_left_paused_goes_on(sglang: Sglang, model: CausalLM) -> None:
+async def test_a_server_that_was_left_paused_goes_on(sglang: Sglang, model: CausalLM) -> None:
     sglang.may_run.clear()
 
-    async def run() -> None:
-        engine = sglang_engine(sglang.url, model)
-        assert len((await asyncio.wait_for(engine.generate(PROMPT, FREE), 20)).token_ids) == 12
-        await engine.close()
-
-    asyncio.run(run())
+    engine = sglang_engine(sglang.url, model)
+    assert len((await asyncio.wait_for(engine.generate(PROMPT, FREE), 20)).token_ids) == 12
+    await engine.close()
 
 
-def test_a_command_that_only_samples_gives_the_server_its_model_first(sglang: Sglang, path: Path) -> None:
+async def test_a_command_that_only_samples_gives_the_server_its_model_first(sglang: Sglang, path: Path) -> None:
     own = CausalLM.load(path)
     with torch.no_grad():
         own.head.weight.mul_(2.0)
 
-    async def run() -> None:
-        engine = sglang_engine(sglang.url, own)
-        done = await engine.generate(PROMPT, FREE)
-        assert done.logprobs == pytest.approx(scorer(own)(PROMPT, done.token_ids), abs=1e-4)
-        await engine.close()
-
-    asyncio.run(run())
+    engine = sglang_engine(sglang.url, own)
+    done = await engine.generate(PROMPT, FREE)
+    assert done.logprobs == pytest.approx(scorer(own)(PROMPT, done.token_ids), abs=1e-4)
+    await engine.close()
 
 
 def test_cancelling_aborts_at_the_server(sglang: Sglang, model: CausalLM) -> None:
@@ -282,7 +267,7 @@ def test_an_error_that_passes_is_outlived(sglang: Sglang, model: CausalLM) -> No
     ],
     ids=["failing", "refusing", "no-json", "other-json", "list", "no-logprob"],
 )
-def test_what_cannot_be_used_is_an_engine_error_with_the_address(
+async def test_what_cannot_be_used_is_an_engine_error_with_the_address(
     answer: Callable[[], web.Response], kind: type[EngineError], reason: str, sglang: Sglang, model: CausalLM
 ) -> None:
     async def trouble(request: web.Request, _: Any) -> web.StreamResponse | None:
@@ -293,16 +278,13 @@ def test_what_cannot_be_used_is_an_engine_error_with_the_address(
             made.text = made.text.replace("TAG", sglang.weight_version)
         return made
 
-    async def run() -> None:
-        engine = sglang_engine(sglang.url, model, patience=0.3)
-        await engine.load_weights(0)
-        sglang.trouble = trouble
-        with pytest.raises(kind, match=reason) as raised:
-            await engine.generate(PROMPT, FREE)
-        assert sglang.url in str(raised.value)
-        await engine.close()
-
-    asyncio.run(run())
+    engine = sglang_engine(sglang.url, model, patience=0.3)
+    await engine.load_weights(0)
+    sglang.trouble = trouble
+    with pytest.raises(kind, match=reason) as raised:
+        await engine.generate(PROMPT, FREE)
+    assert sglang.url in str(raised.value)
+    await engine.close()
 
 
 def test_a_server_that_dies_in_the_middle_is_a_lost_engine(path: Path, model: CausalLM) -> None:
@@ -332,54 +314,45 @@ async def loads_nothing(request: web.Request, body: Any) -> web.StreamResponse |
     return None
 
 
-def test_weights_that_the_server_cannot_load_leave_it_going(sglang: Sglang, model: CausalLM) -> None:
-    async def run() -> None:
-        engine = sglang_engine(sglang.url, model)
-        await engine.load_weights(1)
-        sglang.trouble = loads_nothing
-        with pytest.raises(EngineError, match="Failed to update weights"):
-            await engine.load_weights(2)
-        assert set((await engine.generate(PROMPT, FREE)).versions) == {1}
-        await engine.close()
-
-    asyncio.run(run())
+async def test_weights_that_the_server_cannot_load_leave_it_going(sglang: Sglang, model: CausalLM) -> None:
+    engine = sglang_engine(sglang.url, model)
+    await engine.load_weights(1)
+    sglang.trouble = loads_nothing
+    with pytest.raises(EngineError, match="Failed to update weights"):
+        await engine.load_weights(2)
+    assert set((await engine.generate(PROMPT, FREE)).versions) == {1}
+    await engine.close()
 
 
 @pytest.mark.parametrize("before", [[], [1]], ids=["at first", "later"])
-def test_weights_that_are_given_again_keep_their_version(sglang: Sglang, model: CausalLM, before: list[int]) -> None:
-    async def run() -> None:
-        engine = sglang_engine(sglang.url, model)
-        for version in before:
-            await engine.load_weights(version)
-        sglang.trouble = loads_nothing
-        with pytest.raises(EngineError, match="Failed to update weights"):
-            await engine.load_weights(2)
-        sglang.trouble = None
-        sglang.restart()
-        assert set((await engine.generate(PROMPT, FREE)).versions) == {2}
-        await engine.close()
-
-    asyncio.run(run())
+async def test_weights_given_again_keep_their_version(sglang: Sglang, model: CausalLM, before: list[int]) -> None:
+    engine = sglang_engine(sglang.url, model)
+    for version in before:
+        await engine.load_weights(version)
+    sglang.trouble = loads_nothing
+    with pytest.raises(EngineError, match="Failed to update weights"):
+        await engine.load_weights(2)
+    sglang.trouble = None
+    sglang.restart()
+    assert set((await engine.generate(PROMPT, FREE)).versions) == {2}
+    await engine.close()
 
 
-def test_a_server_that_does_not_answer_is_refused_with_how_to_start_it(
+async def test_a_server_that_does_not_answer_is_refused_with_how_to_start_it(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tunesmith.engines.http.sglang.START_PATIENCE", 0.2)
     url = unused_url().removesuffix("/reward")
 
-    async def run() -> None:
-        engine = sglang_engine(url, model)
-        for _ in range(2):  # the second request does not wait again
-            with pytest.raises(UserError, match=re.escape("python -m sglang.launch_server --model-path")) as raised:
-                await engine.generate(PROMPT, FREE)
-            assert f"{url} cannot be used" in str(raised.value)
-        await engine.close()
-
-    asyncio.run(run())
+    engine = sglang_engine(url, model)
+    for _ in range(2):  # the second request does not wait again
+        with pytest.raises(UserError, match=re.escape("python -m sglang.launch_server --model-path")) as raised:
+            await engine.generate(PROMPT, FREE)
+        assert f"{url} cannot be used" in str(raised.value)
+    await engine.close()
 
 
-def test_another_model_is_refused(sglang: Sglang, model: CausalLM, tmp_path: Path) -> None:
+async def test_another_model_is_refused(sglang: Sglang, model: CausalLM, tmp_path: Path) -> None:
     larger = CausalLM.load(save_model(tmp_path, "llama", max_position_embeddings=CONTEXT, vocab_size=400))
 
     async def refused(engine: Any, reason: str) -> None:
@@ -387,30 +360,24 @@ def test_another_model_is_refused(sglang: Sglang, model: CausalLM, tmp_path: Pat
             await engine.generate(PROMPT, replace(FREE, ignore_eos=False))
         await engine.close()
 
-    async def run() -> None:
-        wanted = f"{-math.log(400):.2f}"
-        await refused(sglang_engine(sglang.url, larger), f"of 400 has the log-probability {wanted}")
-        sglang.model_type = "qwen2"
-        await refused(sglang_engine(sglang.url, model), "serves a 'qwen2'")
-
-    asyncio.run(run())
+    wanted = f"{-math.log(400):.2f}"
+    await refused(sglang_engine(sglang.url, larger), f"of 400 has the log-probability {wanted}")
+    sglang.model_type = "qwen2"
+    await refused(sglang_engine(sglang.url, model), "serves a 'qwen2'")
 
 
-def test_what_sglang_has_no_log_probabilities_of_is_refused(sglang: Sglang, model: CausalLM) -> None:
-    async def run() -> None:
-        engine = sglang_engine(sglang.url, model)
-        for name, value in (
-            ("top_p", 0.9),
-            ("top_k", 3),
-            ("min_p", 0.1),
-            ("repetition_penalty", 1.1),
-            ("min_new_tokens", 2),
-        ):
-            with pytest.raises(UserError, match=f"sampling: {name} = {value}"):
-                await engine.generate(PROMPT, replace(FREE, **{name: value}))
-        await engine.close()
-
-    asyncio.run(run())
+async def test_what_sglang_has_no_log_probabilities_of_is_refused(sglang: Sglang, model: CausalLM) -> None:
+    engine = sglang_engine(sglang.url, model)
+    for name, value in (
+        ("top_p", 0.9),
+        ("top_k", 3),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.1),
+        ("min_new_tokens", 2),
+    ):
+        with pytest.raises(UserError, match=f"sampling: {name} = {value}"):
+            await engine.generate(PROMPT, replace(FREE, **{name: value}))
+    await engine.close()
 
 
 def test_a_server_without_seeds_says_so(path: Path, model: CausalLM) -> None:

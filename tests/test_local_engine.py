@@ -318,7 +318,7 @@ def test_the_trainers_random_numbers_stay_its_own(llama: CausalLM) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_weights_do_not_change_within_a_step(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weights_do_not_change_within_a_step(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while they are updated nor after a request was cancelled is anything computed."""
     busy, slow = [False], slowed(0.01)
 
@@ -333,19 +333,16 @@ def test_weights_do_not_change_within_a_step(llama: CausalLM, monkeypatch: pytes
     seen: list[bool] = []
     engine, (prompt,) = make(llama, update=lambda: seen.append(busy[0])), prompts(4)
 
-    async def go() -> None:
-        writing = asyncio.create_task(engine.generate(prompt, free(60)))
-        for version in range(10):
-            await engine.load_weights(version)
-        await asyncio.sleep(0.015)
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
-        for _ in range(10):
-            seen.append(busy[0])
-            await asyncio.sleep(0.003)
-        assert not any(seen) and len(seen) == 20
-
-    asyncio.run(go())
+    writing = asyncio.create_task(engine.generate(prompt, free(60)))
+    for version in range(10):
+        await engine.load_weights(version)
+    await asyncio.sleep(0.015)
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    for _ in range(10):
+        seen.append(busy[0])
+        await asyncio.sleep(0.003)
+    assert not any(seen) and len(seen) == 20
 
 
 def test_weights_that_diverged_are_an_error_and_leave_no_trace(llama: CausalLM) -> None:

@@ -138,31 +138,25 @@ def test_contract(check: Callable[[Subject], Awaitable[None]]) -> None:
     asyncio.run(check(Subject(Bench().pool, numbers, context=CONTEXT)))
 
 
-def test_a_group_goes_to_one_engine_and_groups_are_balanced() -> None:
-    async def run() -> None:
-        bench = Bench()
-        groups = [[10 + g] * 24 for g in range(4)]
-        await asyncio.gather(*(bench.pool.generate(p, replace(FREE, seed=i)) for p in groups for i in range(8)))
-        of = [{prompt[0] for prompt in member.asked} for member in bench.made]
-        assert not of[0] & of[1] and [len(prompts) for prompts in of] == [2, 2]
-        # The next turn of a conversation goes where the first was, also while others are in flight.
-        [spoke] = [member for member in bench.made if 10 in {p[0] for p in member.asked}]
-        turn = [*groups[0], *range(100, 116)]
-        before = len(spoke.asked)
-        await bench.pool.generate(turn, replace(FREE, seed=0))
-        assert len(spoke.asked) == before + 1
-
-    asyncio.run(run())
+async def test_a_group_goes_to_one_engine_and_groups_are_balanced() -> None:
+    bench = Bench()
+    groups = [[10 + g] * 24 for g in range(4)]
+    await asyncio.gather(*(bench.pool.generate(p, replace(FREE, seed=i)) for p in groups for i in range(8)))
+    of = [{prompt[0] for prompt in member.asked} for member in bench.made]
+    assert not of[0] & of[1] and [len(prompts) for prompts in of] == [2, 2]
+    # The next turn of a conversation goes where the first was, also while others are in flight.
+    [spoke] = [member for member in bench.made if 10 in {p[0] for p in member.asked}]
+    turn = [*groups[0], *range(100, 116)]
+    before = len(spoke.asked)
+    await bench.pool.generate(turn, replace(FREE, seed=0))
+    assert len(spoke.asked) == before + 1
 
 
-def test_one_prompt_does_not_keep_a_single_engine_busy() -> None:
-    async def run() -> None:
-        bench = Bench()
-        await asyncio.gather(*(bench.pool.generate([9] * 20, replace(FREE, seed=i)) for i in range(100)))
-        fewer, more = sorted(len(member.asked) for member in bench.made)
-        assert fewer >= 30 and more <= 70
-
-    asyncio.run(run())
+async def test_one_prompt_does_not_keep_a_single_engine_busy() -> None:
+    bench = Bench()
+    await asyncio.gather(*(bench.pool.generate([9] * 20, replace(FREE, seed=i)) for i in range(100)))
+    fewer, more = sorted(len(member.asked) for member in bench.made)
+    assert fewer >= 30 and more <= 70
 
 
 def test_prefixes_count_whole_blocks_from_the_start() -> None:
@@ -176,107 +170,86 @@ def test_prefixes_count_whole_blocks_from_the_start() -> None:
     assert prefixes.known(blocks(range(BLOCK))) == 0
 
 
-def test_what_a_lost_engine_was_asked_is_answered_once_by_others() -> None:
-    async def run() -> None:
-        bench = Bench()
-        await bench.pool.load_weights(7)
-        running = await bench.ask(10)
-        await bench.made[0].kill()
-        done = await asyncio.wait_for(asyncio.gather(*running), 5)
-        assert [c.token_ids for c in done] == await alone(10)
-        assert all(set(c.versions) == {7} for c in done)
-        assert sum(member.answered for member in bench.made) == 10
-        await bench.pool.interrupt()  # all are there again
-        assert len(bench.made) == 3 and bench.made[0].closed and bench.made[2].engine.version == 7
-        assert len(bench.said) == 1 and "fake 0 is no more: starting another" in bench.said[0]
-
-    asyncio.run(run())
+async def test_what_a_lost_engine_was_asked_is_answered_once_by_others() -> None:
+    bench = Bench()
+    await bench.pool.load_weights(7)
+    running = await bench.ask(10)
+    await bench.made[0].kill()
+    done = await asyncio.wait_for(asyncio.gather(*running), 5)
+    assert [c.token_ids for c in done] == await alone(10)
+    assert all(set(c.versions) == {7} for c in done)
+    assert sum(member.answered for member in bench.made) == 10
+    await bench.pool.interrupt()  # all are there again
+    assert len(bench.made) == 3 and bench.made[0].closed and bench.made[2].engine.version == 7
+    assert len(bench.said) == 1 and "fake 0 is no more: starting another" in bench.said[0]
 
 
-def test_an_engine_lost_while_weights_are_handed_out() -> None:
+async def test_an_engine_lost_while_weights_are_handed_out() -> None:
     """The others are told at once, and asked again with the new one."""
 
-    async def run() -> None:
-        bench = Bench(size=3)
-        await bench.pool.load_weights(1)
-        await bench.made[1].kill()
-        bench.made[2].take_fails = [EngineError("another engine of this round failed")]
-        await asyncio.wait_for(bench.pool.load_weights(2), 5)
-        assert bench.plane.withdrawn >= 3
-        assert sorted(member.engine.version for member in bench.made) == [1, 2, 2, 2]
-        assert bench.pool.members == [bench.made[0], bench.made[2], bench.made[3]]
-
-    asyncio.run(run())
+    bench = Bench(size=3)
+    await bench.pool.load_weights(1)
+    await bench.made[1].kill()
+    bench.made[2].take_fails = [EngineError("another engine of this round failed")]
+    await asyncio.wait_for(bench.pool.load_weights(2), 5)
+    assert bench.plane.withdrawn >= 3
+    assert sorted(member.engine.version for member in bench.made) == [1, 2, 2, 2]
+    assert bench.pool.members == [bench.made[0], bench.made[2], bench.made[3]]
 
 
-def test_an_engine_that_cannot_take_weights_ends_the_run() -> None:
-    async def run() -> None:
-        bench = Bench()
-        await bench.pool.load_weights(1)
-        bench.made[1].take_fails = [EngineError("the connection broke")] * 2
-        await bench.pool.load_weights(2)
-        assert bench.made[1].engine.version == 2
-        bench.made[1].take_fails = [EngineError("the checksum of 'x' is wrong")] * 9
-        with pytest.raises(EngineError, match="checksum of 'x'"):
-            await bench.pool.load_weights(3)
-
-    asyncio.run(run())
+async def test_an_engine_that_cannot_take_weights_ends_the_run() -> None:
+    bench = Bench()
+    await bench.pool.load_weights(1)
+    bench.made[1].take_fails = [EngineError("the connection broke")] * 2
+    await bench.pool.load_weights(2)
+    assert bench.made[1].engine.version == 2
+    bench.made[1].take_fails = [EngineError("the checksum of 'x' is wrong")] * 9
+    with pytest.raises(EngineError, match="checksum of 'x'"):
+        await bench.pool.load_weights(3)
 
 
-def test_an_engine_that_comes_while_weights_change_has_the_newest() -> None:
-    async def run() -> None:
-        bench = Bench()
-        await bench.pool.load_weights(1)
-        running = await bench.ask(4)
-        await bench.made[0].kill()
-        bench.plane.seconds = 0.01
-        loading = asyncio.create_task(bench.pool.load_weights(2))
-        await asyncio.wait_for(asyncio.gather(*running, loading), 5)
-        assert [member.engine.version for member in bench.made[1:]] == [2, 2]
-
-    asyncio.run(run())
+async def test_an_engine_that_comes_while_weights_change_has_the_newest() -> None:
+    bench = Bench()
+    await bench.pool.load_weights(1)
+    running = await bench.ask(4)
+    await bench.made[0].kill()
+    bench.plane.seconds = 0.01
+    loading = asyncio.create_task(bench.pool.load_weights(2))
+    await asyncio.wait_for(asyncio.gather(*running, loading), 5)
+    assert [member.engine.version for member in bench.made[1:]] == [2, 2]
 
 
-def test_restarts_are_counted() -> None:
-    async def run() -> None:
-        bench = Bench(size=1, restarts=1)
-        first = await bench.ask(1)
-        await bench.made[0].kill()
-        assert len((await first[0]).token_ids) == 40
-        second = await bench.ask(1)
-        await bench.made[1].kill()
-        with pytest.raises(EngineError, match="fake 1 is no more, once too often"):
-            await second[0]
-        with pytest.raises(EngineError, match="once too often"):
-            await bench.pool.load_weights(3)
-        await bench.pool.close()
-
-    asyncio.run(run())
+async def test_restarts_are_counted() -> None:
+    bench = Bench(size=1, restarts=1)
+    first = await bench.ask(1)
+    await bench.made[0].kill()
+    assert len((await first[0]).token_ids) == 40
+    second = await bench.ask(1)
+    await bench.made[1].kill()
+    with pytest.raises(EngineError, match="fake 1 is no more, once too often"):
+        await second[0]
+    with pytest.raises(EngineError, match="once too often"):
+        await bench.pool.load_weights(3)
+    await bench.pool.close()
 
 
-def test_an_engine_that_cannot_start_ends_the_run() -> None:
-    async def run() -> None:
-        async def start(number: int) -> FakeMember:
-            raise EngineError(f"engine {number} has no room")
+async def test_an_engine_that_cannot_start_ends_the_run() -> None:
+    async def start(number: int) -> FakeMember:
+        raise EngineError(f"engine {number} has no room")
 
-        pool = EnginePool(start, FakePlane(), size=2)
-        with pytest.raises(EngineError, match="has no room"):
-            await pool.generate([1], FREE)
-        with pytest.raises(EngineError, match="has no room"):
-            await pool.load_weights(1)
-
-    asyncio.run(run())
+    pool = EnginePool(start, FakePlane(), size=2)
+    with pytest.raises(EngineError, match="has no room"):
+        await pool.generate([1], FREE)
+    with pytest.raises(EngineError, match="has no room"):
+        await pool.load_weights(1)
 
 
-def test_closing_ends_engines_that_are_still_starting() -> None:
-    async def run() -> None:
-        bench = Bench()
-        loading = asyncio.create_task(bench.pool.load_weights(1))
-        while len(bench.made) < 2:
-            await asyncio.sleep(0)
-        await bench.pool.close()
-        assert all(member.closed for member in bench.made)
-        with pytest.raises(EngineError, match="closed"):
-            await loading
-
-    asyncio.run(run())
+async def test_closing_ends_engines_that_are_still_starting() -> None:
+    bench = Bench()
+    loading = asyncio.create_task(bench.pool.load_weights(1))
+    while len(bench.made) < 2:
+        await asyncio.sleep(0)
+    await bench.pool.close()
+    assert all(member.closed for member in bench.made)
+    with pytest.raises(EngineError, match="closed"):
+        await loading

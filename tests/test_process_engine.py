@@ -151,7 +151,7 @@ def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
     bench.runner.run(run())
 
 
-def test_requests_are_answered_while_weights_arrive_and_none_is_used_before_all_have(
+async def test_requests_are_answered_while_weights_arrive_and_none_is_used_before_all_have(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine_host(bench.settings)
@@ -167,19 +167,16 @@ def test_requests_are_answered_while_weights_arrive_and_none_is_used_before_all_
     async def write() -> Any:
         return (await engine.generate([11, 12], FREE))[0]
 
-    async def run() -> None:
-        before = await write()
-        taking = asyncio.create_task(engine.take(7, {"plane": ""}))
-        await asyncio.to_thread(arriving.wait, 30)
-        meanwhile = await write()
-        go_on.set()
-        await taking
-        assert meanwhile == before and meanwhile.versions == [0] * 12
-        after = await write()
-        assert after.versions == [7] * 12 and after.logprobs != pytest.approx(before.logprobs, abs=1e-3)
-        await engine.close()
-
-    asyncio.run(run())
+    before = await write()
+    taking = asyncio.create_task(engine.take(7, {"plane": ""}))
+    await asyncio.to_thread(arriving.wait, 30)
+    meanwhile = await write()
+    go_on.set()
+    await taking
+    assert meanwhile == before and meanwhile.versions == [0] * 12
+    after = await write()
+    assert after.versions == [7] * 12 and after.logprobs != pytest.approx(before.logprobs, abs=1e-3)
+    await engine.close()
 
 
 def test_an_adapter_reaches_the_worker_alone(bench: Bench) -> None:

@@ -105,77 +105,65 @@ def asked(count: int, **changes: Any) -> Sampling:
     return replace(Sampling(max_new_tokens=count, ignore_eos=True, seed=3), **changes)
 
 
-def test_an_interrupted_completion_goes_on_from_its_tokens() -> None:
-    async def run() -> None:
-        gate = Gate(FakeEngine(), partial=True)
-        await gate.load_weights(4)
-        running = asyncio.create_task(gate.generate([1, 2], asked(30)))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        await gate.hold()
-        assert not running.done()
-        await gate.load_weights(5)
+async def test_an_interrupted_completion_goes_on_from_its_tokens() -> None:
+    gate = Gate(FakeEngine(), partial=True)
+    await gate.load_weights(4)
+    running = asyncio.create_task(gate.generate([1, 2], asked(30)))
+    for _ in range(10):
         await asyncio.sleep(0)
-        assert not running.done()
-        gate.release()
-        done = await asyncio.wait_for(running, 5)
-        assert len(done.token_ids) == len(done.logprobs) == 30 and done.finish_reason == "length"
-        assert sorted(set(done.versions)) == [4, 5] and done.versions == sorted(done.versions)
-
-    asyncio.run(run())
-
-
-def test_a_stop_string_across_an_interruption_is_found() -> None:
-    async def run() -> None:
-        script = [7, 7, 8, 9, 9, 9, 9, 9]
-        engine = FakeEngine(lambda prompt, _: script[len(prompt) - 1 :])
-        gate = Gate(engine, partial=True)
-        await gate.load_weights(0)
-        running = asyncio.create_task(gate.generate([1], asked(8, stop=("8 9 9",))))
-        for _ in range(4):  # the 8 is written, what follows is not
-            await asyncio.sleep(0)
-        await gate.hold()
-        gate.release()
-        done = await asyncio.wait_for(running, 5)
-        assert done.token_ids == [7, 7, 8, 9, 9] and done.finish_reason == "stop"
-
-    asyncio.run(run())
+    await gate.hold()
+    assert not running.done()
+    await gate.load_weights(5)
+    await asyncio.sleep(0)
+    assert not running.done()
+    gate.release()
+    done = await asyncio.wait_for(running, 5)
+    assert len(done.token_ids) == len(done.logprobs) == 30 and done.finish_reason == "length"
+    assert sorted(set(done.versions)) == [4, 5] and done.versions == sorted(done.versions)
 
 
-def test_without_partial_new_weights_wait_for_what_is_in_flight() -> None:
-    async def run() -> None:
-        gate = Gate(FakeEngine(), partial=False)
-        await gate.load_weights(0)
-        gate.release()
-        first = asyncio.create_task(gate.generate([1], asked(20)))
+async def test_a_stop_string_across_an_interruption_is_found() -> None:
+    script = [7, 7, 8, 9, 9, 9, 9, 9]
+    engine = FakeEngine(lambda prompt, _: script[len(prompt) - 1 :])
+    gate = Gate(engine, partial=True)
+    await gate.load_weights(0)
+    running = asyncio.create_task(gate.generate([1], asked(8, stop=("8 9 9",))))
+    for _ in range(4):  # the 8 is written, what follows is not
         await asyncio.sleep(0)
-        loading = asyncio.create_task(gate.load_weights(1))
+    await gate.hold()
+    gate.release()
+    done = await asyncio.wait_for(running, 5)
+    assert done.token_ids == [7, 7, 8, 9, 9] and done.finish_reason == "stop"
+
+
+async def test_without_partial_new_weights_wait_for_what_is_in_flight() -> None:
+    gate = Gate(FakeEngine(), partial=False)
+    await gate.load_weights(0)
+    gate.release()
+    first = asyncio.create_task(gate.generate([1], asked(20)))
+    await asyncio.sleep(0)
+    loading = asyncio.create_task(gate.load_weights(1))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(gate.generate([2], asked(3)))
+    await loading
+    assert set((await first).versions) == {0}
+    assert not second.done()
+    gate.release()
+    assert set((await second).versions) == {1}
+
+
+async def test_a_gate_held_again_before_anybody_woke_lets_nobody_in() -> None:
+    gate = Gate(FakeEngine(), partial=False)
+    await gate.hold()
+    asking = asyncio.create_task(gate.generate([1], asked(3)))
+    await asyncio.sleep(0)
+    gate.release()
+    await gate.hold()
+    for _ in range(9):
         await asyncio.sleep(0)
-        second = asyncio.create_task(gate.generate([2], asked(3)))
-        await loading
-        assert set((await first).versions) == {0}
-        assert not second.done()
-        gate.release()
-        assert set((await second).versions) == {1}
-
-    asyncio.run(run())
-
-
-def test_a_gate_held_again_before_anybody_woke_lets_nobody_in() -> None:
-    async def run() -> None:
-        gate = Gate(FakeEngine(), partial=False)
-        await gate.hold()
-        asking = asyncio.create_task(gate.generate([1], asked(3)))
-        await asyncio.sleep(0)
-        gate.release()
-        await gate.hold()
-        for _ in range(9):
-            await asyncio.sleep(0)
-        assert not asking.done() and gate.engine.stats().peak_running == 0
-        gate.release()
-        await asyncio.wait_for(asking, 5)
-
-    asyncio.run(run())
+    assert not asking.done() and gate.engine.stats().peak_running == 0
+    gate.release()
+    await asyncio.wait_for(asking, 5)
 
 
 class Served:
@@ -218,47 +206,38 @@ def play(gate: Gate, environment: Any, timeout: float) -> asyncio.Task[list[Roll
     return asyncio.create_task(collector.collect([Task("t", "p", (1, 2))], asked(3), 1, 0))
 
 
-def test_a_hold_is_none_of_the_time_of_the_rollout_that_asks_in_whatever_task() -> None:
-    async def run() -> None:
-        gate, served = Gate(FakeEngine(), partial=True), Served()
-        await play(gate, served, 5.0)
-        await gate.hold()
-        asking = play(gate, served, 0.2)
-        await asyncio.sleep(0.4)
-        gate.release()
-        [group] = await asking
-        assert group.rollouts[0].status is Status.OK, group.rollouts[0].error
-
-    asyncio.run(run())
+async def test_a_hold_is_none_of_the_time_of_the_rollout_that_asks_in_whatever_task() -> None:
+    gate, served = Gate(FakeEngine(), partial=True), Served()
+    await play(gate, served, 5.0)
+    await gate.hold()
+    asking = play(gate, served, 0.2)
+    await asyncio.sleep(0.4)
+    gate.release()
+    [group] = await asking
+    assert group.rollouts[0].status is Status.OK, group.rollouts[0].error
 
 
-def test_a_call_given_up_in_a_hold_leaves_the_rollout_its_deadline() -> None:
-    async def run() -> None:
-        gate = Gate(FakeEngine(), partial=True)
-        await gate.hold()
-        [group] = await asyncio.wait_for(play(gate, Impatient(), 0.05), 30)
-        assert group.rollouts[0].status is Status.TIMED_OUT
-
-    asyncio.run(run())
+async def test_a_call_given_up_in_a_hold_leaves_the_rollout_its_deadline() -> None:
+    gate = Gate(FakeEngine(), partial=True)
+    await gate.hold()
+    [group] = await asyncio.wait_for(play(gate, Impatient(), 0.05), 30)
+    assert group.rollouts[0].status is Status.TIMED_OUT
 
 
-def test_a_request_that_outlives_its_rollout_is_held_like_any_other() -> None:
-    async def run() -> None:
-        gate, left = Gate(FakeEngine(), partial=True), list[Generate]()
+async def test_a_request_that_outlives_its_rollout_is_held_like_any_other() -> None:
+    gate, left = Gate(FakeEngine(), partial=True), list[Generate]()
 
-        class Leaves:
-            async def play(self, rollout: Rollout, generate: Generate) -> None:
-                rollout.act(await generate(rollout.token_ids))
-                left.append(generate)
+    class Leaves:
+        async def play(self, rollout: Rollout, generate: Generate) -> None:
+            rollout.act(await generate(rollout.token_ids))
+            left.append(generate)
 
-        await play(gate, Leaves(), 5.0)
-        await gate.hold()
-        asking = asyncio.create_task(left[0]([1]))
-        await asyncio.sleep(0)
-        gate.release()
-        assert len((await asyncio.wait_for(asking, 5)).token_ids) == 3
-
-    asyncio.run(run())
+    await play(gate, Leaves(), 5.0)
+    await gate.hold()
+    asking = asyncio.create_task(left[0]([1]))
+    await asyncio.sleep(0)
+    gate.release()
+    assert len((await asyncio.wait_for(asking, 5)).token_ids) == 3
 
 
 def test_a_run_that_plays_ahead(tmp_path: Path) -> None:

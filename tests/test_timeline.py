@@ -281,7 +281,7 @@ def test_the_watchdogs_thread_looks_by_itself_and_ends(hand: Hand) -> None:
     assert not any(t.name == "watchdog" for t in threading.enumerate())
 
 
-def test_a_reward_that_hangs_in_its_thread_is_shown_by_its_lines() -> None:
+async def test_a_reward_that_hangs_in_its_thread_is_shown_by_its_lines() -> None:
     begun, end = threading.Event(), threading.Event()
 
     def hangs() -> None:
@@ -291,19 +291,16 @@ def test_a_reward_that_hangs_in_its_thread_is_shown_by_its_lines() -> None:
     def shown() -> bool:
         return any(line.endswith("in hangs: end.wait(30)") for line in threads_at())
 
-    async def run() -> None:
-        with EpisodeCode(30.0) as code:
-            call = asyncio.ensure_future(code.run("hangs", hangs))
-            await asyncio.to_thread(begun.wait, 30)
-            assert shown()
-            end.set()
-            await call
-            for _ in range(200):  # it may still be on its way back
-                if shown():
-                    await asyncio.sleep(0.01)
-            assert not shown()
-
-    asyncio.run(run())
+    with EpisodeCode(30.0) as code:
+        call = asyncio.ensure_future(code.run("hangs", hangs))
+        await asyncio.to_thread(begun.wait, 30)
+        assert shown()
+        end.set()
+        await call
+        for _ in range(200):  # it may still be on its way back
+            if shown():
+                await asyncio.sleep(0.01)
+        assert not shown()
 
 
 def test_threads_with_nothing_to_do_are_not_shown() -> None:

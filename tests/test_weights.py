@@ -87,62 +87,53 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[NamedTenso
     return lambda named: request.param(named, tmp_path)
 
 
-def test_what_was_published_arrives_bit_by_bit(make: Callable[[NamedTensors], Plane]) -> None:
-    async def run() -> None:
-        named = tensors()
-        plane = make(named.items)
-        wanted = {name: t.clone() for name, t in named.items()}
-        await plane.publish(5)
-        offers = await plane.offer(2)
-        for tensor in named.values():  # the trainer goes on while engines take
-            tensor.fill_(1)
-        later = await plane.offer(1)
-        found = [*await take_all(offers), *await take_all(later)]
-        assert [offer["version"] for offer in (*offers, *later)] == [5, 5, 5]
-        for weights in found:
-            assert weights.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                assert weights[name].dtype == tensor.dtype
-                assert weights[name].equal(tensor), name
-        await plane.publish(6)
-        assert not Path(later[0].get("path", "none")).exists()
-        [newer] = await take_all(await plane.offer(1))
-        assert newer["head"].eq(1).all() and newer["embed"].eq(1).all()
-        await plane.close()
-
-    asyncio.run(run())
+async def test_what_was_published_arrives_bit_by_bit(make: Callable[[NamedTensors], Plane]) -> None:
+    named = tensors()
+    plane = make(named.items)
+    wanted = {name: t.clone() for name, t in named.items()}
+    await plane.publish(5)
+    offers = await plane.offer(2)
+    for tensor in named.values():  # the trainer goes on while engines take
+        tensor.fill_(1)
+    later = await plane.offer(1)
+    found = [*await take_all(offers), *await take_all(later)]
+    assert [offer["version"] for offer in (*offers, *later)] == [5, 5, 5]
+    for weights in found:
+        assert weights.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert weights[name].dtype == tensor.dtype
+            assert weights[name].equal(tensor), name
+    await plane.publish(6)
+    assert not Path(later[0].get("path", "none")).exists()
+    [newer] = await take_all(await plane.offer(1))
+    assert newer["head"].eq(1).all() and newer["embed"].eq(1).all()
+    await plane.close()
 
 
-def test_another_version_is_refused(make: Callable[[NamedTensors], Plane]) -> None:
-    async def run() -> None:
-        plane = make(tensors().items)
-        await plane.publish(5)
+async def test_another_version_is_refused(make: Callable[[NamedTensors], Plane]) -> None:
+    plane = make(tensors().items)
+    await plane.publish(5)
+    [offer] = await plane.offer(1)
+    [error] = await take_all([{**offer, "version": 6}])
+    assert isinstance(error, EngineError) and "version 5" in str(error)
+    await plane.withdraw([offer])
+    await plane.close()
+
+
+async def test_damaged_weights_are_refused(make: Callable[[NamedTensors], Plane]) -> None:
+    plane = make(tensors().items)
+    await plane.publish(5)
+    if isinstance(plane, FilePlane):
         [offer] = await plane.offer(1)
-        [error] = await take_all([{**offer, "version": 6}])
-        assert isinstance(error, EngineError) and "version 5" in str(error)
-        await plane.withdraw([offer])
-        await plane.close()
-
-    asyncio.run(run())
-
-
-def test_damaged_weights_are_refused(make: Callable[[NamedTensors], Plane]) -> None:
-    async def run() -> None:
-        plane = make(tensors().items)
-        await plane.publish(5)
-        if isinstance(plane, FilePlane):
-            [offer] = await plane.offer(1)
-            raw = bytearray(Path(offer["path"]).read_bytes())
-            raw[-1] ^= 1
-            Path(offer["path"]).write_bytes(raw)
-        else:
-            assert isinstance(plane, BroadcastPlane | IpcPlane) and plane._flat is not None
-            plane._flat.buffer[-20] ^= 1
-        [error] = await take_all(await plane.offer(1))
-        assert isinstance(error, EngineError) and ("checksum" in str(error) or "not what was offered" in str(error))
-        await plane.close()
-
-    asyncio.run(run())
+        raw = bytearray(Path(offer["path"]).read_bytes())
+        raw[-1] ^= 1
+        Path(offer["path"]).write_bytes(raw)
+    else:
+        assert isinstance(plane, BroadcastPlane | IpcPlane) and plane._flat is not None
+        plane._flat.buffer[-20] ^= 1
+    [error] = await take_all(await plane.offer(1))
+    assert isinstance(error, EngineError) and ("checksum" in str(error) or "not what was offered" in str(error))
+    await plane.close()
 
 
 def test_weights_that_are_gone_are_refused(tmp_path: Path) -> None:
@@ -165,43 +156,37 @@ def test_a_store_listens_on_its_own_address_alone() -> None:
     assert listening.ip == LOOPBACK
 
 
-def test_an_engine_that_dies_in_a_round_fails_it_for_the_others() -> None:
-    async def run() -> None:
-        plane = BroadcastPlane(tensors().items, patience=2)
-        await plane.publish(5)
-        offers = await plane.offer(2)
-        dying = multiprocessing.get_context("fork").Process(target=die_in_a_round, args=(offers[1],))
-        dying.start()
-        started = time.monotonic()
-        [error] = await take_all(offers[:1])
-        assert isinstance(error, EngineError) and "broadcast of version 5" in str(error)
-        assert time.monotonic() - started < 10
-        dying.join()
-        [again] = await take_all(await plane.offer(1))  # who is left is asked again
-        assert isinstance(again, dict)
-        await plane.close()
-
-    asyncio.run(run())
+async def test_an_engine_that_dies_in_a_round_fails_it_for_the_others() -> None:
+    plane = BroadcastPlane(tensors().items, patience=2)
+    await plane.publish(5)
+    offers = await plane.offer(2)
+    dying = multiprocessing.get_context("fork").Process(target=die_in_a_round, args=(offers[1],))
+    dying.start()
+    started = time.monotonic()
+    [error] = await take_all(offers[:1])
+    assert isinstance(error, EngineError) and "broadcast of version 5" in str(error)
+    assert time.monotonic() - started < 10
+    dying.join()
+    [again] = await take_all(await plane.offer(1))  # who is left is asked again
+    assert isinstance(again, dict)
+    await plane.close()
 
 
-def test_a_round_that_is_withdrawn_ends_at_once_and_one_nobody_comes_to_in_time() -> None:
-    async def run() -> None:
-        plane = BroadcastPlane(tensors().items, patience=60)
-        await plane.publish(5)
-        offers = await plane.offer(2)
-        waiting = asyncio.create_task(take_all(offers[:1]))
-        await asyncio.sleep(0.05)
-        await plane.withdraw(offers)
-        for found in (await asyncio.wait_for(waiting, 5), await asyncio.wait_for(take_all(offers[1:]), 5)):
-            assert isinstance(found[0], EngineError) and "another engine of this round failed" in str(found[0])
-        plane.patience = 0.2
-        await plane.offer(1)
-        [error] = await take_all((await plane.offer(2))[:1])
-        assert "1 of 2 engines came within 0.2 s" in str(error)
-        await asyncio.wait_for(plane.publish(6), 5)
-        await plane.close()
-
-    asyncio.run(run())
+async def test_a_round_that_is_withdrawn_ends_at_once_and_one_nobody_comes_to_in_time() -> None:
+    plane = BroadcastPlane(tensors().items, patience=60)
+    await plane.publish(5)
+    offers = await plane.offer(2)
+    waiting = asyncio.create_task(take_all(offers[:1]))
+    await asyncio.sleep(0.05)
+    await plane.withdraw(offers)
+    for found in (await asyncio.wait_for(waiting, 5), await asyncio.wait_for(take_all(offers[1:]), 5)):
+        assert isinstance(found[0], EngineError) and "another engine of this round failed" in str(found[0])
+    plane.patience = 0.2
+    await plane.offer(1)
+    [error] = await take_all((await plane.offer(2))[:1])
+    assert "1 of 2 engines came within 0.2 s" in str(error)
+    await asyncio.wait_for(plane.publish(6), 5)
+    await plane.close()
 
 
 def test_flat_weights_hold_tied_tensors_once_and_use_their_buffer_again() -> None:

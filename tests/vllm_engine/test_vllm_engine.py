@@ -67,43 +67,37 @@ def subject(directory: Path, **changed: Any) -> Subject:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
-def test_contract(check: Callable[[Subject], Awaitable[None]], directory: Path) -> None:
-    async def run() -> None:
-        made = subject(directory)
-        try:
-            await check(made)
-        finally:
-            await made.engine.close()
-
-    asyncio.run(run())
+async def test_contract(check: Callable[[Subject], Awaitable[None]], directory: Path) -> None:
+    made = subject(directory)
+    try:
+        await check(made)
+    finally:
+        await made.engine.close()
 
 
 @pytest.mark.parametrize("family", ["llama", "tied"])
-def test_new_weights_arrive_whole(family: str, request: pytest.FixtureRequest) -> None:
+async def test_new_weights_arrive_whole(family: str, request: pytest.FixtureRequest) -> None:
     """Also the head that shares its weights with the embedding, also where a prefix was cached before, and also under
     a number that others had, as averaged weights have in an evaluation."""
 
-    async def run() -> None:
-        made_of = request.getfixturevalue("directory" if family == "llama" else "tied")
-        made = subject(made_of)
-        assert made.score is not None
-        try:
-            prompt = list(range(20, 56))  # more than a block of the prefix cache
-            first = await made.write(prompt=prompt)
-            assert first.logprobs == pytest.approx(made.score(prompt, first.token_ids), abs=1e-4)
-            for _ in range(2):
-                with torch.no_grad():
-                    for parameter in plain(made_of).parameters():
-                        parameter.mul_(1.1)
-                await made.engine.load_weights(1)
-                second = await made.write(prompt=prompt)
-                assert second.versions == [1] * 12
-                assert second.logprobs == pytest.approx(made.score(prompt, second.token_ids), abs=1e-4)
-                assert second.logprobs != pytest.approx(first.logprobs, abs=1e-3)
-        finally:
-            await made.engine.close()
-
-    asyncio.run(run())
+    made_of = request.getfixturevalue("directory" if family == "llama" else "tied")
+    made = subject(made_of)
+    assert made.score is not None
+    try:
+        prompt = list(range(20, 56))  # more than a block of the prefix cache
+        first = await made.write(prompt=prompt)
+        assert first.logprobs == pytest.approx(made.score(prompt, first.token_ids), abs=1e-4)
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in plain(made_of).parameters():
+                    parameter.mul_(1.1)
+            await made.engine.load_weights(1)
+            second = await made.write(prompt=prompt)
+            assert second.versions == [1] * 12
+            assert second.logprobs == pytest.approx(made.score(prompt, second.token_ids), abs=1e-4)
+            assert second.logprobs != pytest.approx(first.logprobs, abs=1e-3)
+    finally:
+        await made.engine.close()
 
 
 def test_a_prompt_is_prefilled_once_for_a_group_that_comes_at_once(directory: Path) -> None:
@@ -123,73 +117,64 @@ def test_a_prompt_is_prefilled_once_for_a_group_that_comes_at_once(directory: Pa
     assert stats.prefill_seconds > 0 < stats.decode_seconds
 
 
-def test_a_request_that_vllm_refuses_fails_alone(directory: Path) -> None:
-    async def run() -> None:
-        made = subject(directory)
-        try:
-            others = [asyncio.create_task(made.write()) for _ in range(3)]
-            await asyncio.sleep(0.01)
-            with pytest.raises(EngineError, match="vLLM refuses the request"):
-                await made.write(prompt=[20, 9999])
-            assert [len(done.token_ids) for done in await asyncio.gather(*others)] == [12] * 3
-            with pytest.raises(UserError, match=r"raise it to 0\.01"):
-                await made.write(replace(FREE, temperature=0.005))
-        finally:
-            await made.engine.close()
-
-    asyncio.run(run())
+async def test_a_request_that_vllm_refuses_fails_alone(directory: Path) -> None:
+    made = subject(directory)
+    try:
+        others = [asyncio.create_task(made.write()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match="vLLM refuses the request"):
+            await made.write(prompt=[20, 9999])
+        assert [len(done.token_ids) for done in await asyncio.gather(*others)] == [12] * 3
+        with pytest.raises(UserError, match=r"raise it to 0\.01"):
+            await made.write(replace(FREE, temperature=0.005))
+    finally:
+        await made.engine.close()
 
 
-def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(directory: Path) -> None:
+async def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(directory: Path) -> None:
     """Who waits for it to do something in between two steps, such as taking new weights, waits no longer."""
     began, go_on = threading.Event(), threading.Event()
 
-    async def run() -> None:
-        made = subject(directory)
-        vllm: Any = made.engine._vllm  # pyright: ignore
-        step = vllm.step
+    made = subject(directory)
+    vllm: Any = made.engine._vllm  # pyright: ignore
+    step = vllm.step
 
-        def broken() -> Any:
-            vllm.step = step
-            began.set()
-            assert go_on.wait(30)
-            raise RuntimeError("out of luck")
+    def broken() -> Any:
+        vllm.step = step
+        began.set()
+        assert go_on.wait(30)
+        raise RuntimeError("out of luck")
 
-        vllm.step = broken
-        try:
-            writing = asyncio.create_task(made.write())
-            await asyncio.to_thread(began.wait, 30)
-            loading = asyncio.create_task(made.engine.load_weights(5))
-            await asyncio.sleep(0)
-            go_on.set()
-            with pytest.raises(EngineError, match="vLLM failed: RuntimeError: out of luck"):
-                await writing
-            await asyncio.wait_for(loading, 30)
-            assert (await made.write()).versions == [5] * 12
-            assert not vllm.has_unfinished_requests()
-        finally:
-            await made.engine.close()
-
-    asyncio.run(run())
+    vllm.step = broken
+    try:
+        writing = asyncio.create_task(made.write())
+        await asyncio.to_thread(began.wait, 30)
+        loading = asyncio.create_task(made.engine.load_weights(5))
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(EngineError, match="vLLM failed: RuntimeError: out of luck"):
+            await writing
+        await asyncio.wait_for(loading, 30)
+        assert (await made.write()).versions == [5] * 12
+        assert not vllm.has_unfinished_requests()
+    finally:
+        await made.engine.close()
 
 
-def test_rounded_weights_are_rounded_again_at_each_sync(directory: Path) -> None:
-    async def run() -> None:
-        made = subject(directory, dtype="bfloat16", quantization="fp8_per_channel")
-        try:
-            assert made.score is not None
-            for version, factor in ((1, 1.0), (2, 1.3)):
-                with torch.no_grad():
-                    for parameter in plain(directory).parameters():
-                        parameter.mul_(factor)
-                await made.engine.load_weights(version)
-                done = await made.write()
-                apart = [abs(a - b) for a, b in zip(done.logprobs, made.score(PROMPT, done.token_ids), strict=True)]
-                assert 1e-4 < max(apart) < 0.1
-        finally:
-            await made.engine.close()
-
-    asyncio.run(run())
+async def test_rounded_weights_are_rounded_again_at_each_sync(directory: Path) -> None:
+    made = subject(directory, dtype="bfloat16", quantization="fp8_per_channel")
+    try:
+        assert made.score is not None
+        for version, factor in ((1, 1.0), (2, 1.3)):
+            with torch.no_grad():
+                for parameter in plain(directory).parameters():
+                    parameter.mul_(factor)
+            await made.engine.load_weights(version)
+            done = await made.write()
+            apart = [abs(a - b) for a, b in zip(done.logprobs, made.score(PROMPT, done.token_ids), strict=True)]
+            assert 1e-4 < max(apart) < 0.1
+    finally:
+        await made.engine.close()
 
 
 def test_kv_memory_bounds_what_is_asked(tmp_path: Path) -> None:
@@ -225,14 +210,11 @@ def test_another_version_is_refused(directory: Path, monkeypatch: pytest.MonkeyP
         subject(directory)
 
 
-def test_the_trainers_random_numbers_go_on(directory: Path) -> None:
-    async def run() -> None:
-        before = torch.get_rng_state()
-        made = subject(directory)
-        assert torch.get_rng_state().equal(before)
-        await made.engine.close()
-
-    asyncio.run(run())
+async def test_the_trainers_random_numbers_go_on(directory: Path) -> None:
+    before = torch.get_rng_state()
+    made = subject(directory)
+    assert torch.get_rng_state().equal(before)
+    await made.engine.close()
 
 
 def test_a_model_that_rotates_long_sequences_otherwise_is_served_up_to_where_it_does(tmp_path: Path) -> None:
@@ -255,13 +237,10 @@ async def _complete_and_close(engine: VllmEngine) -> Completion:
     return done
 
 
-def test_penalties_are_those_of_transformers(directory: Path) -> None:
-    async def run() -> None:
-        made = subject(directory)
-        wanted = [(prompt, sampling) for prompt, sampling in requests() if len(prompt) > 1]
-        found = await asyncio.gather(*(made.write(sampling, prompt) for prompt, sampling in wanted))
-        await made.engine.close()
-        for (prompt, sampling), done in zip(wanted, found, strict=True):
-            assert done.logprobs == pytest.approx(by_transformers(plain(directory), prompt, done, sampling), abs=1e-3)
-
-    asyncio.run(run())
+async def test_penalties_are_those_of_transformers(directory: Path) -> None:
+    made = subject(directory)
+    wanted = [(prompt, sampling) for prompt, sampling in requests() if len(prompt) > 1]
+    found = await asyncio.gather(*(made.write(sampling, prompt) for prompt, sampling in wanted))
+    await made.engine.close()
+    for (prompt, sampling), done in zip(wanted, found, strict=True):
+        assert done.logprobs == pytest.approx(by_transformers(plain(directory), prompt, done, sampling), abs=1e-3)

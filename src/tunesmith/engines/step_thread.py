@@ -81,9 +81,10 @@ class StepThread:
 
     def _serve(self) -> None:
         """Step until there is nothing to do. Each ``post`` calls this once more, so none is overlooked."""
-        if self._calls:
-            self.wait_for_callers()
+        stepping = False
         while True:
+            if self._calls and not stepping:
+                self.wait_for_callers()
             while self._calls:
                 work, done = self._calls.popleft()
                 try:
@@ -91,7 +92,9 @@ class StepThread:
                 except BaseException as error:
                     done.set_exception(error)
             try:
-                if not self._step():
-                    return
+                stepping = self._step()
             except Exception as error:
+                stepping = True
                 self._fail(error)
+            if not stepping:
+                return
