@@ -140,7 +140,7 @@ async def test_methods_run_one_after_the_other_and_coroutines_meanwhile(far: Far
     assert await asyncio.gather(*(far.call_async("later", 0.05, i) for i in range(3))) == [0, 1, 2]
     assert not slow.done()
     found = await asyncio.to_thread(gather, numbers)
-    assert found == list(range(found[0], found[0] + 5)) and slow.done()
+    assert sorted(found) == list(range(min(found), min(found) + 5)) and slow.done()  # an actor keeps no order
 
 
 def test_errors_arrive_as_they_were_raised(far: Far) -> None:

@@ -16,9 +16,9 @@ import tiny
 from tiny_runs import sums, write_lines
 from tunesmith.assembly import engines
 from tunesmith.assembly.generate import run_generate
-from tunesmith.assembly.planes import NoPlane
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
+from tunesmith.errors import EngineLostError
 from tunesmith.monitor import waits
 from tunesmith.monitor.waits import long_wait
 from tunesmith.usercode.loading import load_function
@@ -58,8 +58,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-async def start(number: int) -> Any:
-    return number
+class Nowhere:
+    def spawn(self, *given: Any) -> Any:
+        raise EngineLostError(f"{given} cannot start")
 
 
 def test_models_data_and_engines_are_waited_for_aloud(tmp_path: Path, seen: list[str]) -> None:
@@ -71,8 +72,8 @@ def test_models_data_and_engines_are_waited_for_aloud(tmp_path: Path, seen: list
     ]  # fmt: skip
     run_generate(None, settings)
     config = load_config(GenerateConfig, None, settings)
-    pool: Any = engines.make_pool(config, start, NoPlane(), print, None)
-    asyncio.run(pool._start(0))
+    with pytest.raises(EngineLostError):
+        asyncio.run(engines._start_engine(Nowhere(), config, {}, print, 0))
     for doing in (f"loading the tokenizer of {model}", "reading data.train", "starting engine 0", f"loading {model}"):
         assert doing in seen
 

@@ -260,7 +260,7 @@ APART = {"system.engine_process": "true"}
         ({"system.canary": "true"}, "system.canary has no effect"),
         (
             {**APART, "lora.rank": "2", "model.quantize": '"nf4"', "system.adapter_sync": '"merged"'},
-            "would not compute with the quantised ones",
+            "would not compute with the quantised weights",
         ),
     ],
 )

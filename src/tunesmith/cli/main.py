@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated
@@ -21,7 +22,6 @@ from tunesmith.cli.rft import rft
 from tunesmith.cli.serve_reward import serve_reward
 from tunesmith.cli.show_config import show_config
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
-from tunesmith.distributed.torchrun import join_launch
 from tunesmith.monitor.interrupts import own_process
 
 app = typer.Typer(
@@ -61,5 +61,8 @@ def root(
 def main() -> None:
     """Entry point of the ``tunesmith`` script."""
     own_process()
-    join_launch()
+    if "RANK" in os.environ:  # started by torchrun or accelerate
+        from tunesmith.distributed.torchrun import join_launch
+
+        join_launch()
     app()

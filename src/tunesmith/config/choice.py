@@ -43,7 +43,7 @@ class Choice(Section):
         super().__pydantic_init_subclass__(**kwargs)
         if cls.__dict__.get("what"):
             cls.family, cls.types = cls, {}
-        elif "name" in cls.__dict__:
+        elif "name" in cls.__dict__ and cls.__module__.startswith("tunesmith."):
             cls.types[cls.name] = cls
 
     @classmethod
