@@ -26,15 +26,19 @@ class Adapter(Protocol):
 
     def reference(self) -> AbstractContextManager[None]:
         """The model as it was before training."""
+        ...
 
     def merged(self) -> PreTrainedModel:
         """A frozen float32 copy of the model with the adapter merged in."""
+        ...
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights, by their names in the module."""
+        ...
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of base and adapter together, under the base's names."""
+        ...
 
     def save(self, directory: Path) -> None: ...
 
@@ -42,6 +46,7 @@ class Adapter(Protocol):
 
     def counts(self) -> tuple[int, int]:
         """Parameters that are trained, and all of them."""
+        ...
 
 
 @dataclass(slots=True)
