@@ -151,9 +151,9 @@ class Far(ABC):
             self._ending = how
             waiting, self._waiting = self._waiting, {}
         self._kill()
+        self.ended.set_result(None)  # first: who replaces it finds its place free
         for answer in waiting.values():
             answer.set_exception(self._loss())
-        self.ended.set_result(None)
 
     def _loss(self) -> TunesmithError:
         return self._error(f"{self.name} {self._ending}")

@@ -83,8 +83,10 @@ class StepThread:
         """Step until there is nothing to do. Each ``post`` calls this once more, so none is overlooked."""
         stepping = False
         while True:
-            if self._calls and not stepping:
-                self.wait_for_callers()
+            if not stepping:
+                if not self._calls:
+                    return
+                self.wait_for_callers()  # whenever nothing was running: the first must not start alone
             while self._calls:
                 work, done = self._calls.popleft()
                 try:
@@ -96,5 +98,3 @@ class StepThread:
             except Exception as error:
                 stepping = True
                 self._fail(error)
-            if not stepping:
-                return
