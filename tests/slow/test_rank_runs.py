@@ -45,7 +45,7 @@ def sft_settings(folder: Path, model: Path, run: str, **changed: Any) -> list[st
 
 
 def distill_settings(folder: Path, model: Path, run: str, **changed: Any) -> list[str]:
-    return sft_settings(folder, model, run, **{"teacher.path": model, "distill.alpha": 0.5, **changed})
+    return sft_settings(folder, model, run, **{"teacher.path": model, "distill.mode": "offline", **changed})
 
 
 COMMANDS: dict[str, tuple[Run, Callable[..., list[str]]]] = {
