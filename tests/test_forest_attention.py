@@ -176,7 +176,7 @@ def conversations() -> list[Sample]:
 
 def weights(samples: list[Sample]) -> Tensor:
     """A number for each prediction, which depends on its sample alone."""
-    parts = [torch.randn(s.num_loss_tokens, generator=torch.Generator().manual_seed(sum(s.token_ids))) for s in samples]
+    parts = [torch.randn(sum(s.loss_mask), generator=torch.Generator().manual_seed(sum(s.token_ids))) for s in samples]
     return torch.cat(parts)
 
 

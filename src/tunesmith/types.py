@@ -302,7 +302,3 @@ class Sample:
     weight. -1: the sample is a sequence by itself."""
     stand_ins: int = 0
     """Tokens at its end that are not part of the sequence, such as one that stands in for a target."""
-
-    @property
-    def num_loss_tokens(self) -> int:
-        return sum(self.loss_mask)

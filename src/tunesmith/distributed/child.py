@@ -62,14 +62,19 @@ class Process:
     def said(self) -> str:
         """What it printed last."""
         if self.popen.poll() is not None:
-            for reader in self._readers:
-                reader.join(1.0)
+            self._read_to_the_end()
         return "".join(self._lines)[-2000:].strip()
 
     def kill(self) -> int:
-        """End it, if it has not ended; the exit code."""
+        """End it, if it has not ended, and show the rest of its output; the exit code."""
         self.popen.kill()
-        return self.popen.wait()
+        code = self.popen.wait()
+        self._read_to_the_end()
+        return code
+
+    def _read_to_the_end(self) -> None:
+        for reader in self._readers:
+            reader.join(1.0)  # a process that it started may hold the pipe open
 
     def _forward(self, pipe: IO[bytes] | None, error: bool) -> threading.Thread:
         """Print what comes, through ``sys.stdout`` or ``sys.stderr`` as they are then, and keep the end of it."""

@@ -39,8 +39,8 @@ class Far(ABC):
     """An object in another process.
 
     Liveness: a process that ends is lost at once. One that leaves a ping unanswered for ``patience`` seconds is
-    killed. When a process is lost, every call that waits for it and every later one raises ``lost``, which says how
-    the process ended.
+    killed; one that has answered nothing yet has ``STARTING`` seconds. When a process is lost, every call that waits
+    for it and every later one raises ``lost``, which says how the process ended.
 
     Errors: Tunesmith's and built-in exceptions arrive as they were raised; others become RuntimeError.
 
@@ -55,6 +55,7 @@ class Far(ABC):
         self._numbers = count()
         self._waiting: dict[int, Answer] = {}
         self._lock = threading.Lock()
+        self._answered = False
         self._ending: str | None = None
         self.code: int | None = None
         """The exit code of a child that ended by itself; negative where a signal ended it."""
@@ -136,6 +137,7 @@ class Far(ABC):
 
     def _settle(self, number: int, value: Any, error: BaseException | None = None) -> None:
         with self._lock:
+            self._answered = True
             answer = self._waiting.pop(number, None)
         if answer is None:
             return
@@ -166,9 +168,9 @@ class Far(ABC):
     def _ping(self) -> None:
         assert self._patience is not None
         while not wait([self.ended], self._patience / 4).done:
-            answer = self._ask("ping")
-            if not wait([answer], self._patience).done:
-                self._lose(f"did not answer for {self._patience:g} s and was killed")
+            patience = self._patience if self._answered else STARTING
+            if not wait([self._ask("ping")], patience).done:
+                self._lose(f"did not answer for {patience:g} s and was killed")
 
     @abstractmethod
     def _send(self, number: int, do: str, *given: Any) -> None:

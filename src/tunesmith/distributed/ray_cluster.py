@@ -111,11 +111,14 @@ class RayCluster:
             options = {**self._inside(bundle), "num_gpus": int(place.gpus)}
             self._dealt[bundle] = ray.get(ask.options(**options).remote(), timeout=self._patience)
         found = self._dealt[bundle]
-        number = list(self._running.values()).count((role, bundle))
-        return found if role == "rollout" else [found[number % len(found)]]
+        return found if role == "rollout" else [found[self._taken(bundle, role) % len(found)]]
 
     def _has_room(self, bundle: int, role: Role) -> bool:
-        return list(self._running.values()).count((role, bundle)) < self._bundles[bundle].roles.count(role)
+        return self._taken(bundle, role) < self._bundles[bundle].roles.count(role)
+
+    def _taken(self, bundle: int, role: Role) -> int:
+        """Places of the bundle's that processes of a role have; Ray waits for those that are ending."""
+        return sum(place == (role, bundle) and not far.lost for far, place in list(self._running.items()))
 
     def _inside(self, bundle: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -21,7 +21,7 @@ class StepThread:
     """Runs an engine's steps one after another, and calls in between two of them. Used from one event loop at a time.
 
     Args:
-        step: does some work; False where there is none.
+        step: does some work; whether some is left.
         fail: called on the thread with the exception of a step that failed.
     """
 
@@ -87,7 +87,7 @@ class StepThread:
                 if not self._calls:
                     return
                 self.wait_for_callers()  # whenever nothing was running: the first must not start alone
-            while self._calls:
+            for _ in range(len(self._calls)):  # what an answer brings in waits for those that come with it
                 work, done = self._calls.popleft()
                 try:
                     done.set_result(work())

@@ -222,7 +222,7 @@ class LocalEngine:
         _deliver(ended)
         if ended:
             self._thread.wait_for_callers()
-        return True
+        return self._scheduler.has_work
 
     def _prefill(
         self, prompts: Sequence[CachedPrompt], rows: Sequence[LocalRequest], started: float

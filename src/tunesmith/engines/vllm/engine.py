@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -198,27 +198,17 @@ class VllmEngine:
         """The result of ``work``, done in between two steps."""
         if self._state == "closed":
             raise EngineError("the vLLM engine is closed")
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-
-        def settle(value: T | None, error: BaseException | None) -> None:
-            if result.done():
-                return
-            if error is not None:
-                result.set_exception(error)
-            else:
-                result.set_result(value)  # pyright: ignore[reportArgumentType]
+        done: Future[T] = Future()
+        done.set_running_or_notify_cancel()  # the caller may be cancelled, the work not
 
         def run() -> None:
             try:
-                value = work()
+                done.set_result(work())
             except Exception as error:
-                loop.call_soon_threadsafe(settle, None, error)
-            else:
-                loop.call_soon_threadsafe(settle, value, None)
+                done.set_exception(error)
 
         self._do(run)
-        return await result
+        return await asyncio.wrap_future(done)
 
     def _do(self, work: Callable[[], Any]) -> None:
         self._between_steps.append(work)
