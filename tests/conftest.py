@@ -22,6 +22,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def not_the_command_s_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that calls the script's entry point does not let a later test's signal end this process."""
+    monkeypatch.setattr("tunesmith.monitor.interrupts._own", False)
+
+
+@pytest.fixture(autouse=True)
 def only_known_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that writes a metric which is not in the catalogue fails its test."""
     from tunesmith.monitor.catalogue import find
