@@ -190,7 +190,7 @@ def test_a_run_on_gpus_is_refused_before_anything_starts(monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_told_in_words(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be put on system\.device = 'cuda'"):
+    with pytest.raises(ConfigError, match=r"system\.device = 'cuda'"):
         CausalLM.load(save_model(tmp_path / "model"), device="cuda")
 
 

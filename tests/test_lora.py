@@ -246,7 +246,7 @@ def test_a_run_saves_the_adapter_and_resumes_bit_for_bit(
     with pytest.raises(CheckpointError, match=r"another adapter.*lora\.rank"):
         run(make(tmp_path, base, "half", **settings, lora__targets=["q_proj"], checkpoint__resume=True), kind)
     without = {k: v for k, v in settings.items() if not k.startswith("lora")}
-    with pytest.raises(ModelError, match="is a LoRA adapter and no whole model"):
+    with pytest.raises(ModelError, match=r"is a LoRA adapter.*tunesmith merge"):
         run(make(tmp_path, base, "half", **without, checkpoint__resume=True), kind)
     if kind == "rl":
         lines = untimed(whole.run_dir / "metrics.jsonl")
@@ -303,7 +303,7 @@ def test_paths_that_hold_something_else_are_told(tmp_path: Path, base: Path) -> 
         run(sft_settings(tmp_path, base, lora__path=str(tmp_path / "adapter"), lora__rank=8), "sft")
     with pytest.raises(StorageError, match="exists already"):
         assembly.run_merge(tmp_path / "adapter", base)
-    with pytest.raises(ModelError, match="there is no adapter_config"):
+    with pytest.raises(ModelError, match="adapter_config"):
         assembly.run_merge(base, tmp_path / "merged")
     other = save_model(tmp_path / "other", hidden_size=16)
     with pytest.raises(ModelError, match="does not fit"):
@@ -326,7 +326,7 @@ def test_a_saved_adapter_with_more_than_low_rank_matrices_is_refused(
 ) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], **extra)
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ModelError, match=rf"\({named}\); .*tunesmith merge"):
+    with pytest.raises(ModelError, match=rf"{named}.*tunesmith merge"):
         adapters.attach(CausalLM.load(base), LoraSection(), path=tmp_path / "adapter")
     assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
 

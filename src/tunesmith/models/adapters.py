@@ -1,11 +1,11 @@
 """LoRA (arXiv:2106.09685) with peft: ``W x`` becomes ``W x + (alpha / rank) · B A x``, and only A and B are trained.
 
-The layers go into the Hugging Face module itself, so everything that runs it, the sampler included, runs the
-adapter. B starts at zero: at first the model is the base. A and B are float32 whatever the base computes in.
+The layers are inserted into the Hugging Face module, so the sampler runs them too. B starts at zero: the first model
+is the base. A and B are float32 for any dtype of the base.
 
-Dropout falls on the adapter's input in passes that train, and nowhere else. Its draws depend on how samples are
-packed, the one place where a micro-batch's split changes the numbers (not their distribution), which is why it is
-off by default. In reinforcement learning it is refused: the trainer's log-probabilities would not be the sampler's.
+Dropout acts on the adapter's input in training passes only. Its draws depend on how samples are packed; nothing else
+in training does, so it is off by default. Reinforcement learning refuses it: the trainer's log-probabilities would
+differ from the sampler's.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ from tunesmith.models.score_model import ScoreModel
 
 WEIGHTS = "adapter_model.safetensors"
 TRAINED, START = "default", "start"
-_BEYOND = ("use_dora", "bias", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication")
+"""Names of peft adapters: the trained one, and the frozen copy of a saved one that training continues."""
+_EXTENSIONS = ("use_dora", "bias", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication")
+"""Settings of peft for more than two matrices per linear module."""
 _FOREIGN = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, SafetensorError)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """The adapter in a model's module; ``attach`` makes one."""
+    """The adapter in a model's module; ``attach`` inserts it."""
 
     peft: PeftModel
     save_merged: bool = False
@@ -52,7 +54,7 @@ class LoraAdapter:
 
     @contextmanager
     def reference(self) -> Generator[None]:
-        """The model as it was before training: the base alone or, where a saved adapter is continued, with that."""
+        """A context in which the model is the base or, if a saved adapter is continued, the base with that one."""
         if START not in self.peft.peft_config:
             with self.peft.disable_adapter():
                 yield
@@ -70,23 +72,23 @@ class LoraAdapter:
         return cast(PreTrainedModel, whole.requires_grad_(False).eval())
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What is trained, under the names that it has in the module."""
+        """The trained weights, under their names in the module."""
         for name, tensor in self.peft.get_base_model().state_dict().items():
             if f".{TRAINED}." in name and ".lora_" in name:
                 yield name, tensor
 
     @torch.no_grad()
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the model that base and adapter make, under the base's names; the module stays as it is.
+        """The weights of base and adapter together, under the base's names; the module is not changed.
 
-        Each sum ``W + scale · B A`` is taken in float32, then rounded to the base's number format. Sums come on the
-        CPU: who wants all of them together would otherwise have a second model on the GPU.
+        Each sum ``W + scale · B A`` is computed in float32 and rounded to the base's dtype. Sums are on the CPU: all of
+        them together would be a second model on the GPU.
         """
         module = self.peft.get_base_model()
         adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
         for name, tensor in module.state_dict().items():
-            owner, inside, rest = name.partition(".base_layer.")
-            if inside:
+            owner, is_adapted, rest = name.partition(".base_layer.")
+            if is_adapted:
                 if rest == "weight":
                     delta = cast(Any, adapted[owner]).get_delta_weight(TRAINED)
                     tensor = (tensor.float() + delta.float()).to("cpu", tensor.dtype)
@@ -95,16 +97,16 @@ class LoraAdapter:
                 yield name, tensor
 
     def save(self, directory: Path) -> None:
-        """Write a peft adapter directory, and with ``save_merged`` the whole model beside it, in ``…_merged``."""
+        """Write a peft adapter directory; with ``save_merged`` also the whole model, to ``<directory>_merged``."""
         self.peft.save_pretrained(str(directory), selected_adapters=[TRAINED], save_embedding_layers=False)
         if self.save_merged:
             merge(directory, directory.with_name(f"{directory.name}_merged"), trust_remote_code=self.trust_remote_code)
 
     def load(self, directory: Path) -> None:
-        """Take the weights of ``save``.
+        """Load the weights that ``save`` wrote.
 
         Raises:
-            CheckpointError: they are missing or damaged, or another adapter's.
+            CheckpointError: they are missing, damaged or of another adapter.
         """
         if not (directory / WEIGHTS).is_file():
             raise CheckpointError(
@@ -118,12 +120,12 @@ class LoraAdapter:
             if name not in saved or name not in current or saved[name].shape != current[name].shape:
                 raise CheckpointError(
                     f"{directory} holds another adapter than this run's: '{name}' differs. "
-                    "Resume with the lora.rank and lora.targets the run was started with, or start a new run_dir."
+                    "Resume with the lora.rank and lora.targets of the first start, or start a new run_dir."
                 )
         set_peft_model_state_dict(self.peft, saved, adapter_name=TRAINED)
 
     def counts(self) -> tuple[int, int]:
-        """Parameters that are trained, and all of them."""
+        """The numbers of trained and of all parameters."""
         sizes = [(p.requires_grad, num_weights(p)) for p in self.peft.parameters()]
         return sum(n for trained, n in sizes if trained), sum(n for _, n in sizes)
 
@@ -136,15 +138,15 @@ def attach(
     trust_remote_code: bool = False,
     frozen: bool = False,
 ) -> LoraAdapter:
-    """Put an adapter into ``model`` and freeze the rest of it, but for a new score head.
+    """Insert an adapter into ``model`` and freeze everything else except a new score head.
 
     Args:
         section: resolved.
         path: a saved adapter to continue.
-        frozen: nothing is trained, so that no copy of the saved adapter is kept as the reference.
+        frozen: the adapter is not trained either, so no copy of it is kept as the reference.
 
     Raises:
-        ConfigError: a target that the model does not have.
+        ConfigError: the model has no module of a target's name.
         ModelError: the saved adapter is of another kind or of another model.
     """
     kind = "SEQ_CLS" if isinstance(model, ScoreModel) else "CAUSAL_LM"
@@ -155,7 +157,7 @@ def attach(
 
 def _fresh(model: Decoder, section: LoraSection, kind: str) -> PeftModel:
     rank = section.rank
-    assert rank is not None, "the section asks for no new adapter"
+    assert rank is not None, "a new adapter needs a rank"
     linear = linear_modules(model.module.base_model)
     config = LoraConfig(
         task_type=kind,
@@ -173,18 +175,18 @@ def _continued(model: Decoder, section: LoraSection, kind: str, path: Path, froz
     config = _read_config(path)
     if config.task_type != kind:
         raise ModelError(f"{path} is an adapter for {config.task_type}, and this model is a {kind}")
-    plain, head = LoraConfig(), {"score", "classifier"}  # which peft gives every adapter of a score model
-    beyond = [name for name in _BEYOND if getattr(config, name) != getattr(plain, name)]
-    if beyond or not head.issuperset(config.modules_to_save or ()):
+    plain, heads = LoraConfig(), {"score", "classifier"}  # peft adds both to every adapter of a score model
+    extensions = [name for name in _EXTENSIONS if getattr(config, name) != getattr(plain, name)]
+    if extensions or not heads.issuperset(config.modules_to_save or ()):
         raise ModelError(
-            f"{path} is more than two matrices beside each linear module ({', '.join(beyond or ['modules_to_save'])}); "
-            f"make one model of it and its base: tunesmith merge {path} OUT_DIR"
+            f"{path} is not plain LoRA: it uses {', '.join(extensions or ['modules_to_save'])}. "
+            f"Merge it with its base: tunesmith merge {path} OUT_DIR"
         )
     config.lora_dropout = section.dropout
     with boundary(ModelError, f"the adapter {path} does not fit the model", _FOREIGN):
         name = {"adapter_name": TRAINED, "is_trainable": not frozen}
         peft = PeftModel.from_pretrained(model.module, path, config=config, **cast(Any, name))
-        check_adapter_names(path, peft, TRAINED)
+        _check_weights(path, peft)
         if frozen:
             return peft
         peft.load_adapter(str(path), START, is_trainable=False)
@@ -193,7 +195,7 @@ def _continued(model: Decoder, section: LoraSection, kind: str, path: Path, froz
 
 
 def check_targets(base: str | Path, section: LoraSection, *, trust_remote_code: bool = False) -> None:
-    """Refuse targets that a model does not have before its weights load.
+    """Check ``lora.targets`` before the model's weights load.
 
     Raises:
         ConfigError: as ``choose_targets``.
@@ -206,15 +208,15 @@ def check_targets(base: str | Path, section: LoraSection, *, trust_remote_code: 
 
 
 def linear_modules(decoder: nn.Module) -> dict[str, nn.Module]:
-    """The linear modules below a decoder, by dotted name; the vocabulary or score head is not among them."""
+    """The linear modules of a decoder, by dotted name, without the vocabulary or score head."""
     return {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Linear | Conv1D)}
 
 
 def choose_targets(linear: Iterable[str], targets: str | Sequence[str] | None) -> list[str]:
-    """Names that pick modules: each a module's own name, such as ``q_proj``, or the end of a dotted one.
+    """Names of modules to adapt: each is a module's last name, such as ``q_proj``, or the end of its dotted name.
 
     Raises:
-        ConfigError: one that no module has, with the nearest of those there are.
+        ConfigError: no module has the name of a target; with the nearest name.
     """
     names = list(linear)
     own = sorted({name.rpartition(".")[2] for name in names})
@@ -229,12 +231,12 @@ def choose_targets(linear: Iterable[str], targets: str | Sequence[str] | None) -
 def merge(
     adapter: Path, out: Path, *, base: str | None = None, dtype: str | None = None, trust_remote_code: bool = False
 ) -> str:
-    """Write the model that base and adapter make together, as a whole one; return the base's path.
+    """Merge an adapter into its base, write the whole model, and return the base's path.
 
-    The sum is taken in float32, then rounded to ``dtype``; None is that of the base.
+    The sum is computed in float32 and rounded to ``dtype``; None: the base's dtype.
 
     Raises:
-        ModelError: no adapter, no base, or the two do not fit.
+        ModelError: the adapter or the base does not exist, or they do not fit together.
     """
     config = _read_config(adapter)
     base = base or config.base_model_name_or_path
@@ -248,7 +250,7 @@ def merge(
             model.tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
     with boundary(ModelError, f"the adapter {adapter} does not fit {base}", _FOREIGN):
         peft = PeftModel.from_pretrained(model.module, adapter)
-        check_adapter_names(adapter, peft, TRAINED)
+        _check_weights(adapter, peft)
         merged = cast(Any, peft).merge_and_unload(safe_merge=True)
     merged.to(getattr(torch, dtype) if dtype else stored or torch.float32)
     with boundary(StorageError, f"cannot write {out}", OSError):
@@ -256,21 +258,17 @@ def merge(
     return base
 
 
-def check_adapter_names(path: Path, peft: PeftModel, name: str) -> None:
-    """Refuse an adapter's file that has other weights than the adapter ``name`` in the model: peft only warns.
-
-    Raises:
-        ModelError: naming some of them.
-    """
+def _check_weights(path: Path, peft: PeftModel) -> None:
+    """Refuse an adapter's file that lacks weights of the model's adapter or has others: peft only warns."""
     if (path / WEIGHTS).is_file():
         saved = load_file(path / WEIGHTS).keys()
-        current = get_peft_model_state_dict(peft, adapter_name=name, save_embedding_layers=False).keys()
+        current = get_peft_model_state_dict(peft, adapter_name=TRAINED, save_embedding_layers=False).keys()
         check_names(f"the adapter {path}", current - saved, saved - current)
 
 
 def _read_config(path: Path) -> Any:
     if not (path / ADAPTER_CONFIG).is_file():
-        raise ModelError(f"{path} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it")
+        raise ModelError(f"{path} holds no LoRA adapter: it has no {ADAPTER_CONFIG}")
     with boundary(ModelError, f"cannot read {path / ADAPTER_CONFIG}", _FOREIGN):
         config = cast(Any, PeftConfig.from_pretrained(str(path)))
     if not isinstance(config, LoraConfig):

@@ -1,9 +1,8 @@
-"""How attention reaches a Hugging Face model: one registered function, which asks a context.
+"""How attention reaches a Hugging Face model: one registered function that delegates to a context.
 
-Every decoder layer calls ``tunesmith`` attention with flat queries, keys and values. What they may see is
-the business of an ``AttentionContext``: a token forest (``ForestAttention``) when training or scoring; a KV cache
-when sampling (``PrefillAttention``, ``DecodeAttention``). The context travels as the keyword argument
-``attention_context`` of ``model(...)``.
+Every decoder layer calls ``tunesmith`` attention with flat queries, keys and values. An ``AttentionContext`` decides
+what each token sees: a token forest (``ForestAttention``) in training and scoring, a KV cache (``PrefillAttention``,
+``DecodeAttention``) in sampling. The context is the keyword argument ``attention_context`` of ``model(...)``.
 
 Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """
@@ -20,12 +19,12 @@ ATTENTION_NAME = "tunesmith"
 
 
 class AttentionRule(NamedTuple):
-    """What becomes of the products of queries and keys before the softmax."""
+    """How the products of queries and keys become scores for the softmax."""
 
     scale: float
-    """Factor on them."""
+    """Factor on the products."""
     window: int | None = None
-    """A token sees at most this many positions back, itself included; None for all."""
+    """How many positions a token sees, counted back from itself and with itself; None: all."""
     softcap: float | None = None
     """Scores become ``softcap * tanh(scores / softcap)``."""
 
@@ -59,11 +58,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The Hugging Face signature: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
     assert attention_context is not None, "the model was called without an attention_context"
-    assert attention_mask is None, "the forest needs no mask"
+    assert attention_mask is None, "an attention context takes no mask"
     rule = AttentionRule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = attention_context.attend(module.layer_idx, q, k, v, rule)
-    return out.unsqueeze(0), None
+    return attention_context.attend(module.layer_idx, q, k, v, rule).unsqueeze(0), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

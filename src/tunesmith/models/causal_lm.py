@@ -1,4 +1,4 @@
-"""A causal language model as the rest of the house sees it: tokens to hidden states to log-probabilities."""
+"""A causal language model: tokens to hidden states to log-probabilities."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ class CausalLM(Decoder):
         chunk: int | None = None,
         value_head: nn.Linear | None = None,
     ) -> Predictions:
-        """Log-probabilities of the forest's targets; on request the entropies there, and values of the states before.
+        """Log-probabilities of the forest's targets; on request also entropies and values.
 
         Args:
             temperature: divides the logits, as in sampling.
-            chunk: rows of logits at a time; None derives it from the vocabulary.
-            value_head: gives a scalar in float32 from the hidden state that predicts a target.
+            entropy: also return the entropy of each target's distribution.
+            chunk: rows of logits per chunk; None derives it from the vocabulary.
+            value_head: computes a value from each hidden state that predicts a target.
         """
         states = self.states(forest)
         logprobs, entropies = fused_logprobs(
@@ -52,12 +53,12 @@ class CausalLM(Decoder):
         return Predictions(logprobs, entropies, values)
 
     def scaled_head(self, temperature: float = 1.0, chunk: int | None = None) -> Head:
-        """The vocabulary head with all that its logits go through before the softmax."""
+        """The vocabulary head and the scaling of its logits."""
         config = self.module.config
         scale = LogitScale(logit_scale(config), getattr(config, "final_logit_softcapping", None), temperature)
         return Head(self.head.weight, self.head.bias, scale, chunk)
 
 
 def logit_scale(config: Any) -> float:
-    """The family's own factor on the logits: Cohere multiplies by one, Granite divides by one."""
+    """The factor that some families apply to the logits: Cohere multiplies by it, Granite divides by it."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)

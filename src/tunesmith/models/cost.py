@@ -28,6 +28,6 @@ def training_cost(model: CausalLM) -> CostModel:
     )
     if model.adapter is None:
         return cost
-    # A frozen weight has no gradient of its own: two products instead of three.
+    # A frozen weight needs no gradient: two products instead of three.
     frozen = sum(num_weights(p) for p in weights if not p.requires_grad) - embedding
     return replace(cost, linear=cost.linear - 2.0 * frozen, head=cost.head * 2 / 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -18,14 +18,14 @@ from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.loading import load_config, load_module, load_tokenizer
 from tunesmith.models.quantised import Quantize
-from tunesmith.models.rope import LengthRule, apart_by_length, rotate_by_length, rotated_by
+from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
 
 
 class Adapter(Protocol):
-    """Weights that are trained in place of the module's own (``adapters.LoraAdapter``)."""
+    """Weights that are trained instead of the module's own (``adapters.LoraAdapter``)."""
 
     def reference(self) -> AbstractContextManager[None]:
-        """The model as it was before training."""
+        """A context in which the model is what it was before training."""
         ...
 
     def merged(self) -> PreTrainedModel:
@@ -33,7 +33,7 @@ class Adapter(Protocol):
         ...
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The trained weights, by their names in the module."""
+        """The trained weights, under their names in the module."""
         ...
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -45,30 +45,27 @@ class Adapter(Protocol):
     def load(self, directory: Path) -> None: ...
 
     def counts(self) -> tuple[int, int]:
-        """Parameters that are trained, and all of them."""
+        """The numbers of trained and of all parameters."""
         ...
 
 
 @dataclass(slots=True)
 class Decoder:
-    """A Hugging Face decoder whose attention asks an ``AttentionContext``, and its tokenizer.
-
-    ``module`` is the untouched Hugging Face model, with whatever head it has: save it, inspect it, adapt it.
-    """
+    """A Hugging Face model whose attention delegates to an ``AttentionContext``, and its tokenizer."""
 
     auto: ClassVar[Any]
-    """The transformers class that chooses the architecture's own, by its head."""
+    """The transformers ``AutoModel`` class with the head of this kind of model."""
     settings: ClassVar[dict[str, Any]] = {}
-    """Entries of the configuration that this kind of model sets."""
+    """Configuration entries that this kind of model sets."""
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     lean: LeanDecoder | None = field(default=None, repr=False)
-    """The same decoder in fewer operations, where its family allows; None runs the Hugging Face modules."""
+    """The decoder in fewer operations, if its family allows it; None: the Hugging Face modules run."""
     adapter: Adapter | None = field(default=None, repr=False)
-    """What is trained in place of the module's own weights; see ``adapters.attach``."""
+    """Weights that are trained instead of the module's own; see ``adapters.attach``."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
-    """Which lengths are rotated alike, where the rotary frequencies depend on the length."""
+    """Which sequence lengths share rotary frequencies, if these depend on the length."""
 
     def __post_init__(self) -> None:
         self.lengths = rotate_by_length(self.module.base_model)
@@ -87,16 +84,16 @@ class Decoder:
         """Load from a directory or a hub name; safetensors only, dropout off.
 
         Args:
-            tokenizer: one that is loaded already.
-            quantize: keep the linear modules' weights in so few bits, frozen.
+            tokenizer: the tokenizer, if it is loaded already.
+            quantize: the format of the linear modules' weights, which are then frozen.
 
         Raises:
-            ModelError: there is no such model, something of it is missing, or its family cannot work here.
+            ModelError: the model does not exist, is incomplete, or its family is not supported.
         """
-        config = load_config(path, trust_remote_code=trust_remote_code)  # refuses a family before reading more
+        config = load_config(path, trust_remote_code=trust_remote_code)
         cls.check(path, config)
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
-        new, without = cls.other_weights(config)
+        initialised, dropped = cls.weight_differences(config)
         module = load_module(
             path,
             auto=cls.auto,
@@ -104,8 +101,8 @@ class Decoder:
             device=device,
             trust_remote_code=trust_remote_code,
             quantize=quantize,
-            new=new,
-            without=without,
+            initialised=initialised,
+            dropped=dropped,
             **cls.settings,
         )
         model = cls(module, tokenizer, LeanDecoder.of(module.base_model))
@@ -117,13 +114,12 @@ class Decoder:
         """Refuse a model by its configuration, before its weights are read."""
 
     @classmethod
-    def other_weights(cls, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """``new`` and ``without`` of ``load_module``."""
-        del config
+    def weight_differences(cls, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:  # noqa: ARG003
+        """``initialised`` and ``dropped`` of ``load_module``."""
         return (), ()
 
     def complete(self, config: Any) -> None:
-        """Make ready what a checkpoint with this ``config`` does not bring."""
+        """Initialise what a checkpoint with this configuration lacks."""
 
     @property
     def device(self) -> torch.device:
@@ -140,44 +136,36 @@ class Decoder:
         attention: AttentionContext,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Last hidden states after the final norm.
+        """Last hidden states after the final norm, ``[T, d]``.
 
         Args:
             token_ids: ``[T]``.
-            position_ids: ``[T]``, each token's place in its own sequence.
-            attention: what each token may see.
-            lengths: ``T``, of each token's sequence as far as ``self.lengths`` tells them apart; None: one sequence.
-
-        Returns:
-            ``[T, d]``.
+            position_ids: ``[T]``, each token's position in its sequence.
+            attention: decides what each token sees.
+            lengths: ``T``, for each token ``self.lengths.alike`` of its sequence's length; None: one sequence.
         """
-        if self.lengths is not None:
-            with rotated_by(lengths):
-                return self._hidden(token_ids, position_ids, attention)
-        return self._hidden(token_ids, position_ids, attention)
-
-    def _hidden(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
-        if self.lean is not None and self.lean.usable:
-            return self.lean(token_ids, position_ids, attention)
-        out = self.module.base_model(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
-            use_cache=False,
-            attention_context=attention,
-        )
-        return out.last_hidden_state[0]
+        with rotated_by(lengths) if self.lengths is not None else nullcontext():
+            if self.lean is not None and self.lean.usable:
+                return self.lean(token_ids, position_ids, attention)
+            out = self.module.base_model(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=position_ids.unsqueeze(0),
+                use_cache=False,
+                attention_context=attention,
+            )
+            return out.last_hidden_state[0]
 
     def states(self, forest: Forest) -> Tensor:
-        """The hidden states ``[N, d]`` from which a forest's targets are predicted."""
+        """The hidden states that predict a forest's targets, ``[N, d]``."""
         lengths: list[int] | None = None
         if self.lengths is not None:
-            forest, lengths = apart_by_length(forest, self.lengths)
+            forest, lengths = split_by_length(forest, self.lengths)
         hidden = self.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest), lengths)
         return hidden.index_select(0, forest.source)
 
     def save(self, directory: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face format; of a model with an adapter, the adapter alone."""
-        self.tokenizer.save_pretrained(directory)  # first: merging an adapter takes it from there
+        """Write model and tokenizer in Hugging Face format; if the model has an adapter, only the adapter."""
+        self.tokenizer.save_pretrained(directory)  # first: ``LoraAdapter.save`` may merge, and reads it there
         if self.adapter is None:
             self.module.save_pretrained(directory)
         else:

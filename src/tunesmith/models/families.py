@@ -1,7 +1,7 @@
-"""Which Hugging Face architectures work on a token forest, told from the configuration alone.
+"""The Hugging Face architectures that work on a token forest, by their configuration.
 
-A family is listed after its log-probabilities and gradients on a forest were found equal to one sequence at
-a time (``tests/test_families.py``). Others may look as if they worked and let sequences see each other.
+A family is listed if its log-probabilities and gradients on a forest equal those of one sequence at a time
+(``tests/test_families.py``). In an architecture that is not listed, packed sequences may silently see each other.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ KNOWN = frozenset((
 ))
 # fmt: on
 
-_ENCODER = "it is no decoder-only language model"
+_ENCODER = "it is not a decoder-only language model"
 _REFUSED = {
-    "it carries a recurrent state along the sequence, which neither packing nor shared prompts keep apart": (
+    "it carries a recurrent state along the sequence, which would leak between packed sequences": (
         "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba bamba zamba zamba2 falcon_h1 nemotron_h "
         "granitemoehybrid qwen3_next qwen3_5_text qwen3_5_moe_text minimax kimi_linear olmo_hybrid"
     ),
-    "its short convolutions mix neighbouring tokens, which packing would let leak across sequences": "lfm2 lfm2_moe",
-    "it adds position biases (ALiBi) to the attention scores, which the attention interface does not carry": (
+    "its short convolutions mix neighbouring tokens, which would leak between packed sequences": "lfm2 lfm2_moe",
+    "it adds position biases (ALiBi) to the attention scores, which the attention interface does not pass on": (
         "bloom mpt"
     ),
     _ENCODER: (
@@ -37,35 +37,31 @@ _REFUSED = {
     "its attention does not go through the Hugging Face attention interface": (
         "gptj gpt_neo codegen stablelm nemotron openai-gpt xlnet falcon"
     ),
-    "its attention has sinks (a learned share of the softmax that no token gets), which the forest does not run": (
+    "its attention has sinks (a learned share of the softmax that no token gets), which forest attention lacks": (
         "gpt_oss granite_swa granitemoe_swa"
     ),
-    "it attends in fixed chunks of the sequence, which the forest does not run": "llama4 llama4_text",
+    "it attends in fixed chunks of the sequence, which forest attention lacks": "llama4 llama4_text",
     "it is multimodal; only text decoders are trained": "gemma3 gemma4 mllama qwen3_5 qwen3_5_moe phi4_multimodal fuyu",
 }
 REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
-"""Architecture → why it cannot work here."""
+"""Architecture → the reason why it is not supported."""
 
 
 def check_family(config: Any) -> None:
     """Refuse a model by its configuration, before weights load.
 
-    Args:
-        config: a Hugging Face ``PretrainedConfig``.
-
     Raises:
-        ModelError: with the architecture's name, the reason and what would work.
+        ModelError: with the architecture, the reason and families that work.
     """
     if reason := refusal(config):
-        name = str(config.model_type)
         raise ModelError(
-            f"architecture '{name}' cannot be trained here: {reason}. "
+            f"architecture '{config.model_type}' cannot be trained here: {reason}. "
             "Choose a model of another family, such as Llama, Qwen, Mistral, Gemma, Phi or SmolLM"
         )
 
 
 def refusal(config: Any) -> str | None:
-    """Why a model cannot be trained here; None if it can."""
+    """The reason why a model is not supported; None if it is."""
     name = str(config.model_type)
     if name in REFUSED:
         return REFUSED[name]
@@ -74,7 +70,7 @@ def refusal(config: Any) -> str | None:
     if name not in KNOWN:
         return f"it has not been shown to give the same results on packed sequences.{nearest(name, KNOWN)}"
     if getattr(config, "use_bidirectional_attention", False):
-        return "use_bidirectional_attention lets tokens see those after them"
+        return "use_bidirectional_attention lets tokens see later ones"
     if getattr(config, "reorder_and_upcast_attn", False):
         return "reorder_and_upcast_attn bypasses the Hugging Face attention interface"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}

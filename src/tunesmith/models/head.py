@@ -1,7 +1,7 @@
-"""The fused head: log-probabilities (and entropy) of given tokens without ever holding all logits.
+"""The fused head: log-probabilities and entropies without all logits in memory at once.
 
-Rows are taken in chunks; backward computes a chunk's logits again. Logits are float32 (float64 for float64
-inputs) whatever the inputs are: rounded to bfloat16, a log-probability would be off by up to 0.03.
+Rows are processed in chunks; backward computes a chunk's logits again. Logits are float32 for inputs of up to 32 bits
+and float64 for float64: rounded to bfloat16, a log-probability would be off by up to 0.03.
 
 Shape legend: ``N`` rows, ``d`` hidden size, ``V`` vocabulary, ``k`` tokens of a row, ``c`` rows of a chunk.
 """
@@ -22,7 +22,7 @@ from tunesmith.plan.cost import chunk_rows
 
 @dataclass(frozen=True, slots=True)
 class LogitScale:
-    """What happens between the head's product and the softmax: ``z = cap * tanh(factor * x / cap) / temperature``."""
+    """From the head's product ``x`` to logits: ``z = cap * tanh(factor * x / cap) / temperature``."""
 
     factor: float = 1.0
     softcap: float | None = None
@@ -34,15 +34,13 @@ PLAIN = LogitScale()
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A vocabulary head: ``weight`` ``[V, d]``, ``bias`` ``[V]``, what happens to its logits, rows at a time.
+    """A vocabulary head."""
 
-    With ``chunk=None`` the rows are chosen by ``CHUNK_BYTES``.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
+    weight: Tensor  # [V, d]
+    bias: Tensor | None = None  # [V]
     scale: LogitScale = PLAIN
     chunk: int | None = None
+    """Rows per chunk; None: by ``plan.cost.chunk_rows``."""
 
     def rows(self, hidden: Tensor) -> int:
         return self.chunk or chunk_rows(self.weight.shape[0], hidden.device.type)
@@ -57,10 +55,11 @@ def fused_logprobs(
 
     Args:
         hidden: ``[N, d]``.
-        tokens: int64 ``[N]``, or ``[N, k]``; a token may come twice in a row.
+        tokens: int64 ``[N]`` or ``[N, k]``; a row may have a token twice.
+        entropy: whether to compute the entropy; without it the second result is None.
 
     Returns:
-        Shaped as ``tokens`` and, when asked for, ``[N]``; float32, or float64 for float64 inputs.
+        Log-probabilities in the shape of ``tokens``, and entropies ``[N]``; float32, or float64 for float64 inputs.
     """
     wanted = tokens if tokens.dim() == 2 else tokens[:, None]
     logprobs, entropies = cast(
@@ -72,17 +71,17 @@ def fused_logprobs(
 
 @torch.no_grad()
 def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` likeliest tokens of each row and their log-probabilities, both ``[N, k]``; without gradient."""
+    """The ``k`` likeliest tokens of each row and their log-probabilities, both ``[N, k]``, without gradient."""
     exact, rows = torch.promote_types(hidden.dtype, torch.float32), head.rows(hidden)
-    found = [torch.empty(len(hidden), k, dtype=t, device=hidden.device) for t in (torch.int64, exact)]
+    tokens, logprobs = (torch.empty(len(hidden), k, dtype=t, device=hidden.device) for t in (torch.int64, exact))
     with _bfloat16_inputs(hidden):
         w = _operand(head.weight, exact)
         for start in range(0, len(hidden), rows):
             at = slice(start, start + rows)
             z = _logits(_operand(hidden[at], exact), w, head.bias, head.scale)
             top = z.topk(k, -1)
-            found[0][at], found[1][at] = top.indices, top.values - z.logsumexp(-1, keepdim=True)
-    return found[0], found[1]
+            tokens[at], logprobs[at] = top.indices, top.values - z.logsumexp(-1, keepdim=True)
+    return tokens, logprobs
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -150,18 +149,18 @@ class _FusedLogprobs(torch.autograd.Function):
 
 
 def _operand(t: Tensor, exact: torch.dtype) -> Tensor:
-    """On a CPU, products of bfloat16 values with a float32 result take float32 operands (see below)."""
+    """On a CPU, products of bfloat16 values with a float32 result need float32 operands (``bfloat16_operands``)."""
     return t.to(exact) if t.device.type == "cpu" else t
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in at least float32, with ``a`` rounded to what ``b`` is."""
+    """``a @ b`` in at least float32, with ``a`` rounded to the dtype of ``b``."""
     exact = torch.promote_types(b.dtype, torch.float32)
     return a @ b if b.dtype == exact else torch.mm(a.to(b.dtype), b, out_dtype=exact)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitScale) -> Tensor:
-    """What the softmax is taken of: ``[c, V]``, in at least float32."""
+    """The logits ``[c, V]``, in at least float32."""
     z = _product(hidden, weight.t())
     if bias is not None:
         z += bias
@@ -174,14 +173,14 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitSca
 def _grad_logits(
     z: Tensor, tokens: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, scale: LogitScale
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the head's product ``[c, V]``, still to be multiplied by row factors ``[c, 1]``.
+    """Gradient of the head's product ``[c, V]``, and the factors of its rows ``[c, 1]``.
 
     d logp/dz = onehot - p; dH/dz = -p (log p + H); d tanh cap = 1 - (capped / cap)^2.
     """
     factor = scale.factor / scale.temperature
     slope = None if scale.softcap is None else 1 - (z * (scale.temperature / scale.softcap)).square_()
     if grad_entropy is None and tokens.shape[1] == 1:
-        # A factor per row is cheaper on what follows the product with the weight than on ``[c, V]``.
+        # The factors are applied after the product with the weight, to ``[c, d]`` instead of ``[c, V]``.
         grad = z.softmax(-1)
         grad.scatter_add_(1, tokens, torch.full_like(tokens, -1, dtype=grad.dtype))
         row_factor = grad_logprobs * -factor
@@ -203,34 +202,30 @@ def _bfloat16_inputs(hidden: Tensor) -> AbstractContextManager[None]:
     return bfloat16_operands(hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16)
 
 
-class _Bfloat16Products:
-    """The setting is the whole process's: threads that want it at once share it, and the last one puts it back."""
+class _Products:
+    """The precision of float32 products, a setting of the process: threads share it and the last one restores it."""
 
-    def __init__(self) -> None:
-        self.lock, self.users, self.before = Lock(), 0, ""
+    lock, users, precision = Lock(), 0, ""
 
-    def add(self, users: int) -> None:
+    @classmethod
+    def add(cls, users: int) -> None:
         settings = cast(Any, torch.backends.mkldnn).matmul
-        with self.lock:
-            if not self.users:
-                self.before = settings.fp32_precision
-            self.users += users
-            settings.fp32_precision = "bf16" if self.users else self.before
-
-
-_PRODUCTS = _Bfloat16Products()
+        with cls.lock:
+            if not cls.users:
+                cls.precision = settings.fp32_precision
+            cls.users += users
+            settings.fp32_precision = "bf16" if cls.users else cls.precision
 
 
 @contextmanager
 def bfloat16_operands(wanted: bool) -> Generator[None]:
-    """Let float32 products on a CPU multiply in bfloat16: exact where both operands were bfloat16 before.
+    """Float32 products on a CPU round their operands to bfloat16: exact if both hold bfloat16 values.
 
-    A plain bfloat16 product rounds its result to bfloat16 as well; this way nothing is lost, at the same
-    speed. Gradients of the logits are rounded to bfloat16 as any bfloat16 backward does. Other threads' float32
-    products are rounded meanwhile, too.
+    A bfloat16 product would also round its result; this is as fast and does not. Gradients of the logits are rounded
+    to bfloat16, as in any bfloat16 backward. Float32 products of other threads are rounded too in the meantime.
     """
-    _PRODUCTS.add(int(wanted))
+    _Products.add(int(wanted))
     try:
         yield
     finally:
-        _PRODUCTS.add(-int(wanted))
+        _Products.add(-int(wanted))

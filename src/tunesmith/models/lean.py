@@ -1,9 +1,9 @@
 """Llama-shaped decoders as few large operations, on the parameters of the Hugging Face model.
 
-On small models, and when decoding a few rows, most of the time of the Hugging Face modules goes into many small
+In small models, and when few rows are decoded, the Hugging Face modules spend most of their time in many small
 operations and the Python between them. Here a layer is: norm, one product for queries, keys and values, rotary,
-attention, one product, norm, one product for gate and up, activation, one product. The results are the same,
-and everything that is not exactly this shape stays with the Hugging Face modules.
+attention, one product, norm, one product for gate and up, activation, one product. The results are equal. Decoders of
+any other shape run the Hugging Face modules.
 
 Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """
@@ -27,15 +27,15 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 PACKED_ROWS = 32
-"""The number of rows that the order of packed weights is chosen for."""
+"""The number of rows for which the layout of packed weights is optimised."""
 
 
 class Projection:
-    """Linear modules on one input, run as one product.
+    """Linear modules of one input, computed as one product.
 
-    Their weights (and biases) become views of one tensor, so that optimizer steps on the modules' parameters
-    and products with the whole see the same numbers. Where a module has since been replaced (by an adapter),
-    given a forward hook, or moved to other storage, the modules themselves are called.
+    Their weights and biases become views of one tensor, so that optimizer steps on the parameters change the operand
+    of the product. If a module was replaced (by an adapter), has a forward hook, or its weight has other storage, the
+    modules are called instead.
     """
 
     def __init__(self, owner: nn.Module, *names: str) -> None:
@@ -54,7 +54,7 @@ class Projection:
             ]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[T, d]`` to the modules' outputs side by side."""
+        """``[T, d]`` to the concatenated outputs of the modules."""
         if not self.intact():
             return torch.cat([cast(nn.Module, self._owner[name])(x) for name in self._names], -1)
         if torch.is_grad_enabled() and len(self._weights) > 1:
@@ -64,7 +64,7 @@ class Projection:
         return F.linear(x, self._weights[0], self._biases[0] if self._biases else None)
 
     def intact(self) -> bool:
-        """Whether the one product is what the modules would give."""
+        """Whether the one product equals the modules' outputs."""
         if not self._fusable:
             return False
         for name, module, own, place in self._expected:
@@ -86,9 +86,9 @@ def _one_storage(parameters: Sequence[Tensor]) -> Tensor:
 
 
 class PackedProjection:
-    """The same product in bfloat16 on a CPU, without gradients, on a copy of the weights as they are now.
+    """A projection in bfloat16 on a CPU, without gradients, with a copy of the current weights.
 
-    The copy stands in the order in which the CPU's matrix units read it; else every product makes it anew.
+    The copy has the layout of the CPU's matrix units; otherwise every product would convert the weights.
     """
 
     def __init__(self, projection: Projection) -> None:
@@ -100,7 +100,7 @@ class PackedProjection:
 
 
 class Norm:
-    """A root-mean-square norm; Gemma's weights are offsets from one and are applied before rounding."""
+    """A root-mean-square norm. Gemma's weights are offsets from one, applied before rounding."""
 
     def __init__(self, module: Any) -> None:
         self._own: dict[str, Tensor] = module._parameters
@@ -131,7 +131,7 @@ class Layer:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         windowed = config if config.model_type in ("mistral", "phi3") else attention
-        # Gemma 3 has the setting but its attention does not apply it.
+        # Gemma 3 has the setting too, but its attention does not apply it.
         softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
         self.rule = AttentionRule(attention.scaling, getattr(windowed, "sliding_window", None), softcap)
         self.rotates = bool(getattr(attention, "use_rope", True))
@@ -168,21 +168,21 @@ class Layer:
 
 
 class LeanDecoder:
-    """A whole decoder: embedding, layers, final norm. ``of`` makes one where the model has the shape for it."""
+    """A decoder: embedding, layers, final norm."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.config = model, model.config
         self.kind = type(model)
         self.layers = [Layer(module, model.config, i) for i, module in enumerate(model.layers)]
         self.norm = Norm(model.norm)
-        # Gemma 3 rotates its local and global layers by different tables.
+        # Gemma 3 has different rotary tables for local and global layers.
         local_and_global = self.config.model_type == "gemma3_text"
         kinds: list[str | None] = list(self.config.layer_types) if local_and_global else [None] * len(self.layers)
         self.layer_types = kinds
 
     @classmethod
     def of(cls, model: Any) -> LeanDecoder | None:
-        """None where the decoder is of another shape."""
+        """The lean form of a Hugging Face decoder; None if it has another shape."""
         config = model.config
         if config.model_type not in FAMILIES or not hasattr(model, "layers"):
             return None
@@ -195,7 +195,7 @@ class LeanDecoder:
         return cls(model)
 
     def packed(self) -> LeanDecoder | None:
-        """This decoder with its weights packed for decoding; None where they are not plain or not bfloat16 on a CPU."""
+        """This decoder with packed weights for decoding; None unless all are plain bfloat16 weights on a CPU."""
         names = ("qkv", "out", "gate_up", "down")
         projections = [cast(Projection, getattr(layer, name)) for layer in self.layers for name in names]
         plain = all(p.intact() and p.weight.dtype == torch.bfloat16 and p.weight.is_cpu for p in projections)
@@ -210,7 +210,7 @@ class LeanDecoder:
 
     @property
     def usable(self) -> bool:
-        """Whether the modules are still the ones this was made of (sharding replaces their classes)."""
+        """Whether the modules still have their original classes (sharding replaces them)."""
         return type(self.model) is self.kind and all(type(layer.module) is layer.kind for layer in self.layers)
 
     def __call__(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:

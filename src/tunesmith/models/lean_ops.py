@@ -1,6 +1,6 @@
-"""The elementwise parts of a decoder layer, each one autograd function that saves little and recomputes the rest.
+"""The operations of a lean decoder layer as autograd functions that save little and recompute the rest.
 
-Without gradients they are the plain operations: an autograd function costs as much as a small matrix product.
+Without gradients they run the plain operations: an autograd function costs as much as a small matrix product.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Tensor:
-    """``x @ weight.T + bias``; ``weights`` and ``biases`` are views of them, and get the gradient."""
+    """``x @ weight.T + bias``; ``weights`` and ``biases`` are views of them that receive the gradient."""
     return cast(Tensor, _Linear.apply(x, weight, bias, len(weights), *weights, *biases))
 
 
@@ -74,8 +74,8 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
     """The norm and ``1 / rms``, ``[..., 1]``."""
-    # Mixed types are slow elementwise, so everything is cast first. A vector norm is one pass over x; the mean of
-    # squares would be two.
+    # Elementwise operations on mixed dtypes are slow, so all are cast first. A vector norm reads x once, the mean of
+    # squares twice.
     exact = torch.promote_types(x.dtype, torch.float32)
     xf = x.to(exact)
     norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
@@ -122,7 +122,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
-        # The transpose of a rotation turns the other way.
+        # The transpose of a rotation is the opposite rotation.
         return _rotated(grad, cos, -sin), None, None
 
 

@@ -1,8 +1,8 @@
-"""Frozen weights in 8 or 4 bits (bitsandbytes), to train an adapter on.
+"""Frozen weights in 8 or 4 bits (bitsandbytes), under a trained adapter.
 
-Embeddings, norms and the vocabulary head stay as they are. A product gives the same for a token whatever stands
-beside it: ``int8`` quantises activations row by row, without LLM.int8's search for outlier columns, which looks at
-the whole batch and would make log-probabilities depend on how sequences are packed.
+Embeddings, norms and the vocabulary head are not quantised. ``int8`` quantises activations row by row, without
+LLM.int8's search for outlier columns: that search reads the whole batch, and log-probabilities would depend on how
+sequences are packed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Quantize = Literal["int8", "nf4"]
 
 
 def quantised_settings(quantize: Quantize, dtype: torch.dtype, device: str | torch.device) -> dict[str, Any]:
-    """What ``from_pretrained`` is given to quantise while it loads.
+    """Arguments of ``from_pretrained`` that quantise the weights while they load.
 
     Raises:
         ModelError: bitsandbytes is not installed, or does not work on this machine.
@@ -40,10 +40,10 @@ def quantised_settings(quantize: Quantize, dtype: torch.dtype, device: str | tor
 
 
 def let_gradients_pass(module: nn.Module) -> None:
-    """Keep 4-bit weights in the form that has a backward.
+    """Keep 4-bit weights in the format that has a backward.
 
-    On some CPUs bitsandbytes repacks them at the first pass without gradient, and from then on loses the gradient of
-    its input without a word.
+    On some CPUs bitsandbytes repacks them in the first pass without gradient; after that it silently returns no
+    gradient for its input.
     """
     for part in module.modules():
         if hasattr(part, "support_avx512bf16_for_cpu"):
@@ -55,5 +55,5 @@ def is_quantised(module: nn.Module) -> bool:
 
 
 def num_weights(parameter: nn.Parameter) -> int:
-    """Numbers in a parameter; a 4-bit one packs two into each byte."""
+    """The number of weights in a parameter; a 4-bit one packs two into each byte."""
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)

@@ -1,7 +1,7 @@
 """Rotary embeddings whose frequencies depend on the length of the sequence (``longrope``, ``dynamic``).
 
-Hugging Face takes the length of a whole forward pass, which is right for one sequence at a time. A forward here holds
-many, so each row is rotated by the length of its own sequence.
+Hugging Face uses the length of the forward pass, which is right for one sequence at a time. A forward pass here holds
+many sequences, so each row is rotated by the length of its own sequence.
 """
 
 from __future__ import annotations
@@ -24,27 +24,25 @@ _LENGTHS: ContextVar[Sequence[int] | None] = ContextVar("_LENGTHS", default=None
 
 @dataclass(frozen=True, slots=True)
 class LengthRule:
-    """Which lengths a model rotates alike."""
+    """Which sequence lengths have the same rotary frequencies in a model."""
 
     switches: tuple[int, ...] = ()
-    """Of ``longrope``: other frequencies for sequences longer than this."""
+    """``longrope``: sequences longer than this have another set of frequencies."""
     growing: tuple[int, ...] = ()
-    """Of ``dynamic``: frequencies of their own for each length above this."""
+    """``dynamic``: every length above this has another set of frequencies."""
 
     @classmethod
     def of(cls, config: Any) -> LengthRule | None:
-        """The rule of a Hugging Face configuration; None where one set of frequencies serves all lengths."""
-        given = getattr(config, "rope_parameters", None)
-        found = given if isinstance(given, dict) else {}  # transformers itself refuses what is none
-        kinds = [found] if "rope_type" in found else [kind for kind in found.values() if isinstance(kind, dict)]
-        limits: dict[bool, set[int]] = {True: set(), False: set()}
-        for kind in kinds:
-            if (limit := _limit(kind, config)) is not None:
-                limits[kind["rope_type"] == "longrope"].add(limit)
-        return cls(tuple(sorted(limits[True])), tuple(sorted(limits[False]))) if any(limits.values()) else None
+        """The rule of a Hugging Face configuration; None if all lengths have the same frequencies."""
+        rope = getattr(config, "rope_parameters", None)
+        rope = rope if isinstance(rope, dict) else {}  # transformers itself refuses other types
+        kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+        limits = {(kind["rope_type"] == "longrope", limit) for kind in kinds if (limit := _limit(kind, config))}
+        switches, growing = (tuple(sorted(n for is_long, n in limits if is_long == wanted)) for wanted in (True, False))
+        return cls(switches, growing) if limits else None
 
     def alike(self, length: int) -> int:
-        """The least length whose frequencies are those of ``length``.
+        """The smallest length with the frequencies of ``length``.
 
         Example:
             >>> rule = LengthRule(switches=(4096,))
@@ -56,7 +54,7 @@ class LengthRule:
 
 
 def _limit(rope: Mapping[str, Any], config: Any) -> int | None:
-    """The length up to which one kind of layers has the frequencies it starts with; None: at all lengths."""
+    """The length up to which a kind of layers has its initial frequencies; None: for all lengths."""
     rope_type = str(rope.get("rope_type", "default"))
     if rope_type == "longrope":
         return rope.get("original_max_position_embeddings", config.max_position_embeddings)
@@ -64,9 +62,9 @@ def _limit(rope: Mapping[str, Any], config: Any) -> int | None:
 
 
 class RotaryByLength(nn.Module):
-    """A Hugging Face rotary embedding that turns each row by the length of its own sequence.
+    """A Hugging Face rotary embedding with the frequencies of each row's sequence length.
 
-    Outside of ``rotated_by`` it is the module that it replaces.
+    Outside of ``rotated_by`` it equals the module that it replaces.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -74,36 +72,36 @@ class RotaryByLength(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """``x`` gives type and device, ``position_ids`` are ``[1, T]``; tables ``[1, T, D]`` of cosines and sines."""
+        """Cosines and sines ``[1, T, D]`` for ``position_ids`` ``[1, T]``, in the dtype and on the device of ``x``."""
         kinds = {} if layer_type is None else {"layer_type": layer_type}
         lengths = _LENGTHS.get()
         if lengths is None:
             return self.inner(x, position_ids, **kinds)
         present = sorted(set(lengths))
         if len(present) == 1:
-            return self._turned(present[0], x, position_ids, kinds)
+            return self._tables(present[0], x, position_ids, kinds)
         of_row = torch.tensor(lengths, device=x.device)
         rows = [(of_row == length).nonzero().squeeze(1) for length in present]
-        parts = [self._turned(n, x, position_ids[:, at], kinds) for n, at in zip(present, rows, strict=True)]
+        parts = [self._tables(n, x, position_ids[:, at], kinds) for n, at in zip(present, rows, strict=True)]
         order = torch.cat(rows).argsort()
         cos, sin = (torch.cat(tables, 1).index_select(1, order) for tables in zip(*parts, strict=True))
         return cos, sin
 
     @torch.no_grad()
-    def _turned(self, length: int, x: Tensor, positions: Tensor, kinds: dict[str, str]) -> tuple[Tensor, Tensor]:
-        """The tables for rows of sequences of this length."""
+    def _tables(self, length: int, x: Tensor, positions: Tensor, kinds: dict[str, str]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for rows of sequences of one length."""
         kind = kinds.get("layer_type")
         prefix = "" if kind is None else f"{kind}_"
         names = f"{prefix}inv_freq", f"{prefix}attention_scaling"
-        kept = [getattr(self.inner, name) for name in names]
+        before = [getattr(self.inner, name) for name in names]
         try:
             for name, value in zip(names, self._frequencies(length, kind, prefix, x.device), strict=True):
                 setattr(self.inner, name, value)
-            # Below its decorators, which would choose the frequencies by the longest position of all rows.
+            # Without its decorators, which would choose the frequencies by the largest position of all rows.
             forward: Callable[..., tuple[Tensor, Tensor]] = inspect.unwrap(type(self.inner).forward)
             return forward(self.inner, x, positions, **kinds)
         finally:
-            for name, value in zip(names, kept, strict=True):
+            for name, value in zip(names, before, strict=True):
                 setattr(self.inner, name, value)
 
     def _frequencies(self, length: int, kind: str | None, prefix: str, device: torch.device) -> tuple[Tensor, float]:
@@ -111,13 +109,13 @@ class RotaryByLength(nn.Module):
         rope: Mapping[str, Any] = config.rope_parameters if kind is None else config.rope_parameters[kind]
         limit = _limit(rope, config)
         if limit is None or length <= limit:
-            start: Tensor = getattr(self.inner, f"{prefix}original_inv_freq")
-            return start.to(device), getattr(self.inner, f"{prefix}attention_scaling")
+            initial: Tensor = getattr(self.inner, f"{prefix}original_inv_freq")
+            return initial.to(device), getattr(self.inner, f"{prefix}attention_scaling")
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=length, layer_type=kind)
 
 
 def rotate_by_length(model: Any) -> LengthRule | None:
-    """Make a Hugging Face decoder rotate each row by its own length, where its frequencies depend on it."""
+    """Replace a decoder's rotary embedding if its frequencies depend on the length; return the rule."""
     rule = LengthRule.of(model.config)
     rotary = getattr(model, "rotary_emb", None)
     if rule is not None and rotary is not None and not isinstance(rotary, RotaryByLength):
@@ -127,7 +125,7 @@ def rotate_by_length(model: Any) -> LengthRule | None:
 
 @contextmanager
 def rotated_by(lengths: Sequence[int] | None) -> Generator[None]:
-    """Forward passes in here have rows of sequences that are so long (None: one sequence)."""
+    """Set the sequence length of every row of the forward passes inside (None: one sequence)."""
     token = _LENGTHS.set(lengths)
     try:
         yield
@@ -135,36 +133,40 @@ def rotated_by(lengths: Sequence[int] | None) -> Generator[None]:
         _LENGTHS.reset(token)
 
 
-def apart_by_length(forest: Forest, rule: LengthRule) -> tuple[Forest, list[int]]:
-    """The forest in which only sequences that are rotated alike share a prefix, and the length to rotate each row by.
+def split_by_length(forest: Forest, rule: LengthRule) -> tuple[Forest, list[int]]:
+    """The forest in which sequences share a prefix only if they share frequencies, and each row's length for them.
 
-    The segments of a prompt stand once for each kind of length that its completions give.
+    The segments of a prompt are repeated for each set of frequencies among its completions.
     """
     alike = [rule.alike(length) for length in forest.lengths]
     if len(set(alike)) <= 1:
         return forest, (alike[:1] or [1]) * forest.num_tokens
-    ends = dict(zip(forest.sample.tolist(), forest.source.tolist(), strict=True))
     segment_of = [i for i, segment in enumerate(forest.segments) for _ in range(segment.length)]
     needed: dict[int, set[int]] = {length: set() for length in sorted(set(alike))}
-    for sample, row in ends.items():
-        at, path = segment_of[row], needed[alike[sample]]
-        while at >= 0 and at not in path:
-            path.add(at)
-            at = forest.segments[at].parent
+    last_source = dict(zip(forest.sample.tolist(), forest.source.tolist(), strict=True))
+    for sample, row in last_source.items():
+        index, path = segment_of[row], needed[alike[sample]]
+        while index >= 0 and index not in path:
+            path.add(index)
+            index = forest.segments[index].parent
     rows: list[int] = []
     segments: list[Segment] = []
     lengths: list[int] = []
     moved = {length: torch.full((forest.num_tokens,), -1) for length in needed}
-    for length, kept in needed.items():
-        new = {old: len(segments) + i for i, old in enumerate(sorted(kept))}
-        for old in sorted(kept):
+    for length, indices in needed.items():
+        renumbered = {old: len(segments) + i for i, old in enumerate(sorted(indices))}
+        for old in renumbered:
             start, size, parent = forest.segments[old]
-            segments.append(Segment(len(rows), size, new.get(parent, -1)))
+            segments.append(Segment(len(rows), size, renumbered.get(parent, -1)))
             moved[length][start : start + size] = torch.arange(len(rows), len(rows) + size)
             rows.extend(range(start, start + size))
-        lengths.extend([length] * (len(rows) - len(lengths)))
+            lengths.extend([length] * size)
     place = torch.stack([moved[length] for length in alike]).to(forest.source.device)
-    at = torch.tensor(rows, device=forest.token_ids.device)
-    changed = {"token_ids": forest.token_ids[at], "position_ids": forest.position_ids[at]}
-    source = place[forest.sample, forest.source]
-    return replace(forest, **changed, source=source, segments=tuple(segments)), lengths
+    taken = torch.tensor(rows, device=forest.token_ids.device)
+    return replace(
+        forest,
+        token_ids=forest.token_ids[taken],
+        position_ids=forest.position_ids[taken],
+        source=place[forest.sample, forest.source],
+        segments=tuple(segments),
+    ), lengths

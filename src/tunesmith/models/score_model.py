@@ -20,9 +20,9 @@ from tunesmith.types import Sample
 
 
 def whole_sequence(token_ids: Sequence[int]) -> Sample:
-    """A sample whose one prediction is the score of all of ``token_ids``, read at the last of them.
+    """A sample with one prediction: the score of ``token_ids``, computed at the last of them.
 
-    A forest predicts from the row before a target, so a token that nothing reads stands in for the target.
+    A forest predicts each target from the row before it, so the sample gets one more token, which nothing reads.
     """
     return Sample([*token_ids, token_ids[-1]], [False] * len(token_ids) + [True], stand_ins=1)
 
@@ -31,7 +31,7 @@ def whole_sequence(token_ids: Sequence[int]) -> Sample:
 class ScoreModel(Decoder):
     """A Hugging Face ``AutoModelForSequenceClassification`` with one label.
 
-    Loaded from a language model its head is new: zero, so every first score is 0.
+    If it is loaded from a language model, its head starts at zero, so that every first score is 0.
     """
 
     auto: ClassVar[Any] = AutoModelForSequenceClassification
@@ -43,8 +43,8 @@ class ScoreModel(Decoder):
             raise ModelError(f"'{path}' has {config.num_labels} labels; a score model has one")
 
     @classmethod
-    def other_weights(cls, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """A language model has no score head, whatever its family calls it, and a vocabulary head in its place."""
+    def weight_differences(cls, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """A language model's files lack the score head, under any family's name, and have a vocabulary head."""
         return ((), ()) if is_trained(config) else (("score.", "classif"), ("lm_head.", "embed_out."))
 
     def complete(self, config: Any) -> None:
@@ -55,7 +55,7 @@ class ScoreModel(Decoder):
             )
         if not is_trained(config):
             nn.init.zeros_(self.head.weight)
-        if self.module.config.pad_token_id is None:  # transformers asks for it to find a sequence's last token
+        if self.module.config.pad_token_id is None:  # transformers needs it to find a sequence's last token
             pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
             self.module.config.pad_token_id = cast("int | None", eos if pad is None else pad)
 
@@ -72,16 +72,16 @@ class ScoreModel(Decoder):
 
     @property
     def context(self) -> int | None:
-        """Longest sequence that the model has positions for."""
+        """The number of positions that the model has."""
         return getattr(self.module.config, "max_position_embeddings", None)
 
     @torch.inference_mode()
     def score_sequences(self, sequences: Sequence[Sequence[int]], max_tokens: int) -> list[float]:
-        """The score at the last token of each sequence, in forests of ``max_tokens`` (a longer sequence goes alone)."""
+        """The score at the last token of each sequence, in forests of at most ``max_tokens`` or one sequence."""
         batch, scores = Batch.of([whole_sequence(ids) for ids in sequences]), [0.0] * len(sequences)
         for forest in Packing.of(batch, max(max_tokens, int(batch.lengths.max(initial=0)))):
             forest = forest.to(self.device)
-            if self.context is not None:  # the stand-in after the last token may have no position
+            if self.context is not None:  # there may be no position for the stand-in
                 forest = replace(forest, position_ids=forest.position_ids.clamp(max=self.context - 1))
             for sample, value in zip(forest.sample_ids, self.scores(forest).tolist(), strict=True):
                 scores[sample] = value
@@ -89,5 +89,5 @@ class ScoreModel(Decoder):
 
 
 def is_trained(config: Any) -> bool:
-    """Whether a checkpoint brings a score head."""
+    """Whether a checkpoint has a score head."""
     return any("ForSequenceClassification" in name for name in config.architectures or ())

@@ -1,4 +1,4 @@
-"""A frozen teacher beside a student: its likeliest tokens, and how far the student is from it there.
+"""The divergence of a student from a frozen teacher, over the teacher's likeliest tokens.
 
 Shape legend: ``N`` predictions, ``k`` tokens of a row.
 """
@@ -30,27 +30,27 @@ def predict_with_teacher(
 
     The teacher runs without gradient, and only its ``top_k`` log-probabilities of a row are kept.
     """
-    # Some models pad the vocabulary, each to its own size: rows that the student lacks are left out.
+    # Models pad the vocabulary to different sizes: the teacher's rows that the student lacks are dropped.
     size, head = len(student.head.weight), teacher.scaled_head(temperature, chunk)
     if len(head.weight) > size:
         head = replace(head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size])
     with torch.no_grad():
         tokens, theirs = likeliest(teacher.states(forest), head, min(top_k, len(head.weight)))
-    # The target rides along as one more token, so that the student's logits are computed once.
+    # The target is one more token, so that the student's logits are computed once.
     wanted = torch.cat([forest.targets[:, None], tokens], 1)
     ours, _ = fused_logprobs(student.states(forest), student.scaled_head(temperature, chunk), wanted)
     return Predictions(logprobs=ours[:, 0], divergence=forward_kl(theirs, ours[:, 1:]))
 
 
 def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
-    """``KL(teacher ‖ student)`` in nats, ``[N]``, over the given tokens and all others taken together.
+    """``KL(teacher ‖ student)`` in nats, ``[N]``, over ``k`` tokens and one outcome that stands for all others.
 
-    Lumping the others into one outcome keeps it a divergence: never negative, zero only where the student agrees on
-    every token given, and never above the divergence over the whole vocabulary, which it is when all are given.
+    It is never negative, zero only where the student agrees on all ``k`` tokens, and never above the divergence over
+    the whole vocabulary.
 
     Args:
-        teacher: log-probabilities ``[N, k]`` of ``k`` different tokens.
-        student: of the same tokens, with gradient.
+        teacher: log-probabilities of ``k`` different tokens, ``[N, k]``.
+        student: log-probabilities of the same tokens, with gradient.
     """
     ours, theirs = _rest(student), _rest(teacher)
     kept = (teacher.exp() * (teacher - student)).sum(-1)
@@ -58,7 +58,7 @@ def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def _rest(logprobs: Tensor) -> Tensor:
-    """``log(1 − Σ p)`` of ``[N, k]``, without loss where the sum is near 0 or near 1; bounded where nothing is left."""
+    """``log(1 − Σ p)``, ``[N]``, exact where the sum is near 0 or near 1 and bounded where it is 1."""
     total = logprobs.logsumexp(-1).clamp(max=-torch.finfo(logprobs.dtype).eps)
     near_one = total > -0.6931
     high = torch.where(near_one, total, -1.0)
@@ -69,21 +69,23 @@ def _rest(logprobs: Tensor) -> Tensor:
 def check_same_vocabulary(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, names: tuple[str, str]
 ) -> None:
-    """Refuse a teacher whose tokens are not the student's.
+    """Refuse a teacher with another vocabulary.
 
     Args:
-        names: what student and teacher are called.
+        names: the paths of student and teacher.
 
     Raises:
-        ModelError: with what differs.
+        ModelError: with the first difference.
     """
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     if ours == theirs:
         return
-    begin = f"the teacher '{names[1]}' has other tokens than the student '{names[0]}'"
-    end = "Distillation compares probabilities token by token: take a teacher of the student's family."
+    problem = f"the teacher '{names[1]}' has other tokens than the student '{names[0]}'"
+    remedy = "Distillation compares probabilities token by token: use a teacher of the student's family."
     if missing := sorted(ours.keys() ^ theirs.keys(), key=lambda t: (ours.get(t, theirs.get(t, 0)), t)):
         owner = "student" if missing[0] in ours else "teacher"
-        raise ModelError(f"{begin}: {len(ours)} and {len(theirs)}; only the {owner} has '{missing[0]}'. {end}")
-    token = min((t for t in ours if ours[t] != theirs[t]), key=lambda t: ours[t])
-    raise ModelError(f"{begin}: '{token}' is number {theirs[token]} of the teacher's and {ours[token]} here. {end}")
+        difference = f"{len(ours)} and {len(theirs)}; only the {owner} has '{missing[0]}'"
+    else:
+        token = min((t for t in ours if ours[t] != theirs[t]), key=ours.__getitem__)
+        difference = f"'{token}' has number {theirs[token]} in the teacher and {ours[token]} in the student"
+    raise ModelError(f"{problem}: {difference}. {remedy}")

@@ -1,7 +1,8 @@
-"""The parts of forest attention on CUDA: two kinds of variable-length flash attention calls.
+"""Forest attention on CUDA: variable-length flash attention calls, merged by log-sum-exp.
 
-All segments causally in one call; then, per depth, everything below that depth onto its ancestors there. The
-number of calls is the depth of the forest, whatever its width.
+The first call computes the causal attention of every segment to itself. Then one call per depth computes the attention
+of all segments below that depth to their ancestors at it. Only the depth
+of the forest decides the number of calls.
 """
 
 from __future__ import annotations
@@ -15,22 +16,19 @@ import torch
 from torch import Tensor
 
 from tunesmith.data.forest import Segment, subtree_ends
+from tunesmith.models.attention import AttentionRule
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
-
-
-def available(query: Tensor) -> bool:
-    """Whether the kernel takes such queries (``[T, H, D]``)."""
-    dim = query.shape[-1]
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dim % 8 == 0 and dim <= 256
+Run = tuple[int, int]
+"""Rows ``[start, stop)``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One kernel call: runs of query rows, each onto its own run of key rows.
+class _Call:
+    """One kernel call: each run of query rows attends to its own run of key rows.
 
-    ``queries`` and ``keys`` gather the rows, None where they are all rows in order.
+    ``queries`` and ``keys`` are the indices of the rows; None: all rows in order.
     """
 
     queries: Tensor | None
@@ -41,48 +39,45 @@ class Call:
     longest_key: int
     causal: bool
 
+    @classmethod
+    def of(cls, queries: list[Run], keys: list[Run], *, causal: bool, device: torch.device) -> _Call:
+        """A causal call takes all rows in order."""
+        lengths = [[stop - start for start, stop in runs] for runs in (queries, keys)]
+        ends = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in lengths]
+        longest = [max(each, default=0) for each in lengths]
+        if causal:
+            return cls(None, None, ends[0], ends[1], longest[0], longest[1], causal)
+        rows = [torch.cat([torch.arange(*run) for run in runs]).to(device) for runs in (queries, keys)]
+        return cls(rows[0], rows[1], ends[0], ends[1], longest[0], longest[1], causal)
+
     @property
-    def runs(self) -> tuple[Tensor, Tensor, int, int, float, bool]:
-        """As the kernels take them; no dropout."""
+    def arguments(self) -> tuple[Tensor, Tensor, int, int, float, bool]:
+        """The kernels' arguments after the tensors, without dropout."""
         return self.query_ends, self.key_ends, self.longest_query, self.longest_key, 0.0, self.causal
 
 
-def plan(segments: Sequence[Segment], device: torch.device) -> tuple[Call, ...]:
-    own = [(s.start, s.start + s.length) for s in segments]
-    calls = [_call(own, own, causal=True, gather=False, device=device)]
-    depths: list[int] = []
-    for s in segments:
-        depths.append(depths[s.parent] + 1 if s.parent >= 0 else 0)
-    stops = subtree_ends(segments)
-    for depth in range(max(depths, default=0)):
-        parents = [i for i, d in enumerate(depths) if d == depth and stops[i] > own[i][1]]
-        below = [(own[i][1], stops[i]) for i in parents]
-        above = [own[i] for i in parents]
-        calls.append(_call(below, above, causal=False, gather=True, device=device))
-    return tuple(calls)
+class CudaFlash:
+    """A kernel of ``ForestAttention`` for 16-bit tensors without windows and soft caps."""
 
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        own = [(s.start, s.start + s.length) for s in segments]
+        stops = subtree_ends(segments)
+        depths: list[int] = []
+        for s in segments:
+            depths.append(depths[s.parent] + 1 if s.parent >= 0 else 0)
+        self.calls = [_Call.of(own, own, causal=True, device=device)]
+        for depth in range(max(depths, default=0)):
+            parents = [i for i, d in enumerate(depths) if d == depth and stops[i] > own[i][1]]
+            below, above = [(own[i][1], stops[i]) for i in parents], [own[i] for i in parents]
+            self.calls.append(_Call.of(below, above, causal=False, device=device))
 
-def _call(
-    queries: list[tuple[int, int]],
-    keys: list[tuple[int, int]],
-    *,
-    causal: bool,
-    gather: bool,
-    device: torch.device,
-) -> Call:
-    def rows(runs: list[tuple[int, int]]) -> Tensor | None:
-        return torch.cat([torch.arange(a, b) for a, b in runs]).to(device) if gather else None
+    @staticmethod
+    def supports(query: Tensor, rule: AttentionRule) -> bool:
+        dim, fits = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+        return query.is_cuda and fits and dim % 8 == 0 and dim <= 256 and rule.window is None and rule.softcap is None
 
-    def ends(runs: list[tuple[int, int]]) -> Tensor:
-        return torch.tensor([0, *accumulate(b - a for a, b in runs)], dtype=torch.int32, device=device)
-
-    longest = [max((b - a for a, b in runs), default=0) for runs in (queries, keys)]
-    return Call(rows(queries), rows(keys), ends(queries), ends(keys), longest[0], longest[1], causal)
-
-
-def attend(calls: tuple[Call, ...], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """``[T, H, D]`` queries, ``[T, K, D]`` keys and values; differentiable."""
-    return cast(Tensor, _Varlen.apply(calls, query, key, value, scale))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        return cast(Tensor, _Varlen.apply(self.calls, query, key, value, rule.scale))
 
 
 def _rows(t: Tensor, at: Tensor | None) -> Tensor:
@@ -91,12 +86,12 @@ def _rows(t: Tensor, at: Tensor | None) -> Tensor:
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, calls: tuple[Call, ...], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, calls: list[_Call], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for call in calls:
             rows = (_rows(query, call.queries), _rows(key, call.keys), _rows(value, call.keys))
-            part, part_lse, *_ = _forward(*rows, *call.runs, False, scale=scale)
+            part, part_lse, *_ = _forward(*rows, *call.arguments, False, scale=scale)
             part, part_lse = part.float(), part_lse.transpose(0, 1)
             if call.queries is None:
                 out, lse = part, part_lse.contiguous()
@@ -113,7 +108,7 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        calls, scale = cast("tuple[Call, ...]", ctx.calls), cast(float, ctx.scale)
+        calls, scale = cast("list[_Call]", ctx.calls), cast(float, ctx.scale)
         grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)]
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         for call in calls:
@@ -124,7 +119,7 @@ class _Varlen(torch.autograd.Function):
                 _rows(value, call.keys),
                 _rows(out, call.queries),
                 _rows(lse, call.queries).transpose(0, 1).contiguous(),
-                *call.runs,
+                *call.arguments,
                 unused,
                 unused,
                 scale=scale,
