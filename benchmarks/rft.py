@@ -139,8 +139,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def prepare(here: Path, given: argparse.Namespace) -> dict[str, Any]:
     """A model that is right now and then, its right answers, and its accuracy before training."""
-    from tunesmith.assembly.rft import run_rft
     from tunesmith.assembly.train import run_sft
+    from tunesmith.offline.rft import run_rft
 
     shutil.copytree(EXAMPLE, here, ignore=shutil.ignore_patterns("runs", "model", "*.jsonl"))
     runpy.run_path(str(here / "prepare.py"))["main"]()

@@ -12,13 +12,13 @@ import tunesmith
 from tiny_runs import rl_settings, write_lines
 from tunesmith import assembly
 from tunesmith.assembly.common import load_tokenizer
-from tunesmith.assembly.sampler import identity
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.data.preference import load_judged, load_pairs, load_steps
 from tunesmith.data.prepare import load_samples, load_tasks
 from tunesmith.errors import ConfigError
+from tunesmith.offline.sampling import identity
 
 SHOUTS = "{% if shout is defined and shout %}<bos>{% endif %}" + tiny.CHATML
 ANSWERED = {"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "label": True, "answer": "2"}

@@ -177,7 +177,8 @@ def test_overrides_without_a_run_file_are_told_apart_from_it() -> None:
 def test_the_commands_check_what_config_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command goes through ``checked``, before it makes its directory."""
     from tunesmith import assembly
-    from tunesmith.assembly import checking, generate, rft
+    from tunesmith.assembly import checking
+    from tunesmith.offline import generate, rft
 
     def stop(*_: Any, **__: Any) -> Any:
         raise ConfigError("checked")

@@ -19,7 +19,6 @@ import tiny
 import tunesmith
 from tiny_rewards import direct_scores, save_reward_model
 from tiny_runs import REWARDS, sums, write_lines
-from tunesmith.assembly.generate import Generated, run_generate
 from tunesmith.config.schema import LoraSection
 from tunesmith.config.toml import toml_value
 from tunesmith.engines.fake import FakeEngine, numbers
@@ -27,11 +26,14 @@ from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import ConfigError, DataError, RewardError, UserError
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.seeds import derive_seed
-from tunesmith.loop.usage import seconds_of
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.offline.generation import LineWriter, Unscored, answer, given_records, read_lines, repair
-from tunesmith.offline.selection import MADE
+from tunesmith.offline.answering import answer
+from tunesmith.offline.generate import Generated, run_generate
+from tunesmith.offline.lines import LineWriter, read_lines, repair
+from tunesmith.offline.scoring import given_records
+from tunesmith.offline.selection import OVERWRITTEN
+from tunesmith.offline.usage import seconds_of
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
 
@@ -96,7 +98,7 @@ def tasks_of(count: int) -> list[Task]:
 
 
 def answered(path: Path, tasks: Sequence[Task], engine: Any, window: int, n: int = 2) -> list[dict[str, Any]]:
-    collector = Collector(engine, Unscored(), {"single_turn": SingleTurn()}, numbers, 60.0)
+    collector = Collector(engine, None, {"single_turn": SingleTurn()}, numbers, 60.0)
     writer = LineWriter(numbers, flat=False, scored=False, logprobs=True)
 
     async def produce(place: int, task: Task) -> RolloutGroup:
@@ -159,11 +161,11 @@ def test_data_that_the_output_would_write_over_is_refused() -> None:
         LineWriter(numbers, flat=True, scored=True).check_columns([task])
     LineWriter(numbers, flat=False, scored=True).check_columns([task])
     with pytest.raises(DataError, match="column 'reward'"):
-        LineWriter(numbers, flat=False, scored=True, made=MADE["best"]).check_columns([task])
+        LineWriter(numbers, flat=False, scored=True, overwritten=OVERWRITTEN["best"]).check_columns([task])
     judged = Task("t", "p", (5,), {"chosen": "x"})
-    LineWriter(numbers, flat=False, scored=True, made=MADE["conditional"]).check_columns([judged])
+    LineWriter(numbers, flat=False, scored=True, overwritten=OVERWRITTEN["conditional"]).check_columns([judged])
     with pytest.raises(DataError, match="column 'chosen'"):
-        LineWriter(numbers, flat=False, scored=True, made=MADE["pairs"]).check_columns([judged])
+        LineWriter(numbers, flat=False, scored=True, overwritten=OVERWRITTEN["pairs"]).check_columns([judged])
 
 
 @pytest.mark.parametrize("value", [None, [], [1], 5, [{"role": "user", "content": "x"}]])
@@ -199,7 +201,7 @@ def test_a_report_says_what_all_calls_took_also_of_one_that_failed(
 
     report = tmp_path / "out" / "report.json"
     with monkeypatch.context() as patched, pytest.raises(ConfigError):
-        patched.setattr("tunesmith.assembly.generate._outcome", fail)
+        patched.setattr("tunesmith.offline.generate._selected", fail)
         generate(tmp_path, model)
     first = json.loads(report.read_text())
     assert list(first) == ["usage"] and first["usage"]["seconds/sampling"] > 0

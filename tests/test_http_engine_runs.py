@@ -15,12 +15,12 @@ from http_servers import unused_url
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
 from tunesmith.assembly import run_rl
-from tunesmith.assembly.generate import run_generate
 from tunesmith.assembly.http_engines import make_http_engine
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.offline.generate import run_generate
 from tunesmith.plan.checks import check
 
 

@@ -35,7 +35,7 @@ FLOORS = {
     "backends": 3,
     "weights": 3,
     "loop": 4,
-    "offline": 4,
+    "offline": 5,
     "assembly": 5,
     "cli": 6,
     "recipes": 6,

@@ -16,7 +16,6 @@ import tiny
 from test_config_resolve import CPU, facts
 from tiny_runs import write_lines
 from training import forest_of
-from tunesmith.assembly.generate import run_generate
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
@@ -25,6 +24,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.models.adapters import START, attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.loading import load_module, takes_tf32
+from tunesmith.offline.generate import run_generate
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Completion, Sample, Sampling

@@ -12,7 +12,6 @@ import pytest
 
 import tiny
 from tiny_runs import REWARDS, same_tensors, sums, untimed, write_lines
-from tunesmith.assembly.rft import RFTOutcome, run_rft, with_shots
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.generation import RFTConfig
 from tunesmith.config.load import find_kind, load_config
@@ -22,10 +21,11 @@ from tunesmith.data.prepare import load_samples, load_tasks
 from tunesmith.data.prompts import PromptEncoder, read_shots
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.loop.usage import Usage, seconds_of, total_of
 from tunesmith.monitor.interrupts import Interrupted
-from tunesmith.offline.generation import read_lines
-from tunesmith.offline.rft import check_prompts
+from tunesmith.offline.lines import read_lines
+from tunesmith.offline.rft import RFTOutcome, run_rft, with_shots
+from tunesmith.offline.rounds import check_prompts
+from tunesmith.offline.usage import Usage, seconds_of, total_of
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.generation import derive_rft_warmup
 from tunesmith.plan.hardware import read_hardware
@@ -345,7 +345,7 @@ def test_the_same_answers_are_trained_on_again_with_other_settings(tmp_path: Pat
     ("before", "after", "fell"), [((0.5, 0.7), (0.1, 0.4), True), ((0.5, 0.7), (0.4, 0.55), False)]
 )
 def test_a_fall_is_told_from_chance(before: tuple[float, float], after: tuple[float, float], fell: bool) -> None:
-    from tunesmith.offline.rft import fallen
+    from tunesmith.offline.rounds import fallen
 
     assert fallen({"accuracy": [0.6, *before]}, {"accuracy": [0.3, *after]}) is fell
 

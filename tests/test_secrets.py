@@ -17,7 +17,7 @@ from tunesmith.errors import ConfigError, EngineError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.metrics import JsonLines
 from tunesmith.monitor.run_dir import how_to_continue, shown_command
-from tunesmith.offline.generation import claim
+from tunesmith.offline.lines import claim
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve

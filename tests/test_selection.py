@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.errors import ConfigError
-from tunesmith.offline.rft import Round, select_answers
+from tunesmith.offline.rounds import Round, select_answers
 from tunesmith.offline.selection import (
     Choice,
     accuracy,

@@ -17,7 +17,6 @@ import pytest
 from tiny import save_model
 from tiny_runs import REWARDS, rl_settings, sft_settings, sums, write_lines
 from tunesmith import assembly
-from tunesmith.assembly.rft import run_rft
 from tunesmith.assembly.sinks import ADAPTERS, check_sinks, open_sinks
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -26,6 +25,7 @@ from tunesmith.monitor.metrics import read_metrics
 from tunesmith.monitor.run_dir import RunDir
 from tunesmith.monitor.sinks import base
 from tunesmith.monitor.sinks.base import Background, RunInfo, as_markdown
+from tunesmith.offline.rft import run_rft
 
 FAKE = """\
 import json

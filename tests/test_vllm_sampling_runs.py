@@ -11,11 +11,11 @@ import pytest
 
 import tiny
 from tiny_runs import sums, write_lines
-from tunesmith.assembly import sampler
-from tunesmith.assembly.generate import run_generate
-from tunesmith.assembly.rft import run_rft
 from tunesmith.engines.fake import FakeEngine
 from tunesmith.engines.vllm.start import VllmSettings
+from tunesmith.offline import sampling
+from tunesmith.offline.generate import run_generate
+from tunesmith.offline.rft import run_rft
 
 REWARD = """\
 def first_letter(completions, **columns):
@@ -53,7 +53,7 @@ def said(folder: Path, *overrides: str) -> list[str]:
 
 def test_generate(tmp_path: Path, started: list[VllmSettings], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are the model's files: no second copy is loaded for them."""
-    monkeypatch.setattr(sampler, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(sampling, "load_model", lambda *_: pytest.fail("the model was loaded"))
     out = run_generate(None, said(tmp_path, "sampling.n=2"))
     assert out.lines == 6
     [settings] = started

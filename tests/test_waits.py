@@ -15,12 +15,12 @@ import pytest
 import tiny
 from tiny_runs import sums, write_lines
 from tunesmith.assembly import engines
-from tunesmith.assembly.generate import run_generate
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.errors import EngineLostError
 from tunesmith.monitor import waits
 from tunesmith.monitor.waits import long_wait
+from tunesmith.offline.generate import run_generate
 from tunesmith.usercode.loading import load_function
 
 

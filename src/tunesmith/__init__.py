@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from tunesmith.algorithms.losses import Loss, PolicyBatch, TokenLoss
     from tunesmith.algorithms.objective import PolicyObjective
     from tunesmith.api import distill, dpo, kto, prm, rft, rl, rm, sft
-    from tunesmith.assembly.inference import Generation, generate
     from tunesmith.assembly.opening import RunResult
     from tunesmith.backends.optimizer import AdamWSettings
     from tunesmith.backends.torch import TorchBackend
@@ -24,13 +23,14 @@ if TYPE_CHECKING:
     from tunesmith.loop.experience import rollout_batch
     from tunesmith.loop.learner import Learner
     from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.offline.inference import Generation, generate
     from tunesmith.types import Rollout, Sample, Sampling, Task
 
 _MODULES = {
     "STOP": "loop.callbacks",
-    "Generation": "assembly.inference",
+    "Generation": "offline.inference",
     "RunResult": "assembly.opening",
-    "generate": "assembly.inference",
+    "generate": "offline.inference",
     **dict.fromkeys(("distill", "dpo", "kto", "prm", "rft", "rl", "rm", "sft"), "api"),
     "AdamWSettings": "backends.optimizer",
     "Batch": "data.batch",

@@ -25,7 +25,7 @@ from tunesmith.program import Data, Program
 
 if TYPE_CHECKING:
     from tunesmith.assembly.opening import RunResult
-    from tunesmith.assembly.rft import RFTOutcome
+    from tunesmith.offline.rft import RFTOutcome
 
 Function = Callable[..., Any]
 OnMetrics = Callable[[int, Metrics], bool | None]
@@ -156,7 +156,7 @@ def rft(
 
     The other arguments are those of ``rl``.
     """
-    from tunesmith.assembly.rft import run_rft
+    from tunesmith.offline.rft import run_rft
 
     given = {"reward": _rewards(reward), "run_dir": run_dir or Path("runs").absolute() / "rft"}
     return Program("rft", model, train, eval, given, settings).run(partial(run_rft, step), Callbacks())

@@ -18,7 +18,7 @@ from tunesmith.config.toml import toml_value
 from tunesmith.errors import ConfigError, DataError, UserError
 from tunesmith.loop.callbacks import Callbacks
 from tunesmith.monitor.run_dir import LATEST, check_run_dir, holds_run, is_running, numbered_directory, point
-from tunesmith.offline.generation import write_whole
+from tunesmith.offline.lines import write_whole
 from tunesmith.usercode.loading import PROGRAM, handed_over
 
 Rows = Iterable[Mapping[str, Any]]

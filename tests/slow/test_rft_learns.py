@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import tiny
 from documents import ROOT
 from tiny_runs import sums, write_lines
-from tunesmith.assembly.rft import run_rft
 from tunesmith.assembly.train import run_sft
+from tunesmith.offline.rft import run_rft
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

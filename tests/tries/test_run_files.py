@@ -22,7 +22,7 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import REWARDS, sums, write_lines
-from tunesmith.assembly import generate, rft, train
+from tunesmith.assembly import train
 from tunesmith.assembly.checking import check_run
 from tunesmith.config.describe import choices_at, describe_at
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
@@ -34,6 +34,7 @@ from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.toml import toml_value
 from tunesmith.config.unknown import all_keys
 from tunesmith.errors import DataError, TunesmithError
+from tunesmith.offline import generate, rft
 
 SEED, COUNT = int(os.environ.get("TRIES_SEED", "0")), int(os.environ.get("TRIES_COUNT", "2000"))
 SLOW = 10.0

@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.assembly.common import limits_of, load_frozen
 from tunesmith.config.generation import SamplingSection
 from tunesmith.config.placement import Role
-from tunesmith.config.schema import RolloutSection, RunConfig
+from tunesmith.config.schema import RolloutSection, RunConfig, SystemSection
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
 from tunesmith.data.chat import end_of_turn_id
@@ -21,9 +22,10 @@ from tunesmith.engines.timed import TimedEngine
 from tunesmith.errors import EngineLostError
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.waits import long_wait
-from tunesmith.plan.capacity import engine_threads
+from tunesmith.plan.capacity import LEAST_KV_BYTES, engine_threads
 from tunesmith.plan.checks import raise_all
 from tunesmith.plan.gpus import device_problems, own_devices, visible_names
+from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.weights import engines_apart
 from tunesmith.types import Sampling
 
@@ -74,6 +76,23 @@ def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[
     assert model is not None, "it samples with the trainer's"
     speculation = _speculation(config)
     return LocalEngine(model, **_local_settings(config), limits=limits_of(config), speculation=speculation)
+
+
+def local_engine_for(model: CausalLM, system: SystemSection, longest: int, requests: int) -> RolloutEngine:
+    """The local engine with KV memory for ``requests`` sequences of ``longest`` tokens, or half of what is free."""
+    import torch
+
+    from tunesmith.engines.local.engine import LocalEngine
+    from tunesmith.engines.local.runner import probe
+
+    on_gpu = model.device.type == "cuda"
+    free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else read_hardware().memory_available
+    # Half as much again, because memory is given out in blocks and copied for a moment.
+    needed = ceil(1.5 * min(system.max_running, requests) * longest * probe(model)[0].token_bytes)
+    kv_bytes = max(LEAST_KV_BYTES, min(needed, free // 2))
+    return LocalEngine(
+        model, kv_bytes=kv_bytes, max_running=system.max_running, max_prefill_tokens=system.max_prefill_tokens
+    )
 
 
 def make_engines(

@@ -1,4 +1,4 @@
-"""``tunesmith generate``. From here: ``assembly.generate`` builds, ``offline/generation.py:answer`` writes."""
+"""``tunesmith generate``; see ``offline/generate.py``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def generate(run: RunFile, overrides: Overrides = None) -> None:
 
     Example: tunesmith generate run.toml sampling.n=4 output.kind=best
     """
-    from tunesmith.assembly.generate import run_generate
     from tunesmith.cli.outcome import print_usage
+    from tunesmith.offline.generate import run_generate
 
     done = run_generate(run, overrides or ())
     counts = {name: f"{count:,.4g}" if count % 1 else f"{count:,.0f}" for name, count in done.counts.items()}

@@ -36,11 +36,11 @@ def print_usage(usage: Mapping[str, float], earlier: float, facts: Mapping[str, 
     """Where the time of all calls of a run went, its peak memory, and ``facts``.
 
     Args:
-        usage: as ``loop.usage.Usage`` counts it.
+        usage: as ``offline.usage.Usage`` counts it.
         earlier: seconds of calls before this one.
     """
     from tunesmith.config.sizes import format_size
-    from tunesmith.loop.usage import seconds_of
+    from tunesmith.offline.usage import seconds_of
 
     found = {"earlier calls": duration(earlier)} if earlier else {}
     for name, metric in (

@@ -1,4 +1,4 @@
-"""``tunesmith rft``. From here: ``assembly/rft.py``; ``offline/generation.py:answer`` samples, ``run_sft`` trains."""
+"""``tunesmith rft``; see ``offline/rft.py``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def rft(
 
     Example: tunesmith rft run run.toml sampling.n=8 rft.rounds=2
     """
-    from tunesmith.assembly.rft import run_rft
     from tunesmith.cli.outcome import print_examples, print_usage
     from tunesmith.monitor.text import shown_path
-    from tunesmith.offline.rft import describe
+    from tunesmith.offline.rft import run_rft
+    from tunesmith.offline.rounds import describe
 
     done = run_rft(step, run, overrides or ())
     print_examples(done.examples)

@@ -31,7 +31,8 @@ class Collector:
     """Plays tasks with an engine; finished groups are scored while others still play."""
 
     engine: RolloutEngine
-    scorer: Scorer
+    scorer: Scorer | None
+    """None leaves the rollouts without a reward."""
     environments: Mapping[str, Environment]
     decode: Callable[[Sequence[int]], str]
     timeout: float
@@ -57,7 +58,7 @@ class Collector:
         rollouts = await all_or_error([self._rollout(task, s) for s in samplings])
         played = [r for r in rollouts if r.status is Status.OK]
         try:
-            if played:
+            if played and self.scorer:
                 with self._span(REWARD, "score", task):
                     await self.scorer.score(played, [self.decode(r.answer_ids) for r in played])
         finally:

@@ -1,190 +1,369 @@
-"""Rejection-sampling fine-tuning (RFT; Yuan et al. 2023, arXiv:2308.01825): the files of a round, and what is in them.
-
-::
-
-    run/
-        base/evaluation.jsonl, evaluation.json    the model before training
-        round-1/
-            samples.jsonl       every question with its sampled answers and their rewards
-            train.jsonl         what is learned: prompt and completion
-            questions.jsonl     samples, correct and kept answers of each question
-            yield.json          the same in sum
-            sft.toml, sft/      the training run, in every way that of ``tunesmith sft``
-            trained.json        the model it ended with
-            evaluation.jsonl, evaluation.json
-"""
+"""``tunesmith rft``: sample answers, keep the correct ones, train on them, evaluate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import gc
+import shutil
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tunesmith.errors import ConfigError, DataError, boundary
-from tunesmith.monitor.text import Example, last_message
-from tunesmith.offline.generation import Json, read_lines, records_of, write_whole
-from tunesmith.offline.selection import Yield, accuracy, correct_answers, select, usable
+from tunesmith.assembly.common import load_tokenizer
+from tunesmith.assembly.opening import FROM_A_COMMAND, SHOWN, Caller, announce, load_trained
+from tunesmith.assembly.sinks import ADAPTERS
+from tunesmith.assembly.train import run_sft
+from tunesmith.config.files import ADAPTER_CONFIG
+from tunesmith.config.generation import RFTConfig
+from tunesmith.config.resolved import Resolved, config_text, settings
+from tunesmith.config.schema import DataSection, LoraSection
+from tunesmith.data.prepare import load_samples, load_tasks
+from tunesmith.data.prompts import PromptEncoder, Shots, read_shots
+from tunesmith.environments.multi_turn import tools_in_data
+from tunesmith.errors import ConfigError, DataError, StorageError, boundary
+from tunesmith.loop.checkpoint import Checkpoints, read_state
+from tunesmith.monitor.metrics import read_metrics
+from tunesmith.monitor.text import Example
+from tunesmith.offline.lines import Json, LineWriter, claim, read_lines
+from tunesmith.offline.rounds import (
+    Round,
+    adopt_answers,
+    check_prompts,
+    describe,
+    describe_yield,
+    examples,
+    fallen,
+    select_answers,
+)
+from tunesmith.offline.sampling import SamplingRun, answer_tasks, identity, open_sampling, resolve_sampling
+from tunesmith.offline.selection import accuracy
+from tunesmith.offline.usage import Usage, total_of
+from tunesmith.plan.engine import SAMPLER_KEYS
+from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup
 from tunesmith.storage import read_json, write_json
-from tunesmith.types import Sample, Task
+from tunesmith.types import Task
+from tunesmith.usercode.loading import located
+
+Step = Literal["generate", "train", "evaluate", "run"]
+_TOTAL = "total"
+_TRAINING = ("model.", "lora.", "train.", "system.", "monitor.", "checkpoint.")
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """A directory with the files of one round, or of the base model's evaluation."""
+class RFTOutcome:
+    """The result of a step of rejection-sampling fine-tuning."""
 
-    directory: Path
+    run_dir: Path
+    model: Path | None
+    """The last trained model; None while there is none."""
+    evaluations: dict[str, Json]
+    """By ``base``, ``round-1``, ...: shares as ``[share, low, high]``."""
+    yields: dict[str, Json]
+    examples: list[Example]
+    """Held-out questions, answered by the base model and by the last one."""
+    usage: dict[str, float] = field(default_factory=dict[str, float], compare=False)
+    """Seconds by phase and peak memory of all calls and rounds, by the names of metrics; see ``Usage``."""
+    earlier: float = field(default=0.0, compare=False)
+    """Seconds that calls before this one took."""
 
-    @property
-    def samples(self) -> Path:
-        return self.directory / "samples.jsonl"
-
-    @property
-    def train(self) -> Path:
-        return self.directory / "train.jsonl"
-
-    @property
-    def sft(self) -> Path:
-        return self.directory / "sft"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.directory / "evaluation.jsonl"
-
-    @property
-    def model(self) -> Path | None:
-        """The model that the round's training ended with, once it has."""
-        path = self.directory / "trained.json"
-        return Path(read_json(path)["model"]) if path.exists() else None
-
-    def finish(self, model: Path) -> None:
-        write_json(self.directory / "trained.json", {"model": str(model)})
+    def load(self, **options: Any) -> tuple[Any, Any]:
+        """The last trained model and its tokenizer, loaded by transformers."""
+        if self.model is None:
+            raise ConfigError(f"no round in {self.run_dir} is trained yet")
+        return load_trained(self.model, **options)
 
 
-def report_of(run_dir: Path, rounds: Sequence[Round]) -> dict[str, dict[str, Json]]:
-    """``{"evaluations": ..., "yields": ...}`` of what a run has so far, by the names of the directories."""
-    found: dict[str, dict[str, Json]] = {}
-    for kind, file in (("evaluations", "evaluation.json"), ("yields", "yield.json")):
-        places = (Round(run_dir / "base"), *rounds)
-        paths = [r.directory / file for r in places]
-        found[kind] = {path.parent.name: read_json(path) for path in paths if path.exists()}
-    return found
+def run_rft(
+    step: Step, path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND
+) -> RFTOutcome:
+    """One step, or with ``run`` all of them; what is done already is not done again."""
+    usage = Usage()
+    with open_sampling(RFTConfig, path, overrides, caller) as opened:
+        if step == "evaluate" and opened.config.data.eval is None:
+            raise ConfigError("data.eval is missing: name the questions to evaluate on")
+        run = _begin(opened, usage)
+        run.do(step)
+        return run.outcome()
 
 
-def adopt_answers(answers: Path, this: Round, tasks: Sequence[Task]) -> None:
-    """Take another run's answers to the same questions as the round's samples.
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Tasks to answer, in the tokens of the model that answers them."""
 
-    Raises:
-        DataError: it cannot be read, or answers other questions than ``tasks``.
-    """
-    if this.samples.exists():
-        return
-    with boundary(DataError, f"cannot read rft.answers = '{answers}'", (OSError, ValueError)):
-        lines = list(read_lines(answers))
-    if len(lines) != len(tasks):
-        raise DataError(f"{answers} answers {len(lines)} questions, and data.train has {len(tasks)}")
-    for number, (line, task) in enumerate(zip(lines, tasks, strict=True), 1):
-        if line.get("prompt") != task.prompt or "completions" not in line:
-            raise DataError(f"{answers}:{number} does not answer the question of task {task.id}")
-    this.directory.mkdir(parents=True, exist_ok=True)
-    write_whole(this.samples, iter(lines))
+    opened: SamplingRun[RFTConfig]
+    """With the tokenizer of that model."""
+    tasks: Sequence[Task]
+    fingerprint: str
+    shots: str | None = None
+    """The text of the file of worked examples that precede each task; None: there are none."""
+    separator: str = ""
+    """Between worked examples in plain text; sampling stops at it."""
 
 
-def fallen(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether accuracy fell by more than chance explains: the 95% intervals do not overlap."""
-    return after["accuracy"][2] < before["accuracy"][1]
+def _begin(opened: SamplingRun[RFTConfig], usage: Usage) -> _Run:
+    """Resolve and announce the settings; read what the run has already."""
+    config, run_dir = opened.config, opened.directory.path
+    first = _first_questions(opened)
+    held_out = opened.held_out.items if opened.held_out else []
+    resolved = resolve_sampling(config, [*first.tasks, *held_out], count=False)
+    announce(resolved, opened.directory, opened.train, opened.held_out)
+    assert opened.rewards is not None, "a run needs a reward"
+    threshold = config.rft.threshold
+    if threshold is None:
+        threshold = sum(w for w in opened.rewards.weights.values() if w > 0)
+    rounds = [Round(run_dir / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
+    report = run_dir / "report.json"
+    earlier: Json = read_json(report).get("usage", {}) if report.exists() else {}
+    usage.add_earlier({part: metrics for part, metrics in earlier.items() if part != _TOTAL})
+    return _Run(opened, resolved, threshold, first, Round(run_dir / "base"), rounds, usage)
 
 
-def select_answers(this: Round, rule: str, threshold: float, samples_per_question: int) -> Json:
-    """Write what is learned of a round's samples, and its yield, which is returned.
+def _first_questions(opened: SamplingRun[RFTConfig]) -> Questions:
+    """The first round's, after worked examples, in the tokens of ``rft.sampler`` or of the model to train."""
+    config, data = opened.config, opened.data
+    if config.rft.sampler is not None:
+        tokenizer = load_tokenizer(sampling_from(config, config.rft.sampler))
+        opened = replace(opened, tokenizer=tokenizer, train=load_tasks(data, data.train, tokenizer))
+    train, file, separator = opened.train, config.rft.few_shot, config.rft.few_shot_separator
+    if file is None:
+        return Questions(opened, train.items, train.fingerprint)
+    encoder = PromptEncoder.of(data, opened.tokenizer, [task.prompt for task in train.items], separator or SEPARATOR)
+    if encoder.template is not None and separator is not None:
+        raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
+    shots = read_shots(file)
+    tasks = [with_shots(task, encoder, shots, data.max_prompt_tokens) for task in train.items]
+    stop = "" if encoder.template else encoder.separator
+    return Questions(opened, tasks, train.fingerprint, file.read_text(encoding="utf-8"), stop)
 
-    Raises:
-        ConfigError: no answer is right, so that there is nothing to learn.
-    """
-    found = Yield(samples_per_question)
-    questions: list[Json] = []
 
-    def learned() -> Iterator[Json]:
-        for place, line in enumerate(read_lines(this.samples)):
-            correct = correct_answers(line, threshold)
-            kept = select(correct, rule)
-            questions.append(found.add(line, len(correct), len(kept)))
-            shared = {name: line[name] for name in ("tools",) if name in line}
-            for record in kept:
-                yield {"task": place, "prompt": line["prompt"], "completion": record["completion"], **shared}
-
-    write_whole(this.train, learned())
-    write_whole(this.directory / "questions.jsonl", iter(questions))
-    report = {"threshold": threshold, "select": rule, **found.report()}
-    write_json(this.directory / "yield.json", report)
-    if not report["kept"]:
-        best = max((r["reward"] for line in read_lines(this.samples) for r in usable(line)), default=0.0)
-        raise ConfigError(
-            f"none of the {report['samples']} samples in {this.samples} is a whole answer with a reward of at least "
-            f"{threshold:g} (rft.threshold); the highest is {best:g}. Give examples with rft.few_shot, raise "
-            "sampling.n or sampling.max_new_tokens, or train by example first: tunesmith sft"
+def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | None) -> Task:
+    """The task with worked examples before it. It is learned and evaluated without them."""
+    ids = encoder.ids(task.prompt, tools_in_data(task), shots)
+    if limit is not None and len(ids) > limit:
+        raise DataError(
+            f"task {task.id}: with the worked examples of rft.few_shot the prompt has {len(ids)} tokens, the limit is "
+            f"{limit}: the model's context less sampling.max_new_tokens, or data.max_prompt_tokens"
         )
-    return report
+    return replace(task, prompt_ids=tuple(ids))
 
 
-def check_prompts(train: Path, samples: Sequence[Sample], tasks: Sequence[Task]) -> None:
-    """Every training sample begins with exactly the tokens that its question is asked with: templated once,
-    without worked examples, and learned from where the answer begins.
+@dataclass(slots=True)
+class _Run:
+    """The parts of a run, and its steps."""
 
-    Raises:
-        DataError: one does not.
-    """
-    lines = list(read_lines(train))
-    if len(lines) != len(samples):
-        raise DataError(f"{train} has {len(lines)} answers, and {len(samples)} samples came of them")
-    for number, (line, sample) in enumerate(zip(lines, samples, strict=True), 1):
-        prompt = sample.token_ids[: sample.loss_mask.index(True)]
-        asked = list(tasks[line["task"]].prompt_ids)
-        if prompt != asked:
-            raise DataError(
-                f"{train}:{number}: in training the prompt has {len(prompt)} tokens, and the question is asked with "
-                f"{len(asked)} that differ: the chat template renders a finished conversation otherwise than one "
-                "that is to be answered. Name another with model.chat_template, or say data.chat = false"
+    opened: SamplingRun[RFTConfig]
+    resolved: Resolved[RFTConfig]
+    threshold: float
+    """The reward from which an answer is correct."""
+    first: Questions
+    base: Round
+    rounds: list[Round]
+    usage: Usage
+
+    @property
+    def config(self) -> RFTConfig:
+        return self.resolved.config
+
+    def do(self, step: Step) -> None:
+        if step == "run":
+            held_out = self.opened.held_out
+            if held_out and self.config.eval.at_start:
+                self.evaluate(self.base)
+            for number, this in enumerate(self.rounds):
+                self.generate(number)
+                self.train(number)
+                if held_out:
+                    self.evaluate(this)
+            return
+        if step == "evaluate":
+            self.evaluate(next((r for r in reversed(self.rounds) if r.model), self.base))
+            return
+        number = next((i for i, r in enumerate(self.rounds) if r.model is None), None)
+        if number is None:
+            raise ConfigError(
+                f"all {len(self.rounds)} rounds in {self.opened.directory.path} are trained; raise rft.rounds. To "
+                "train on the same answers with other settings, give another run_dir and "
+                f"rft.answers={self.rounds[-1].samples}"
+            )
+        if step == "generate" or self.config.rft.answers is not None:
+            self.generate(number)
+        if step == "train":
+            self.train(number)
+
+    def outcome(self) -> RFTOutcome:
+        model = next((r.model for r in reversed(self.rounds) if r.model), None)
+        newest = next((r for r in reversed(self.rounds) if r.evaluation.exists()), None)
+        shown = examples(self.base, newest, SHOWN) if newest and self.base.evaluation.exists() else []
+        report, run_dir = self._report(), self.opened.directory.path
+        usage = report["usage"][_TOTAL]
+        return RFTOutcome(run_dir, model, report["evaluations"], report["yields"], shown, usage, self.usage.earlier)
+
+    def _report(self) -> dict[str, dict[str, Json]]:
+        """Write ``report.json``: results and usage so far."""
+        parts = self.usage.parts()
+        places = [self.base, *self.rounds]
+        report = {
+            "evaluations": {r.name: read_json(r.accuracy) for r in places if r.accuracy.exists()},
+            "yields": {r.name: read_json(r.totals) for r in places if r.totals.exists()},
+            "usage": {_TOTAL: total_of(parts.values()), **parts},
+        }
+        write_json(self.opened.directory.path / "report.json", report)
+        return report
+
+    @contextmanager
+    def _phase(self, name: str, this: Round) -> Generator[None]:
+        try:
+            with self.usage.phase(name, this.name):
+                yield
+        finally:
+            self._report()
+
+    def generate(self, number: int) -> None:
+        """Sample answers with the last model, and keep correct ones. Only the first round has worked examples."""
+        this, config, train = self.rounds[number], self.config, self.opened.train
+        if this.model is not None:
+            return
+        with self._phase("sampling", this):
+            if config.rft.answers is not None:
+                adopt_answers(config.rft.answers, this, train.items)
+            elif number:
+                questions = Questions(self.opened, train.items, train.fingerprint)
+                self._sample(this.samples, sampling_from(config, self.rounds[number - 1].model), questions)
+            elif config.rft.sampler is None:
+                self._sample(this.samples, sampling_from(config, None), self.first)
+            else:
+                other = sampling_from(self.opened.config, config.rft.sampler)
+                self._sample(this.samples, resolve_sampling(other, self.first.tasks, count=False).config, self.first)
+            counts = select_answers(this, config.rft.select, self.threshold, config.sampling.n)
+        print(describe_yield(this.name, counts), flush=True)
+
+    def train(self, number: int) -> None:
+        """``tunesmith sft`` on what a round kept."""
+        this = self.rounds[number]
+        if this.model is not None:
+            return
+        if not this.train.exists():
+            raise ConfigError(f"there is no {this.train} to train on; make it with: tunesmith rft generate")
+        with self._phase("training", this):
+            model = self._trained(number)
+        write_json(this.trained, {"model": str(model)})
+
+    def _trained(self, number: int) -> Path:
+        this = self.rounds[number]
+        data = self._training_data(this)
+        samples = load_samples(data, data.train, self.opened.tokenizer)
+        check_prompts(this.train, samples.items, self.opened.train.items)
+        run_file = this.directory / "sft.toml"
+        values, reasons = self._training_settings(number, data, len(samples))
+        with boundary(StorageError, f"cannot write {run_file}", OSError):
+            run_file.write_text(config_text(Resolved(self.config, values, ())), encoding="utf-8")
+        newest = Checkpoints(this.sft / "checkpoints", 1).newest()
+        state = read_state(newest) if newest else {}
+        if newest and state.get("finished"):  # an earlier call ended before it recorded the model
+            return newest / "model"
+        if state.get("model_only"):  # nothing can resume from this checkpoint
+            shutil.rmtree(this.sft)
+        _release_memory()
+        done = run_sft(run_file, ['checkpoint.resume="auto"'], Caller(reasons, self.opened.caller.callbacks))
+        setup = done.seconds.get("setup", 0.0)
+        metrics = {"seconds/setup": setup, "seconds/training": -setup}
+        # Each step of the training resets the peak of device memory, so the highest of them counts.
+        peaks = [line.get("memory/device_peak") for line in read_metrics(this.sft / "metrics.jsonl")]
+        if known := [peak for peak in peaks if peak is not None]:
+            metrics["memory/device_peak"] = max(known)
+        self.usage.add(this.name, metrics)
+        return done.checkpoint
+
+    def evaluate(self, this: Round) -> None:
+        """Greedy answers of a round's model, or of the base model, to the held-out questions."""
+        held_out, model = self.opened.held_out, this.model
+        assert held_out is not None
+        questions = Questions(self.opened, held_out.items[: self.config.eval.max_prompts], held_out.fingerprint)
+        with self._phase("evaluation", this):
+            self._sample(this.evaluation, sampling_from(self.config, model), questions, greedy=True)
+            shares = accuracy(islice(read_lines(this.evaluation), len(questions.tasks)), self.threshold)
+            write_json(this.accuracy, shares)
+        print(describe(this.name, shares), flush=True)
+        if model is not None and self.base.accuracy.exists() and fallen(read_json(self.base.accuracy), shares):
+            print(
+                "warning: the trained model is worse than the model before training, by more than chance explains. "
+                "Try a lower train.lr, fewer train.epochs, or more answers (sampling.n)",
+                flush=True,
             )
 
+    def _sample(self, out: Path, config: RFTConfig, questions: Questions, *, greedy: bool = False) -> None:
+        """Answer questions into ``out``."""
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer, separator = questions.opened.tokenizer, questions.separator
+        source = identity(config, questions.fingerprint, tokenizer, greedy=greedy)
+        if questions.shots is not None:
+            source["rft.few_shot"] = [questions.shots, separator]
+        claim(out, source)
 
-def evaluate_file(this: Round, threshold: float, count: int) -> Json:
-    """Accuracy and answered rate of the first ``count`` lines of a round's evaluation, which are written beside it."""
-    found = accuracy(islice(read_lines(this.evaluation), count), threshold)
-    write_json(this.directory / "evaluation.json", found)
-    return found
+        def decode(token_ids: Sequence[int]) -> str:
+            """The text of an answer, without the separator at which it was stopped."""
+            text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+            return text.split(separator, 1)[0] if separator else text
+
+        writer, stop = LineWriter(decode, flat=False, scored=True), (separator,) if separator else ()
+        answer_tasks(config, questions.opened, questions.tasks, writer, out, self.usage, greedy=greedy, stop=stop)
+
+    def _training_data(self, this: Round) -> DataSection:
+        """The kept answers; their prompts are those of the data, before the chat template."""
+        data, opened = self.config.data, self.opened
+        encoder = PromptEncoder.of(opened.data, opened.tokenizer, [task.prompt for task in opened.train.items])
+        return DataSection(
+            train=str(this.train),
+            prompt="prompt",
+            completion="completion",
+            system_prompt=data.system_prompt,
+            chat=encoder.template is not None,
+            chat_template_kwargs=data.chat_template_kwargs,
+            shuffle=data.shuffle,
+            seed=data.seed,
+        )
+
+    def _training_settings(self, number: int, data: DataSection, samples: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """The settings of a round's training by dotted key, and the reasons of those that the user did not set."""
+        config, given, name = self.config, self.resolved.given, self.opened.directory.path.name
+        values, reasons = settings(config), {d.key: d.reason for d in self.resolved.derived}
+        known = {*given, *reasons}
+        kept = {k: values[k] for k in values if k in known and k.startswith(_TRAINING) and k not in SAMPLER_KEYS}
+        start = self.rounds[number - 1].model if number and config.rft.start == "last" else None
+        if start is not None and (start / ADAPTER_CONFIG).is_file():
+            kept = {k: v for k, v in kept.items() if k not in ("lora.rank", "lora.alpha", "lora.targets")}
+            kept["lora.path"] = str(start)
+        elif start is not None:
+            kept["model.path"] = str(start)
+        if warmup := derive_rft_warmup(config, given, samples):
+            kept["train.warmup_steps"], reasons["train.warmup_steps"] = warmup
+        kept |= {f"data.{k}": v for k, v in data.model_dump(mode="json", exclude_unset=True).items()}
+        if sinks := config.monitor.sinks:
+            base_dir = self.opened.base_dir
+            kept["monitor.sinks"] = [sink if sink in ADAPTERS else located(sink, base_dir) for sink in sinks]
+        kept["run_dir"] = str(self.rounds[number].sft)
+        kept["monitor.run_name"] = f"{config.monitor.run_name or name}-round-{number + 1}"
+        by_user = {key for key in given if key in kept and kept[key] == values[key] and key not in reasons}
+        of_round = f"round {number + 1} of tunesmith rft"
+        return kept, {key: reasons.get(key, of_round) for key in (*kept, "checkpoint.resume") if key not in by_user}
 
 
-def examples(first: Round, last: Round, count: int) -> list[Example]:
-    """The first questions of an evaluation, as two models answered them."""
-    lines = islice(zip(read_lines(first.evaluation), read_lines(last.evaluation), strict=False), count)
-    return [Example(last_message(before["prompt"]), _answer(before), _answer(after)) for before, after in lines]
+def sampling_from(config: RFTConfig, model: Path | str | None) -> RFTConfig:
+    """The configuration of sampling with the base model (None), with an adapter on it, or with another whole model."""
+    if model is None:
+        return config.model_copy(update={"lora": LoraSection(path=config.lora.path)})
+    if isinstance(model, Path) and (model / ADAPTER_CONFIG).is_file():
+        return config.model_copy(update={"lora": LoraSection(path=model)})
+    changed = config.model.model_copy(update={"path": str(model)})
+    return config.model_copy(update={"model": changed, "lora": LoraSection()})
 
 
-def _answer(line: Json) -> tuple[str, float | None]:
-    record = records_of(line)[0]
-    return record["completion"], record["reward"]
+def _release_memory() -> None:
+    """Free the GPU memory of a sampler that is gone."""
+    import torch
 
-
-def describe(name: str, found: Mapping[str, Any]) -> str:
-    """One line: shares with their 95% intervals."""
-    parts = [f"{name:9}"]
-    for key in ("accuracy", "answered", "accuracy_of_answered"):
-        if found[key] is not None:
-            share, low, high = found[key]
-            parts.append(f"{key.replace('_', ' ')} {share:.1%} (95%: {low:.1%} to {high:.1%})")
-    parts.append(f"of {found['questions']} questions")
-    return "  ".join([*parts, *([f"failed {found['failed']}"] if found["failed"] else [])])
-
-
-def describe_yield(name: str, found: Mapping[str, Any]) -> list[str]:
-    """What sampling gave, and how many questions have how many right answers."""
-    histogram: Mapping[str, int] = found["questions_by_correct_samples"]
-    most = max(histogram.values()) or 1
-    bars = [f"  {n:>4} right  {count:>7,}  {'█' * round(30 * count / most)}".rstrip() for n, count in histogram.items()]
-    return [
-        f"{name}: {found['correct']:,} of {found['samples']:,} samples are right, {found['solved']:,} of "
-        f"{found['questions']:,} questions are solved, {found['kept']:,} answers are kept ({found['select']})",
-        *bars,
-    ]
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -11,19 +11,19 @@ from math import ceil, sqrt
 from typing import Any, cast
 
 from tunesmith.loop.evaluate import ROUNDING
-from tunesmith.offline.generation import FLAT, LOGPROBS, Json, records_of
+from tunesmith.offline.lines import FLAT, LOGPROBS, Json, records_of
 from tunesmith.types import Message, Prompt
 
 Z95 = 1.959963984540054
-"""Of the standard normal distribution: 95% lie within."""
+"""95% of a standard normal distribution lie between minus and plus this."""
 
 WRITTEN = (*FLAT, *LOGPROBS, "completions")
-MADE = {
+OVERWRITTEN = {
     "best": WRITTEN,
     "pairs": (*WRITTEN, "chosen", "rejected", "chosen_reward", "rejected_reward"),
     "conditional": WRITTEN,
 }
-"""Columns of the data that a file of a kind does not keep, since what was written stands under their names."""
+"""Columns of the data that a file of each kind cannot keep, because it has its own of that name."""
 
 
 def usable(line: Mapping[str, Any]) -> list[Json]:
@@ -37,7 +37,7 @@ def _columns(line: Mapping[str, Any]) -> Json:
 
 @dataclass(slots=True)
 class Choice:
-    """Lines made out of lines, and how many lines gave none."""
+    """Selects lines from lines of completions, and counts those that gave none by the reason."""
 
     skipped: Counter[str] = field(default_factory=Counter[str])
 

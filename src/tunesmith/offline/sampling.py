@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,8 +24,9 @@ from tunesmith.engines.stats import EngineStats
 from tunesmith.environments.base import SingleTurn
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.seeds import derive_seed
-from tunesmith.loop.usage import Usage
-from tunesmith.offline.generation import LineWriter, Unscored, answer, repair, window_of
+from tunesmith.offline.answering import answer, window_of
+from tunesmith.offline.lines import LineWriter, repair
+from tunesmith.offline.usage import Usage
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.weights import loads_model, weights_apart
 from tunesmith.rewards.loading import load_rewards
@@ -67,6 +67,12 @@ def open_sampling(
         yield opened
 
 
+def resolve_sampling(config: C, tasks: Sequence[Task], *, count: bool = True) -> Resolved[C]:
+    """Args: count: whether the number of tasks is the amount of work; in RFT it is not that of the training."""
+    longest = max(len(task.prompt_ids) for task in tasks)
+    return resolve(config, replace(facts_of_run(config), train_size=len(tasks) if count else None, longest=longest))
+
+
 def answer_tasks(
     config: SamplingConfig,
     run: SamplingRun[Any],
@@ -78,13 +84,13 @@ def answer_tasks(
     greedy: bool = False,
     stop: tuple[str, ...] = (),
 ) -> None:
-    """Append the lines that ``out`` lacks. The model is loaded where it lacks any, and freed afterwards.
+    """Append the lines that ``out`` lacks. If it lacks any, the model is loaded, and freed afterwards.
 
     Args:
         config: resolved.
-        usage: a phase of it is open.
-        greedy: one completion per prompt at temperature 0, whatever ``[sampling]`` says.
-        stop: further strings to stop at.
+        usage: one of its phases is open.
+        greedy: one completion per prompt at temperature 0; ``[sampling]``'s ``n`` and ``temperature`` are not used.
+        stop: strings to stop at, in addition to those of ``[sampling]``.
     """
     writer.check_columns(tasks)
     if repair(out) >= len(tasks):
@@ -92,22 +98,21 @@ def answer_tasks(
     section = config.sampling
     n, temperature = (1, 0.0) if greedy else (section.n, section.temperature)
     with usage.phase("setup"):
-        engine = _engine(config, run)
+        engine = _load(config, run)
     sampling = make_sampling(section, run.tokenizer, temperature, stop)
-    scorer, environments = run.rewards or Unscored(), {"single_turn": SingleTurn()}
-    collector = Collector(engine, scorer, environments, writer.decode, section.timeout)
+    collector = Collector(engine, run.rewards, {"single_turn": SingleTurn()}, writer.decode, section.timeout)
 
     async def produce(place: int, task: Task) -> RolloutGroup:
         [group] = await collector.collect([task], sampling, n, derive_seed(section.seed, place))
         return group
 
     def stats() -> EngineStats:
-        usage.add_engine(found := engine.stats())
-        return found
+        usage.add_engine(counted := engine.stats())
+        return counted
 
     async def write() -> None:
         try:
-            # Engines of other makers start from the model's files, without the adapter; SGLang takes what it is given.
+            # An engine with its own weights has read them from the model's files, without the adapter; SGLang has not.
             if weights_apart(config) and (config.lora.on or config.system.engine == "sglang"):
                 with usage.phase("setup"):
                     await engine.load_weights(0)
@@ -128,47 +133,38 @@ def answer_tasks(
     run_async(write())
 
 
-def _engine(config: SamplingConfig, run: SamplingRun[Any]) -> RolloutEngine:
-    """With the model that it needs; the models of rewards are loaded too."""
+def _load(config: SamplingConfig, run: SamplingRun[Any]) -> RolloutEngine:
+    """The engine, with the model that it needs; also load the models of rewards."""
     from tunesmith.models.causal_lm import CausalLM
 
+    report = partial(print, flush=True)
     model = load_model(CausalLM, config, run.tokenizer, frozen=True) if loads_model(config) else None
-    engine = make_engine(config, model, partial(print, flush=True))
+    engine = make_engine(config, model, report)
     if run.rewards is not None:
-        add_rewards(run.rewards, config, run.tokenizer, partial(print, flush=True))
+        add_rewards(run.rewards, config, run.tokenizer, report)
     return engine
 
 
-def release_memory() -> None:
-    """Give back what a sampler that is gone had of a GPU."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def resolve_sampling(config: C, tasks: Sequence[Task], *, count: bool = True) -> Resolved[C]:
-    """Args: count: whether the number of tasks is the amount of work; in RFT it is not that of the training."""
-    longest = max(len(task.prompt_ids) for task in tasks)
-    return resolve(config, replace(facts_of_run(config), train_size=len(tasks) if count else None, longest=longest))
-
-
 def identity(config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool = False) -> dict[str, Any]:
-    """What the lines of an output depend on. ``data`` is the data's fingerprint; ``greedy`` as for ``answer_tasks``."""
+    """What the lines of an output depend on, by dotted key.
+
+    Args:
+        data: the data's fingerprint.
+        greedy: as for ``answer_tasks``.
+    """
     model, template = config.model, tokenizer.chat_template
-    found: dict[str, Any] = {"model.path": model.path, "model.dtype": model.dtype, "model.quantize": model.quantize}
-    found |= {"data": data, "chat template (digest)": template and fingerprint_of([template])}
+    values: dict[str, Any] = {"model.path": model.path, "model.dtype": model.dtype, "model.quantize": model.quantize}
+    values |= {"data": data, "chat template (digest)": template and fingerprint_of([template])}
     if config.lora.path is not None:
-        found["lora.path"] = str(config.lora.path)
+        values["lora.path"] = str(config.lora.path)
     for key in ("system_prompt", "chat", "chat_template_kwargs", "too_long", "max_prompt_tokens"):
-        found[f"data.{key}"] = getattr(config.data, key)
-    if not (isinstance(config, GenerateConfig) and config.output.kind == "score"):
+        values[f"data.{key}"] = getattr(config.data, key)
+    if config.samples:
         unread = {"timeout", "n", "temperature", "top_p", "top_k", "min_p", "seed"} if greedy else {"timeout"}
-        found |= {f"sampling.{k}": v for k, v in config.sampling.model_dump(mode="json", exclude=unread).items()}
+        values |= {f"sampling.{k}": v for k, v in config.sampling.model_dump(mode="json", exclude=unread).items()}
     if isinstance(config, GenerateConfig):
-        found["output.logprobs"] = config.output.logprobs
+        values["output.logprobs"] = config.output.logprobs
     if config.reward is not None:
-        outcome = ("functions", "weights", "models", "remote", "answer", "pattern")
-        found |= {f"reward.{k}": v for k, v in config.reward.model_dump(mode="json", include=set(outcome)).items()}
-    return found
+        outcome = {"functions", "weights", "models", "remote", "answer", "pattern"}
+        values |= {f"reward.{k}": v for k, v in config.reward.model_dump(mode="json", include=outcome).items()}
+    return values

@@ -6,26 +6,23 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tunesmith.assembly.common import load_model, load_tokenizer, run_async
-from tunesmith.assembly.engines import make_sampling
+from tunesmith.assembly.engines import local_engine_for, make_sampling
 from tunesmith.config.generation import GenerateConfig, SamplingSection
 from tunesmith.config.schema import DataSection, ModelSection, SystemSection
 from tunesmith.data.prompts import PromptEncoder
 from tunesmith.errors import UserError, boundary
 from tunesmith.loop.seeds import derive_seed
-from tunesmith.offline.generation import window_of
-from tunesmith.plan.capacity import LEAST_KV_BYTES
+from tunesmith.offline.answering import window_of
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
-from tunesmith.types import Completion, FinishReason, Prompt, Sampling
+from tunesmith.types import Completion, FinishReason, Prompt
 
 if TYPE_CHECKING:
-    from tunesmith.engines.local.engine import LocalEngine
     from tunesmith.models.causal_lm import CausalLM
 
 
@@ -121,55 +118,30 @@ def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Seq
         tokenizer.chat_template_kwargs = config.data.chat_template_kwargs
     encoder = PromptEncoder.of(config.data, tokenizer, prompts)
     prompt_ids = [encoder.ids(prompt) for prompt in prompts]
-    engine = _engine(config, loaded, max(map(len, prompt_ids)), len(prompts) * section.n)
-    groups = run_async(_complete(engine, prompt_ids, make_sampling(section, tokenizer, section.temperature), config))
-    return [_generation(prompt, group, tokenizer) for prompt, group in zip(prompts, groups, strict=True)]
+    longest = max(map(len, prompt_ids)) + section.max_new_tokens
+    engine = local_engine_for(loaded, config.system, longest, len(prompts) * section.n)
+    sampling = make_sampling(section, tokenizer, section.temperature)
+    room = asyncio.Semaphore(window_of(config.system.max_running, section.n))
 
-
-def _generation(prompt: Prompt, group: Sequence[Completion], tokenizer: Any) -> Generation:
-    return Generation(
-        prompt,
-        [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group],
-        [c.token_ids for c in group],
-        [c.logprobs for c in group],
-        [c.finish_reason for c in group],
-    )
-
-
-def _engine(config: GenerateConfig, model: CausalLM, longest_prompt: int, requests: int) -> LocalEngine:
-    """With KV memory for all requests at once, or half of what is free."""
-    import torch
-
-    from tunesmith.engines.local.engine import LocalEngine
-    from tunesmith.engines.local.runner import probe
-
-    system, layout = config.system, probe(model)[0]
-    on_gpu = model.device.type == "cuda"
-    free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else read_hardware().memory_available
-    longest, together = longest_prompt + config.sampling.max_new_tokens, min(system.max_running, requests)
-    # A half more, because memory is given out in blocks and a moment's copy needs some too.
-    wanted = ceil(1.5 * together * longest * layout.token_bytes)
-    return LocalEngine(
-        model,
-        kv_bytes=max(LEAST_KV_BYTES, min(wanted, free // 2)),
-        max_running=system.max_running,
-        max_prefill_tokens=system.max_prefill_tokens,
-    )
-
-
-async def _complete(
-    engine: LocalEngine, prompt_ids: Sequence[list[int]], sampling: Sampling, config: GenerateConfig
-) -> list[list[Completion]]:
-    n = config.sampling.n
-    room = asyncio.Semaphore(window_of(config.system.max_running, n))
-
-    async def group(place: int, ids: list[int]) -> list[Completion]:
-        seed = derive_seed(config.sampling.seed, place)
-        drawn = [replace(sampling, seed=derive_seed(seed, member)) for member in range(n)]
+    async def complete(place: int) -> list[Completion]:
+        seed = derive_seed(section.seed, place)
+        draws = [replace(sampling, seed=derive_seed(seed, member)) for member in range(section.n)]
         async with room:
-            return await asyncio.gather(*(engine.generate(ids, one) for one in drawn))
+            return await asyncio.gather(*(engine.generate(prompt_ids[place], draw) for draw in draws))
 
-    try:
-        return await asyncio.gather(*(group(place, ids) for place, ids in enumerate(prompt_ids)))
-    finally:
-        await engine.close()
+    async def complete_all() -> list[list[Completion]]:
+        try:
+            return await asyncio.gather(*map(complete, range(len(prompts))))
+        finally:
+            await engine.close()
+
+    return [
+        Generation(
+            prompt,
+            [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group],
+            [c.token_ids for c in group],
+            [c.logprobs for c in group],
+            [c.finish_reason for c in group],
+        )
+        for prompt, group in zip(prompts, run_async(complete_all()), strict=True)
+    ]

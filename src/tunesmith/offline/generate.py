@@ -1,0 +1,105 @@
+"""``tunesmith generate``: answer, or score, every line of a data file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from tunesmith.assembly.opening import announce
+from tunesmith.config.generation import GenerateConfig
+from tunesmith.errors import ConfigError
+from tunesmith.offline.lines import Json, LineWriter, claim, read_lines, records_of, write_whole
+from tunesmith.offline.sampling import answer_tasks, identity, open_sampling, resolve_sampling
+from tunesmith.offline.scoring import score
+from tunesmith.offline.selection import OVERWRITTEN, Choice, level_borders, usable
+from tunesmith.offline.usage import Usage, total_of
+from tunesmith.storage import read_json, write_json
+
+_PART = "run"
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The result of ``tunesmith generate``."""
+
+    run_dir: Path
+    output: Path
+    lines: int
+    counts: dict[str, float]
+    """Numbers of completions and of lines by what became of them."""
+    usage: dict[str, float] = field(default_factory=dict[str, float], compare=False)
+    """Seconds by phase and peak memory of all calls, by the names of metrics; see ``Usage``."""
+    earlier: float = field(default=0.0, compare=False)
+    """Seconds that calls before this one took."""
+
+
+def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
+    """``tunesmith generate``; called again, it continues."""
+    usage = Usage()
+    with open_sampling(GenerateConfig, path, overrides) as run:
+        resolved = resolve_sampling(run.config, run.tasks)
+        config, directory, output = resolved.config, run.directory.path, resolved.config.output
+        scoring = output.kind == "score"
+        out = directory / ("scores.jsonl" if scoring else "completions.jsonl")
+        claim(out, identity(config, run.train.fingerprint, run.tokenizer))
+        announce(resolved, run.directory, run.train)
+        report: Json = {}
+        file, done = directory / "report.json", None
+        usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
+        try:
+            with usage.phase("scoring" if scoring else "sampling", _PART):
+                if scoring:
+                    score(config, run, out)
+                else:
+                    decode = partial(run.tokenizer.decode, skip_special_tokens=True)
+                    flat, overwritten = config.sampling.n == 1, OVERWRITTEN.get(output.kind, ())
+                    writer = LineWriter(decode, flat, run.rewards is not None, output.logprobs, overwritten)
+                    answer_tasks(config, run, run.tasks, writer, out, usage)
+            with usage.phase("selection", _PART):
+                done = _selected(config, directory, out)
+            report = {"output": done.output.name, "lines": done.lines, "counts": done.counts}
+        finally:
+            total = total_of(usage.parts().values())
+            write_json(file, {**report, "usage": total})
+        return replace(done, usage=total, earlier=usage.earlier)
+
+
+def _selected(config: GenerateConfig, run_dir: Path, out: Path) -> Generated:
+    """Write the file that ``output.kind`` selects from the completions in ``out``, and count."""
+    output, choice, kept = config.output, Choice(), out
+    if output.kind in ("completions", "score"):
+        count = sum(1 for _ in read_lines(out))
+    else:
+        kept = run_dir / f"{output.kind}.jsonl"
+        count = write_whole(kept, _choose(config, choice, out))
+    return Generated(run_dir, kept, count, _counts(out) | {k: v for k, v in choice.skipped.items() if v})
+
+
+def _choose(config: GenerateConfig, choice: Choice, out: Path) -> Iterator[Json]:
+    output, lines = config.output, read_lines(out)
+    if output.kind == "best":
+        return choice.best(lines, output.min_reward)
+    if output.kind == "pairs":
+        return choice.pairs(lines, output.min_margin or 0.0, output.min_reward)
+    rewards = [record["reward"] for line in read_lines(out) for record in usable(line)]
+    if not rewards:
+        raise ConfigError(f"no completion in {out} has a reward, so that none can be written into a prompt")
+    borders = level_borders(rewards, output.reward_levels) if output.reward_levels else None
+    return choice.conditional(lines, output.reward_template or "", borders)
+
+
+def _counts(out: Path) -> dict[str, float]:
+    counts = Counter[str]()
+    rewards = 0.0
+    for line in read_lines(out):
+        records, scored = records_of(line), usable(line)
+        counts["completions"] += len(records)
+        counts["failed"] += sum("error" in record for record in records)
+        counts["cut off"] += sum(record.get("finish_reason") == "length" for record in records)
+        counts["scored"] += len(scored)
+        rewards += sum(record["reward"] for record in scored)
+    mean = {"mean reward": rewards / counts["scored"]} if counts["scored"] else {}
+    return {name: float(n) for name, n in counts.items() if n} | mean

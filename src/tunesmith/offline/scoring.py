@@ -1,0 +1,92 @@
+"""``output.kind = "score"``: rewards of completions that the data holds."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from tunesmith.assembly.common import run_async
+from tunesmith.assembly.rewards import add_rewards
+from tunesmith.config.generation import GenerateConfig
+from tunesmith.data.chat import end_of_turn_id
+from tunesmith.data.formats import Example
+from tunesmith.data.prompts import choose_template
+from tunesmith.data.tokens import encode
+from tunesmith.errors import DataError
+from tunesmith.offline.answering import BLOCK, answer, window_of
+from tunesmith.offline.lines import Json, repair, scores_of
+from tunesmith.offline.sampling import SamplingRun
+from tunesmith.types import Completion, Rollout, RolloutGroup, Task
+
+
+def score(config: GenerateConfig, run: SamplingRun[GenerateConfig], out: Path) -> None:
+    """Append a line with rewards for each line of data that ``out`` lacks.
+
+    Each completion is scored as a rollout that ends as the model would have ended it.
+    """
+    column, tasks, tokenizer, rewards = config.data.completion, run.tasks, run.tokenizer, run.rewards
+    assert rewards is not None and config.reward is not None
+    for task in tasks:
+        given_records(task, column)
+    chat = choose_template(config.data, tokenizer, [Example(t.id, t.id, prompt=t.prompt) for t in tasks]) is not None
+    end = end_of_turn_id(tokenizer) if chat else tokenizer.eos_token_id
+
+    async def produce(_: int, task: Task) -> RolloutGroup:
+        records = given_records(task, column)
+        rollouts: list[Rollout] = []
+        for record in records:
+            rollout = Rollout(task)
+            rollout.observe(task.prompt_ids)
+            reason = record.get("finish_reason", "stop")
+            ids = encode(tokenizer, [record["completion"]])[0]
+            if reason == "stop" and end is not None:
+                ids = [*ids, end]
+            rollout.act(Completion(ids, [0.0] * len(ids), [0] * len(ids), reason))
+            rollouts.append(rollout)
+        await rewards.score(rollouts, [record["completion"] for record in records])
+        return RolloutGroup(task, rollouts)
+
+    if repair(out) < len(tasks):
+        add_rewards(rewards, config, tokenizer, partial(print, flush=True))
+        line, share, live = partial(_line, column=column), config.reward.max_failed_share, config.monitor.progress
+        run_async(answer(out, tasks, produce, line, window=window_of(BLOCK, 1), max_failed_share=share, live=live))
+
+
+def given_records(task: Task, column: str | None) -> list[Json]:
+    """The completions of a data line: text, or a list of texts, messages or records that have a ``completion``.
+
+    Raises:
+        DataError: there are none.
+    """
+    names = (column,) if column else ("completion", "completions")
+    value: Any = next((task.columns[name] for name in names if name in task.columns), None)
+    records = [_record(item) for item in (cast("list[Any]", value) if isinstance(value, list) else [value])]
+    if not records or None in records:
+        raise DataError(
+            f"task {task.id}: no completion to score in {' or '.join(repr(n) for n in names)} (data.completion); "
+            "it is text, a list of texts, or what tunesmith generate wrote"
+        )
+    return cast("list[Json]", records)
+
+
+def _record(item: Any) -> Json | None:
+    match item:
+        case str():
+            return {"completion": item}
+        case {"completion": str()}:
+            return cast("Json", item)
+        case {"role": "assistant", "content": str() as content}:
+            return {"completion": content}
+        case _:
+            return None
+
+
+def _line(group: RolloutGroup, column: str | None) -> Json:
+    """The data line with the rewards of its completions."""
+    columns = group.task.columns
+    line = {"prompt": group.task.prompt, **columns}
+    if not isinstance(columns[column or ("completion" if "completion" in columns else "completions")], list):
+        return line | scores_of(group.rollouts[0])
+    records = zip(given_records(group.task, column), group.rollouts, strict=True)
+    return line | {"completions": [record | scores_of(rollout) for record, rollout in records]}
