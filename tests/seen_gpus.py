@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import UserError
-from tunesmith.types import Completion, Sampling
+from tunesmith.types import Completion
 
 
 class SeenGpus:
     """As much of an ``EngineHost`` as is needed; the GPUs are its completions' ``finish_reason``."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, EngineStats]:
-        del prompt_ids, sampling
+    async def ask(self, method: str, *args: Any) -> tuple[Any, EngineStats]:
+        del method, args
         seen: Any = os.environ["CUDA_VISIBLE_DEVICES"]
         return Completion([], [], [], seen), EngineStats()
 
     async def take(self, version: int, offer: Any) -> tuple[None, EngineStats]:
         del version, offer
         return None, EngineStats()
-
-    async def close(self) -> None: ...
 
 
 def never() -> Any:

@@ -20,9 +20,10 @@ from http_engine_servers import Sglang, serving
 from http_servers import unused_url
 from tiny import save_model
 from tunesmith.assembly.http_engines import make_served, weight_files
-from tunesmith.engines.http.sglang import SglangEngine
+from tunesmith.engines.http.engine import SglangEngine
 from tunesmith.errors import EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer
 
 CONTEXT = 64
@@ -54,7 +55,7 @@ class Alone(SglangEngine):
 
     def __init__(self, url: str, model: CausalLM, **options: Any) -> None:
         super().__init__(url, make_served(model), **options)
-        self.plane, self.publishing = weight_files(model, None), asyncio.Lock()
+        self.plane, self.first, self.loaded = weight_files(model, None), asyncio.Lock(), False
 
     async def offered(self, version: int) -> Offer:
         await self.plane.publish(version)
@@ -62,16 +63,17 @@ class Alone(SglangEngine):
         return offer
 
     async def load_weights(self, version: int) -> None:
+        self.loaded = True
         await self.take(version, await self.offered(version))
 
-    async def _ready(self) -> None:
-        async with self.publishing:
-            if not self._offered[1]:
-                self._offered = 0, await self.offered(0)
-        await super()._ready()
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        async with self.first:
+            if not self.loaded:
+                await self.load_weights(0)
+        return await super().generate(prompt_ids, sampling)
 
-    async def _part(self) -> None:
-        await super()._part()
+    async def close(self) -> None:
+        await super().close()
         await self.plane.close()
 
 
@@ -105,6 +107,7 @@ async def test_sglang_fulfils_the_contract(
 ) -> None:
     engine = sglang_engine(sglang.url, model)
     try:
+        await engine.load_weights(0)
         await check(Subject(engine, decoder(model), scorer(model), CONTEXT))
     finally:
         await engine.close()
@@ -341,7 +344,7 @@ async def test_weights_given_again_keep_their_version(sglang: Sglang, model: Cau
 async def test_a_server_that_does_not_answer_is_refused_with_how_to_start_it(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tunesmith.engines.http.sglang.START_PATIENCE", 0.2)
+    monkeypatch.setattr("tunesmith.engines.http.engine.START_PATIENCE", 0.2)
     url = unused_url().removesuffix("/reward")
 
     engine = sglang_engine(url, model)

@@ -76,7 +76,7 @@ def test_generate_gives_sglang_the_weights_first(tmp_path: Path, model: Path, se
 def test_a_server_that_is_not_there_ends_the_command_at_once(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tunesmith.engines.http.sglang.START_PATIENCE", 0.1)
+    monkeypatch.setattr("tunesmith.engines.http.engine.START_PATIENCE", 0.1)
     url = unused_url().removesuffix("/reward")
     said = ["system.engine=sglang", f"system.engine_urls=['{url}']"]
     with pytest.raises(UserError, match=f"{url} cannot be used.* Start SGLang there with: python -m sglang"):

@@ -166,8 +166,6 @@ def test_prefixes_count_whole_blocks_from_the_start() -> None:
     assert prefixes.known(blocks([*range(BLOCK), *range(BLOCK)])) == 1
     assert prefixes.known(blocks(range(1, BLOCK + 1))) == 0
     assert blocks(range(5)) != blocks(range(6)) and len(blocks(range(6))) == 1
-    prefixes.forget()
-    assert prefixes.known(blocks(range(BLOCK))) == 0
 
 
 async def test_what_a_lost_engine_was_asked_is_answered_once_by_others() -> None:

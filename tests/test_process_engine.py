@@ -165,7 +165,7 @@ async def test_requests_are_answered_while_weights_arrive_and_none_is_used_befor
     monkeypatch.setattr(engine_host, "read_offer", read)
 
     async def write() -> Any:
-        return (await engine.generate([11, 12], FREE))[0]
+        return (await engine.ask("generate", [11, 12], FREE))[0]
 
     before = await write()
     taking = asyncio.create_task(engine.take(7, {"plane": ""}))

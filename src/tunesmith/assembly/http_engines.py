@@ -11,8 +11,7 @@ from typing import Any
 from tunesmith.assembly.planes import published
 from tunesmith.config.schema import RunConfig
 from tunesmith.engines.base import Member, RolloutEngine
-from tunesmith.engines.http.engine import Served
-from tunesmith.engines.http.sglang import SglangEngine
+from tunesmith.engines.http.engine import Served, SglangEngine
 from tunesmith.engines.local.engine import end_of_sequence_ids
 from tunesmith.engines.pool import EnginePool
 from tunesmith.models.causal_lm import CausalLM

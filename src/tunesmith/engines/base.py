@@ -1,4 +1,4 @@
-"""The port that every sampler fulfils: in process, vLLM, HTTP or fake."""
+"""The ports that every engine fulfils: in process, vLLM, SGLang or fake."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
     """Generates completions. All methods are called from one event loop."""
-
-    @property
-    def version(self) -> int:
-        """The policy version that new tokens are sampled with."""
-        ...
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Complete one prompt. Called concurrently; equal prompts are prefilled once.
@@ -31,18 +26,27 @@ class Engine(Protocol):
         """
         ...
 
+    def stats(self) -> EngineStats:
+        """Everything counted since the engine started; reading changes nothing."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Engine(Sampler, Protocol):
+    """Generates completions with the trainer's weights."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that new tokens are sampled with."""
+        ...
+
     async def load_weights(self, version: int) -> None:
         """Take the trainer's current weights as ``version``; cached prefixes of older ones are dropped.
 
         Requests in flight continue: their later tokens carry the new version.
         """
         ...
-
-    def stats(self) -> EngineStats:
-        """Everything counted since the engine started; reading changes nothing."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class Pausable(Protocol):
@@ -70,8 +74,10 @@ class RolloutEngine(Engine, Pausable, Sleeper, Protocol):
     """What training needs of an engine."""
 
 
-class Member(Pausable, Sleeper, Protocol):
+class Member(Sampler, Pausable, Sleeper, Protocol):
     """One engine of a pool, in another process: its weights come as an offer (``weights.base``).
+
+    ``stats`` are the newest counters that the engine's answers have brought.
 
     Every call raises ``EngineLostError`` once the engine is dead.
     """
@@ -79,17 +85,9 @@ class Member(Pausable, Sleeper, Protocol):
     @property
     def name(self) -> str: ...
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion: ...
-
     async def take(self, version: int, offer: Offer) -> None:
         """Take offered weights; requests in flight continue with them."""
         ...
-
-    def stats(self) -> EngineStats:
-        """The newest counters that the engine's answers have brought."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from tunesmith.engines.base import check_sampling
+from tunesmith.engines.partial import PartialCompletion, stop_token_ids
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, UserError
 from tunesmith.types import Completion, Sampling
@@ -73,37 +74,34 @@ class FakeEngine:
             self._running -= 1
 
     async def _write(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Completion:
-        limit = min(sampling.max_new_tokens, self._context - len(prompt_ids))
-        stops = frozenset(sampling.stop_token_ids) | (frozenset[int]() if sampling.ignore_eos else self._eos)
-        seed = 0 if sampling.temperature == 0 else sampling.seed
-        seed = next(self._fresh_seed) if seed is None else seed
-        held_back = [0 <= token < self._vocab_size for token in stops].count(True)
-        tokens = iter(self._script(prompt_ids, sampling) if self._script else self._hashed(prompt_ids, seed))
-        done = Completion([], [], [], "length")
+        limit, least = min(sampling.max_new_tokens, self._context - len(prompt_ids)), sampling.min_new_tokens
+        stops = stop_token_ids(sampling, self._eos)
+        held_back = sum(0 <= token < self._vocab_size for token in stops)
+        tokens = iter(self._script(prompt_ids, sampling) if self._script else self._hashed(prompt_ids, sampling))
+        done = PartialCompletion()
         interruptions = self._interruptions
         for token in tokens:
             await asyncio.sleep(0)
-            early = len(done.token_ids) < sampling.min_new_tokens
-            if early and not self._script and token in stops:
-                token = next(t for t in range(token + 1, token + self._vocab_size) if t % self._vocab_size not in stops)
-                token %= self._vocab_size
+            early = len(done.token_ids) < least
+            while early and not self._script and token in stops:
+                token = (token + 1) % self._vocab_size
             if self._interruptions > interruptions:
-                return Completion(done.token_ids, done.logprobs, done.versions, "abort")
+                return done.completion("abort")
             if self._unavailable:
                 raise EngineError(self._unavailable)
             done.token_ids.append(token)
-            choices = self._vocab_size - (held_back if early else 0)
-            done.logprobs.append(0.0 if self._script else -math.log(choices))
+            done.logprobs.append(0.0 if self._script else -math.log(self._vocab_size - (held_back if early else 0)))
             done.versions.append(self._version)
             self._sampled += 1
-            text = self._decode(done.token_ids[sampling.min_new_tokens :]) if sampling.stop else ""
+            text = self._decode(done.token_ids[least:]) if sampling.stop else ""
             if not early and (token in stops or any(s in text for s in sampling.stop)):
-                return Completion(done.token_ids, done.logprobs, done.versions, "stop")
+                return done.completion("stop")
             if len(done.token_ids) >= limit:
-                return done
+                return done.completion("length")
         raise EngineError(f"the script ended after {len(done.token_ids)} tokens without a stop condition")
 
-    def _hashed(self, prompt_ids: tuple[int, ...], seed: int) -> Iterable[int]:
+    def _hashed(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Iterable[int]:
+        seed = 0 if sampling.temperature == 0 else next(self._fresh_seed) if sampling.seed is None else sampling.seed
         for position in count():
             digest = hashlib.blake2b(repr((seed, prompt_ids, position)).encode(), digest_size=8).digest()
             yield int.from_bytes(digest) % self._vocab_size

@@ -1,4 +1,4 @@
-"""An engine in another process: the pool's side, and what runs there."""
+"""An engine in another process: the side of the pool, and the side of the engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer
 
 CLOSING = 10.0
-"""Seconds that an engine has to end what it runs before its process is killed."""
+"""Seconds that an engine has for its running requests before its process is killed."""
 
 TakeWeights = Callable[[Offer], Awaitable[None]]
-"""Puts offered weights where the engine finds them; other requests are answered meanwhile."""
+"""Puts offered weights where the engine reads them; other requests are answered meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,29 +29,15 @@ class EngineHost:
     engine: RolloutEngine
     take_weights: TakeWeights
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, EngineStats]:
-        return await self._answer(self.engine.generate(prompt_ids, sampling))
+    async def ask(self, method: str, *args: Any) -> tuple[Any, EngineStats]:
+        """Call a method of the engine."""
+        with boundary(EngineError, "the engine failed", Exception):
+            return await getattr(self.engine, method)(*args), self.engine.stats()
 
     async def take(self, version: int, offer: Offer) -> tuple[None, EngineStats]:
         with boundary(EngineError, "cannot take new weights", Exception):
             await self.take_weights(offer)
-        return await self._answer(self.engine.load_weights(version))
-
-    async def interrupt(self) -> tuple[None, EngineStats]:
-        return await self._answer(self.engine.interrupt())
-
-    async def sleep(self, level: int) -> tuple[None, EngineStats]:
-        return await self._answer(self.engine.sleep(level))
-
-    async def wake(self) -> tuple[None, EngineStats]:
-        return await self._answer(self.engine.wake())
-
-    async def close(self) -> None:
-        await self.engine.close()
-
-    async def _answer(self, work: Awaitable[Any]) -> tuple[Any, EngineStats]:
-        with boundary(EngineError, "the engine failed", Exception):
-            return await work, self.engine.stats()
+        return await self.ask("load_weights", version)
 
 
 class FarEngine:
@@ -86,26 +72,26 @@ class FarEngine:
         return self.far.name
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        return await self._ask("generate", list(prompt_ids), sampling)
+        return await self._ask("ask", "generate", list(prompt_ids), sampling)
 
     async def interrupt(self) -> None:
-        await self._ask("interrupt")
+        await self._ask("ask", "interrupt")
 
     async def take(self, version: int, offer: Offer) -> None:
         await self._ask("take", version, offer)
 
     async def sleep(self, level: int = 1) -> None:
-        await self._ask("sleep", level)
+        await self._ask("ask", "sleep", level)
 
     async def wake(self) -> None:
-        await self._ask("wake")
+        await self._ask("ask", "wake")
 
     def stats(self) -> EngineStats:
         return self._stats
 
     async def close(self) -> None:
         with suppress(TunesmithError, TimeoutError):
-            await asyncio.wait_for(self.far.call_async("close"), CLOSING)
+            await asyncio.wait_for(self.far.call_async("ask", "close"), CLOSING)
         await asyncio.to_thread(self.far.close)
 
     async def _ask(self, method: str, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Several engines behind one port: requests shared out, weights handed to all, the dead replaced."""
+"""Several engines behind one port: it shares requests out, gives all engines new weights and replaces lost ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tunesmith.monitor.timeline import Timeline, engine_lane
 from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer, Plane
 
-HAND_OUTS, PAUSE = 3, 0.5
-"""How often weights that did not arrive are handed out, and seconds in between: a connection may break."""
+OFFERS, PAUSE = 3, 0.5
+"""How often weights that did not arrive are offered, and seconds in between: a connection may break."""
 SLACK = 1.5
 """An engine that knows the prompt gets it unless it has this many times the work of the least busy one ..."""
 SIBLINGS = 16
@@ -109,7 +109,7 @@ class EnginePool:
             async with self._publishing:
                 await self._plane.publish(version)
                 self._published_version = version
-            await self._each(self._hand_out, tries=HAND_OUTS)
+            await self._each(self._load, tries=OFFERS)
             self._loaded_version = version
 
     async def sleep(self, level: int = 1) -> None:
@@ -123,10 +123,10 @@ class EnginePool:
         self._state = "awake"
 
     def stats(self) -> EngineStats:
-        found = EngineStats()
+        total = EngineStats()
         for seat in self._seats:
-            found = add_stats(found, seat.member.stats(), apart=True)
-        return replace(add_stats(found, self._departed_stats), peak_running=self._peak)
+            total = add_stats(total, seat.member.stats(), apart=True)
+        return replace(add_stats(total, self._departed_stats), peak_running=self._peak)
 
     async def close(self) -> None:
         self._state = "closed"
@@ -141,7 +141,7 @@ class EnginePool:
         await self._plane.close()
 
     async def _seat_for(self, beginning: Sequence[int]) -> _Seat:
-        """The engine that has read most of the prompt, of those not much busier than the least busy one."""
+        """The engine that has read most of the prompt, among those not much busier than the least busy one."""
         seats = self._seats or await self._all_ready()
         least = min(seat.running for seat in seats)
         known = {seat: seat.prefixes.known(beginning) for seat in seats}
@@ -159,19 +159,19 @@ class EnginePool:
         return done
 
     async def _all_ready(self) -> list[_Seat]:
-        """All engines, those that are missing started."""
+        """All engines; starts those that are missing."""
         while self._failure is None:
             missing = self._size - len(self._seats)
             if not missing:
                 return self._seats
             for _ in range(missing - len(self._starting)):
-                self._start_one()
+                _go(self._add(), self._starting)
             self._changed.clear()
             await self._changed.wait()
         raise self._failure
 
     async def _each(self, ask: Callable[[Sequence[_Seat]], Awaitable[list[Any]]], *, tries: int = 1) -> None:
-        """Ask all engines, and those that come in the place of lost ones.
+        """Ask all engines, and those that replace lost ones.
 
         An engine that fails in the same round as one that is lost may have failed because of it, and is asked again.
         """
@@ -189,14 +189,14 @@ class EnginePool:
                 self._replace(seat, error)
             done |= {seat for seat, answer in answers.items() if not isinstance(answer, Exception)}
 
-    async def _hand_out(self, seats: Sequence[_Seat]) -> list[Any]:
-        for seat in seats:  # what was cached before is of no use with other weights
-            seat.prefixes.forget()
+    async def _load(self, seats: Sequence[_Seat]) -> list[Any]:
+        for seat in seats:  # prefixes cached with other weights cannot be used
+            seat.prefixes = Prefixes()
         assert self._published_version is not None, "nothing was published"
         return await self._give([seat.member for seat in seats], self._published_version)
 
     async def _give(self, members: Sequence[Member], version: int) -> list[Any]:
-        """Offer what was published; one that fails does not keep the others waiting."""
+        """Offer the published weights; a member that fails does not keep the others waiting."""
         offers = await self._plane.offer(len(members))
 
         async def take(member: Member, offer: Offer) -> None:
@@ -208,11 +208,8 @@ class EnginePool:
 
         return await gather_with_errors(take(*pair) for pair in zip(members, offers, strict=True))
 
-    def _start_one(self) -> None:
-        _go(self._add(), self._starting)
-
     async def _add(self) -> None:
-        """One more engine, with the weights of the others."""
+        """Start one more engine, and give it the weights of the others."""
         number, member, seat = next(self._numbers), None, None
         try:
             member = await self._start(number)
@@ -235,7 +232,7 @@ class EnginePool:
                 await member.close()
 
     def _replace(self, seat: _Seat, lost: EngineLostError) -> None:
-        """Start another engine in the place of a lost one, once."""
+        """Replace a lost engine, once."""
         if seat not in self._seats:
             return
         self._remove(seat)
@@ -253,19 +250,18 @@ class EnginePool:
     def _spend_restart(self, lost: EngineLostError) -> None:
         if self._restarts_left:
             self._restarts_left -= 1
-            self._start_one()
+            _go(self._add(), self._starting)
         else:
             self._failure = EngineError(f"{lost}, once too often (system.engine_restarts)")
             self._changed.set()
 
 
-def _go(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+def _go(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
-    return task
 
 
 async def gather_with_errors(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """The results, with an exception in the place of what failed."""
+    """The results; a failed call's is its exception."""
     return await asyncio.gather(*calls, return_exceptions=True)

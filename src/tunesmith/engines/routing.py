@@ -1,4 +1,4 @@
-"""Which engine of a pool has read the beginning of a prompt already."""
+"""Which beginnings of prompts an engine has read already."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import accumulate, takewhile
 
 BLOCK = 16
-"""Tokens that are looked up together."""
+"""Tokens per block."""
 REMEMBERED = 1 << 16
-"""Blocks that are kept in mind per engine."""
+"""Blocks remembered per engine."""
 
 
 class Prefixes:
@@ -29,12 +29,9 @@ class Prefixes:
         while len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
 
-    def forget(self) -> None:
-        self._seen.clear()
-
 
 def blocks(token_ids: Sequence[int]) -> list[int]:
-    """A hash per whole block, of all up to its end; of a shorter prompt, of all there is."""
+    """A hash per whole block, of all tokens up to its end; a shorter prompt is one block."""
     whole = len(token_ids) // BLOCK * BLOCK or len(token_ids)
     pieces = (token_ids[start : start + BLOCK] for start in range(0, whole, BLOCK))
     return list(accumulate(pieces, lambda before, piece: hash((before, *piece)), initial=0))[1:]

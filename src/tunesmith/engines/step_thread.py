@@ -31,6 +31,10 @@ class StepThread:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    def run(self, work: Callable[[], T]) -> T:
+        """The result of ``work``, which the caller waits for: for the start, when no event loop runs yet."""
+        return self._thread.submit(work).result()
+
     def post(self, work: Callable[[], T]) -> Future[T]:
         """Run ``work`` before the next step, in the order of the calls; the future of its result.
 

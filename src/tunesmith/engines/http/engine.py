@@ -1,28 +1,51 @@
-"""What engines behind HTTP have in common: their state, their counters, and where a completion ends."""
+"""An SGLang server behind the engine port.
+
+Weights travel as a directory that both sides see. For an update the server is paused, which makes it answer what it
+has written so far; it loads the new weights, and each unfinished completion is sent again with its tokens as part
+of the prompt. So every token's version is exactly that of the weights that drew it, and no cached prefix outlives
+its weights. Each answer names the server's weights: a server that restarted is given the current ones again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+import secrets
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 from tunesmith.engines.base import check_sampling
-from tunesmith.engines.http.client import Client
+from tunesmith.engines.http.server import PATIENCE, Answer, SglangServer
 from tunesmith.engines.partial import Request, stop_strings, stop_token_ids
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, TunesmithError, UserError
+from tunesmith.plan.engine import LAUNCH, UNALTERED_ONLY
 from tunesmith.types import Completion, FinishReason, Sampling
+from tunesmith.weights.base import Offer
 
-PATIENCE = 300.0
-"""Seconds a server may be away, as when it restarts."""
 START_PATIENCE = 10.0
-"""The same before it has answered for the first time."""
-ANSWER = 3600.0
-"""Seconds one completion may take."""
+"""Seconds for which a server may be away before its first answer."""
+SPOILED = 3
+"""Answers of one completion that another client may abort, or that may come from other weights."""
 HOT = 1e5
 """A temperature at which every token is as likely as any other."""
+PLAIN = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "no_stop_trim": True,
+    "skip_special_tokens": False,
+}
+"""Settings of every request: the server's own defaults may be others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,45 +61,32 @@ class Served:
     """Special tokens included."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Weights that the server was given."""
+
+    tag: str
+    version: int
+
+
 @dataclass(slots=True, eq=False)
-class HttpRequest(Request):
-    """A request that a server answers, in one part or several."""
+class _Request(Request):
+    """A request that the server answers in one part or several."""
 
     finish_reason: FinishReason = field(default="abort", init=False)
     """``abort`` until it has ended."""
     interrupted: bool = field(default=False, init=False)
 
-    @property
-    def ended(self) -> bool:
-        return self.finish_reason != "abort"
 
-    def add(self, token_id: Any, logprob: Any, version: int, url: str) -> None:
-        """Append a token, unless the completion has ended before it. Raises EngineError: it is not a token."""
-        if self.ended:
-            return
-        if type(token_id) is not int or type(logprob) not in (int, float) or not math.isfinite(logprob):
-            raise EngineError(f"{url} answered the token {token_id!r} with the log-probability {logprob!r}")
-        self.finish_reason = self.append(token_id, min(0.0, float(logprob)), version) or "abort"
-
-    def end(self, reason: FinishReason) -> None:
-        """The server ended it, for a reason that its tokens do not show."""
-        if not self.ended:
-            self.finish_reason = reason
-
-
-class HttpEngine:
-    """A server that somebody else started; its memory is its own, so that sleeping frees nothing.
+class SglangEngine:
+    """A ``Member`` of a pool: a server that was started elsewhere and keeps its memory, so that sleeping frees nothing.
 
     Args:
-        max_running: requests it is sent at most before it has answered one of them.
+        max_running: limit of requests that the server has at once.
         patience: seconds for which it may be away.
-        report: is told what a reader of the run should know.
+        report: gets sentences for a reader of the run.
         on_close: called when the engine is closed.
     """
-
-    kind: str
-    launch: str
-    """The command that starts such a server of ``{path}`` on ``{port}``."""
 
     def __init__(
         self,
@@ -88,156 +98,241 @@ class HttpEngine:
         report: Callable[[str], None] = print,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_close = on_close
-        self._client = Client(url, patience=patience, deadline=ANSWER)
-        self._served, self._max_running, self._report = served, max_running, report
+        self._server, self._served = SglangServer(url, patience), served
+        self._report, self._on_close = report, on_close
         self._longest_prompt, self._longest = served.context - 1, served.context
-        self._opening = asyncio.Lock()
+        self._places = asyncio.Semaphore(max_running)
+        self._opening, self._opened = asyncio.Lock(), False
         self._unfit: TunesmithError | None = None
-        self._places: asyncio.Semaphore | None = None
-        self._work: set[asyncio.Task[Completion]] = set()
-        self._requests: dict[asyncio.Task[Any], HttpRequest] = {}
+        self._running: dict[asyncio.Task[None], _Request] = {}
         self._state = "awake"
-        self._sampled = self._prefilled = self._reused = self._peak = 0
+        self._counted, self._peak = Counter[str](), 0
+        self._weights = _Weights("", 0)
+        self._offered: tuple[int, Offer] = 0, {}
+        self._loading, self._not_loading = asyncio.Lock(), asyncio.Event()
+        self._not_loading.set()
+        self._run, self._loads = uuid.uuid4().hex[:12], count()
 
     @property
     def name(self) -> str:
-        return f"the {self.kind} server {self._client.url}"
+        return f"the SGLang server {self._server.url}"
 
     @property
     def version(self) -> int:
-        return 0
-
-    @property
-    def _closed(self) -> bool:
-        return self._state == "closed"
+        return self._weights.version
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """See ``RolloutEngine``. Raises UserError, EngineError, EngineLostError."""
+        """See ``Engine``. Raises UserError, EngineError, EngineLostError."""
         check_sampling(sampling)
-        self._check_sampling(sampling)
-        if self._state != "awake":
-            raise EngineError(f"{self.name}: the engine is {self._state}")
-        work = asyncio.create_task(self._generate(list(prompt_ids), sampling))
-        self._work.add(work)
-        self._peak = max(self._peak, len(self._work))
+        if altered := sampling.altered:
+            settings = ", ".join(f"{name} = {value:g}" for name, value in altered.items())
+            raise UserError(f"sampling: {settings}: {UNALTERED_ONLY}; leave out what alters the distribution")
+        state = self._state
+        if state != "awake":
+            raise EngineError(f"{self.name}: the engine is {state}")
+        request = _Request(
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling,
+            max_new_tokens=sampling.max_new_tokens,
+            stop_token_ids=stop_token_ids(sampling, self._served.eos_token_ids),
+            stop_strings=stop_strings(sampling, self._served.decode),
+        )
+        work = asyncio.create_task(self._serve(request))
+        self._running[work] = request
+        self._peak = max(self._peak, len(self._running))
         try:
-            return await work
+            await work
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._closed and not (task and task.cancelling()):
+            if self._state == "closed" and not (task and task.cancelling()):
                 raise EngineError("the engine was closed") from None
             raise
         finally:
-            self._work.discard(work)
+            del self._running[work]
+        return request.completion(request.finish_reason)
+
+    async def interrupt(self) -> None:
+        requests = dict(self._running)
+        for request in requests.values():
+            request.interrupted = True
+        tasks = set(requests)
+        while tasks:  # repeated, because the server does not know requests that are on their way to it
+            await self._server.ask("/abort_request", {"abort_all": True})
+            tasks = (await asyncio.wait(tasks, timeout=0.1))[1]
+
+    async def take(self, version: int, offer: Offer) -> None:
+        """Load the weights of an offer of files; requests in flight continue with them. Raises EngineError."""
+        await self._open()
+        async with self._loading:
+            self._offered = version, offer
+            await self._load()
 
     async def sleep(self, level: int = 1) -> None:
-        del level  # what a server does with its memory is its own business
-        if self._work:
-            raise EngineError(f"{len(self._work)} requests are in flight: an engine sleeps when they have ended")
+        del level  # the server keeps its memory
+        if self._running:
+            raise EngineError(f"{len(self._running)} requests are in flight: an engine sleeps when they have ended")
         self._state = "asleep"
 
     async def wake(self) -> None:
         self._state = "awake" if self._state == "asleep" else self._state
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            sampled_tokens=self._sampled,
-            prefilled_tokens=self._prefilled,
-            reused_prompt_tokens=self._reused,
-            peak_running=self._peak,
-        )
+        return EngineStats(**self._counted, peak_running=self._peak)
 
     async def close(self) -> None:
         self._on_close()
         self._state = "closed"
-        work = list(self._work)
+        work = list(self._running)
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
-        await self._part()
-        await self._client.close()
+        await self._server.close()
 
-    async def _part(self) -> None:
-        """What is left to do before the connections close."""
-
-    async def _generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        await self._opened()
-        if not 0 < len(prompt_ids) <= self._longest_prompt:
+    async def _serve(self, request: _Request) -> None:
+        await self._open()
+        prompt = len(request.prompt_ids)
+        if not 0 < prompt <= self._longest_prompt:
             raise UserError(
-                f"a prompt of {len(prompt_ids)} tokens cannot be completed: {self.name} and the model take "
+                f"a prompt of {prompt} tokens cannot be completed: {self.name} and the model take "
                 f"1 to {self._longest_prompt}"
             )
-        task = asyncio.current_task()
-        assert self._places is not None and task is not None
-        request = self._requests[task] = HttpRequest(
-            prompt_ids=tuple(prompt_ids),
-            sampling=sampling,
-            max_new_tokens=min(sampling.max_new_tokens, self._longest - len(prompt_ids)),
-            stop_token_ids=stop_token_ids(sampling, self._served.eos_token_ids),
-            stop_strings=stop_strings(sampling, self._served.decode),
-        )
-        try:
-            async with self._places:
-                if not request.interrupted:
-                    await self._complete(request)
-        except asyncio.CancelledError:
-            if not request.interrupted or self._closed:
-                raise
-            task.uncancel()
-        finally:
-            del self._requests[task]
-        self._sampled += len(request.token_ids)
-        return request.completion(request.finish_reason)
+        request.max_new_tokens = min(request.max_new_tokens, self._longest - prompt)
+        async with self._places:
+            if not request.interrupted:
+                await self._complete(request)
+        self._counted["sampled_tokens"] += len(request.token_ids)
 
-    async def _opened(self) -> None:
-        """Meet the server, once: it answers, and serves this model."""
+    async def _open(self) -> None:
+        """Once, before anything else: check that the server answers and serves this model. Raises UserError."""
         async with self._opening:
             if self._unfit is not None:
                 raise self._unfit
-            if self._places is None:
+            if not self._opened:
                 try:
-                    self._places = asyncio.Semaphore(await self._open())
+                    await self._check_server()
                 except TunesmithError as error:
                     self._unfit = error
                     raise
+                self._opened = True
 
-    def _check_sampling(self, sampling: Sampling) -> None:
-        """Refuse what the server cannot do. Raises UserError."""
-        raise NotImplementedError
-
-    async def _open(self) -> int:
-        """Look at the server and set the limits; how many requests it takes at once.
-
-        Raises:
-            UserError: it does not answer, or serves something else.
-            EngineError: it failed.
-        """
-        raise NotImplementedError
-
-    async def _complete(self, request: HttpRequest) -> None:
-        raise NotImplementedError
-
-    async def _first(self, asked: Coroutine[Any, Any, Any]) -> Any:
-        """The first answer of a server. Raises UserError, with the command that starts one."""
+    async def _check_server(self) -> None:
+        served = self._served
         try:
-            return await asked
+            model, server = [await self._server.info(name, START_PATIENCE) for name in ("model_info", "server_info")]
         except EngineError as error:
-            port = self._client.url.rpartition(":")[2]
-            command = self.launch.format(path=self._served.path, port=port if port.isdigit() else "30000")
-            raise UserError(f"{error}. Start {self.kind} there with: {command}") from error
+            port = self._server.url.rpartition(":")[2]
+            command = LAUNCH["sglang"].format(path=served.path, port=port if port.isdigit() else "30000")
+            raise UserError(f"{error}. Start SGLang there with: {command}") from error
+        if not model.get("is_generation", True):
+            raise UserError(f"{self.name} serves '{model.get('model_path')}', which does not write text")
+        if model.get("model_type", served.model_type) != served.model_type:
+            raise UserError(
+                f"{self.name} serves a '{model['model_type']}' ({model.get('model_path')}); the run's model is a "
+                f"'{served.model_type}' ({served.path}). Start the server with that one"
+            )
+        if not server.get("enable_deterministic_inference"):
+            self._report(
+                f"{self.name} draws without seeds, so the run will not repeat: start it with "
+                "--enable-deterministic-inference where that matters"
+            )
+        if type(most := server.get("max_req_input_len")) is int:
+            # SGLang keeps six places of its memory or context for itself, one of them within a completion.
+            self._longest_prompt = min(self._longest_prompt, most - 1)
+            self._longest = min(self._longest, most + 4)
+        await self._server.go_on()  # a run that was killed may have left it paused
+        await self._check_probe()
 
-    def _check_probe(self, logprob: Any) -> None:
-        """Judge the log-probability of a token drawn at the temperature ``HOT``: of all alike, so 1 / vocabulary.
-
-        Raises:
-            UserError: it is another one.
-        """
+    async def _check_probe(self) -> None:
+        """Refuse a server whose log-probability of a token drawn at the temperature ``HOT`` is not 1 / vocabulary."""
+        probe = await self._server.generate([0], {"temperature": HOT, "max_new_tokens": 1, "ignore_eos": True})
+        logprob: Any = probe.logprobs[0] if probe.logprobs else None
         size = self._served.vocab_size
-        # A tenth more or less: a server in a short number format gives it in three digits.
+        # A server in a short number format gives it in three digits.
         if type(logprob) not in (int, float) or abs(logprob + math.log(size)) > 0.1:
             raise UserError(
                 f"{self.name} does not serve this model: at a temperature of {HOT:g} a token of a vocabulary of {size} "
                 f"has the log-probability {-math.log(size):.2f}, and it answered {logprob!r}. Either its vocabulary is "
                 "another one, or its log-probabilities are not those after the temperature"
             )
+
+    async def _complete(self, request: _Request) -> None:
+        await self._load_first()
+        sampling, written = request.sampling, request.token_ids
+        # Without a seed the server would take the same one for each request.
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % (1 << 63)
+        settings: dict[str, Any] = {
+            **PLAIN,
+            "temperature": sampling.temperature,
+            "sampling_seed": seed,
+            "stop": list(sampling.stop),
+            "stop_token_ids": sorted(request.stop_token_ids),
+            "ignore_eos": sampling.ignore_eos,
+        }
+        spoiled = 0
+        while request.finish_reason == "abort" and not request.interrupted:
+            so_far = [*request.prompt_ids, *written]
+            if len(so_far) > self._longest_prompt and written:
+                request.finish_reason = "length"  # too near to the end of the context to be sent again
+                break
+            await self._not_loading.wait()
+            sent, left = self._weights, request.max_new_tokens - len(written)
+            answer = await self._server.generate(so_far, settings | {"max_new_tokens": left})
+            weights = next((w for w in (sent, self._weights) if w.tag == answer.tag), None)
+            aborted = answer.finish_reason == "abort" and not request.interrupted
+            if weights is None or (aborted and sent == self._weights and self._not_loading.is_set()):
+                spoiled += 1
+            if spoiled > SPOILED:
+                raise EngineError(
+                    f"{self.name}: another client aborts its requests or changes its weights (it has '{answer.tag}' "
+                    f"instead of '{self._weights.tag}'). A server can be used by one run at a time"
+                )
+            if weights is None:
+                await self._load_again(sent, answer.tag)
+            else:
+                self._counted["reused_prompt_tokens"] += 0 if written else answer.cached_tokens
+                self._counted["prefilled_tokens"] += answer.prompt_tokens - answer.cached_tokens
+                self._append(request, answer, weights.version)
+
+    def _append(self, request: _Request, answer: Answer, version: int) -> None:
+        """Append the answer's tokens up to the one that ends the completion. Raises EngineError: one is no token."""
+        for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
+            if type(token_id) is not int or type(logprob) not in (int, float) or not math.isfinite(logprob):
+                url = self._server.url
+                raise EngineError(f"{url} answered the token {token_id!r} with the log-probability {logprob!r}")
+            reason = request.append(token_id, min(0.0, float(logprob)), version)
+            if reason is not None:
+                request.finish_reason = reason
+                return
+        request.finish_reason = answer.finish_reason
+
+    async def _load_first(self) -> None:
+        """Load this run's weights before the first request: the server may have those of another run."""
+        async with self._loading:
+            if self._weights.tag:
+                return
+            if not self._offered[1]:
+                raise EngineError(f"{self.name} was given no weights")
+            await self._load()
+
+    async def _load_again(self, sent: _Weights, tag: str) -> None:
+        async with self._loading:
+            if self._weights == sent:
+                self._report(f"{self.name} has lost its weights (it has '{tag}'): they are loaded again")
+                await self._load()
+
+    async def _load(self) -> None:
+        """Have the server load the offered weights. Raises EngineError."""
+        version, offer = self._offered
+        tag = f"{self._run}-{next(self._loads)}-version-{version}"
+        self._not_loading.clear()
+        try:
+            try:
+                await self._server.load(Path(offer["path"]).parent, tag)
+            except BaseException:
+                with suppress(EngineError):
+                    await self._server.go_on(patience=0.0)
+                raise
+            self._weights = _Weights(tag, version)
+            await self._server.go_on()
+        finally:
+            self._not_loading.set()

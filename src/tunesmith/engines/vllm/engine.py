@@ -1,43 +1,41 @@
 """vLLM in this process, behind the engine port.
 
-All calls into vLLM run on one thread, one after the other: arrivals, aborts and new weights are taken in between
-two of its steps, so a token's version is exactly that of the weights that drew it. A prefix cache entry carries
-the number of the load whose weights made it (``cache_salt``), so that none outlives its weights.
+All calls into vLLM run on its ``StepThread``: arrivals, aborts and new weights are taken in between two steps, so a
+token's version is exactly that of the weights that drew it. A prefix cache entry carries the number of the load whose
+weights made it (``cache_salt``), so that none outlives its weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from tunesmith.engines.base import check_sampling
 from tunesmith.engines.partial import PartialCompletion
 from tunesmith.engines.stats import EngineStats, add_stats
+from tunesmith.engines.step_thread import StepThread
 from tunesmith.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.errors import EngineError, UserError, boundary
 from tunesmith.plan.vllm import LEAST_TEMPERATURE
 from tunesmith.types import Completion, FinishReason, Sampling
 from tunesmith.weights.base import NamedTensors
 
-T = TypeVar("T")
-
 
 @dataclass(slots=True, eq=False)
 class _Request(PartialCompletion):
-    """A request in vLLM, which itself decides when it ends."""
+    """A request in vLLM, which decides when it ends."""
 
-    done: asyncio.Future[Completion]
+    done: Future[Completion] = field(default_factory=Future[Completion], init=False)
 
 
 class _Tally:
-    """What vLLM tells of a step, in the place of its own loggers."""
+    """Receives vLLM's statistics of a step, instead of vLLM's own loggers."""
 
     def __init__(self, kv_bytes: int) -> None:
         self.kv_bytes = kv_bytes
@@ -66,31 +64,30 @@ class _Tally:
 
 
 class VllmEngine:
-    """The real vLLM, colocated with the trainer; ``weights`` is where ``load_weights`` takes the new ones from.
+    """The real vLLM, colocated with the trainer; ``load_weights`` reads the new weights from ``weights``.
 
-    With several ranks each of them calls ``weights`` in a process of its own.
+    With several ranks each of them calls ``weights`` in its own process.
 
     Raises:
         UserError: vLLM is missing, of a version that is not supported, or does not know the model.
-        EngineError: it cannot start, such as for want of memory.
+        EngineError: it cannot start, for example because memory is short.
     """
 
     def __init__(self, settings: VllmSettings, weights: NamedTensors) -> None:
         self._weights, self._sleeps = weights, settings.sleeps
-        self._thread = ThreadPoolExecutor(1, "vllm")
-        self._vllm, context = self._thread.submit(start, settings).result()
+        self._thread = StepThread("vllm", self._step, self._fail)
+        self._vllm, context = self._thread.run(partial(start, settings))
         self._context: int = self._vllm.model_config.max_model_len
-        self._kept_short = self._context < context
+        self._shortened = self._context < context
         self._vllm.logger_manager = self._tally = _Tally(kv_bytes(self._vllm))
-        self._between_steps: deque[Callable[[], None]] = deque()
         self._requests: dict[str, _Request] = {}
         self._numbers = count()
-        self._pump: asyncio.Task[None] | None = None
         self._version = self._loads = 0
         self._state = "awake"
         self._away: list[str] = []
         """Device memory that a sleeping engine has given away."""
-        self._hollow = False
+        self._discarded = False
+        """Whether the weights were discarded and not loaded since."""
         self._stats, self._peak = EngineStats(), 0
 
     @property
@@ -98,28 +95,9 @@ class VllmEngine:
         return self._version
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        check_sampling(sampling)
-        if 0 < sampling.temperature < LEAST_TEMPERATURE:
-            raise UserError(
-                f"sampling.temperature = {sampling.temperature:g}: vLLM would raise it to {LEAST_TEMPERATURE:g}; use 0 "
-                "(greedy), or at least as much"
-            )
-        if not 0 < len(prompt_ids) < self._context:
-            raise UserError(
-                f"a prompt of {len(prompt_ids)} tokens cannot be completed: give 1 to {self._context - 1} "
-                "(vLLM's max_model_len leaves room for at least one more)"
-            )
-        if self._kept_short and len(prompt_ids) + sampling.max_new_tokens > self._context:
-            raise UserError(
-                f"a prompt of {len(prompt_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the KV memory "
-                f"of {self._context} tokens: raise system.kv_memory"
-            )
-        if self._state != "awake":
-            raise EngineError(f"the vLLM engine is {self._state}")
-        if self._hollow:
-            raise EngineError("the vLLM engine discarded its weights (sleep level 2): load_weights comes first")
-        name = str(next(self._numbers))
-        request = _Request(asyncio.get_running_loop().create_future())
+        self._check(len(prompt_ids), sampling)
+        name, request = str(next(self._numbers)), _Request()
+        request.done.set_running_or_notify_cancel()  # the caller may be cancelled, this future not
         self._requests[name] = request
         self._peak = max(self._peak, len(self._requests))
         prompt, parameters = list(prompt_ids), _parameters(sampling)
@@ -130,56 +108,54 @@ class VllmEngine:
                 self._vllm.add_request(name, salted, parameters)
 
         try:
-            await self._call(add)
-            return await request.done
+            await self._thread.call(add)
+            return await asyncio.wrap_future(request.done)
         except BaseException:
-            self._do(lambda: self._vllm.abort_request([name]))
+            if self._state != "closed":
+                self._thread.post(lambda: self._vllm.abort_request([name]))
             raise
         finally:
             del self._requests[name]
 
     async def interrupt(self) -> None:
         requests = dict(self._requests)
-        await self._call(lambda: self._vllm.abort_request(list(requests)))
-        for request in requests.values():
-            if not request.done.done():
-                request.done.set_result(request.completion("abort"))
+
+        def end() -> None:
+            self._vllm.abort_request(list(requests))
+            for request in requests.values():
+                if not request.done.done():
+                    request.done.set_result(request.completion("abort"))
+
+        await self._thread.call(end)
 
     async def load_weights(self, version: int) -> None:
         def load() -> None:
-            self._loads += 1  # also where it fails, and what was cached may be of either
+            self._loads += 1  # also if it fails: cached prefixes may then be of either weights
             if self._away:
-                self._fetch(["weights"])  # the KV memory may stay with the trainer for the while
+                self._fetch(["weights"])  # the trainer may keep the KV memory for now
             self._vllm.collective_rpc(partial(_reload, weights=self._weights))
-            self._version, self._hollow = version, False
+            self._version, self._discarded = version, False
 
-        await self._call(load)
+        await self._thread.call(load)
 
     async def sleep(self, level: int = 1) -> None:
         if self._requests:
             raise EngineError(f"{len(self._requests)} requests are in flight: an engine sleeps when they have ended")
-        if self._state == "closed":
-            raise EngineError("the vLLM engine is closed")
-        self._state, self._hollow = "asleep", self._hollow or level == 2
-        await self._call(lambda: self._lie_down(level))
+
+        def give_away() -> None:
+            self._vllm.reset_prefix_cache()
+            if self._sleeps and not self._away:
+                self._vllm.sleep(level=level)
+                self._away = ["weights", "kv_cache"]
+
+        done = self._thread.post(give_away)
+        self._state, self._discarded = "asleep", self._discarded or level == 2
+        await asyncio.wrap_future(done)
 
     async def wake(self) -> None:
         if self._state == "asleep":
-            await self._call(lambda: self._fetch(list(self._away)))
+            await self._thread.call(lambda: self._fetch(list(self._away)))
             self._state = "awake"
-
-    def _lie_down(self, level: int) -> None:
-        self._vllm.reset_prefix_cache()
-        if self._sleeps and not self._away:
-            self._vllm.sleep(level=level)
-            self._away = ["weights", "kv_cache"]
-
-    def _fetch(self, what: list[str]) -> None:
-        """Take back device memory that sleep gave away: ``weights``, ``kv_cache``."""
-        for tag in what:
-            if tag in self._away:
-                self._vllm.wake_up(tags=[tag])
-                self._away.remove(tag)
 
     def stats(self) -> EngineStats:
         return replace(self._stats, peak_running=self._peak, kv_budget_bytes=self._tally.kv_bytes)
@@ -188,58 +164,57 @@ class VllmEngine:
         if self._state == "closed":
             return
         self._state = "closed"
-        self._fail(EngineError("the vLLM engine was closed"))
-        if self._pump is not None:
-            await asyncio.wait([self._pump])
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._vllm.engine_core.shutdown)
-        self._thread.shutdown()
 
-    async def _call(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, done in between two steps."""
-        if self._state == "closed":
-            raise EngineError("the vLLM engine is closed")
-        done: Future[T] = Future()
-        done.set_running_or_notify_cancel()  # the caller may be cancelled, the work not
+        def end() -> None:
+            self._end(EngineError("the vLLM engine was closed"))
+            self._vllm.engine_core.shutdown()
 
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except Exception as error:
-                done.set_exception(error)
+        await self._thread.close(end)
 
-        self._do(run)
-        return await asyncio.wrap_future(done)
+    def _check(self, prompt: int, sampling: Sampling) -> None:
+        """Refuse a request that cannot be served: UserError, or EngineError in the engine's present state."""
+        check_sampling(sampling)
+        if 0 < sampling.temperature < LEAST_TEMPERATURE:
+            raise UserError(
+                f"sampling.temperature = {sampling.temperature:g}: vLLM would raise it to {LEAST_TEMPERATURE:g}; use 0 "
+                "(greedy), or at least as much"
+            )
+        if not 0 < prompt < self._context:
+            raise UserError(
+                f"a prompt of {prompt} tokens cannot be completed: give 1 to {self._context - 1} "
+                "(vLLM's max_model_len leaves room for at least one more)"
+            )
+        if self._shortened and prompt + sampling.max_new_tokens > self._context:
+            raise UserError(
+                f"a prompt of {prompt} tokens and {sampling.max_new_tokens} new ones do not fit the KV memory "
+                f"of {self._context} tokens: raise system.kv_memory"
+            )
+        if self._state != "awake":
+            raise EngineError(f"the vLLM engine is {self._state}")
+        if self._discarded:
+            raise EngineError("the vLLM engine discarded its weights (sleep level 2): load_weights comes first")
 
-    def _do(self, work: Callable[[], Any]) -> None:
-        self._between_steps.append(work)
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._run())
+    def _fetch(self, parts: list[str]) -> None:
+        """Take back device memory that sleep gave away: ``weights``, ``kv_cache``."""
+        for tag in parts:
+            if tag in self._away:
+                self._vllm.wake_up(tags=[tag])
+                self._away.remove(tag)
 
-    async def _run(self) -> None:
-        """Step while there is something to do. An error of vLLM fails every request in flight."""
-        loop = asyncio.get_running_loop()
-        while self._between_steps or self._requests:
-            try:
-                outputs, step = await loop.run_in_executor(self._thread, self._turn)
-            except Exception as error:
-                self._fail(EngineError(f"vLLM failed: {type(error).__name__}: {error}"))
-                await asyncio.sleep(0)  # they have themselves taken out of vLLM; who waits for other work goes on
-                continue
-            self._stats = add_stats(self._stats, step)
-            for output in outputs:
-                self._deliver(output)
-
-    def _turn(self) -> tuple[list[Any], EngineStats]:
-        while self._between_steps:
-            self._between_steps.popleft()()
+    def _step(self) -> bool:
         if not self._vllm.has_unfinished_requests():
-            return [], EngineStats()
-        self._tally.step, begun = EngineStats(), time.perf_counter()
+            return False
+        self._tally.step, started = EngineStats(), time.perf_counter()
         outputs = self._vllm.step()
-        step, seconds = self._tally.step, time.perf_counter() - begun
+        step, seconds = self._tally.step, time.perf_counter() - started
         prefills = step.prefilled_tokens + step.reused_prompt_tokens > 0
         times = {"prefill_seconds" if prefills else "decode_seconds": seconds}
-        return outputs, replace(step, decode_steps=1, **times)
+        self._stats = add_stats(self._stats, replace(step, decode_steps=1, **times))
+        for output in outputs:
+            self._deliver(output)
+        if any(output.finished for output in outputs):
+            self._thread.wait_for_callers()
+        return self._vllm.has_unfinished_requests()
 
     def _deliver(self, output: Any) -> None:
         request = self._requests.get(output.request_id)
@@ -253,14 +228,20 @@ class VllmEngine:
             reason: FinishReason = new.finish_reason if new.finish_reason in ("stop", "length") else "abort"
             request.done.set_result(request.completion(reason))
 
-    def _fail(self, error: EngineError) -> None:
-        for request in self._requests.values():
+    def _fail(self, cause: Exception) -> None:
+        self._end(EngineError(f"vLLM failed: {type(cause).__name__}: {cause}"))
+
+    def _end(self, error: EngineError) -> None:
+        """Fail every request in flight."""
+        requests = dict(self._requests)
+        for request in requests.values():
             if not request.done.done():
                 request.done.set_exception(error)
+        self._vllm.abort_request(list(requests))
 
 
 def _reload(worker: Any, *, weights: NamedTensors) -> None:
-    """On each rank: its part of the new weights, in the place of the old ones."""
+    """On each rank: replace its part of the weights."""
     worker.reload_weights(weights_iterator=iter(weights()))
 
 
