@@ -91,7 +91,7 @@ def play(
 
     async def run() -> list[Rollout]:
         made = environments.build(tokenizer, prompt_of, chat=chat, max_tokens=max_tokens, model="policy")
-        collector = Collector(engine, scorer or Sum(), made, tokenizer.decode, timeout, concurrency)
+        collector = Collector(engine.generate, scorer or Sum(), made, tokenizer.decode, timeout, concurrency)
         prepared = [with_tools(task) for task in environments.route(tasks)]
         sampling = Sampling(max_new_tokens, seed=1, stop_token_ids=tuple(ends))
         groups = await collector.collect(prepared, sampling, group_size, 0)

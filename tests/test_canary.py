@@ -26,11 +26,10 @@ SAMPLING = Sampling(8, ignore_eos=True, seed=1)
 
 
 class Apart(LocalEngine):
-    """A member with weights of its own; some are kept whatever comes."""
+    """A member of a pool with its own weights; it never updates those in ``keeps``."""
 
-    name = "engine apart"
-
-    def __init__(self, path: Path, dtype: torch.dtype, keeps: Iterable[str] = ()) -> None:
+    def __init__(self, name: str, path: Path, dtype: torch.dtype, keeps: Iterable[str] = ()) -> None:
+        self.name = name
         lm = CausalLM.load(path, dtype=dtype)
         super().__init__(lm, kv_bytes=1 << 20, max_running=4, max_prefill_tokens=64)
         self._own: dict[str, Tensor] = lm.module.state_dict()
@@ -53,11 +52,15 @@ def bench(path: Path, dtype: str = "float32", *keeps: str) -> tuple[EnginePool, 
     backend = backend_of(path, kind)
 
     async def start(number: int) -> Apart:
-        return Apart(path, kind, keeps if number == 1 else ())
+        return Apart(f"engine {number}", path, kind, keeps if number == 1 else ())
 
     pool = EnginePool(start, file_plane(backend.model.module.state_dict().items), size=2)
     learner = learner_of(backend)
-    return pool, Canary(pool, learner, PROMPT, SAMPLING, TOLERANCES[dtype], "by hand"), backend.model
+    return (
+        pool,
+        Canary(lambda: {m.name: m for m in pool.members}, learner, PROMPT, SAMPLING, TOLERANCES[dtype], "by hand"),
+        backend.model,
+    )
 
 
 def change(model: CausalLM) -> None:
@@ -84,7 +87,7 @@ async def test_a_head_that_stays_behind_is_caught(path: Path) -> None:
     await canary.check(1)
     change(model)
     await pool.load_weights(2)
-    with pytest.raises(EngineError, match=r"version 2 .* by hand, engine apart .* 0\.001.* system\.canary"):
+    with pytest.raises(EngineError, match=r"version 2 .* by hand, engine 1 .* 0\.001.* system\.canary"):
         await canary.check(2)
     await pool.close()
 

@@ -42,7 +42,11 @@ def collector(
     engine: Any = None, scorer: Any = None, environments: dict[str, Environment] | None = None, timeout: float = 60.0
 ) -> Collector:
     return Collector(
-        engine or FakeEngine(), scorer or Scorer(), environments or {"single_turn": SingleTurn()}, numbers, timeout
+        (engine or FakeEngine()).generate,
+        scorer or Scorer(),
+        environments or {"single_turn": SingleTurn()},
+        numbers,
+        timeout,
     )
 
 

@@ -77,7 +77,7 @@ def measured(engine: FakeEngine, scorer: Any, **changed: Any) -> tuple[dict[str,
         "weights": {"right": 1.0, "style": 0.0},
         "seed": 3,
     }
-    made = Collector(engine, scorer, {"single_turn": SingleTurn()}, numbers, 60.0)
+    made = Collector(engine.generate, scorer, {"single_turn": SingleTurn()}, numbers, 60.0)
     return asyncio.run(evaluate(made, EvaluationPlan(**{**settings, **changed})))
 
 

@@ -98,7 +98,7 @@ def tasks_of(count: int) -> list[Task]:
 
 
 def answered(path: Path, tasks: Sequence[Task], engine: Any, window: int, n: int = 2) -> list[dict[str, Any]]:
-    collector = Collector(engine, None, {"single_turn": SingleTurn()}, numbers, 60.0)
+    collector = Collector(engine.generate, None, {"single_turn": SingleTurn()}, numbers, 60.0)
     writer = LineWriter(numbers, flat=False, scored=False, logprobs=True)
 
     async def produce(place: int, task: Task) -> RolloutGroup:

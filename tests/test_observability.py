@@ -135,7 +135,7 @@ def test_the_watchdog_names_a_stalled_reward_and_the_run_goes_on() -> None:
 
     async def run() -> list[RolloutGroup]:
         reward, engine = Stalled(), TimedEngine(FakeEngine(), timeline)
-        collector = Collector(engine, reward, {"single_turn": SingleTurn()}, numbers, 60.0, timeline=timeline)
+        collector = Collector(engine.generate, reward, {"single_turn": SingleTurn()}, numbers, 60.0, timeline=timeline)
         with timeline.span(TRAINER, "rollout", waits_for="the rollouts of step 1"):
             collecting = asyncio.create_task(collector.collect([TASK], SAMPLING, 2, seed=0))
             await reward.asked.wait()

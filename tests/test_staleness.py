@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -197,12 +196,8 @@ class Impatient:
         await asyncio.sleep(3600)
 
 
-class Unscored:
-    async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None: ...
-
-
 def play(gate: Gate, environment: Any, timeout: float) -> asyncio.Task[list[RolloutGroup]]:
-    collector = Collector(gate, Unscored(), {"single_turn": environment}, str, timeout)
+    collector = Collector(gate.generate, None, {"single_turn": environment}, str, timeout)
     return asyncio.create_task(collector.collect([Task("t", "p", (1, 2))], asked(3), 1, 0))
 
 

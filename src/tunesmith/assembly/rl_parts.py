@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,9 +18,10 @@ from tunesmith.assembly.processes import make_policy, remote_reward_model, remot
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.assembly.teacher import objective_with_teacher
 from tunesmith.config.schema import RLConfig
-from tunesmith.engines.base import RolloutEngine
+from tunesmith.engines.base import RolloutEngine, Sampler
+from tunesmith.engines.pool import EnginePool
 from tunesmith.environments.loading import EnvironmentSet
-from tunesmith.loop.canary import make_canary
+from tunesmith.loop.canary import TOLERANCES, Canary
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.curriculum import Curriculum
 from tunesmith.loop.evaluate import EvaluationPlan
@@ -31,6 +32,7 @@ from tunesmith.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
 from tunesmith.loop.session import Session
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import optimizer_steps
+from tunesmith.plan.weights import weights_apart
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Sampling, Task
 from tunesmith.weights.far import FarPlane
@@ -65,11 +67,12 @@ async def make_rl_parts(
         tasks = train.loader(shuffle=config.data.shuffle, seed=config.data.seed)
         parts = RLParts(
             config=config,
+            engine=engine,
             sampling=sampling,
             tasks=Curriculum(tasks, resting),
             rewards=rewards,
             collector=Collector(
-                gate or engine,
+                (gate or engine).generate,
                 rewards,
                 make_environments(config, environments, tokenizer, train),
                 decode,
@@ -81,7 +84,7 @@ async def make_rl_parts(
             critic=make_critic(config, session, tokenizer, learner, remote_value),
             kl=KLController.of(config.algorithm.kl),
             evaluation=_evaluation(config, sampling, rewards, run.eval_items) if run.eval_items else None,
-            canary=make_canary(config, engine, learner, train.items[0].prompt_ids),
+            canary=_canary(config, engine, learner, train.items[0].prompt_ids),
             objective=objective_with_teacher(config),
         )
         session.restore(parts.load, parts.take)
@@ -111,6 +114,23 @@ def _learner_and_engine(
         limits,
     )
     return learner, engine
+
+
+def _canary(config: RLConfig, engine: RolloutEngine, learner: Learner, prompt_ids: Sequence[int]) -> Canary | None:
+    """None where trainer and engine share their weights, or ``system.canary`` is off."""
+    system = config.system
+    if not system.canary or not weights_apart(config):
+        return None
+    new = min(8, config.rollout.max_new_tokens)
+    sampling = Sampling(new, temperature=config.rollout.temperature, ignore_eos=True, seed=1)
+    way = f"through system.weight_plane = {system.weight_plane}" if system.weight_plane else f"to {system.engine}"
+
+    def engines() -> Mapping[str, Sampler]:
+        if isinstance(engine, EnginePool):
+            return {member.name: member for member in engine.members}
+        return {"the engine": engine}
+
+    return Canary(engines, learner, prompt_ids[:40], sampling, TOLERANCES[config.model.dtype], way)
 
 
 def _evaluation(config: RLConfig, sampling: Sampling, rewards: RewardSet, tasks: list[Task]) -> EvaluationPlan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tunesmith.algorithms.objective import DistillationObjective, Objective, SFTObjective
@@ -27,7 +26,7 @@ from tunesmith.distributed.local import Processes
 from tunesmith.loop import preference
 from tunesmith.loop.learner import Learner
 from tunesmith.loop.session import Session
-from tunesmith.loop.supervised import SupervisedParts, held_out
+from tunesmith.loop.supervised import SupervisedParts, evaluate
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.memory import keeps_reference
@@ -57,66 +56,62 @@ class Setup(Generic[T]):
             config, self.session, backend, aggregation, config.train.steps, limits=limits, keep_groups=keep_groups
         )
 
+    def parts(
+        self,
+        learner: Learner,
+        objective: Objective,
+        prepare: Callable[[Sequence[T]], Batch],
+        summarise: Callable[[Metrics], Metrics] = dict,
+        *,
+        train: Prepared[T] | None = None,
+        held_out: Sequence[T] | None = None,
+        without: tuple[str, ...] = ("nonfinite",),
+    ) -> SupervisedParts[T]:
+        """The loop's parts. ``train`` and ``held_out`` are the run's data with what was added to it since it was read.
+
+        Args:
+            without: beginnings of the names of metrics that evaluations leave out.
+        """
+        config: RunConfig = self.run.config
+        items, data = held_out or self.run.eval_items, config.data
+        return SupervisedParts(
+            items=(train or self.run.train).loader(config.train.batch_size, shuffle=data.shuffle, seed=data.seed),
+            learner=learner,
+            objective=objective,
+            prepare=prepare,
+            evaluate=partial(evaluate, learner, objective, prepare, items, summarise, without) if items else None,
+            evaluation=config.eval,
+            summarise=summarise,
+        )
+
 
 def make_parts(run: ReadyRun[Any, Any], session: Session, processes: Processes | None) -> SupervisedParts[Any]:
-    """Loads the model, and whatever else the command needs."""
+    """Load the model and everything else that the command needs."""
     return _MAKERS[type(run.config)](Setup(run, session, processes))
 
 
-def _parts(
-    run: ReadyRun[Any, T],
-    learner: Learner,
-    objective: Objective,
-    prepare: Callable[[Sequence[T]], Batch],
-    evaluate: Callable[[], Metrics] | None,
-    *,
-    train: Prepared[T] | None = None,
-    summarise: Callable[[Metrics], Metrics] = dict,
-    save_beside: Callable[[Path], None] | None = None,
-    describe: Callable[[Path], None] | None = None,
-) -> SupervisedParts[T]:
-    """The loop's parts. ``train`` is the run's data with what was added to it since it was read."""
-    config: RunConfig = run.config
-    return SupervisedParts(
-        items=(train or run.train).loader(config.train.batch_size, shuffle=config.data.shuffle, seed=config.data.seed),
-        learner=learner,
-        objective=objective,
-        prepare=prepare,
-        evaluate=evaluate,
-        evaluation=config.eval,
-        summarise=summarise,
-        save_beside=save_beside,
-        describe=describe,
-    )
-
-
 def _sft(setup: Setup[Sample]) -> SupervisedParts[Sample]:
-    run, learner, objective = setup.run, setup.learner(_language_model, "token_mean"), SFTObjective()
-    evaluate = partial(held_out, learner, objective, run.eval_items) if run.eval_items else None
-    return _parts(run, learner, objective, Batch.of, evaluate)
+    learner = setup.learner(_language_model, "token_mean")
+    return setup.parts(learner, SFTObjective(), Batch.of, without=("nonfinite", "nll"))  # nll is the loss
 
 
 def _distill(setup: Setup[Sample]) -> SupervisedParts[Sample]:
-    run, learner = setup.run, setup.learner(_student, "token_mean")
-    objective, names = DistillationObjective(run.config.distill.alpha), ("loss", "nll", "teacher_kl")
-    evaluate = partial(held_out, learner, objective, run.eval_items, names) if run.eval_items else None
-    return _parts(run, learner, objective, Batch.of, evaluate)
+    learner = setup.learner(_student, "token_mean")
+    return setup.parts(learner, DistillationObjective(setup.run.config.distill.alpha), Batch.of)
 
 
 def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
-    run, config, held_out = setup.run, setup.run.config, setup.run.eval_items
+    run, config = setup.run, setup.run.config
     padding = padding_token(run.tokenizer, run.train.items)
     learner = setup.learner(partial(_reward_model, padding=padding), keep_groups=True)
     objective = RewardObjective(margins=config.rm.loss == "sigmoid")
-    prepare, summarise = preference.pair_batch, preference.with_reward_std
-    evaluate = describe = None
-    if held_out is not None:
-        measure = partial(preference.evaluate, learner, objective, prepare, held_out, summarise)
-        evaluate = preference.Latest(measure, learner.backend)
-        # Of the weights that are saved as the model, and not of their average.
-        stats = measure if config.eval.use_ema else evaluate
-        describe = partial(preference.write_reward_stats, stats, STATS_FILE)
-    return _parts(run, learner, objective, prepare, evaluate, summarise=summarise, describe=describe)
+    parts = setup.parts(learner, objective, preference.pair_batch, preference.with_reward_std)
+    if parts.evaluate is None:
+        return parts
+    latest = preference.Latest(parts.evaluate, learner.backend)
+    # The statistics are those of the saved weights, not of their average.
+    measure = parts.evaluate if config.eval.use_ema else latest
+    return replace(parts, evaluate=latest, describe=partial(preference.write_reward_stats, measure, STATS_FILE))
 
 
 def padding_token(tokenizer: Any, items: Sequence[Comparison]) -> str | None:
@@ -145,12 +140,9 @@ def _kto(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
 
 
 def _prm(setup: Setup[Solution]) -> SupervisedParts[Solution]:
-    run = setup.run
-    good, bad = label_tokens(run.config, run.tokenizer)
-    learner, objective = setup.learner(_language_model, keep_groups=True), StepObjective()
-    prepare = partial(preference.step_pairs, good=good, bad=bad)
-    evaluate = partial(preference.evaluate, learner, objective, prepare, run.eval_items) if run.eval_items else None
-    return _parts(run, learner, objective, prepare, evaluate)
+    good, bad = label_tokens(setup.run.config, setup.run.tokenizer)
+    learner = setup.learner(_language_model, keep_groups=True)
+    return setup.parts(learner, StepObjective(), partial(preference.step_pairs, good=good, bad=bad))
 
 
 def _reference_parts(
@@ -163,16 +155,14 @@ def _reference_parts(
     beforehand: bool,
 ) -> SupervisedParts[Comparison]:
     """With the reference scored batch by batch, or ``beforehand`` for all data and held-out data."""
-    run, train, held_out = setup.run, setup.run.train, setup.run.eval_items
-    save_beside: Callable[[Path], None] | None = None
-    if beforehand:
-        references = preference.References(learner, setup.session.resume_from)
-        train = replace(train, items=references.attach("train", train.items))
-        if held_out is not None:
-            held_out = references.attach("eval", held_out)
-        save_beside = references.save
-    measure = partial(preference.evaluate, learner, objective, prepare, held_out, summarise) if held_out else None
-    return _parts(run, learner, objective, prepare, measure, train=train, summarise=summarise, save_beside=save_beside)
+    if not beforehand:
+        return setup.parts(learner, objective, prepare, summarise)
+    references = preference.References(learner, setup.session.resume_from)
+    train, held_out = setup.run.train, setup.run.eval_items
+    train = replace(train, items=references.attach("train", train.items))
+    held_out = references.attach("eval", held_out) if held_out is not None else None
+    parts = setup.parts(learner, objective, prepare, summarise, train=train, held_out=held_out)
+    return replace(parts, save_beside=references.save)
 
 
 # What each rank of a trainer builds

@@ -19,10 +19,6 @@ from tunesmith.errors import ConfigError
 from tunesmith.types import Sample
 
 
-def _load_answers(_: RunConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Sample]:
-    return load_samples(data, source, tokenizer)
-
-
 def _load_rm(config: RMConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
     from tunesmith.models.score_model import whole_sequence
 
@@ -39,10 +35,6 @@ def _load_rm(config: RMConfig, tokenizer: Tokenizer, data: DataSection, source: 
 def _load_dpo(config: DPOConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
     room, share = known(config.system, "max_tokens_per_microbatch"), config.system.share_prompts
     return load_pairs(data, source, tokenizer, room=room, share=share)
-
-
-def _load_kto(_: KTOConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
-    return load_judged(data, source, tokenizer)
 
 
 def _load_prm(config: PRMConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Solution]:
@@ -63,18 +55,15 @@ def label_tokens(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, int]:
     return ids[0][0], ids[1][0]
 
 
-def _answer_sizes(_: RunConfig, sample: Sample) -> tuple[int, int]:
-    return len(sample.token_ids), len(sample.token_ids)
-
-
 def _pair_sizes(config: RMConfig | DPOConfig, item: Comparison) -> tuple[int, int]:
     extra = int(isinstance(config, RMConfig))
     longest = max(len(sample.token_ids) for sample in item.samples) - extra
     return longest, num_forest_tokens(Batch.of(item.samples), share=config.system.share_prompts)
 
 
-def _single_sizes(_: KTOConfig, item: Comparison) -> tuple[int, int]:
-    longest = max(len(sample.token_ids) for sample in item.samples)
+def _single_sizes(_: RunConfig, item: Sample | Comparison) -> tuple[int, int]:
+    samples = item.samples if isinstance(item, Comparison) else [item]
+    longest = max(len(sample.token_ids) for sample in samples)
     return longest, longest
 
 
@@ -96,11 +85,15 @@ class TrainingData:
     """What the best checkpoint is judged by where the run file does not say."""
 
 
+_ANSWERS = TrainingData(
+    lambda _, tokenizer, data, source: load_samples(data, source, tokenizer), _single_sizes, "eval/loss"
+)
+
 TRAINING_DATA: dict[type[RunConfig], TrainingData] = {
-    SFTConfig: TrainingData(_load_answers, _answer_sizes, "eval/loss"),
-    OfflineDistillConfig: TrainingData(_load_answers, _answer_sizes, "eval/loss"),
+    SFTConfig: _ANSWERS,
+    OfflineDistillConfig: _ANSWERS,
     RMConfig: TrainingData(_load_rm, _pair_sizes),
     DPOConfig: TrainingData(_load_dpo, _pair_sizes),
-    KTOConfig: TrainingData(_load_kto, _single_sizes),
+    KTOConfig: TrainingData(lambda _, tokenizer, data, source: load_judged(data, source, tokenizer), _single_sizes),
     PRMConfig: TrainingData(_load_prm, _step_sizes),
 }

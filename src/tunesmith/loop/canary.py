@@ -1,38 +1,35 @@
-"""Compares the engines' log-probabilities with the trainer's after every sync of weights."""
+"""Compares the engines' log-probabilities with the trainer's each time after weights are synced."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
 
-from tunesmith.config.schema import RLConfig
 from tunesmith.data.batch import Batch
-from tunesmith.engines.base import Member, RolloutEngine
+from tunesmith.engines.base import Sampler
 from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.loop.collect import all_or_error
 from tunesmith.loop.learner import Learner, Metrics
-from tunesmith.plan.weights import weights_apart
 from tunesmith.types import Completion, Sample, Sampling
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2}
 """Greatest difference of a token's log-probability that counts as rounding. Measured on tiny models in bfloat16: at
 most 0.02, also with vLLM; a tied head that was not updated differs by 0.8 (docs/weights.md)."""
-PROMPT_TOKENS, NEW_TOKENS = 40, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
     """Compares each engine with the trainer on a few tokens that the engine samples after one prompt.
 
-    The prompt is always the same, so that a cache that outlived its weights shows too. The run's seeds are not used.
-    Where rollouts are played ahead, these tokens are counted among the sampled ones.
+    The prompt is always the same, so that a cache of older weights shows too. The run's seeds are not used. Where
+    rollouts are played ahead, these tokens are counted among the sampled ones.
     """
 
-    engine: RolloutEngine
-    """One engine; or a pool, whose ``members`` are compared one by one."""
+    engines: Callable[[], Mapping[str, Sampler]]
+    """The engines at work now, by name."""
     learner: Learner
     prompt_ids: Sequence[int]
     sampling: Sampling
@@ -46,13 +43,9 @@ class Canary:
         Raises:
             EngineError: it exceeds rounding, or an engine samples with another version.
         """
-        members = self._members()
-        answers = await all_or_error([_ask(m, self.prompt_ids, self.sampling) for m in members])
-        written = {
-            getattr(m, "name", "the engine"): done
-            for m, done in zip(members, answers, strict=True)
-            if done and done.token_ids
-        }
+        engines = self.engines()
+        answers = await all_or_error([self._ask(engine) for engine in engines.values()])
+        written = {name: done for name, done in zip(engines, answers, strict=True) if done and done.token_ids}
         if not written:  # every engine has just died; the next request replaces it
             return {}
         for name, done in written.items():
@@ -64,8 +57,12 @@ class Canary:
             raise EngineError(self._reason(worst, version, differences[worst]))
         return {"canary": differences[worst]}
 
-    def _members(self) -> Sequence[Member | RolloutEngine]:
-        return getattr(self.engine, "members", [self.engine])
+    async def _ask(self, engine: Sampler) -> Completion | None:
+        """None if the engine has died."""
+        try:
+            return await engine.generate(self.prompt_ids, self.sampling)
+        except EngineLostError:
+            return None
 
     def _differences(self, written: Sequence[Completion]) -> list[float]:
         prompt = list(self.prompt_ids)
@@ -87,26 +84,3 @@ class Canary:
             "cache that outlived its weights, or an engine with another model or number format. Compare with "
             'system.engine = "local" and system.engine_process = false; system.canary = false turns this check off.'
         )
-
-
-def make_canary(config: RLConfig, engine: RolloutEngine, learner: Learner, prompt_ids: Sequence[int]) -> Canary | None:
-    """None where trainer and engine share their weights, or ``system.canary`` is off.
-
-    Args:
-        prompt_ids: a prompt of the run; its first tokens are used.
-    """
-    system = config.system
-    if not system.canary or not weights_apart(config):
-        return None
-    new = min(NEW_TOKENS, config.rollout.max_new_tokens)
-    sampling = Sampling(new, temperature=config.rollout.temperature, ignore_eos=True, seed=1)
-    way = f"through system.weight_plane = {system.weight_plane}" if system.weight_plane else f"to {system.engine}"
-    return Canary(engine, learner, prompt_ids[:PROMPT_TOKENS], sampling, TOLERANCES[config.model.dtype], way)
-
-
-async def _ask(member: Member | RolloutEngine, prompt_ids: Sequence[int], sampling: Sampling) -> Completion | None:
-    """None where the engine has died."""
-    try:
-        return await member.generate(prompt_ids, sampling)
-    except EngineLostError:
-        return None

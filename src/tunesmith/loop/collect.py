@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
-from tunesmith.engines.base import RolloutEngine
 from tunesmith.environments.base import Environment, Generate
 from tunesmith.errors import EngineError, EpisodeError, UserError
 from tunesmith.loop.gate import DEADLINE
@@ -18,6 +17,9 @@ from tunesmith.monitor.timeline import REWARD, ROLLOUTS, Timeline
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 T = TypeVar("T")
+
+Complete = Callable[[Sequence[int], Sampling], Awaitable[Completion]]
+"""The method ``generate`` of an engine."""
 
 
 class Scorer(Protocol):
@@ -28,9 +30,9 @@ class Scorer(Protocol):
 
 @dataclass(slots=True)
 class Collector:
-    """Plays tasks with an engine; finished groups are scored while others still play."""
+    """Plays tasks; finished groups are scored while others still play."""
 
-    engine: RolloutEngine
+    complete: Complete
     scorer: Scorer | None
     """None leaves the rollouts without a reward."""
     environments: Mapping[str, Environment]
@@ -111,7 +113,7 @@ class Collector:
                 stop=sampling.stop + stop,
                 seed=seed if seed is None or number == 0 else derive_seed(seed, number),
             )
-            return await self.engine.generate(prompt_ids, changed)
+            return await self.complete(prompt_ids, changed)
 
         return generate
 

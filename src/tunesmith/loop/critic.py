@@ -1,10 +1,9 @@
-"""The critic of PPO: a value model beside the policy, or a value head on the policy's own trunk."""
+"""The critic of PPO: a value model next to the policy, or a value head on the policy's trunk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ DIRECTORY = "critic"
 
 @dataclass(frozen=True, slots=True)
 class Critic:
-    """Says what each state is worth, and learns what it was."""
+    """Predicts the value of each state, and learns from the returns."""
 
     learner: Learner
     """The critic's, with its model, optimizer and schedule; the policy's where they share a trunk."""
@@ -27,27 +26,23 @@ class Critic:
     """Over one rollout batch; of a critic with its own model."""
     clip: float | None
     trunk_coef: float | None = None
-    """Weight of the value loss in the policy's objective; None: the critic has its own model."""
-
-    @property
-    def shares_trunk(self) -> bool:
-        """Whether the values come from a head on the policy's model, which is saved and trained with it."""
-        return self.trunk_coef is not None
+    """Weight of the value loss in the policy's objective, where the values come from a head on the policy's model,
+    which is trained and saved with it; None: the critic has its own model."""
 
     def values(self, batch: Batch, *, ends: bool) -> tuple[Floats, Floats]:
-        """What the state before each prediction is worth ``[N]``, and the one after each sample's last token ``[S]``.
+        """Values of the state before each prediction ``[N]``, and of the one after each sample's last token ``[S]``.
 
         Args:
-            ends: whether the latter is asked for; else it is zero.
+            ends: whether to compute the latter; else they are zero.
         """
-        found = self.learner.score(batch, "values", ends=ends)
-        after = found[batch.num_predictions :] if ends else np.zeros(batch.num_samples)
-        return found[: batch.num_predictions], after
+        values = self.learner.score(batch, "values", ends=ends)
+        after = values[batch.num_predictions :] if ends else np.zeros(batch.num_samples)
+        return values[: batch.num_predictions], after
 
     def learn(self, batch: Batch, batch_size: int, seed: int) -> Metrics:
         """Optimizer steps towards the batch's ``returns``; on a shared trunk the policy's steps take them."""
         metrics = value_metrics(batch)
-        if not self.shares_trunk:
+        if self.trunk_coef is None:
             objective = ValueObjective(self.clip)
             learned = self.learner.update(batch, objective, batch_size=batch_size, passes=self.passes, seed=seed)
             del learned["loss"]  # It is value_loss.
@@ -59,22 +54,17 @@ class Critic:
         return policy if self.trunk_coef is None else ActorCriticObjective(policy, self.clip, self.trunk_coef)
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
-        if not self.shares_trunk:
+        if self.trunk_coef is None:
             self.learner.backend.save(directory / DIRECTORY, model_only=model_only)
 
     def load(self, directory: Path) -> None:
-        if not self.shares_trunk:
-            if not (directory / DIRECTORY).is_dir():
-                raise CheckpointError(
-                    f"{directory} holds no critic: it is of a run without one. Start a new run from its model."
-                )
-            self.learner.backend.load(directory / DIRECTORY)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"max_tokens": self.learner.max_tokens}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.learner.resume(state["max_tokens"])
+        if self.trunk_coef is not None:
+            return
+        if not (directory / DIRECTORY).is_dir():
+            raise CheckpointError(
+                f"{directory} holds no critic: it is of a run without one. Start a new run from its model."
+            )
+        self.learner.backend.load(directory / DIRECTORY)
 
 
 def value_metrics(batch: Batch) -> Metrics:

@@ -60,9 +60,6 @@ class Curriculum:
         self._rest_until.pop(task.id, None)
         return task
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.snapshot()()
-
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """A function that returns the state of this moment, whenever it is called."""
         drawn, left, resting = self.loader.state_dict(), [*self._unsettled, *self._again], dict(self._rest_until)

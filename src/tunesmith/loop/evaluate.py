@@ -39,8 +39,10 @@ async def evaluate(collector: Collector, plan: EvaluationPlan) -> tuple[dict[str
     if plan.samples > 1:
         drawing = replace(plan.sampling, temperature=plan.temperature)
         groups = await collector.collect(plan.tasks, drawing, plan.samples, plan.seed)
+        # A failed rollout counts as not passed: leaving it out would overrate the policy.
+        passed = [sum(passes(r, plan.weights) for r in g.usable) for g in groups]
         for k in plan.pass_at:
-            metrics[f"eval/pass@{k}"] = float(np.mean([_group_pass(g, k, plan.weights) for g in groups]))
+            metrics[f"eval/pass@{k}"] = float(np.mean([pass_at_k(plan.samples, n, k) for n in passed]))
     return metrics, greedy
 
 
@@ -56,12 +58,6 @@ def passes(rollout: Rollout, weights: Mapping[str, float]) -> bool:
     applied = [weights.get(name, 1.0) for name, value in rollout.rewards.items() if value is not None]
     full = sum(w for w in applied if w > 0) if applied else 1.0
     return rollout.reward is not None and rollout.reward >= full - ROUNDING
-
-
-def _group_pass(group: RolloutGroup, k: int, weights: Mapping[str, float]) -> float:
-    # A failed rollout counts as not passed: leaving it out would overrate the policy.
-    passed = sum(passes(r, weights) for r in group.usable)
-    return pass_at_k(len(group.rollouts), passed, k)
 
 
 def _greedy_metrics(groups: Sequence[RolloutGroup], weights: Mapping[str, float]) -> dict[str, float]:

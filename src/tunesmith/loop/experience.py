@@ -44,12 +44,15 @@ def make_experience(
     greedy = [group.greedy and _shaped(group.greedy, algorithm, max_new_tokens) for group in groups]
     paid: list[Floats | None] = [None] * len(rollouts)
     if algorithm.advantage.by_turn:
-        paid = [_turn_rewards(rollout) for rollout in rollouts]
-        rewards = [r if p is None else r - float(p.sum()) for r, p in zip(rewards, paid, strict=True)]
+        turns = [np.array([reward for record in r.records for reward in record.token_rewards]) for r in rollouts]
+        paid = [own if own.any() else None for own in turns]
+        rewards = [r - float(t.sum()) for r, t in zip(rewards, turns, strict=True)]
     if algorithm.reference:
         batch.add("ref_logprobs", learner.score(batch, reference=True))
         if isinstance(algorithm.kl, KLInReward):
-            penalty = by_rollout(batch, _kl_penalty(batch, algorithm.kl.estimator, kl_coef))
+            kl = kl_values(batch.columns["old_logprobs"], batch.columns["ref_logprobs"], algorithm.kl.estimator)
+            # A KL that is not a number costs nothing; the loss leaves that token out.
+            penalty = by_rollout(batch, np.nan_to_num(-kl_coef * kl))
             paid = [k if p is None else p + k for p, k in zip(paid, penalty, strict=True)]
     outcomes = [
         Outcome(
@@ -107,18 +110,6 @@ def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) 
         longest = max((turn.stop - turn.start for record in rollout.records for turn in record.turns), default=0)
         reward += algorithm.overlong.penalty(longest, max_new_tokens)
     return clip_reward(reward, *algorithm.reward_clip) if algorithm.reward_clip else reward
-
-
-def _turn_rewards(rollout: Rollout) -> Floats | None:
-    """What was paid on the way, at the last token of each turn; None where nothing was."""
-    paid = np.array([reward for record in rollout.records for reward in record.token_rewards])
-    return paid if paid.any() else None
-
-
-def _kl_penalty(batch: Batch, estimator: str, coef: float) -> Floats:
-    kl = kl_values(batch.columns["old_logprobs"], batch.columns["ref_logprobs"], estimator)
-    # Where one is not a number there is nothing to pay; the loss leaves that token out.
-    return np.nan_to_num(-coef * kl)
 
 
 def _valued(

@@ -1,4 +1,4 @@
-"""An engine whose requests can be held while weights change or the trainer needs the device.
+"""Holds requests to an engine while weights change or the trainer needs the device.
 
 A rollout's deadline counts the time that it plays, and stands still while its request is held::
 
@@ -16,20 +16,19 @@ from contextvars import ContextVar
 from dataclasses import replace
 
 from tunesmith.engines.base import RolloutEngine
-from tunesmith.engines.stats import EngineStats
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.types import Completion, Sampling
 
 DEADLINE: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
-"""The deadline of the rollout that is calling the engine, in whichever task the call is made. ``Collector`` sets it."""
+"""The deadline of the rollout that calls the engine, in any task. ``Collector`` sets it."""
 
 
 class Gate:
-    """A ``RolloutEngine`` in front of another one, ``engine``.
+    """Passes requests on to ``engine``. Callers of ``generate`` notice neither new weights nor a hold.
 
-    With ``partial``, new weights are loaded under the requests in flight, whose tokens then come from several
-    versions. Otherwise loading waits until those have ended, while new requests wait. ``hold`` interrupts the requests
-    in flight; after ``release`` they continue from the tokens they have. Callers notice neither.
+    With ``partial``, new weights are loaded while requests are in flight; their tokens then come from several versions.
+    Otherwise loading waits until those requests have ended, and new requests wait until ``release``. ``hold``
+    interrupts the requests in flight; after ``release`` they continue from the tokens they have.
     """
 
     def __init__(self, engine: RolloutEngine, *, partial: bool) -> None:
@@ -40,10 +39,6 @@ class Gate:
         self._idle.set()
         self._running = 0
 
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         done = Completion([], [], [], "abort")
         while done.finish_reason == "abort":
@@ -51,7 +46,7 @@ class Gate:
             more = await self._ask([*prompt_ids, *done.token_ids], _rest(sampling, len(done.token_ids)))
             keep = len(more.token_ids)
             if more.finish_reason == "abort" and sampling.stop:
-                # Tokens that may begin a stop string are sampled again, so that one across the seam is found.
+                # Tokens that may begin a stop string are sampled again, so that the engine finds it whole.
                 keep = max(0, keep - max(map(len, sampling.stop)))
             done = Completion(
                 [*done.token_ids, *more.token_ids[:keep]],
@@ -73,26 +68,11 @@ class Gate:
     def release(self) -> None:
         self._open.set()
 
-    async def interrupt(self) -> None:
-        await self.engine.interrupt()
-
     async def load_weights(self, version: int) -> None:
         if not self._partial:
             self._open.clear()
             await self._idle.wait()
         await self.engine.load_weights(version)
-
-    async def sleep(self, level: int = 1) -> None:
-        await self.engine.sleep(level)
-
-    async def wake(self) -> None:
-        await self.engine.wake()
-
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
-
-    async def close(self) -> None:
-        await self.engine.close()
 
     async def _enter(self) -> None:
         """Wait while requests are held; the rollout's deadline stands still."""

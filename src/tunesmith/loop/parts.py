@@ -24,9 +24,10 @@ from tunesmith.types import Sampling
 
 @dataclass(frozen=True, slots=True)
 class RLParts:
-    """What the loop is given; built by ``tunesmith.assembly``."""
+    """Everything that ``rl.run`` works with; ``tunesmith.assembly`` builds it."""
 
     config: RLConfig
+    engine: RolloutEngine
     sampling: Sampling
     tasks: Curriculum
     rewards: RewardSet
@@ -38,11 +39,7 @@ class RLParts:
     canary: Canary | None = None
     """Compares sampler and trainer after each sync, where they do not share their weights."""
     objective: Objective | None = None
-    """Minimised on the samples in place of the algorithm's loss."""
-
-    @property
-    def engine(self) -> RolloutEngine:
-        return self.collector.engine
+    """Minimised instead of the algorithm's loss."""
 
     @property
     def backend(self) -> TrainBackend:
@@ -50,7 +47,7 @@ class RLParts:
 
     @property
     def backends(self) -> list[TrainBackend]:
-        """The policy's, and the critic's where it has its own model."""
+        """The policy's, and the critic's if it has its own model."""
         critic = self.critic and self.critic.learner.backend
         return [self.backend] if critic is None or critic is self.backend else [self.backend, critic]
 
@@ -65,12 +62,12 @@ class RLParts:
             part.load(directory)
 
     def state(self) -> Callable[[], dict[str, Any]]:
-        """What else the loop needs to continue from here; composed when it is called."""
+        """What else the loop needs to continue from this moment, as a function that composes it later."""
         tasks = self.tasks.snapshot()
         rest = {
             "max_tokens": self.learner.max_tokens,
             "kl": self.kl.state_dict(),
-            "critic": self.critic.state_dict() if self.critic else None,
+            "critic": {"max_tokens": self.critic.learner.max_tokens} if self.critic else None,
         }
         return lambda: {"tasks": tasks(), **rest}
 
@@ -80,9 +77,9 @@ class RLParts:
         self.learner.resume(state["max_tokens"])
         self.kl.load_state_dict(state["kl"])
         if self.critic:
-            self.critic.load_state_dict(state["critic"])
+            self.critic.learner.resume(state["critic"]["max_tokens"])
 
     def give_up(self) -> None:
-        """Take back what a step that was interrupted has changed."""
+        """Undo what an interrupted step has changed."""
         for backend in self.backends:
             backend.give_up()

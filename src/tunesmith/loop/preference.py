@@ -1,7 +1,4 @@
-"""What reward models, DPO, KTO and process reward models put before and after an optimizer step.
-
-The step itself, and the loop around it, are those of supervised training.
-"""
+"""What reward models, DPO, KTO and process reward models add to supervised training: batches and metrics."""
 
 from __future__ import annotations
 
@@ -10,13 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tunesmith.algorithms.objective import Objective
 from tunesmith.algorithms.preference import REFERENCE, add_kto_columns, add_reference
 from tunesmith.backends.base import Metrics, TrainBackend
 from tunesmith.data.batch import Batch, Floats
@@ -26,11 +21,9 @@ from tunesmith.errors import CheckpointError, boundary
 from tunesmith.loop.learner import Learner
 from tunesmith.types import Sample
 
-T = TypeVar("T")
-
 REFERENCE_FILE = "reference.safetensors"
 SCORED_AT_ONCE = 1024
-"""Comparisons that are scored beforehand in one go; what memory cuts short starts again from there."""
+"""Comparisons that are scored together beforehand; if memory runs out, only these are scored again."""
 
 
 def pair_batch(items: Sequence[Comparison]) -> Batch:
@@ -44,24 +37,25 @@ def pair_batch(items: Sequence[Comparison]) -> Batch:
 
 def reference_pairs(learner: Learner, items: Sequence[Comparison]) -> Batch:
     """Pairs for DPO, with the reference's log-probabilities."""
-    batch = pair_batch(items)
-    add_reference(batch, reference_logprobs(learner, batch))
+    batch = _referenced(learner, items)
+    add_reference(batch, batch.per_sample[REFERENCE])
     return batch
 
 
 def judged_answers(learner: Learner, items: Sequence[Comparison]) -> Batch:
-    """Answers for KTO, with what ``KTOObjective`` compares them with. The second of each item is its mismatch."""
-    both = pair_batch(items)
-    both.add_per_sample(REFERENCE, reference_logprobs(learner, both))
+    """Answers for KTO, with the columns that ``KTOObjective`` reads. The second sample of each item is its mismatch."""
+    both = _referenced(learner, items)
     answers, others = both.take(np.arange(0, 2 * len(items), 2)), both.take(np.arange(1, 2 * len(items), 2))
     add_kto_columns(answers, sequence_logprobs(learner, others) - others.per_sample[REFERENCE])
     return answers
 
 
-def reference_logprobs(learner: Learner, batch: Batch) -> Floats:
-    """The reference's ``Σ logπ`` of each sample, ``[S]``: the batch's, or scored now where it has none."""
-    known = batch.per_sample.get(REFERENCE)
-    return sequence_logprobs(learner, batch, reference=True) if known is None else known
+def _referenced(learner: Learner, items: Sequence[Comparison]) -> Batch:
+    """The items' batch with the reference's ``Σ logπ`` of each sample, which is scored now if the items have none."""
+    batch = pair_batch(items)
+    if REFERENCE not in batch.per_sample:
+        batch.add_per_sample(REFERENCE, sequence_logprobs(learner, batch, reference=True))
+    return batch
 
 
 def sequence_logprobs(learner: Learner, batch: Batch, *, reference: bool = False) -> Floats:
@@ -84,27 +78,15 @@ def step_pairs(items: Sequence[Solution], good: int, bad: int) -> Batch:
     return batch
 
 
-def evaluate(
-    learner: Learner,
-    objective: Objective,
-    prepare: Callable[[Sequence[T]], Batch],
-    items: Sequence[T],
-    summarise: Callable[[Metrics], Metrics] = dict,
-) -> Metrics:
-    """The objective's metrics over the held-out set as one batch, as ``eval/…``."""
-    metrics = summarise(learner.evaluate(prepare(items), objective))
-    return {f"eval/{name}": value for name, value in metrics.items() if not name.startswith("nonfinite")}
-
-
 def with_reward_std(metrics: Metrics) -> Metrics:
-    """``rewards/std`` in the place of the mean square."""
-    square, mean = metrics["rewards/square"], metrics["rewards/mean"]
-    others = {name: value for name, value in metrics.items() if name != "rewards/square"}
-    return {**others, "rewards/std": math.sqrt(max(0.0, square - mean * mean))}
+    """``rewards/std`` instead of the mean square."""
+    others = dict(metrics)
+    variance = others.pop("rewards/square") - others["rewards/mean"] ** 2
+    return {**others, "rewards/std": math.sqrt(max(0.0, variance))}
 
 
 def with_margin(metrics: Metrics) -> Metrics:
-    """``margin``: how far the desirable answers' mean reward lies above the others', where there are both."""
+    """``margin``: mean reward of the desirable answers less that of the others, where there are both."""
     if not {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
         return metrics
     return {**metrics, "margin": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
@@ -112,7 +94,7 @@ def with_margin(metrics: Metrics) -> Metrics:
 
 @dataclass(slots=True)
 class Latest:
-    """An evaluation that is made once for each version of the weights."""
+    """Runs an evaluation once for each version of the weights."""
 
     measure: Callable[[], Metrics]
     backend: TrainBackend
@@ -126,7 +108,7 @@ class Latest:
 
 
 def write_reward_stats(evaluation: Callable[[], Metrics], file: str, checkpoint: Path) -> None:
-    """Mean and deviation of the held-out answers' rewards beside the model, for who normalises by them."""
+    """Write mean and deviation of the held-out answers' rewards next to the model, to normalise by them."""
     metrics = evaluation()
     stats = {"mean": metrics["eval/rewards/mean"], "std": metrics["eval/rewards/std"]}
     (checkpoint / "model" / file).write_text(json.dumps(stats) + "\n", encoding="utf-8")
@@ -134,26 +116,26 @@ def write_reward_stats(evaluation: Callable[[], Metrics], file: str, checkpoint:
 
 @dataclass(slots=True)
 class References:
-    """Log-probabilities of whole data sets under the model as it is before training, by a name for each set.
+    """Log-probabilities of whole data sets under the model before training, by the name of each set.
 
-    They are saved with every checkpoint: the model they came from is not there any more when a run resumes, and
-    scored again in other micro-batches they would differ by rounding.
+    Each checkpoint has them: when a run resumes, the model before training is no longer in memory, and scores from
+    other micro-batches would differ by rounding.
     """
 
     learner: Learner
     checkpoint: Path | None
-    found: dict[str, Floats] = field(default_factory=dict[str, "Floats"])
+    logprobs: dict[str, Floats] = field(default_factory=dict[str, "Floats"])
     fingerprints: dict[str, str] = field(default_factory=dict[str, str])
 
     def attach(self, name: str, items: Sequence[Comparison]) -> list[Comparison]:
-        """The items with the reference's value for each sequence: the checkpoint's, if they are of the same tokens."""
+        """The items with the reference's value for each sequence: the checkpoint's if it has the same tokens."""
         fingerprint = fingerprint_of([[s.token_ids, s.loss_mask] for item in items for s in item.samples])
         values = self._saved(name, fingerprint)
         if values is None:
             starts = range(0, len(items), SCORED_AT_ONCE)
             parts = [sequence_logprobs(self.learner, pair_batch(items[at : at + SCORED_AT_ONCE])) for at in starts]
             values = np.concatenate(parts)
-        self.found[name], self.fingerprints[name] = values, fingerprint
+        self.logprobs[name], self.fingerprints[name] = values, fingerprint
         left = iter(values.tolist())
         return [replace(i, values={**i.values, REFERENCE: tuple(next(left) for _ in i.samples)}) for i in items]
 
@@ -166,4 +148,4 @@ class References:
             return opened.get_tensor(name) if known.get(name) == fingerprint else None
 
     def save(self, checkpoint: Path) -> None:
-        save_file(self.found, checkpoint / REFERENCE_FILE, metadata=self.fingerprints)
+        save_file(self.logprobs, checkpoint / REFERENCE_FILE, metadata=self.fingerprints)

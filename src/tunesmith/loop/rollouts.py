@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Protocol
 
-from tunesmith.engines.base import RolloutEngine
 from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.loop.buffer import Buffer, Started
 from tunesmith.loop.collect import Collector
@@ -55,7 +54,7 @@ class SyncRollouts:
     session: Session
 
     async def sync(self) -> None:
-        await load_engine(self.parts, self.parts.engine, self.session.step)
+        await load_engine(self.parts, self.parts.engine.load_weights, self.session.step)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
         """Play and reward the step's groups.
@@ -86,7 +85,7 @@ class SyncRollouts:
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
-        await load_engine(self.parts, self.parts.engine, self.session.step)
+        await load_engine(self.parts, self.parts.engine.load_weights, self.session.step)
         yield self.parts.collector
 
     async def close(self) -> None:
@@ -127,13 +126,13 @@ class AsyncRollouts:
     async def sync(self) -> None:
         # Without ``partial`` the gate closes here until the requests in flight have ended. ``release`` opens it again,
         # also after ``evaluating`` has held it.
-        await load_engine(self.parts, self.gate, self.session.step)
+        await load_engine(self.parts, self.gate.load_weights, self.session.step)
         self.gate.release()
         update_trainer_state(self.parts, self.session)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
         """A full batch, oldest groups first; short only where too many groups of the whole data were rejected."""
-        while (taken := self.buffer.take(self.gate.version)) is None:
+        while (taken := self.buffer.take(self.parts.engine.version)) is None:
             self._admit()
             ended, _ = await asyncio.wait(self._players, return_when=asyncio.FIRST_COMPLETED)
             for player in ended:
@@ -141,7 +140,7 @@ class AsyncRollouts:
         batch, rejected = taken
         self.parts.tasks.settle([group.task for group in batch])
         self._admit()
-        stats, before = self.gate.stats(), self._counted
+        stats, before = self.parts.engine.stats(), self._counted
         self._counted, played = stats, [*batch, *rejected]
         metrics = step_metrics(self.parts, played, batch, stats.since(before))
         return batch, metrics | {"groups_kept": len(batch) / len(played)}
@@ -157,10 +156,11 @@ class AsyncRollouts:
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
         await self.gate.hold()
-        before = self.gate.stats()
-        await load_engine(self.parts, self.gate.engine, self.session.step)
-        yield replace(self.parts.collector, engine=self.gate.engine)
-        self._counted = add_stats(self._counted, self.gate.stats().since(before))
+        engine = self.parts.engine
+        before = engine.stats()
+        await load_engine(self.parts, engine.load_weights, self.session.step)
+        yield replace(self.parts.collector, complete=engine.generate)
+        self._counted = add_stats(self._counted, engine.stats().since(before))
 
     async def close(self) -> None:
         for player in self._players:
@@ -169,7 +169,7 @@ class AsyncRollouts:
         self._trainer.shutdown()
 
     def _admit(self) -> None:
-        version = self.gate.version
+        version = self.parts.engine.version
         for task in self.parts.tasks.next_batch(self.buffer.room(version)):
             player = asyncio.create_task(self._play(self.buffer.start(version), task))
             self._players.add(player)
@@ -195,18 +195,18 @@ class AsyncRollouts:
 
 
 async def hand_device_to_trainer(parts: RLParts) -> None:
-    """The trainer's turn on a shared device. The next rollout loads new weights, so the engine keeps none."""
+    """Give a shared device to the trainer. The engine keeps no weights, because it gets new ones before it samples."""
     if parts.config.system.hybrid:
         await parts.engine.sleep(2)
         for backend in parts.backends:
             backend.reload()
 
 
-async def load_engine(parts: RLParts, engine: RolloutEngine, version: int) -> None:
-    """The engine's turn, with new weights. It loads them before it wakes: until then it needs no other memory."""
+async def load_engine(parts: RLParts, load_weights: Callable[[int], Awaitable[None]], version: int) -> None:
+    """Give the device to the engine, with new weights. It loads them before it wakes and takes its KV memory back."""
     if parts.config.system.hybrid:
         for backend in parts.backends:
             backend.offload()
-    await engine.load_weights(version)
+    await load_weights(version)
     if parts.config.system.hybrid:
-        await engine.wake()
+        await parts.engine.wake()

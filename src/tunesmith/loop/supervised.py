@@ -16,7 +16,6 @@ from tunesmith.data.loader import Loader
 from tunesmith.loop.learner import Learner
 from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
-from tunesmith.types import Sample
 
 T = TypeVar("T")
 
@@ -95,9 +94,18 @@ def _evaluate(parts: SupervisedParts[T], session: Session) -> None:
         session.finish_evaluation(metrics)
 
 
-def held_out(
-    learner: Learner, objective: Objective, samples: Sequence[Sample], names: Sequence[str] = ("loss",)
+def evaluate(
+    learner: Learner,
+    objective: Objective,
+    prepare: Callable[[Sequence[T]], Batch],
+    items: Sequence[T],
+    summarise: Callable[[Metrics], Metrics] = dict,
+    without: tuple[str, ...] = ("nonfinite",),
 ) -> Metrics:
-    """``eval/<name>`` of the objective's metrics, such as its loss, in nats per loss token."""
-    found = learner.evaluate(Batch.of(samples), objective)
-    return {f"eval/{name}": found[name] for name in names}
+    """``eval/<name>`` of the objective's metrics over the held-out set as one batch.
+
+    Args:
+        without: beginnings of the names that are left out.
+    """
+    metrics = summarise(learner.evaluate(prepare(items), objective))
+    return {f"eval/{name}": value for name, value in metrics.items() if not name.startswith(without)}

@@ -100,7 +100,7 @@ def answer_tasks(
     with usage.phase("setup"):
         engine = _load(config, run)
     sampling = make_sampling(section, run.tokenizer, temperature, stop)
-    collector = Collector(engine, run.rewards, {"single_turn": SingleTurn()}, writer.decode, section.timeout)
+    collector = Collector(engine.generate, run.rewards, {"single_turn": SingleTurn()}, writer.decode, section.timeout)
 
     async def produce(place: int, task: Task) -> RolloutGroup:
         [group] = await collector.collect([task], sampling, n, derive_seed(section.seed, place))
