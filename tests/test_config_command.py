@@ -107,7 +107,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["system.threads=1000000000"], ["system.threads"]),
     (["system.kv_memory=1000000GB"], ["system.kv_memory"]),
     (["rollout.stop_token_ids=-1"], ["rollout.stop_token_ids[0]"]),
-    (["rollout.stop_token_ids=[2, 300]"], ["rollout.stop_token_ids: 300"]),
+    (["rollout.stop_token_ids=[2, 300]"], ["rollout.stop_token_ids", "300"]),
     (["data.max_prompt_tokens=64"], ["data.max_prompt_tokens", "64", "56"]),
     (["reward.functions=[rewards.py:share]"], ["'reward.functions=[\"rewards.py:share\"]'"]),
     (["train.batch_size=3"], ["override 'train.batch_size=3'", "line 13", "line 14"]),

@@ -26,12 +26,12 @@ from tunesmith.engines.far import FarEngine
 from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.checks import contradictions
 from tunesmith.plan.cluster import cluster_problems
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import device_problems, own_devices, visible_names
 from tunesmith.plan.hardware import Gpu, Hardware
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.weights import weight_problems
 from tunesmith.types import Sampling
 
 BASE = (
@@ -298,11 +298,11 @@ def test_two_ranks_on_one_gpu_are_refused(said: dict[str, Any], refused: list[st
 def test_ipc_on_a_cluster_is_between_an_engine_and_a_trainer_that_share_a_gpu(
     said: dict[str, Any], works: bool
 ) -> None:
-    problems = [*weight_problems(on_ray(weight_plane="ipc", **said))]
+    problems = [line for line in contradictions(on_ray(weight_plane="ipc", **said)) if "weight_plane" in line]
     assert not problems if works else "one engine on the GPU of one trainer" in "".join(problems)
 
 
 def test_nccl_is_not_between_an_engine_and_a_trainer_that_share_a_gpu() -> None:
     together = {"placement": {"colocate": [["actor", "rollout"]]}}
-    assert "is between GPUs" in "".join(weight_problems(on_ray(weight_plane="nccl", **together)))
-    assert not [*weight_problems(on_ray(weight_plane="nccl"))]
+    assert "is between GPUs" in "".join(contradictions(on_ray(weight_plane="nccl", **together)))
+    assert "weight_plane" not in "".join(contradictions(on_ray(weight_plane="nccl")))

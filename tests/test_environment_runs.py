@@ -124,7 +124,7 @@ def test_a_run_needs_no_rewards_beside_its_environments(model: Path, tmp_path: P
         ({"environment__path": "env.py"}, "write file.py:name"),
         ({"environment__path": {"a": "env.py:Leters"}}, "environment.path.a: "),
         ({"environment__tools": ["env.py:ad"]}, "environment.tools[0]: "),
-        ({"environment__max_turns": 3}, "environment.max_turns without an environment"),
+        ({"environment__max_turns": 3}, "environment.max_turns has no effect without an environment"),
         ({"environment__path": "env.py:Letters", "environment__column": "x"}, "environment.column has no effect"),
         ({"environment__path": "env.py:Letters", "environment__max_turn": 3}, "environment.max_turn. Did you mean"),
         ({"environment__path": "env.py:Letters", "environment__max_turns": 0}, "a whole number above 0"),

@@ -271,8 +271,8 @@ def test_a_whole_model_beside_the_adapter_when_asked_for(tmp_path: Path, base: P
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"lora__alpha": 8}, "lora.alpha without an adapter to train: set lora.rank"),
-        ({"lora__targets": ["q_proj"]}, "lora.targets without an adapter"),
+        ({"lora__alpha": 8}, "lora.alpha has no effect without an adapter"),
+        ({"lora__targets": ["q_proj"]}, "lora.targets has no effect without an adapter"),
         ({"lora__rank": 2, "lora__targets": ["q_prj"]}, "no linear module 'q_prj'. Did you mean 'q_proj'"),
         ({"lora__rank": 2, "lora__targets": ["lm_head"]}, "no linear module 'lm_head'"),
         ({"lora__rank": 2, "lora__targets": []}, "names no module"),

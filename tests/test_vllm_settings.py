@@ -16,11 +16,11 @@ from tunesmith.config.resolved import config_text, settings
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.engines.vllm.start import VllmSettings, engine_arguments
 from tunesmith.errors import ConfigError
-from tunesmith.plan.checks import check
+from tunesmith.plan.checks import check, contradictions
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.hardware import Gpu, Hardware
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.vllm import FIXED_ARGUMENTS, OWN_ARGUMENTS, extra_problem, version_problem, vllm_misfits
+from tunesmith.plan.vllm import FIXED_ARGUMENTS, OWN_ARGUMENTS, extra_problem, version_problem
 
 MODEL = ModelFacts(
     parameters=10**6, layers=4, hidden_size=64, intermediate_size=128, heads=6, kv_heads=2, head_dim=32,
@@ -145,7 +145,7 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
         (["rollout.temperature=0.005"], "rollout.temperature = 0.005: vLLM would raise it to 0.01"),
         (["eval.temperature=0.005"], "use at least as much"),
         (['system.vllm.quantization="awq"'], "rounds to while loading"),
-        (['system.vllm.quantization="fp8_per_chanel"'], "Did you mean 'fp8_per_channel'"),
+        (['system.vllm.quantization="fp8_per_chanel"'], '"fp8_per_channel"'),
         (['system.vllm.quantization="fp8_per_channel"'], 'algorithm.correction = "token_truncate"'),
         (["system.vllm.data_parallel_size=2"], "is called system.engines"),
         (["system.vllm.extra={max_num_seqs = 8}"], "system.vllm.extra.max_num_seqs is called system.max_running"),
@@ -182,7 +182,7 @@ def test_ranks_divide_the_heads_and_have_devices() -> None:
     second = 'system.device="cuda:1"'
     assert resolved(second, facts=ON_GPUS)
     # Without system.engine_python this environment is looked at too.
-    assert "CUDA_VISIBLE_DEVICES=1" in "".join(vllm_misfits(load_config(RLConfig, None, [*BASE[:5], second]), ON_GPUS))
+    assert "CUDA_VISIBLE_DEVICES=1" in "".join(contradictions(load_config(RLConfig, None, [*BASE[:5], second])))
 
 
 @pytest.mark.parametrize(

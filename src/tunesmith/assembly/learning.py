@@ -10,7 +10,7 @@ from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.data.preference import Comparison
 from tunesmith.monitor.learning import Facts
-from tunesmith.plan.checks import optimizer_steps
+from tunesmith.plan.situation import optimizer_steps
 from tunesmith.types import Sample, Task
 
 LOOKED_AT = 200

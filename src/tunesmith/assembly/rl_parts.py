@@ -31,7 +31,7 @@ from tunesmith.loop.parts import RLParts
 from tunesmith.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
 from tunesmith.loop.session import Session
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.checks import optimizer_steps
+from tunesmith.plan.situation import optimizer_steps
 from tunesmith.plan.weights import weights_apart
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Sampling, Task

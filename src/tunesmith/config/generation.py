@@ -7,29 +7,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from tunesmith.config.sampling import SamplingKeys
 from tunesmith.config.schema import PositiveInt, RewardSection, RunConfig
 from tunesmith.config.section import Section, derived
-from tunesmith.config.values import Count, Seed, Text
 
 
-class SamplingSection(Section):
+class SamplingSection(SamplingKeys):
+    table = "sampling"
+
     n: PositiveInt = derived()
     """Completions per prompt."""
-    max_new_tokens: PositiveInt = 512
     temperature: Annotated[float, Field(ge=0)] = derived()
     """0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Count = 0
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits of tokens in the prompt or written before (multiplies negative ones), as in transformers."""
-    min_new_tokens: Count = 0
-    """No completion ends before it has so many tokens."""
-    stop: tuple[Text, ...] = ()
-    stop_token_ids: tuple[Count, ...] = ()
-    timeout: Annotated[float, Field(gt=0)] = 3600.0
-    """Seconds that one completion may take before it counts as failed."""
-    seed: Seed = 0
 
 
 class OutputSection(Section):
@@ -71,34 +60,28 @@ class RFTSection(Section):
 class GenerateConfig(RunConfig):
     """``tunesmith generate``. ``data.train`` names the lines to answer."""
 
+    supervised = False
+    trains = False
     sampling: SamplingSection = SamplingSection()
     reward: RewardSection | None = None
     output: OutputSection = OutputSection()
 
     @property
-    def samples(self) -> bool:
-        """Whether completions are sampled, and not only scored."""
-        return self.output.kind != "score"
-
-    @property
-    def new_tokens(self) -> int:
-        return self.sampling.max_new_tokens if self.samples else 0
+    def drawing(self) -> SamplingSection | None:
+        return None if self.output.kind == "score" else self.sampling
 
 
 class RFTConfig(RunConfig):
     """``tunesmith rft``."""
 
+    supervised = False
     reward: RewardSection
     sampling: SamplingSection = SamplingSection()
     rft: RFTSection = RFTSection()
 
     @property
-    def samples(self) -> bool:
-        return True
-
-    @property
-    def new_tokens(self) -> int:
-        return self.sampling.max_new_tokens
+    def drawing(self) -> SamplingSection:
+        return self.sampling
 
 
 SamplingConfig = GenerateConfig | RFTConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -67,17 +67,6 @@ def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, given_on
         if isinstance(value, BaseModel) and is_table:
             found |= _by_key(value, dumped[key], f"{name}.", given_only)
     return found
-
-
-def unread(config: RunConfig, keys: Iterable[str], why: str) -> Iterator[str]:
-    """What is wrong with each of the dotted ``keys`` that was set and that nothing reads."""
-    given = settings(config, given_only=True)
-    return (f"{key} has no effect {why}" for key in keys if key in given)
-
-
-def given_in(config: RunConfig, section: str) -> list[str]:
-    """Dotted keys of a section that were set."""
-    return [key for key in settings(config, given_only=True) if key.startswith(f"{section}.")]
 
 
 def print_resolved(resolved: Resolved[Any]) -> None:

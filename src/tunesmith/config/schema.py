@@ -14,6 +14,7 @@ from pydantic import Field
 
 from tunesmith.config.algorithm import AlgorithmSection, CriticSection
 from tunesmith.config.monitor import MonitorSection
+from tunesmith.config.sampling import SamplingKeys
 from tunesmith.config.section import Section, derived
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import (
@@ -181,32 +182,21 @@ class EnvironmentSection(Section):
         return self.path is not None or bool(self.tools)
 
 
-class RolloutSection(Section):
+class RolloutSection(SamplingKeys):
+    table = "rollout"
+
     prompts_per_step: PositiveInt = 8
     group_size: PositiveInt = 8
-    max_new_tokens: PositiveInt = 512
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Count = 0
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits of tokens in the prompt or written before (multiplies negative ones), as in transformers."""
-    min_new_tokens: Count = 0
-    """No completion ends before it has so many tokens."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """With ``algorithm.dynamic_filter``, prompts tried at once for each that is still wanted."""
     max_staleness: Count = 0
     """By how many steps the policy that sampled a token may be older than the one trained on it; 0 is synchronous."""
     partial: bool = False
-    """With ``max_staleness``, put new weights under completions being written instead of waiting for their end."""
+    """With ``max_staleness``, load new weights while completions are being written instead of waiting for their end."""
     over_generation: Annotated[float, Field(ge=1)] = 1.0
-    """With ``max_staleness``, prompts played at once for each of a step: it goes on with those that end first."""
+    """With ``max_staleness``, prompts played at once for each of a step, which takes those that end first."""
     queue_size: PositiveInt = derived()
-    """With ``max_staleness``, none is begun while so many prompts' finished rollouts wait to be trained on."""
-    stop: tuple[Text, ...] = ()
-    stop_token_ids: tuple[Count, ...] = ()
-    timeout: Annotated[float, Field(gt=0)] = 3600.0
-    """Seconds that one rollout may take before it counts as failed."""
+    """With ``max_staleness``, no prompt is begun while this many wait, with finished rollouts, to be trained on."""
     seed: Seed = derived()
 
 
@@ -277,6 +267,10 @@ class RunConfig(Section):
 
     goal: ClassVar[Literal["rl", "sft", "pairs", "judged", "steps"]] = "sft"
     """What its lines of data hold."""
+    supervised: ClassVar[bool] = True
+    """Whether the lines hold what is to be learned, so that nothing is sampled."""
+    trains: ClassVar[bool] = True
+
     run_dir: Path | None = None
     model: ModelSection
     data: DataSection
@@ -287,16 +281,31 @@ class RunConfig(Section):
     monitor: MonitorSection = MonitorSection()
     checkpoint: CheckpointSection = CheckpointSection()
 
+    @property
+    def drawing(self) -> SamplingKeys | None:
+        """How completions are drawn; None where none are."""
+        return None
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of a completion at most."""
+        return self.drawing.max_new_tokens if self.drawing else 0
+
 
 class RLConfig(RunConfig):
     """``tunesmith rl``."""
 
     goal = "rl"
+    supervised = False
     reward: RewardSection = RewardSection()
     environment: EnvironmentSection = EnvironmentSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     critic: CriticSection = CriticSection()
     rollout: RolloutSection = RolloutSection()
+
+    @property
+    def drawing(self) -> SamplingKeys:
+        return self.rollout
 
 
 class SFTConfig(RunConfig):

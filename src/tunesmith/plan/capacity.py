@@ -11,7 +11,6 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, megabytes
@@ -70,10 +69,10 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
     if native:
         filling.fill("model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32")
-    elif here and isinstance(filling.config, GenerateConfig):
+    elif here and not filling.config.trains:
         filling.fill("model.dtype", "float16", f"{name} does not compute bfloat16 natively")
     filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
-    if not isinstance(filling.config, GenerateConfig):
+    if filling.config.trains:
         _derive_checkpointing(filling, facts)
     if isinstance(filling.config, RLConfig):
         _derive_hybrid(filling, facts)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import get_args
 
-from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.placement import PlacementSection, Resources, Role
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
@@ -55,42 +54,13 @@ class Bundle:
 
 
 def cluster_problems(config: RunConfig) -> Iterator[str]:
-    """Problems with the choice of a cluster and with the placement on it."""
-    system = config.system
-    if system.cluster == "none":
-        yield from _check_local_ranks(config)
-        return
-    if not isinstance(config, RLConfig):
-        yield 'system.cluster = "ray" is for tunesmith rl and distillation on own samples; leave it out'
+    """Problems with Ray and with the placement on it."""
+    if config.system.cluster == "none" or not isinstance(config, RLConfig):
         return
     if find_spec("ray") is None:
         yield 'system.cluster = "ray": Ray is not installed. Install it: pip install "tunesmith[ray]"'
-    if system.served:
-        yield f'system.engine = "{system.engine}" with system.cluster = "ray": servers run outside it; leave one out'
-    if (known(system, "device") or "").partition(":")[2] not in ("", "0"):
-        yield (
-            f'system.device = "{system.device}" with system.cluster = "ray", which gives each process GPUs of its own; '
-            'use "cuda", and hide GPUs from Ray with CUDA_VISIBLE_DEVICES'
-        )
     yield from _check_shared(config)
     yield from _check_ranks(config)
-
-
-def _check_local_ranks(config: RunConfig) -> Iterator[str]:
-    """Trainer ranks that are processes of this machine."""
-    system, ranks = config.system, f"system.trainer_ranks = {config.system.trainer_ranks}"
-    if system.trainer_ranks == 1:
-        return
-    if isinstance(config, GenerateConfig):
-        yield f"{ranks}: nothing is trained; leave it out"
-    elif (known(system, "device") or "").partition(":")[2]:
-        yield f'{ranks} with system.device = "{system.device}": each rank has its own GPU; say "cuda"'
-    elif isinstance(config, RLConfig) and system.served:
-        yield f'{ranks} with system.engine = "{system.engine}": only a trainer in the run\'s own process feeds servers'
-    elif isinstance(config, RLConfig) and "engine_process" in system.model_fields_set and not system.engine_process:
-        yield f"system.engine_process = false with {ranks}: engines have their own processes then; leave it out"
-    elif isinstance(config, RLConfig) and system.weight_plane == "ipc":
-        yield f'system.weight_plane = "ipc" with {ranks}: it is for one trainer; say "memory"'
 
 
 def _check_ranks(config: RLConfig) -> Iterator[str]:

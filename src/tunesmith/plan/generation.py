@@ -1,18 +1,16 @@
-"""Checks and derived settings of batch inference and of rejection-sampling fine-tuning."""
+"""Derived settings of batch inference and of rejection-sampling fine-tuning."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
+from tunesmith.config.generation import RFTConfig, SamplingConfig
 from tunesmith.config.resolved import settings
-from tunesmith.config.schema import RunConfig
-from tunesmith.config.section import known
 from tunesmith.plan.capacity import derive_kv_memory
 from tunesmith.plan.cost import price
 from tunesmith.plan.facts import Facts
@@ -34,48 +32,13 @@ def profile_values(name: str) -> dict[str, tuple[Any, str]]:
     return {key: (value, reason) for key, (value, reason) in profiles[name].items()}
 
 
-def generation_problems(config: RunConfig) -> Iterator[str]:
-    """Settings that cannot work."""
-    if isinstance(config, GenerateConfig):
-        yield from _check_generate(config)
-    elif isinstance(config, RFTConfig):
-        yield from _check_rft(config)
-
-
-def _check_generate(config: GenerateConfig) -> Iterator[str]:
-    sampling, output = config.sampling, config.output
-    if config.reward is None and output.kind != "completions":
-        yield f"output.kind = '{output.kind}' needs a reward: set [reward] functions, models or remote"
-    n = known(sampling, "n") or 1
-    if known(sampling, "temperature") == 0 and n > 1:
-        yield f"sampling.temperature = 0 is greedy, and all {n} completions would be equal; use 1.0, or n = 1"
-    if output.kind in ("best", "pairs") and n == 1:
-        yield f"output.kind = '{output.kind}' compares completions of a prompt: set sampling.n, such as 4"
-    template = output.reward_template
-    if template is not None and not ("{prompt}" in template and "{reward}" in template):
-        yield "output.reward_template needs both {prompt} and {reward}, such as " + repr(TEMPLATE)
-
-
-def _check_rft(config: RFTConfig) -> Iterator[str]:
-    rft = config.rft
-    if rft.threshold is None and any(model.weight > 0 for model in config.reward.models):
-        yield "rft.threshold is missing: a reward model's score has no bounds; set the least score of a right answer"
-    if known(config.sampling, "temperature") == 0:
-        yield "sampling.temperature = 0 is greedy: all samples of a question would be equal; use 0.7 or so"
-    if rft.few_shot_separator == "":
-        yield "rft.few_shot_separator is empty, and nothing would mark the end of an answer"
-    for key in ("sampler", "answers"):
-        if getattr(rft, key) is not None and rft.rounds > 1:
-            yield f"rft.{key} gives every round the same answers; leave rft.rounds = {rft.rounds} out, or rft.{key}"
-
-
 def derive_sampling(filling: Filling[Any]) -> None:
     """Number of samples and temperature; for RFT everything that its profile sets."""
     config: SamplingConfig = filling.config
     if isinstance(config, RFTConfig):
         _derive_profile(filling, config)
         return
-    if not config.samples:
+    if config.drawing is None:
         return
     filling.fill("sampling.n", 1, "one completion per prompt")
     greedy = filling.get("sampling.n") == 1
@@ -113,7 +76,7 @@ def derive_rft_warmup(config: RFTConfig, given: Mapping[str, Any], samples: int)
 def derive_sampler_memory(filling: Filling[Any], facts: Facts) -> None:
     """KV memory of the sampler: only the weights are in memory with it."""
     config: SamplingConfig = filling.config
-    if config.samples and not config.system.served:
+    if config.drawing and not config.system.served:
         free, taken = free_memory(config, facts), 0
         if engines_elsewhere(config, facts):
             engine = planned_elsewhere(config, facts)

@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from tunesmith.config.distillation import DistillConfig
-from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
+from tunesmith.config.generation import RFTConfig, SamplingConfig
 from tunesmith.config.placement import PlacementSection, Role
 from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -73,15 +73,12 @@ def keeps_reference(config: RunConfig) -> bool:
 
 def longest_sample(config: RunConfig, facts: Facts) -> int | None:
     """Tokens of the longest sample, or of samples that must share a micro-batch; None if unknown."""
-    if isinstance(config, SamplingConfig):
-        prompt = facts.longest or config.data.max_prompt_tokens
-        return None if prompt is None else prompt + config.new_tokens
-    if isinstance(config, RLConfig):
-        if config.environment.max_tokens is not None:
-            return config.environment.max_tokens
-        prompt = facts.longest or config.data.max_prompt_tokens
-        return None if prompt is None else prompt + config.rollout.max_new_tokens
-    return facts.together or facts.longest or config.data.max_tokens
+    if config.supervised:
+        return facts.together or facts.longest or config.data.max_tokens
+    if isinstance(config, RLConfig) and config.environment.max_tokens is not None:
+        return config.environment.max_tokens
+    prompt = facts.longest or config.data.max_prompt_tokens
+    return None if prompt is None else prompt + config.new_tokens
 
 
 def engines_elsewhere(config: RunConfig, facts: Facts) -> bool:
@@ -102,9 +99,7 @@ def _shares_trainer_device(config: RunConfig, role: Role) -> bool:
 def layout_of(config: RunConfig, facts: Facts) -> Layout:
     """What decides the memory of the trainer's device, or of the sampler's if nothing is trained."""
     system = config.system
-    trains = not isinstance(config, GenerateConfig)
-    samples = isinstance(config, RLConfig) or (isinstance(config, SamplingConfig) and config.samples)
-    here = samples and not system.served and not engines_elsewhere(config, facts)
+    here = config.drawing is not None and not system.served and not engines_elsewhere(config, facts)
     together = engines_together(config, len(facts.hardware.gpus)) if here else 0
     frozen = facts.frozen_parameters
     if not isinstance(config, DistillConfig) and not _shares_trainer_device(config, "reward"):
@@ -114,8 +109,8 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         bytes_per_number=bytes_per_number(config),
         device="cuda" if on_gpu(config) else "cpu",
         # A run that samples first and trains afterwards holds the model in both phases.
-        holds_model=trains or loads_model(config),
-        trains=trains,
+        holds_model=config.trains or loads_model(config),
+        trains=config.trains,
         lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
         quantize=config.model.quantize,
         ema=config.train.ema_decay is not None,
@@ -191,7 +186,7 @@ def least(config: RunConfig, facts: Facts) -> Price | None:
         return None
     layout, longest = layout_of(config, facts), longest_sample(config, facts) or LEAST_TOKENS
     sequence = longest * model.kv_bytes_per_token(layout.bytes_per_number) // layout.ranks
-    samples = isinstance(config, RLConfig | SamplingConfig) and not engines_elsewhere(config, facts)
+    samples = config.drawing is not None and not engines_elsewhere(config, facts)
     engines = engines_together(config, len(facts.hardware.gpus))
     kv = sequence * engines if samples and not config.system.served else 0
     return price(model, replace(layout, tokens=longest if layout.trains else 0, kv_bytes=kv))
@@ -247,7 +242,7 @@ def _remedy(config: RunConfig, facts: Facts, free: int) -> str:
 def _changes(config: RunConfig, facts: Facts) -> Iterator[tuple[str, dict[str, Any]]]:
     """Descriptions and settings, the nearest first; each with gradient checkpointing if something is trained."""
     tight: dict[str, Any] = {}
-    if not isinstance(config, GenerateConfig):
+    if config.trains:
         tight = {"system.gradient_checkpointing": True}
         if not config.system.gradient_checkpointing:
             yield "system.gradient_checkpointing = true", tight
@@ -260,7 +255,7 @@ def _changes(config: RunConfig, facts: Facts) -> Iterator[tuple[str, dict[str, A
             yield f"lora.rank = {USUAL_RANK}", {**tight, "lora.rank": USUAL_RANK}
     local = config.system.engine == "local"
     if config.model.quantize is None and local and not isinstance(config, ScoreConfig):
-        lora = {} if isinstance(config, GenerateConfig) or config.lora.on else {"lora.rank": USUAL_RANK}
+        lora = {} if not config.trains or config.lora.on else {"lora.rank": USUAL_RANK}
         rank = [f"{key} = {value}" for key, value in lora.items()]
         for name in ("int8", "nf4"):
             yield " and ".join([*rank, f'model.quantize = "{name}"']), {**tight, **lora, "model.quantize": name}

@@ -13,17 +13,15 @@ from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
 from tunesmith.plan.capacity import derive_system
-from tunesmith.plan.checks import check, optimizer_steps, raise_all, resolved_algorithm, rollout_samples, step_problems
+from tunesmith.plan.checks import check, contradictions, raise_all
 from tunesmith.plan.distillation import derive_distill
-from tunesmith.plan.engine import rope_problems
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.generation import derive_sampler_memory, derive_sampling
-from tunesmith.plan.gpus import device_problems
-from tunesmith.plan.limits import limit_problems
-from tunesmith.plan.memory import longest_sample, memory_notes, memory_problems
-from tunesmith.plan.vllm import derive_vllm, vllm_misfits
-from tunesmith.plan.weights import derive_weights, weight_problems
+from tunesmith.plan.memory import longest_sample, memory_notes
+from tunesmith.plan.situation import optimizer_steps, resolved_algorithm, rollout_samples
+from tunesmith.plan.vllm import derive_vllm
+from tunesmith.plan.weights import derive_weights
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -72,7 +70,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
         derive_sampler_memory(filling, facts)
     if not samples_only:
         _derive_limits(filling, facts)
-    raise_all([*_problems(filling.config, facts)])
+    raise_all([*contradictions(filling.config, facts)])
     given = settings(config, given_only=True)
     return Resolved(filling.config, given, tuple(filling.derived), tuple(_notes(filling.config, facts)))
 
@@ -225,61 +223,6 @@ def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
     elif room > config.rollout.max_new_tokens:
         reason = f"{what} of {room} less rollout.max_new_tokens"
         filling.fill("data.max_prompt_tokens", room - config.rollout.max_new_tokens, reason)
-
-
-def _problems(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """Contradictions with what is known about machine, model and data."""
-    yield from step_problems(config)
-    yield from limit_problems(config, facts)
-    yield from weight_problems(config)
-    yield from vllm_misfits(config, facts)
-    yield from rope_problems(config, facts)
-    yield from device_problems(config, len(facts.hardware.gpus))
-    yield from memory_problems(config, facts)
-    context = facts.model.context if facts.model else None
-    rl = isinstance(config, RLConfig)
-    new = config.rollout.max_new_tokens if rl else config.new_tokens if isinstance(config, SamplingConfig) else 0
-    if crowded := context is not None and 0 < context <= new:
-        section = "rollout" if rl else "sampling"
-        yield f"{section}.max_new_tokens = {new} leaves no room in the model's context of {context}"
-    if rl:
-        yield from _isolation_problems(config, facts)
-        prompt, limit = facts.longest, config.data.max_prompt_tokens
-        if not crowded and prompt is not None and limit is not None and prompt > limit:
-            yield (
-                f"the longest prompt has {prompt} tokens, and {limit} are allowed (data.max_prompt_tokens); "
-                "shorten it, lower rollout.max_new_tokens, or say what happens with data.too_long"
-            )
-        sample = None if prompt is None else prompt + new
-        if config.environment.used and (most := config.environment.max_tokens) is not None:
-            sample = most
-            if context is not None and most > context:
-                yield f"environment.max_tokens = {most} is longer than the model's context of {context}"
-            if prompt is not None and prompt >= most:
-                yield f"environment.max_tokens = {most} leaves no room after the longest prompt of {prompt} tokens"
-    else:
-        sample = facts.longest
-        if sample is not None and config.data.max_tokens is not None and sample > config.data.max_tokens:
-            yield (
-                f"the longest sample has {sample} tokens, and {config.data.max_tokens} are allowed "
-                "(data.max_tokens); say what happens with data.too_long"
-            )
-        sample = facts.together or sample
-    cap = config.system.max_tokens_per_microbatch
-    if sample is not None and sample > cap:
-        yield (
-            f"system.max_tokens_per_microbatch = {cap} is a hard cap, and one sample may take {sample} "
-            f"tokens; raise it to at least {sample}"
-        )
-
-
-def _isolation_problems(config: RLConfig, facts: Facts) -> Iterator[str]:
-    isolation = {"reward": config.reward.isolation, "environment": config.environment.isolation}
-    for section in (name for name, kind in isolation.items() if kind == "process" and facts.instances_for):
-        yield (
-            f'{section}.isolation = "process" does not go with {facts.instances_for}, which takes `environments`: the '
-            f"instances that played cannot leave the run's process; leave {section}.isolation out"
-        )
 
 
 def _notes(config: RunConfig, facts: Facts) -> Iterator[str]:

@@ -1,0 +1,82 @@
+"""Rules about settings, which are data: ``unread.toml``, ``refused.toml`` and ``refused_system.toml``.
+
+The first describes settings that have no effect, the others settings that contradict each other or the facts.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RunConfig
+from tunesmith.config.toml import toml_value
+
+Values = Mapping[str, Any]
+_SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+}
+
+
+def unread_problems(config: RunConfig, values: Values) -> Iterator[str]:
+    """One problem for each setting that was given and that nothing reads; ``values`` are those of ``situation``."""
+    kinds = {kind.__name__ for kind in type(config).__mro__}
+    given = settings(config, given_only=True)
+    for rule in rules("unread"):
+        if ("of" in rule and rule["of"] not in kinds) or not _applies(rule, values):
+            continue
+        keys, left_out = rule["keys"].split(), rule.get("except", "").split()
+        prefixes = tuple(key for key in keys if key.endswith("."))
+        harmless = [repr(value) for value in (None, *rule.get("harmless", []))]  # by their text, because True == 1
+        for key, value in given.items():
+            if (key in keys or key.startswith(prefixes)) and key not in left_out and repr(value) not in harmless:
+                yield f"{key} has no effect {_filled(rule['why'], values)}"
+
+
+def refused_problems(values: Values) -> Iterator[str]:
+    """One problem for each contradiction between values."""
+    for rule in (*rules("refused"), *rules("refused_system")):
+        if _applies(rule, values):
+            yield _filled(rule["text"], values)
+
+
+@cache
+def rules(file: str) -> list[dict[str, Any]]:
+    """The rules of a file next to this one."""
+    return tomllib.loads(Path(__file__).with_name(f"{file}.toml").read_text(encoding="utf-8"))["rule"]
+
+
+def _applies(rule: Mapping[str, Any], values: Values) -> bool:
+    when, unless = rule.get("when", {}), rule.get("unless", {})
+    return all(_holds(values, *c) for c in when.items()) and not any(_holds(values, *c) for c in unless.items())
+
+
+def _holds(values: Values, key: str, wanted: Any) -> bool:
+    value = values.get(key)
+    if value is None or wanted == "*":
+        return value is not None
+    sign, _, operand = wanted.partition(" ") if isinstance(wanted, str) else ("", "", "")
+    if sign not in _SIGNS:
+        return value in wanted if isinstance(wanted, list) else value == wanted
+    other = float(operand) if operand.isdigit() else values.get(operand)
+    items = cast("list[Any]", value) if isinstance(value, list) else [value]
+    return other is not None and any(_SIGNS[sign](item, other) for item in items)
+
+
+def _filled(text: str, values: Values) -> str:
+    """The text with values for ``{key}`` (as TOML) and ``{key:s}`` (as it is); other braces stay."""
+
+    def shown(place: re.Match[str]) -> str:
+        value = values.get(place[1])
+        return place[0] if value is None else str(value) if place[2] else toml_value(value)
+
+    return re.sub(r"\{([\w.]+)(:s)?\}", shown, text)
