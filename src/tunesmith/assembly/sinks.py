@@ -11,7 +11,7 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.monitor.run_dir import RunDir
-from tunesmith.monitor.sinks.base import Background, Row, RunInfo, Sink
+from tunesmith.monitor.sinks.base import Background, Row, RunInfo, Sink, require
 from tunesmith.redact import redact_values
 from tunesmith.usercode.loading import check_reference, load_object
 
@@ -23,7 +23,9 @@ def check_sinks(names: Sequence[str], base_dir: Path) -> None:
     """Refuse (ConfigError) sinks that are not installed, not set up or not there, before anything is loaded."""
     for name in names:
         if name in ADAPTERS:
-            _module(name).check()
+            require(name)
+            if name == "wandb":
+                _module(name).check_key()
         else:
             check_reference(name, base_dir)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,28 +20,25 @@ class Metric:
     """How the value of a step is formed; ``last`` is the state at its end."""
     meaning: str
     unit: str = ""
-    aliases: tuple[str, ...] = ()
+    aliases: Sequence[str] = ()
+
+    def match(self, name: str) -> re.Match[str] | None:
+        """The words in a name of this metric. A word may hold any character, because users name their functions."""
+        return re.fullmatch(re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(self.name)), name)
 
 
-def _read() -> dict[str, tuple[Metric, ...]]:
-    text = files("tunesmith.monitor").joinpath("catalogue.toml").read_text(encoding="utf-8")
-    return {
-        kind: tuple(_metric(name, entry) for name, entry in table.items())
-        for kind, table in tomllib.loads(text).items()
-    }
-
-
-def _metric(name: str, entry: dict[str, Any]) -> Metric:
-    return Metric(name, entry["form"], entry["meaning"], entry.get("unit", ""), tuple(entry.get("aliases", ())))
-
-
-CATALOGUE: Mapping[str, tuple[Metric, ...]] = _read()
+_TEXT = files("tunesmith.monitor").joinpath("catalogue.toml").read_text(encoding="utf-8")
+CATALOGUE: Mapping[str, Sequence[Metric]] = {
+    kind: [Metric(name, **entry) for name, entry in table.items()] for kind, table in tomllib.loads(_TEXT).items()
+}
 """By kind; a kind is a table in the documents."""
+_EXACT_FIRST = sorted((m for kind in CATALOGUE.values() for m in kind), key=lambda metric: metric.name.count("<"))
+"""``rollouts/failed`` comes before ``rollouts/<status>``."""
 
 
 def find(name: str) -> Metric | None:
     """The metric of a name, as it stands in a run's ``metrics.jsonl``."""
-    return next((metric for metric in _exact_first() if re.fullmatch(_pattern(metric.name), name)), None)
+    return next((metric for metric in _EXACT_FIRST if metric.match(name)), None)
 
 
 def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -52,21 +49,9 @@ def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
 @cache
 def aliases(name: str) -> tuple[str, ...]:
     """Other tools' names for one metric: ``reward/std`` is ``reward_std`` elsewhere."""
-    if (metric := find(name)) is None:
-        return ()
-    match = re.fullmatch(_pattern(metric.name), name)
-    words = match.groupdict() if match else {}
-    return tuple(re.sub(r"<(\w+)>", lambda place: words[place[1]], alias) for alias in metric.aliases)
-
-
-@cache
-def _exact_first() -> tuple[Metric, ...]:
-    """Entries without ``<word>`` come first, so that ``rollouts/failed`` is not taken for a status."""
-    every = [metric for kind in CATALOGUE.values() for metric in kind]
-    return tuple(sorted(every, key=lambda metric: metric.name.count("<")))
-
-
-@cache
-def _pattern(name: str) -> str:
-    """``reward/<name>/std`` as an expression. A word may hold any character: users name their reward functions."""
-    return re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.sub(r"[.@+*?()\[\]]", r"\\\g<0>", name))
+    for metric in _EXACT_FIRST:
+        if match := metric.match(name):
+            return tuple(
+                re.sub(r"<(\w+)>", lambda word, match=match: match[word[1]], alias) for alias in metric.aliases
+            )
+    return ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -38,17 +39,19 @@ class RunInfo:
     resume_step: int | None = None
     """The step after which the run continues; None for a new one."""
 
+    def project_or(self, variable: str = "") -> str:
+        """The project, or else the value of a service's environment variable."""
+        return self.project or os.environ.get(variable) or "tunesmith"
+
     def known_id(self, sink: str) -> str | None:
         """The id that a service gave this run; None for a new run."""
-        return self._ids().get(sink) if self.resume_step is not None else None
+        file = self.directory / _IDS
+        return read_json(file).get(sink) if self.resume_step is not None and file.exists() else None
 
     def keep_id(self, sink: str, identity: str) -> None:
         """Remember the id that a service gave this run, so that a resumed run continues it."""
-        write_json(self.directory / _IDS, {**self._ids(), sink: identity})
-
-    def _ids(self) -> dict[str, str]:
         file = self.directory / _IDS
-        return read_json(file) if file.exists() else {}
+        write_json(file, {**(read_json(file) if file.exists() else {}), sink: identity})
 
 
 class Sink(Protocol):
@@ -116,19 +119,16 @@ class Background:
         if not self._broken:
             self._broken = True
             self._report(
-                f"monitor.sinks: {self.name} gets nothing more: {why}. The run goes on; metrics.jsonl has everything"
+                f"monitor.sinks: {self.name} is no longer written: {why}. The run goes on; metrics.jsonl has everything"
             )
 
 
-def require(module: str, extra: str) -> Any:
-    """An optional module.
-
-    Raises:
-        ConfigError: it is not installed, naming the extra that brings it.
-    """
+def require(module: str) -> Any:
+    """A module of a service's package. ConfigError if it is not installed, with the extra that installs it."""
     try:
         return import_module(module)
     except ImportError as error:
+        extra = module.partition(".")[0]
         raise ConfigError(
             f"monitor.sinks asks for {extra}, which is not installed: pip install 'tunesmith[{extra}]', or leave it out"
         ) from error

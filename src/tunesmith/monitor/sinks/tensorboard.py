@@ -9,17 +9,20 @@ from typing import Any
 
 from tunesmith.monitor.sinks.base import Row, RunInfo, as_markdown, require
 
-
-def check() -> None:
-    """Refuse (ConfigError) what is not installed."""
-    _modules()
+_MODULES = {
+    "events": "tensorboard.compat.proto.event_pb2",
+    "summaries": "tensorboard.compat.proto.summary_pb2",
+    "tensors": "tensorboard.compat.proto.tensor_pb2",
+    "hparams": "tensorboard.plugins.hparams.summary_v2",
+    "writer": "tensorboard.summary.writer.event_file_writer",
+}
 
 
 class TensorBoard:
     """Writes ``tensorboard/`` in the run's directory."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._pb = pb = _modules()
+        self._pb = pb = SimpleNamespace(**{name: require(module) for name, module in _MODULES.items()})
         self._writer = pb.writer.EventFileWriter(str(run.directory / "tensorboard"))
         if run.resume_step is not None:
             # TensorBoard drops what an interrupted run wrote from this step on.
@@ -54,14 +57,3 @@ class TensorBoard:
     def _add(self, step: int, **content: Any) -> None:
         self._writer.add_event(self._pb.events.Event(wall_time=time.time(), step=step, **content))
         self._writer.flush()
-
-
-def _modules() -> Any:
-    found = {
-        "events": "tensorboard.compat.proto.event_pb2",
-        "summaries": "tensorboard.compat.proto.summary_pb2",
-        "tensors": "tensorboard.compat.proto.tensor_pb2",
-        "hparams": "tensorboard.plugins.hparams.summary_v2",
-        "writer": "tensorboard.summary.writer.event_file_writer",
-    }
-    return SimpleNamespace(**{name: require(module, "tensorboard") for name, module in found.items()})

@@ -7,22 +7,15 @@ from typing import Any
 
 from tunesmith.monitor.sinks.base import Row, RunInfo, as_markdown, require
 
-PROJECT = "tunesmith"
-
-
-def check() -> None:
-    """Refuse (ConfigError) what is not installed."""
-    require("trackio", "trackio")
-
 
 class Trackio:
     """A run of trackio. It is continued under its name."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._trackio: Any = require("trackio", "trackio")
+        self._trackio: Any = require("trackio")
         name = run.known_id("trackio") or run.name
         self._run = self._trackio.init(
-            project=run.project or PROJECT,
+            project=run.project_or(),
             name=name,
             config={**run.settings, "tags": list(run.tags)},
             resume="never" if run.resume_step is None else "allow",

@@ -10,15 +10,13 @@ from typing import Any
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.sinks.base import Row, RunInfo, require
 
-PROJECT = "tunesmith"
 
-
-def check() -> None:
-    """Refuse (ConfigError) what is not installed, and a run online without a key, for which wandb would ask."""
-    wandb: Any = require("wandb", "wandb")
+def check_key() -> None:
+    """Refuse (ConfigError) a run online without a key, for which wandb would ask."""
+    wandb: Any = require("wandb")
     if os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared") and not wandb.api.api_key:
         raise ConfigError(
-            "monitor.sinks asks for wandb, which has no key: run `wandb login`, set WANDB_API_KEY, or say "
+            "monitor.sinks asks for wandb, which has no key: run `wandb login`, set WANDB_API_KEY, or set "
             "WANDB_MODE=offline and send the run later with `wandb sync`"
         )
 
@@ -27,10 +25,10 @@ class WandB:
     """A run of W&B. It is continued under its id; steps are a metric, as W&B drops what comes in another order."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._wandb: Any = require("wandb", "wandb")
+        self._wandb: Any = require("wandb")
         identity = run.known_id("wandb") or uuid.uuid4().hex[:12]
         self._run = self._wandb.init(
-            project=run.project or os.environ.get("WANDB_PROJECT") or PROJECT,
+            project=run.project_or("WANDB_PROJECT"),
             name=run.name,
             tags=list(run.tags),
             config=dict(run.settings),
