@@ -129,14 +129,14 @@ def test_tools_are_read_and_passed_on() -> None:
         ({"prompt": []}, "rl", {}, "'prompt' is empty"),
         ({"prompt": [USER, ASSISTANT]}, "rl", {}, "ends with an assistant turn"),
         ({"messages": [ASSISTANT]}, "rl", {}, "nothing before the assistant's turn"),
-        ({"messages": "hello"}, "sft", {}, "is text, needs a list of messages"),
+        ({"messages": "hello"}, "sft", {}, "'messages' is text but not JSON"),
         ({"messages": [USER, 3]}, "sft", {}, r"messages\[1\] is int"),
         ({"messages": [{"content": "x"}]}, "sft", {}, r"messages\[0\] has no role, found: content"),
         ({"messages": [{"from": ["u"], "value": "x"}]}, "sft", {}, r"messages\[0\] has no role, found: from, value"),
         ({"messages": [{"role": "asistant", "content": "x"}]}, "sft", {}, "Did you mean 'assistant'"),
         ({"messages": [{"role": "user"}]}, "sft", {}, "no text in 'content'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "sft", {}, "not text"),
-        ({"prompt": "x", "tools": "{"}, "rl", {}, "'tools' is text, but not JSON"),
+        ({"prompt": "x", "tools": "{"}, "rl", {}, "'tools' is text but not JSON"),
     ],
 )
 def test_bad_lines_name_place_and_reason(

@@ -1,7 +1,7 @@
-"""What an optimizer learns from, as arrays. No torch.
+"""Training samples as arrays. No torch.
 
-Samples become a ``Batch`` once. From then on everything (advantages, corrections, weights, KL penalties, preference
-scalars) is an array over its predictions or over its samples, and every computation an array operation.
+Samples become a ``Batch`` once. After that advantages, corrections, weights, KL penalties and preference scalars are
+arrays over its predictions or its samples.
 
 Shape legend: ``T`` tokens, ``N`` predictions (loss tokens), ``S`` samples.
 """
@@ -26,10 +26,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(eq=False)
 class Batch:
-    """Sequences with the tokens of each that are predicted in the loss.
+    """Sequences, and the tokens of each that the loss predicts.
 
-    The predictions of one sample are consecutive and in order, and samples keep their order. A column is added with
-    ``add`` or ``add_per_sample``, which look once whether its values are finite.
+    The predictions are in the order of the samples and of their tokens. ``add`` and ``add_per_sample`` add columns and
+    record where a value is not finite.
 
     Example:
         ``[5, 6, 7, 2]`` with loss on its last two tokens and ``[5, 8]`` with loss on its last one have offsets
@@ -37,17 +37,17 @@ class Batch:
     """
 
     token_ids: Ints  # [T]
-    offsets: Ints  # [S + 1], where each sample's tokens begin
-    predicted: Ints  # [N], places in token_ids
+    offsets: Ints  # [S + 1], the start of each sample's tokens
+    predicted: Ints  # [N], indices of the loss tokens in token_ids
     sample: Ints  # [N]
-    group: Ints  # [S], -1 where there are no groups
-    rollout: Ints  # [S], the rollout whose record a sample is; -1 where a sample is a sequence by itself
+    group: Ints  # [S], -1 without groups
+    rollout: Ints  # [S], the rollout that the sample is a record of; -1 for a sequence without a rollout
     stand_ins: Ints  # [S], tokens at a sample's end that are not part of the sequence
-    finite: Mask = field(init=False)  # [N], whether every column is finite there
+    finite: Mask = field(init=False)  # [N], whether every column is finite at a prediction
     columns: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)  # each [N]
     per_sample: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)  # each [S]
     packings: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], init=False, repr=False)
-    """``forest.Packing`` by the layout asked for."""
+    """The ``forest.Packing`` of each layout."""
 
     def __post_init__(self) -> None:
         self.finite = np.ones(self.num_predictions, np.bool_)
@@ -59,19 +59,14 @@ class Batch:
             assert sample.token_ids, "a sample needs at least one token"
             assert len(sample.loss_mask) == len(sample.token_ids), "loss_mask is not as long as token_ids"
             assert not sample.loss_mask[0], "nothing predicts the first token: it cannot carry loss"
-        lengths = _ints([len(s.token_ids) for s in samples])
+        sizes = [(len(s.token_ids), s.group, s.rollout, s.stand_ins) for s in samples]
+        lengths, group, rollout, stand_ins = np.array(sizes, np.int64).reshape(-1, 4).T.copy()
         offsets = _starts(lengths)
         mask = np.fromiter(chain.from_iterable(s.loss_mask for s in samples), np.bool_, int(offsets[-1]))
+        token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in samples), np.int64, int(offsets[-1]))
         predicted = np.flatnonzero(mask)
-        return cls(
-            np.fromiter(chain.from_iterable(s.token_ids for s in samples), np.int64, int(offsets[-1])),
-            offsets,
-            predicted,
-            np.repeat(np.arange(len(samples)), lengths)[predicted],
-            _ints([s.group for s in samples]),
-            _ints([s.rollout for s in samples]),
-            _ints([s.stand_ins for s in samples]),
-        )
+        sample = np.repeat(np.arange(len(samples)), lengths)[predicted]
+        return cls(token_ids, offsets, predicted, sample, group, rollout, stand_ins)
 
     def add(self, name: str, values: ArrayLike) -> None:
         """Add a column over predictions, ``[N]``."""
@@ -111,7 +106,7 @@ class Batch:
 
     @cached_property
     def owners(self) -> Ints:
-        """A number for each rollout, ``[S]``, counted from 0; a sample that is of no rollout is one by itself."""
+        """The number of each sample's rollout, ``[S]``, from 0; a sample without a rollout counts as one."""
         alone = -1 - np.arange(self.num_samples)
         return np.unique(np.where(self.rollout >= 0, self.rollout, alone), return_inverse=True)[1]
 
@@ -121,7 +116,7 @@ class Batch:
 
     @cached_property
     def prefix_lengths(self) -> Ints:
-        """Leading tokens of each sample that carry no loss, ``[S]``; all of them where none does."""
+        """Leading tokens of each sample without loss, ``[S]``."""
         has, first = self.counts > 0, _starts(self.counts)[:-1]
         lengths = self.lengths.copy()
         lengths[has] = self.predicted[first[has]] - self.offsets[:-1][has]
@@ -129,7 +124,7 @@ class Batch:
 
     @cached_property
     def sortable(self) -> bytes:
-        """All tokens, four bytes each, so that comparing slices compares the tokens in them in order."""
+        """All tokens, four bytes each: comparing slices compares their tokens in order."""
         return self.token_ids.astype(">u4").tobytes()
 
     def sequence_sums(self, values: Floats) -> Floats:
@@ -145,7 +140,7 @@ class Batch:
         return _ranges(_starts(self.counts)[samples], self.counts[samples])
 
     def take(self, samples: ArrayLike) -> Batch:
-        """The batch of these samples, in this order, with their columns; itself where that is all of them."""
+        """The batch of these samples, in this order, with their columns; itself if these are all of its own."""
         chosen = np.asarray(samples, np.int64)
         if np.array_equal(chosen, np.arange(self.num_samples)):
             return self
@@ -167,14 +162,10 @@ class Batch:
         return taken
 
 
-def _ints(values: Sequence[int]) -> Ints:
-    return np.array(values, np.int64)
-
-
 def _starts(counts: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """``[start, start + length)`` of each, one after the other."""
+    """The concatenated ranges ``[start, start + length)``."""
     return np.repeat(starts - _starts(lengths)[:-1], lengths) + np.arange(int(lengths.sum()))

@@ -1,6 +1,6 @@
-"""Conversations as text through the tokenizer's chat template, with the characters that the assistant wrote.
+"""Conversations as text through the tokenizer's chat template, with the spans that the assistant wrote.
 
-A turn is learned exactly as it is sampled: in the context that the template renders before it, from the end of the
+A turn is learned exactly as it is sampled: after the context that the template renders before it, from the end of the
 generation prompt to the end-of-turn token. A template may render an earlier turn differently once the conversation
 continues (Qwen3 strips its thinking, Mistral moves the system prompt). One text then cannot hold both turns as they
 were sampled, so the conversation becomes several texts, and each turn is learned once.
@@ -9,27 +9,27 @@ were sampled, so the conversation becomes several texts, and each turn is learne
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tunesmith.data.chat_checks import PROBE, check_options, options_of, with_probes
 from tunesmith.data.tokens import Span, Tokenizer
 from tunesmith.data.trie import common_length
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import ConfigError, DataError, boundary, shortened
 from tunesmith.types import Message
 
 OPENING = 40
-"""A turn's content may begin with up to so many characters from the end of the generation prompt."""
+"""A turn's content may begin with up to this many characters from the end of the generation prompt."""
 MOST_TURNS = 500
-"""Limit of learned assistant turns per conversation; the work grows with their square."""
+"""Limit of learned assistant turns per conversation; the work is quadratic in their number."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text, and the spans of it that are learned, in order."""
+    """A conversation as text, and the spans that are learned, in order."""
 
     text: str
     spans: tuple[Span, ...]
@@ -42,7 +42,7 @@ def is_learned(message: Message) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A tokenizer's chat template and its properties, found by rendering probes."""
+    """A tokenizer's chat template and its properties."""
 
     tokenizer: Tokenizer
     marks_assistant: bool
@@ -58,7 +58,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """Probe the template of ``tokenizer``; a ConfigError if it has none, or does not read its ``options_of``."""
+        """The template of ``tokenizer``; a ConfigError if it has none, or does not read its ``options_of``."""
         if not tokenizer.chat_template:
             raise ConfigError(
                 "this tokenizer has no chat template. Name a template file with model.chat_template, or "
@@ -68,7 +68,7 @@ class ChatTemplate:
         special = {token for token in tokenizer.all_special_tokens if token}
         added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
         special |= {token.content for token in added.values() if token.special}
-        plain = cls(
+        template = cls(
             tokenizer,
             marks_assistant=_GENERATION.search(source) is not None,
             has_generation_prompt="add_generation_prompt" in source,
@@ -77,7 +77,11 @@ class ChatTemplate:
             options=check_options(options_of(tokenizer), source, tokenizer.special_tokens_map),
             turn_end=None,
         )
-        return replace(plain, turn_end=plain.probe_turn_end())
+        try:
+            text = template.render([{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}])
+        except DataError:
+            return template
+        return replace(template, turn_end=text.rsplit(PROBE, 1)[1] if PROBE in text else None)
 
     def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
         """The template with further variables; a ConfigError for one that it does not read."""
@@ -92,24 +96,15 @@ class ChatTemplate:
         """
         if tools and not self.takes_tools:
             raise DataError("the chat template has no place for tools; name one that has with model.chat_template")
-        with self._refusing(messages):
+        with _refusal(messages):
             return self.tokenizer.apply_chat_template(
                 list(messages), tools, add_generation_prompt=prompt, tokenize=False, **self.options
             )
 
-    @contextmanager
-    def _refusing(self, messages: Sequence[Message]) -> Generator[None]:
-        """Turn any exception of a template into a DataError."""
-        try:
-            yield
-        except Exception as error:
-            roles = ", ".join(str(message.get("role")) for message in messages[:6])
-            raise DataError(f"the chat template refuses this conversation ({roles}): {error}") from error
-
     def whole(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
-        """As ``render``, with a DataError if a part of a message is lost.
+        """``render``, with a DataError if the text lacks a part of a message.
 
-        The assistant's thinking may be lost: many templates leave out that of earlier turns on purpose.
+        It may lack the assistant's thinking: many templates drop that of earlier turns on purpose.
         """
         text = self.render(messages, tools, prompt=prompt)
         self._check_kept(messages, text, tools, prompt=prompt)
@@ -121,28 +116,28 @@ class ChatTemplate:
             content, role = _squash(message["content"]), message["role"]
             if role not in ("system", "developer", "user"):
                 continue
-            found = squashed.find(content, place)  # in order, except for messages that a template moves
-            if found < 0 and content not in squashed:
+            start = squashed.find(content, place)  # in order, except for messages that a template moves
+            if start < 0 and content not in squashed:
                 raise DataError(
                     f"the chat template leaves out message {number} ({role}: {_short(message['content'])}); put it "
                     "into another message, or name another template with model.chat_template"
                 )
-            place = found + len(content) if found >= 0 else place
+            place = start + len(content) if start >= 0 else place
         self._check_parts(messages, tools, prompt=prompt)
 
     def _check_parts(
         self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False, turn: bool = False
     ) -> None:
-        """A DataError if tool calls, tools' answers or names are missing from the text, as probes in them show.
+        """Check with probes that the text has tool calls, tools' answers and names; else a DataError.
 
-        With ``turn``, checks only the last message and its thinking: the turn to learn.
+        With ``turn`` it checks only the last message and its thinking: the turn to learn.
         """
         probed, probes = with_probes(messages, turn=turn)
         if not probes:
             return
         try:
             text = self.render(probed, tools, prompt=prompt)
-        except DataError:  # the template rejects the probes themselves
+        except DataError:  # the template rejects the probes
             return
         for probe, (number, what) in probes.items():
             if probe not in text:
@@ -151,20 +146,10 @@ class ChatTemplate:
                     "a template that writes it with model.chat_template, or put it into the message's content"
                 )
 
-    def probe_turn_end(self) -> str | None:
-        """The text that the template writes after the content of a last assistant turn."""
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
-        try:
-            text = self.render(messages)
-        except DataError:
-            return None
-        return text.rsplit(PROBE, 1)[1] if PROBE in text else None
-
     @property
     def stop_marker(self) -> str:
-        """The part of ``turn_end`` that is learned: white space and the first special token, and special tokens right
-        after it up to the tokenizer's EOS (Cohere ends the answer and then the turn); all of it without a special
-        token."""
+        """The part of ``turn_end`` that is learned: up to its first special token, or up to the tokenizer's EOS if only
+        special tokens are between the two (Cohere ends the answer and then the turn); all of it if there is none."""
         tail = self.turn_end or ""
         rest = tail.lstrip()
         eos = str(self.tokenizer.special_tokens_map.get("eos_token", ""))
@@ -178,11 +163,11 @@ class ChatTemplate:
 
     @property
     def ends_turns(self) -> bool:
-        """Whether a special token ends the assistant's turn, so that the policy can learn to stop."""
+        """Whether a special token ends the assistant's turn, so that the policy learns to stop."""
         return self.stop_marker.lstrip().startswith(self.special)
 
     def check_system(self) -> None:
-        """Refuse (ConfigError) a template that refuses a system message or silently leaves it out."""
+        """Refuse (ConfigError) a template that refuses or drops a system message."""
         messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "x"}]
         try:
             self.whole(messages, prompt=True)
@@ -218,7 +203,7 @@ class ChatTemplate:
 
     def _turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
         """A conversation that ends with an assistant turn, with the spans of that turn alone."""
-        rendered = self._marked(messages, tools) if self.marks_assistant else self._found(messages, tools)
+        rendered = self._marked_turn(messages, tools) if self.marks_assistant else self._sampled_turn(messages, tools)
         written = "".join(rendered.text[a:b] for a, b in rendered.spans)
         content, before = messages[-1]["content"], rendered.text[: rendered.spans[0][0]]
         if not _holds(_squash(written), _squash(content), _squash(before[-2 * OPENING :])):
@@ -230,8 +215,8 @@ class ChatTemplate:
         self._check_parts(messages, tools, turn=True)
         return rendered
 
-    def _found(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
-        """The turn's span between the generation prompt and the end-of-turn token, found by rendering."""
+    def _sampled_turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
+        """The turn's span from the end of the generation prompt to the end-of-turn token."""
         if len(messages) == 1:
             raise DataError("the conversation begins with the assistant, so that turn has no prompt")
         before = self.render(messages[:-1], tools, prompt=True)
@@ -260,7 +245,7 @@ class ChatTemplate:
 
     def _opened(self, before: str, opening: str, message: Message) -> Rendered | None:
         """A turn whose content begins with the end of the generation prompt (DeepSeek's ``<think>``), which the
-        template drops from the rendered turn: rendered here as it is sampled, after the generation prompt."""
+        template drops from the turn: the text after the generation prompt, as it is sampled."""
         content = message["content"].lstrip()
         if not opening or not content.startswith(opening) or self.turn_end is None or message.get("tool_calls"):
             return None
@@ -280,12 +265,12 @@ class ChatTemplate:
             "{% generation %} tags with model.chat_template"
         )
 
-    def _marked(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
+    def _marked_turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
         """The turn's spans according to the template's ``{% generation %}`` tags."""
         from transformers.utils import chat_template_utils
 
         before = self.render(messages[:-1], tools) if len(messages) > 1 else ""
-        with self._refusing(messages):
+        with _refusal(messages):
             rendered: Any = chat_template_utils.render_jinja_template(
                 conversations=[list(messages)],
                 tools=tools,
@@ -305,8 +290,8 @@ class ChatTemplate:
 
 
 def _holds(written: str, content: str, before: str) -> bool:
-    """Whether a turn contains ``content``: ``written`` has all of it, or continues it after the part at the end of
-    ``before``, the generation prompt. All arguments are without white space."""
+    """Whether ``written`` has all of ``content``, or the rest of it after a part at the end of the generation prompt
+    ``before``. All arguments are without white space."""
     return content in written or any(
         before.endswith(content[:length]) and written.startswith(content[length:])
         for length in range(min(len(content), OPENING), 0, -1)
@@ -314,7 +299,7 @@ def _holds(written: str, content: str, before: str) -> bool:
 
 
 def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
-    """The token that ends an assistant's turn in this tokenizer's chat template, if there is one.
+    """The token that ends an assistant's turn in the chat template; None if there is none.
 
     Engines must stop at it even if the tokenizer's EOS is another token.
     """
@@ -327,9 +312,15 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     return ids[-1] if ids else None
 
 
+def _refusal(messages: Sequence[Message]) -> AbstractContextManager[None]:
+    """Turn any exception of a template into a DataError."""
+    roles = ", ".join(str(message.get("role")) for message in messages[:6])
+    return boundary(DataError, f"the chat template refuses this conversation ({roles})", Exception)
+
+
 def _squash(text: str) -> str:
     return "".join(text.split())
 
 
 def _short(text: str) -> str:
-    return repr(text) if len(text) <= 60 else repr(text[:57]) + "..."
+    return repr(shortened(text, 60))

@@ -19,11 +19,11 @@ GIVEN = (
     "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
     "continue_final_message",
 )  # fmt: skip
-"""Variables that a rendering sets itself."""
+"""Variables that every rendering sets."""
 
 
 def with_probes(messages: Sequence[Message], *, turn: bool) -> tuple[list[Message], dict[str, tuple[int, str]]]:
-    """The messages with a probe in each part besides ``content``, and each probe's message number and part."""
+    """The messages with a probe in each part except ``content``, and the message number and part of each probe."""
     probes: dict[str, tuple[int, str]] = {}
     probed = list(messages)
 
@@ -72,7 +72,7 @@ def options_of(tokenizer: Tokenizer) -> Mapping[str, Any]:
 
 
 def check_options(options: Mapping[str, Any], source: str, tokens: Iterable[str]) -> Mapping[str, Any]:
-    """``options``; a ConfigError for one that the template does not read or that the rendering itself sets."""
+    """``options``; a ConfigError if the template does not read one, or the rendering itself sets it."""
     if not options:
         return options
     from jinja2 import Environment, TemplateError, meta

@@ -1,14 +1,13 @@
 """The token forest: one layout for every batch, no padding.
 
-A forest is a flat run of tokens and a short table of segments. A token attends to its own segment up to
-itself and to the whole of every ancestor segment. Plain packing is a forest of roots; a prompt shared by a
-group of completions is a root with children.
+A forest is a flat run of tokens and a short table of segments. A token attends to its own segment up to itself and to
+every ancestor segment in full. Plain packing is a forest of roots; a prompt shared by a group of completions is a root
+with children.
 
-Segments stand in pre-order, so everything that descends from a segment is one contiguous run right after
-it. Attention over a whole forest is then one causal piece per segment, plus one full piece (descendants
-see the segment) per segment that has children.
+Segments are in pre-order, so the descendants of a segment are one contiguous run directly after it. Attention over a
+forest is one causal part per segment, and one full part (descendants see the segment) per segment with children.
 
-A batch is packed into micro-batches once per layout; that ``Packing`` serves scoring and every pass of an update.
+A batch is packed into micro-batches once per layout. Scoring and every pass of an update use the same ``Packing``.
 
 Shape legend: ``T`` tokens, ``N`` predictions (loss tokens), ``S`` samples.
 """
@@ -42,10 +41,10 @@ class Segment(NamedTuple):
 class Forest:
     """A micro-batch.
 
-    ``source[n]`` is the row whose hidden state predicts ``targets[n]``: the token before it in its sample,
-    which may be the last token of the parent segment (one prompt end predicts every sibling's first token).
-    ``sample[n]`` numbers the sample within the forest. ``sample_ids[s]`` and ``predictions[n]`` are the indices of a
-    sample and of a prediction in the batch that the forest is made from, whose columns it has once they are gathered.
+    ``source[n]`` is the row whose hidden state predicts ``targets[n]``: the token before it in its sample, which may be
+    the last token of the parent segment (the end of a prompt predicts the first token of every completion).
+    ``sample[n]`` is the sample's number within the forest. ``sample_ids[s]`` and ``predictions[n]`` index the
+    batch; ``gather`` adds its columns.
     """
 
     token_ids: Tensor  # [T] int64
@@ -82,7 +81,7 @@ class Forest:
         return replace(self, **cast(Any, own), columns=columns, per_sample=per_sample)
 
     def gather(self, batch: Batch) -> Forest:
-        """The forest with the batch's columns: in float32, or in float64 where that is torch's default dtype."""
+        """The forest with the batch's columns in float32, or in float64 if that is torch's default dtype."""
         rows, samples = self.predictions.numpy(), list(self.sample_ids)
         dtype = torch.get_default_dtype() if torch.get_default_dtype() == torch.float64 else torch.float32
         return replace(
@@ -92,7 +91,7 @@ class Forest:
         )
 
     def padding(self) -> Forest:
-        """One token and no prediction: what a rank computes when it has no micro-batch and the others do."""
+        """One token without predictions: the micro-batch of a rank that has none while others have one."""
         one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         return Forest(
             one, one, (Segment(0, 1, -1),), none, none, none, none, none, none, (), (1,),
@@ -101,10 +100,10 @@ class Forest:
         )  # fmt: skip
 
     def with_ends(self, first: int) -> Forest:
-        """A forest for scoring that has one more prediction after the last token of each sample.
+        """A forest for scoring, with one more prediction per sample: after its last token.
 
         Args:
-            first: the index of the first sample's in what the scores are written to.
+            first: the index of the first sample's extra prediction in the array of scores.
         """
         return replace(
             self,
@@ -117,24 +116,22 @@ class Forest:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What a model says at a forest's predictions, all ``[N]``; each model fills in what it has.
-
-    A language model gives ``logprobs`` of the targets and, when asked, the ``entropy`` of the distributions they
-    are drawn from; a critic or a reward model gives ``values``, a scalar at each source row.
-    """
+    """A model's outputs at a forest's predictions, all ``[N]``."""
 
     logprobs: Tensor | None = None
+    """A language model's log-probabilities of the targets."""
     entropy: Tensor | None = None
+    """The entropies of the targets' distributions."""
     values: Tensor | None = None
+    """A critic's or reward model's scalars at the source rows."""
     divergence: Tensor | None = None
-    """Of a student: KL(teacher ‖ student), in nats."""
+    """A student's KL(teacher ‖ student), in nats."""
 
 
 def build_forest(batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True) -> Forest:
-    """Lay out samples of a batch (all of them by default) as one forest, without the batch's columns.
+    """Lay out samples of a batch (all by default) as one forest, without the batch's columns.
 
-    Leading tokens that carry no loss in any of the samples that have them are placed once. Predictions come
-    in the order of ``samples``.
+    A prefix that several samples share is placed once. Predictions are in the order of ``samples``.
 
     Example:
         Prompt ``[5, 6]`` with completions ``[7, 2]`` and ``[8]`` gives tokens ``5 6 7 2 8``, segments
@@ -170,7 +167,7 @@ def build_forest(batch: Batch, samples: Sequence[int] | None = None, *, share: b
 
 
 def subtree_ends(segments: Sequence[Segment]) -> list[int]:
-    """Where each segment's descendants, which stand right behind it, end; its own end where it has none."""
+    """The end of each segment's run of descendants; the segment's own end if it has none."""
     stops = [s.start + s.length for s in segments]
     for i in range(len(segments) - 1, -1, -1):
         if (parent := segments[i].parent) >= 0:
@@ -179,7 +176,7 @@ def subtree_ends(segments: Sequence[Segment]) -> list[int]:
 
 
 def forest_cost(forest: Forest, cost: CostModel) -> float:
-    """The work in a forest: tokens, causal pairs (with all ancestors), predictions. Recompute is not work."""
+    """The operations of a forest without recomputation: tokens, causal pairs with all ancestors, predictions."""
     depth = [0] * len(forest.segments)
     pairs = 0
     for index, (_, length, parent) in enumerate(forest.segments):
@@ -191,16 +188,13 @@ def forest_cost(forest: Forest, cost: CostModel) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A batch as micro-batches; iterating gives each with the batch's columns as they are at that moment.
-
-    Scores of its predictions are written to an array of ``num_predictions``, the batch's ``N``, by each forest's
-    ``predictions``.
-    """
+    """A batch as micro-batches; iteration gives each with the batch's current columns."""
 
     forests: tuple[Forest, ...]
     num_predictions: int
+    """The length of an array of scores, which ``Forest.predictions`` index."""
     batch: Batch | None = None
-    """Where columns are gathered from; None where the forests have theirs."""
+    """The source of the columns; None if the forests already have them."""
 
     @classmethod
     def of(
@@ -213,9 +207,9 @@ class Packing:
         multiple_of: int = 1,
         cost: CostModel | None = None,
     ) -> Packing:
-        """Pack a batch as ``packing.pack`` does, and lay out its forests. Each layout is made once and kept.
+        """Pack a batch with ``packing.pack`` and lay out its forests; the batch keeps the packing of each layout.
 
-        ``cost`` only evens out micro-batches: a layout that is there already is taken whatever cost it was made with.
+        ``cost`` only evens out micro-batches: a kept packing is returned for any cost.
         """
         layout = (max_tokens, share, keep_groups, multiple_of)
         if layout not in batch.packings:
@@ -228,27 +222,26 @@ class Packing:
         return len(self.forests)
 
     def __iter__(self) -> Iterator[Forest]:
-        for forest in self.forests:
-            yield forest if self.batch is None else forest.gather(self.batch)
+        return iter(self.forests) if self.batch is None else (forest.gather(self.batch) for forest in self.forests)
 
     @property
     def num_tokens(self) -> int:
         return sum(forest.num_tokens for forest in self.forests)
 
     def with_ends(self) -> Packing:
-        """For scoring: ``S`` more predictions, of what comes after the last token of each of the batch's samples."""
+        """For scoring: one more prediction per sample, after its last token; they follow the batch's predictions."""
         assert self.batch is not None
         first = self.num_predictions
         forests = tuple(forest.with_ends(first) for forest in self.forests)
         return Packing(forests, first + self.batch.num_samples)
 
     def for_rank(self, rank: int, world: int, *, columns: bool = True) -> Packing:
-        """What one of ``world`` ranks computes, which can travel to another process by itself.
+        """The micro-batches of one of ``world`` ranks, without a reference to the batch.
 
-        Every rank has the same number of micro-batches, so that ranks stay in step: padding makes up for missing ones.
+        Every rank gets the same number, filled up with padding, so that ranks stay in step.
 
         Args:
-            columns: whether the forests bring the batch's columns, which scoring does not read.
+            columns: whether the forests have the batch's columns; scoring does not read them.
         """
         padding = [forest.padding() for forest in self.forests[:1] if rank >= len(self) % world > 0]
         forests = (*self.forests[rank::world], *padding)

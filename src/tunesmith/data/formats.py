@@ -1,9 +1,9 @@
-"""What a row of data holds, detected from its columns, and converted to one shape, the ``Example``.
+"""The format of a row of data, detected from its columns, and its conversion to an ``Example``.
 
 For RL and supervised training: plain text; a prompt; a prompt with a completion; a conversation (``messages``, or
 ShareGPT's ``conversations`` with ``from`` and ``value``). For reward models and preferences, TRL's formats: a pair of
-answers; an answer with a label; an answer in steps with labels, also in Math-Shepherd's form. A prompt or an answer
-may itself be a list of messages.
+answers; an answer with a label; an answer in steps with labels, also in Math-Shepherd's format. A prompt or an answer
+can be a list of messages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COLUMNS: dict[Goal, tuple[Kind, tuple[str, ...]]] = {
     "judged": ("judged", ("label",)),
     "steps": ("steps", ("completions", "labels")),
 }
-"""The usual format of each goal, and the columns that it needs besides a prompt and a completion."""
+"""The usual format of each goal, and the columns that it needs in addition to a prompt and a completion."""
 NEEDS: dict[Goal, str] = {
     "rl": f"one of {', '.join(PROMPTS)} or {CONVERSATIONS[0]}",
     "sft": f"'messages', 'text', or a prompt ({', '.join(PROMPTS)}) with a completion ({', '.join(COMPLETIONS)})",
@@ -52,43 +52,42 @@ NEEDS: dict[Goal, str] = {
     "steps": "a prompt, 'completions' (the steps) and 'labels'; or 'input' with separators and 'label'",
 }
 DESCRIPTIONS: dict[Kind, str] = {
-    "text": "plain text in '{text}'",
-    "prompt": "prompts in {prompt}",
-    "prompt_completion": "prompts in {prompt}, completions in '{completion}'",
-    "messages": "conversations in '{messages}'",
-    "pairs": "prompts in {prompt}, answers in 'chosen' and 'rejected'",
-    "judged": "prompts in {prompt}, completions in '{completion}', judged by 'label'",
-    "steps": "prompts in {prompt}, steps in 'completions', judged by 'labels'",
-    "tagged": "answers in '{text}', judged at their separators by '{completion}'",
+    "text": "plain text in {column}",
+    "prompt": "prompts in {column}",
+    "prompt_completion": "prompts in {column}, completions in '{completion}'",
+    "messages": "conversations in {column}",
+    "pairs": "prompts in {column}, answers in 'chosen' and 'rejected'",
+    "judged": "prompts in {column}, completions in '{completion}', judged by 'label'",
+    "steps": "prompts in {column}, steps in 'completions', judged by 'labels'",
+    "tagged": "answers in {column}, judged at their separators by '{completion}'",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Which columns hold what ("": none). ``context`` is Alpaca's optional ``input`` next to ``instruction``."""
+    """The kind of a row, and its columns ("": none)."""
 
     kind: Kind
-    prompt: str = ""
+    column: str = ""
+    """The column of the prompt, the conversation or the text."""
     completion: str = ""
     context: str = ""
-    text: str = ""
-    messages: str = ""
+    """Alpaca's optional ``input`` next to ``instruction``."""
 
     def describe(self, goal: Goal) -> str:
         """A short sentence for the resolved configuration."""
-        if self.kind == "pairs" and not self.prompt:
+        if self.kind == "pairs" and not self.column:
             return "prompts are what both answers begin with, answers in 'chosen' and 'rejected'"
-        prompt = f"'{self.prompt}'" + (f" (and '{self.context}' where given)" if self.context else "")
+        column = f"'{self.column}'" + (f" (and '{self.context}' where given)" if self.context else "")
         tail = "; a final assistant turn is not part of the prompt" if (self.kind, goal) == ("messages", "rl") else ""
-        names = {"completion": self.completion, "text": self.text, "messages": self.messages}
-        return DESCRIPTIONS[self.kind].format(prompt=prompt, **names) + tail
+        return DESCRIPTIONS[self.kind].format(column=column, completion=self.completion) + tail
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row in one shape. Exactly one of ``text`` and ``prompt`` is set; RL has no ``completion``.
+    """A row in the form that is common to all formats. Exactly one of ``text`` and ``prompt`` is set.
 
-    For a conversation in supervised training, ``prompt`` is empty and ``completion`` is all of it.
+    RL has no ``completion``. A conversation in supervised training is the ``completion`` of an empty ``prompt``.
     """
 
     where: str
@@ -102,17 +101,17 @@ class Example:
     desirable: bool | None = None
     steps: tuple[str, ...] = ()
     labels: tuple[float, ...] = ()
-    """How likely each step is good: 0 or 1, or anything between."""
+    """The probability that each step is good."""
     tags: str | list[Any] | None = None
-    """Labels of the steps of ``text``: a copy of it with labels in place of separators, or a list."""
+    """Labels of the steps of ``text``: a list, or a copy of the text with labels instead of separators."""
     tools: list[Any] | None = None
     columns: Columns = field(default_factory=dict[str, Any])
     source: int = 0
-    """Index of its source."""
+    """Index of the source."""
 
 
 def detect(row: Row, goal: Goal, prompt: str | None = None, completion: str | None = None) -> Format:
-    """The format of a row, from its column names and those that the configuration names; or a BadLine."""
+    """The format of a row, from its columns and the names ``data.prompt`` and ``data.completion``; else a BadLine."""
     for name, key in ((prompt, "data.prompt"), (completion, "data.completion")):
         if name is not None and name not in row.columns:
             close = nearest(name, row.columns)
@@ -123,14 +122,14 @@ def detect(row: Row, goal: Goal, prompt: str | None = None, completion: str | No
     asking = prompt or _only_column(row, PROMPTS, "data.prompt")
     context = "input" if asking == "instruction" else ""
     if goal in ("pairs", "judged") and completion is None and {"chosen", "rejected"} <= columns:
-        return Format("pairs", prompt=asking, context=context)
+        return Format("pairs", asking, context=context)
     kind, needed = COLUMNS[goal]
     answering = completion or ""
     if goal in ("sft", "judged"):
         answering = answering or _only_column(row, COMPLETIONS, "data.completion")
         needed = (answering or "completion", *needed)
     if asking and set(needed) <= columns:
-        return Format(kind, prompt=asking, completion=answering, context=context)
+        return Format(kind, asking, answering, context)
     missing = [name for name in needed if name not in columns]
     if goal in ("rl", "sft"):
         missing = missing if asking else ["prompt"]
@@ -145,21 +144,21 @@ def _without_prompt_column(row: Row, goal: Goal, prompt: str | None, completion:
     columns, unnamed = row.columns.keys(), prompt is None and completion is None
     if goal == "steps" and prompt is None and "input" in columns and "completions" not in columns:
         tags = next((name for name in STEP_TAGS if name in columns), None)
-        return Format("tagged", text="input", completion=tags) if tags else None
+        return Format("tagged", "input", tags) if tags else None
     if goal not in ("rl", "sft"):
         return None
     if prompt in CONVERSATIONS and completion is None:
-        return Format("messages", messages=prompt)
+        return Format("messages", prompt)
     canonical = {"prompt", "completion"} if goal == "sft" else {"prompt"}
     conversation = next((name for name in CONVERSATIONS if name in columns), None)
     if unnamed and conversation and not canonical <= columns:
-        return Format("messages", messages=conversation)
+        return Format("messages", conversation)
     lacks_one = columns.isdisjoint(PROMPTS) or columns.isdisjoint(COMPLETIONS)
-    return Format("text", text=TEXT) if unnamed and goal == "sft" and TEXT in columns and lacks_one else None
+    return Format("text", TEXT) if unnamed and goal == "sft" and TEXT in columns and lacks_one else None
 
 
 def _only_column(row: Row, names: tuple[str, ...], key: str) -> str:
-    """The one of ``names`` that the row has, or "". The first name is canonical; two others are ambiguous."""
+    """The column among ``names``, or "". The first name wins over others; two others are ambiguous."""
     present = [name for name in names if name in row.columns]
     if "instruction" in present and "input" in present:
         present.remove("input")
@@ -169,23 +168,28 @@ def _only_column(row: Row, names: tuple[str, ...], key: str) -> str:
 
 
 def convert(row: Row, form: Format, goal: Goal) -> Example:
-    """The row in one shape; every column but ``prompt`` is passed on untouched.
+    """The row as an example; every column except ``prompt`` is passed on unchanged.
 
     Raises:
-        BadLine: a column is missing, empty or of the wrong type; or nothing tells good from bad.
+        BadLine: a column is missing, empty or of the wrong type.
     """
-    given = row.columns.get("id")
-    identity = str(given) if isinstance(given, str | int) and str(given) else row.where
+    identity = row.columns.get("id")
+    identity = str(identity) if isinstance(identity, str | int) and str(identity) else row.where
     columns = {name: value for name, value in row.columns.items() if name != "prompt"}
-    tools = None if form.kind == "text" else read_tools(row)
-    example = Example(row.where, identity, tools=tools, columns=columns)
+    example = Example(row.where, identity, tools=None if form.kind == "text" else read_tools(row), columns=columns)
     match form.kind:
         case "text":
-            return replace(example, text=read_text(row, form.text))
+            return replace(example, text=read_text(row, form.column))
         case "tagged":
-            return replace(example, text=read_text(row, form.text), tags=read_step_tags(row, form.completion))
+            return replace(example, text=read_text(row, form.column), tags=read_step_tags(row, form.completion))
         case "messages":
-            return _conversation(example, row, form.messages, goal)
+            messages = read_messages(row, form.column)
+            if goal == "sft":
+                return replace(example, prompt=[], completion=messages)
+            prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            if not prompt:
+                raise row.bad(f"'{form.column}' holds nothing before the assistant's turn")
+            return replace(example, prompt=prompt)
         case "pairs":
             prompt, chosen, rejected = _pair(row, form)
             margin = read_margin(row)
@@ -201,44 +205,33 @@ def convert(row: Row, form: Format, goal: Goal) -> Example:
             return replace(example, prompt=_asked(prompt, completion), completion=completion, desirable=desirable)
 
 
-def _conversation(example: Example, row: Row, name: str, goal: Goal) -> Example:
-    messages = read_messages(row, name)
-    if goal == "sft":
-        return replace(example, prompt=[], completion=messages)
-    if messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise row.bad(f"'{name}' holds nothing before the assistant's turn")
-    return replace(example, prompt=messages)
-
-
 def _asked(prompt: Prompt, answer: Prompt) -> Prompt:
-    """A text prompt as a user's turn where the answer is a conversation."""
+    """A text prompt as a user's turn if the answer is a conversation."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and isinstance(answer, list) else prompt
 
 
 def _prompt(row: Row, form: Format) -> Prompt:
-    prompt = read_prompt(row, form.prompt)
+    prompt = read_prompt(row, form.column)
     if isinstance(prompt, list):
         if prompt[-1]["role"] == "assistant":
-            raise row.bad(f"'{form.prompt}' ends with an assistant turn, so nothing is left to answer")
+            raise row.bad(f"'{form.column}' ends with an assistant turn, so nothing is left to answer")
         return prompt
     return f"{prompt}\n\n{read_text(row, form.context)}" if form.context and row.columns.get(form.context) else prompt
 
 
 def _pair(row: Row, form: Format) -> tuple[Prompt, Prompt, Prompt]:
-    """Prompt, chosen and rejected answer. Without a prompt's column, it is what both answers begin with."""
+    """Prompt, chosen and rejected answer. Without a prompt column, the prompt is the answers' common beginning."""
     chosen, rejected = (read_prompt(row, name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise row.bad("'chosen' and 'rejected' are the same, so nothing is preferred")
-    prompt = _prompt(row, form) if form.prompt else None
+    prompt = _prompt(row, form) if form.column else None
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _pair_of_conversations(row, prompt, chosen, rejected)
     if not isinstance(chosen, str) or not isinstance(rejected, str):
         raise row.bad("one of 'chosen' and 'rejected' is text and the other a conversation")
     if prompt is None:
         at = common_length(chosen, rejected)
-        # The prompt ends before a blank, so that no word is cut and the answers begin as they would be sampled.
+        # The prompt ends before a blank: no word is cut, and the answers begin as they would be sampled.
         while at and not chosen[at - 1].isspace():
             at -= 1
         at = len(chosen[:at].rstrip())
@@ -254,7 +247,7 @@ def _pair(row: Row, form: Format) -> tuple[Prompt, Prompt, Prompt]:
 def _pair_of_conversations(
     row: Row, prompt: Prompt | None, chosen: list[Message], rejected: list[Message]
 ) -> tuple[Prompt, Prompt, Prompt]:
-    """The conversations are answers to the prompt, or whole ones, whose beginning the prompt's column repeats."""
+    """The conversations are answers to the prompt, or whole conversations that begin with it."""
     if prompt is None or chosen[0]["role"] != "assistant":
         alike = common_length(chosen, rejected)
         prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]

@@ -1,4 +1,4 @@
-"""Items in a seeded order whose position can be saved, from one source or a weighted mixture."""
+"""Items in a seeded order with a position that can be saved, from one source or a weighted mixture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Items ``[start, stop)`` of the list, which belong to one source of a mixture."""
+    """Items ``[start, stop)`` of the list: one source of a mixture."""
 
     name: str
     start: int
@@ -28,11 +28,11 @@ class Part:
 
 
 class Loader(Generic[T]):
-    """Draws items without end, epoch after epoch.
+    """Draws items endlessly, epoch after epoch.
 
-    Each part is shuffled in each epoch by ``(seed, part, epoch)``. With several parts, draw ``k`` comes from a part
-    chosen by ``(seed, k)`` with probability ``weight / sum of weights``. No global random state is read or changed:
-    the order is a function of the seed and the position, and only the position needs to be saved.
+    Each part is shuffled in each epoch by ``(seed, part, epoch)``. With several parts, draw ``k`` is from a part chosen
+    by ``(seed, k)`` with probability ``weight / sum of weights``. The order is a function of the seed and the position,
+    independent of any global random state, so only the position is saved.
 
     Example:
         >>> loader = Loader(["a", "b", "c"], batch_size=2, shuffle=False)
@@ -51,10 +51,7 @@ class Loader(Generic[T]):
         fingerprint: str | None = None,
     ) -> None:
         """``fingerprint`` identifies the data; None computes it from the items."""
-        self.items = items
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
+        self.items, self.batch_size, self.shuffle, self.seed = items, batch_size, shuffle, seed
         self.parts = tuple(parts) if parts else (Part("data", 0, len(items)),)
         self.fingerprint = fingerprint_of(items) if fingerprint is None else fingerprint
         self._taken = [0] * len(self.parts)
@@ -81,25 +78,20 @@ class Loader(Generic[T]):
         return [self._draw() for _ in range(self.batch_size if n is None else n)]
 
     def _draw(self) -> T:
-        part = self._choose()
-        epoch, place = divmod(self._taken[part], len(self.parts[part]))
-        self._taken[part] += 1
+        index = 0
+        if len(self.parts) > 1:
+            weights = [part.weight for part in self.parts]
+            index = random.Random(f"{self.seed}/draw/{self.drawn}").choices(range(len(weights)), weights)[0]
+        part = self.parts[index]
+        epoch, place = divmod(self._taken[index], len(part))
+        self._taken[index] += 1
         if not self.shuffle:
-            return self.items[self.parts[part].start + place]
-        if self._orders[part][0] != epoch:
-            self._orders[part] = (epoch, self._shuffled(part, epoch))
-        return self.items[self._orders[part][1][place]]
-
-    def _choose(self) -> int:
-        if len(self.parts) == 1:
-            return 0
-        weights = [part.weight for part in self.parts]
-        return random.Random(f"{self.seed}/draw/{self.drawn}").choices(range(len(weights)), weights)[0]
-
-    def _shuffled(self, part: int, epoch: int) -> list[int]:
-        order = list(range(self.parts[part].start, self.parts[part].stop))
-        random.Random(f"{self.seed}/part/{part}/epoch/{epoch}").shuffle(order)
-        return order
+            return self.items[part.start + place]
+        if self._orders[index][0] != epoch:
+            order = list(range(part.start, part.stop))
+            random.Random(f"{self.seed}/part/{index}/epoch/{epoch}").shuffle(order)
+            self._orders[index] = (epoch, order)
+        return self.items[self._orders[index][1][place]]
 
     def state_dict(self) -> dict[str, Any]:
         """The position and the identity of the data, as JSON values."""
@@ -115,21 +107,21 @@ class Loader(Generic[T]):
         """Continue from the position in ``state``.
 
         Raises:
-            CheckpointError: the data, the mixture, the seed or shuffling has changed since.
+            CheckpointError: the data, the mixture, the seed or shuffling has changed.
         """
         current = self.state_dict()
-        missing = [key for key in current if key not in state]
-        if missing:
-            raise CheckpointError(f"the saved data position has no '{missing[0]}'.")
+        for key in current:
+            if key not in state:
+                raise CheckpointError(f"the saved data position has no '{key}'.")
         for key, what in (
-            ("fingerprint", "the data set has changed"),
-            ("parts", "the mixture of data sources has changed"),
-            ("seed", "data.seed has changed"),
-            ("shuffle", "data.shuffle has changed"),
+            ("fingerprint", "the data set"),
+            ("parts", "the mixture of data sources"),
+            ("seed", "data.seed"),
+            ("shuffle", "data.shuffle"),
         ):
             if state[key] != current[key]:
                 raise CheckpointError(
-                    f"cannot continue: {what} since the checkpoint (then {state[key]}, now {current[key]}). "
+                    f"cannot continue: since the checkpoint {what} has changed from {state[key]} to {current[key]}. "
                     "Restore it, or start a new run from the checkpoint's model."
                 )
         taken = state["taken"]
@@ -139,7 +131,7 @@ class Loader(Generic[T]):
 
 
 def fingerprint_of(items: Sequence[Any]) -> str:
-    """A short digest of items and their order: dataclasses and JSON values by content, others by ``str``."""
+    """A short digest of the items in their order: dataclasses and JSON values by content, others by ``str``."""
     digest = hashlib.blake2b(digest_size=16)
     for item in items:
         value: Any = asdict(item) if is_dataclass(item) and not isinstance(item, type) else item

@@ -1,8 +1,7 @@
-"""Which samples go together into a micro-batch. No torch.
+"""Which samples form a micro-batch. No torch.
 
-The token cap is hard. Below it: few micro-batches by best fit, siblings together so that their prompt is computed
-once, then moves and swaps that make costs more equal, as ranks that wait for each other need. Everything is
-deterministic.
+The token cap is hard. Best fit gives few micro-batches and keeps samples with a common prompt together. Then moves and
+swaps even out the costs, because ranks wait for each other. The result is deterministic.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from tunesmith.errors import DataError
 from tunesmith.plan.cost import CostModel
 
 EXCHANGES = 200
-"""Most moves and swaps made to equalise costs; each one lowers the highest."""
+"""Limit of the moves and swaps that even out costs; each lowers the highest."""
 REPEATED = 1.001
-"""How much dearer the whole may become, by prefixes repeated, for the sake of equal costs."""
+"""How much a move or swap may raise the cost of two bins together, by repeating a prefix."""
 RELATIVES = 4
-"""Neighbours in the trie, to either side, whose bins a sample tries first."""
+"""Neighbours in the trie, on either side, whose bins an item tries first."""
 
 
 class SampleTooLong(DataError):
-    """One sample alone is over the cap."""
+    """A single sample exceeds the cap."""
 
 
 class GroupTooLong(DataError):
-    """Samples that have to share a micro-batch are over the cap together."""
+    """Samples that must share a micro-batch exceed the cap together."""
 
 
 def pack(
@@ -48,19 +47,19 @@ def pack(
 ) -> list[list[int]]:
     """Partition a batch's samples into micro-batches whose forests have at most ``max_tokens`` tokens.
 
-    A tree that is over the cap is split with its prefix repeated.
+    A tree over the cap is split and its prefix repeated.
 
     Args:
-        keep_groups: samples of one ``group`` go into one micro-batch, as a loss that compares them needs.
-        multiple_of: the number of ranks: micro-batches are a multiple of it where there are enough samples.
+        keep_groups: put the samples of a ``group`` into one micro-batch, for a loss that compares them.
+        multiple_of: the number of ranks; the number of micro-batches is a multiple of it if there are enough samples.
 
     Returns:
-        Samples, ascending in each micro-batch; the costliest micro-batch first, so that one
-        that does not fit in memory shows at once.
+        Indices of samples, ascending in each micro-batch. The costliest micro-batch is first, so that a lack of memory
+        shows at once.
 
     Raises:
-        SampleTooLong: one sample alone is over ``max_tokens``.
-        GroupTooLong: a group that is to be kept together is.
+        SampleTooLong: a sample exceeds ``max_tokens``.
+        GroupTooLong: a group exceeds ``max_tokens``, with ``keep_groups``.
     """
     for index in np.flatnonzero(batch.lengths > max_tokens)[:1].tolist():
         raise SampleTooLong(
@@ -70,26 +69,26 @@ def pack(
     prefixes = prefix_order(batch, share=share)
     if keep_groups:
         prefixes = _grouped(batch, prefixes, share)
-    weights = _Sizes(batch, prefixes, cost or CostModel(), keep_groups)
-    bins = _best_fit(weights, _items(weights, max_tokens), max_tokens)
+    sizes = _Sizes(batch, prefixes, cost or CostModel(), keep_groups)
+    bins = _best_fit(sizes, _items(sizes, max_tokens), max_tokens)
     if missing := -len(bins) % multiple_of:
-        bins = _shared_out(weights, bins, len(bins) + missing, max_tokens)
-    _equalise(weights, bins, max_tokens)
+        bins = _shared_out(sizes, bins, len(bins) + missing, max_tokens)
+    _equalise(sizes, bins, max_tokens)
     bins.sort(key=lambda b: (-b.cost, b.items[0].low))
-    return [sorted(weights.order[r] for item in b.items for r in range(item.low, item.high)) for b in bins]
+    return [sorted(sizes.order[r] for item in b.items for r in range(item.low, item.high)) for b in bins]
 
 
 def group_tokens(batch: Batch, *, share: bool = True) -> int:
-    """Tokens of the largest group of samples, as ``pack`` counts them."""
+    """Forest tokens of the largest group of samples."""
     members = (np.flatnonzero(batch.group == group) for group in np.unique(batch.group))
     return max((num_forest_tokens(batch, chosen.tolist(), share=share) for chosen in members), default=0)
 
 
 def _grouped(batch: Batch, prefixes: PrefixOrder, share: bool) -> PrefixOrder:
-    """The ranks with each group's next to each other, where the first of them was.
+    """The order with each group's samples next to each other, at the rank of their first.
 
-    What two ranks have in common is at least the least that neighbours between them have, in any order; so sizes
-    may come out too large where groups interleave, and never too small.
+    The minimum of ``shared`` between two ranks is a lower bound of their common prefix in any order, so sizes may be
+    overestimated where groups interleave, but never underestimated.
     """
     assert (batch.group >= 0).all(), "samples without a group cannot be kept together"
     groups = batch.group.tolist()
@@ -97,15 +96,14 @@ def _grouped(batch: Batch, prefixes: PrefixOrder, share: bool) -> PrefixOrder:
     for index in prefixes.order:
         members.setdefault(groups[index], []).append(index)
     order = [index for group in members.values() for index in group]
-    shared = [0][: len(order)]
-    shared += [prefix_order(batch, pair, share=share).shared[1] for pair in pairwise(order)]
-    return PrefixOrder(order, shared)
+    shared = [prefix_order(batch, pair, share=share).shared[1] for pair in pairwise(order)]
+    return PrefixOrder(order, [0, *shared][: len(order)])
 
 
 class _Item(NamedTuple):
-    """Ranks ``[low, high)`` (see ``PrefixOrder``), kept together, and the weight of their forest.
+    """Ranks ``[low, high)`` (see ``PrefixOrder``) that stay together, with the size of their forest.
 
-    ``split`` is the trie node that was over the cap: ``(tokens repeated if its children part, first rank)``.
+    ``split`` identifies the trie node over the cap that the item was cut from: ``(tokens of its prefix, first rank)``.
     """
 
     low: int
@@ -117,7 +115,7 @@ class _Item(NamedTuple):
 
 @dataclass(slots=True)
 class _Bin:
-    """Items that travel together, by rank; ``tokens`` and ``cost`` are those of their common forest."""
+    """The items of a micro-batch, by rank, with the size of their forest."""
 
     items: list[_Item] = field(default_factory=list[_Item])
     tokens: int = 0
@@ -125,7 +123,7 @@ class _Bin:
 
 
 class _Sizes:
-    """What sets of samples, sorted by rank, weigh together."""
+    """Computes tokens and costs of sets of samples, sorted by rank."""
 
     def __init__(self, batch: Batch, prefixes: PrefixOrder, model: CostModel, keep_groups: bool = False) -> None:
         self.order, self.shared, self.model = prefixes.order, prefixes.shared, model
@@ -133,13 +131,13 @@ class _Sizes:
         self.lengths: list[int] = batch.lengths[self.order].tolist()
         self.heads: list[float] = (model.head * batch.counts[self.order]).tolist()
         self.shared_by_all = min(self.shared[1:], default=0)
-        self._minima = [self.shared]  # [k][r]: least of shared[r : r + 2**k]
+        self._minima = [self.shared]  # [k][r]: minimum of shared[r : r + 2**k]
         while (reach := 1 << len(self._minima)) <= len(self.order):
             last = self._minima[-1]
             self._minima.append([min(p) for p in zip(last, last[reach // 2 :], strict=False)])
 
     def common(self, a: int, b: int) -> int:
-        """Tokens that ranks ``a < b`` share."""
+        """Leading tokens that ranks ``a < b`` share."""
         level = (b - a).bit_length() - 1
         row = self._minima[level]
         return min(row[a + 1], row[b + 1 - (1 << level)])
@@ -165,38 +163,38 @@ class _Sizes:
         return joined
 
 
-def _items(weights: _Sizes, cap: int) -> list[_Item]:
-    """The largest subtrees that fit under the cap."""
+def _items(sizes: _Sizes, cap: int) -> list[_Item]:
+    """The largest subtrees under the cap."""
     items: list[_Item] = []
-    stack = [((0, 0), run) for run in _cut(weights, 0, len(weights.order), 0)]
+    stack = [((0, 0), run) for run in _cut(sizes, 0, len(sizes.order), 0)]
     while stack:
         split, (low, high) = stack.pop()
-        item = weights.item(low, high, split)
+        item = sizes.item(low, high, split)
         if item.tokens <= cap:
             items.append(item)
         else:
-            between = [r for r in range(low + 1, high) if weights.groups[r] != weights.groups[r - 1]]
+            between = [r for r in range(low + 1, high) if sizes.groups[r] != sizes.groups[r - 1]]
             if not between:
                 raise GroupTooLong(
-                    f"the samples of group {weights.groups[low]} have {item.tokens} tokens together, more than a "
+                    f"the samples of group {sizes.groups[low]} have {item.tokens} tokens together, more than a "
                     f"micro-batch may hold ({cap}): raise system.max_tokens_per_microbatch or shorten them"
                 )
-            at = min(weights.shared[r] for r in between)
-            stack.extend(((at, low), run) for run in _cut(weights, low, high, at))
+            at = min(sizes.shared[r] for r in between)
+            stack.extend(((at, low), run) for run in _cut(sizes, low, high, at))
     return items
 
 
-def _cut(weights: _Sizes, low: int, high: int, at: int) -> list[tuple[int, int]]:
-    """Cut ranks wherever neighbours share no more than ``at`` tokens and are not to be kept together."""
-    groups, shared = weights.groups, weights.shared
+def _cut(sizes: _Sizes, low: int, high: int, at: int) -> list[tuple[int, int]]:
+    """Cut ranks where neighbours share at most ``at`` tokens and are of different groups."""
+    groups, shared = sizes.groups, sizes.shared
     cuts = (r for r in range(low + 1, high) if shared[r] <= at and groups[r] != groups[r - 1])
     return list(pairwise([low, *cuts, high])) if high > low else []
 
 
-def _best_fit(weights: _Sizes, items: list[_Item], cap: int) -> list[_Bin]:
-    """Each into the bin of a near relative where it adds least, else into the fullest that takes it.
+def _best_fit(sizes: _Sizes, items: list[_Item], cap: int) -> list[_Bin]:
+    """Put each item into the bin of a near relative where it adds fewest tokens, else into the fullest with room.
 
-    Largest first, but children of one split node after each other, before bins fill up with strangers.
+    The largest goes first, but the children of a split node follow each other, before other items fill their bins.
     """
     bins: list[_Bin] = []
     fill: list[tuple[int, int]] = []  # (tokens, bin), ascending
@@ -204,19 +202,19 @@ def _best_fit(weights: _Sizes, items: list[_Item], cap: int) -> list[_Bin]:
     for item in sorted(items, key=lambda i: (-i.split[0], i.split[1], -i.tokens, i.low)):
         near = bisect_left(placed, (item.low, -1))
         homes = {home for _, home in placed[max(0, near - RELATIVES) : near + RELATIVES]}
-        joins = [(weights.join([*bins[home].items, item]), home) for home in sorted(homes)]
+        joins = [(sizes.join([*bins[home].items, item]), home) for home in sorted(homes)]
         relatives = [
             (joined.tokens - bins[home].tokens, home, joined)
             for joined, home in joins
-            if joined.tokens <= cap and joined.tokens < bins[home].tokens + item.tokens - weights.shared_by_all
+            if joined.tokens <= cap and joined.tokens < bins[home].tokens + item.tokens - sizes.shared_by_all
         ]
         if relatives:
             _, chosen, joined = min(relatives, key=lambda r: r[:2])
-        elif place := bisect_left(fill, (cap - item.tokens + weights.shared_by_all + 1, -1)):
+        elif place := bisect_left(fill, (cap - item.tokens + sizes.shared_by_all + 1, -1)):
             chosen = fill[place - 1][1]
-            joined = weights.join([*bins[chosen].items, item])
+            joined = sizes.join([*bins[chosen].items, item])
         else:
-            chosen, joined = len(bins), weights.join([item])
+            chosen, joined = len(bins), sizes.join([item])
             bins.append(_Bin())
             insort(fill, (0, chosen))
         del fill[bisect_left(fill, (bins[chosen].tokens, chosen))]
@@ -226,15 +224,15 @@ def _best_fit(weights: _Sizes, items: list[_Item], cap: int) -> list[_Bin]:
     return bins
 
 
-def _spread(weights: _Sizes, items: list[_Item], cap: int, count: int) -> list[_Bin] | None:
-    """Costliest first, each into the cheapest bin with room; None where an item finds none soon."""
+def _spread(sizes: _Sizes, items: list[_Item], cap: int, count: int) -> list[_Bin] | None:
+    """Put the costliest item first, each into the cheapest bin with room; None if an item finds no room in 32 bins."""
     bins = [_Bin() for _ in range(count)]
     heap = [(0.0, i) for i in range(count)]
     for item in sorted(items, key=lambda item: (-item.cost, item.low)):
         full: list[tuple[float, int]] = []
         while heap and len(full) < 32:
             cheapest = heap[0][1]
-            joined = weights.join([*bins[cheapest].items, item])
+            joined = sizes.join([*bins[cheapest].items, item])
             if joined.tokens <= cap:
                 bins[cheapest] = joined
                 heapq.heapreplace(heap, (joined.cost, cheapest))
@@ -247,41 +245,40 @@ def _spread(weights: _Sizes, items: list[_Item], cap: int, count: int) -> list[_
     return bins
 
 
-def _shared_out(weights: _Sizes, bins: list[_Bin], count: int, cap: int) -> list[_Bin]:
-    """As many as ``count`` instead, of subtrees small enough for that; as they are where those find no room."""
-    runs = [list(run) for _, run in groupby(range(len(weights.order)), weights.groups.__getitem__)]
-    longest = max(weights.item(run[0], run[-1] + 1, (0, 0)).tokens for run in runs)
+def _shared_out(sizes: _Sizes, bins: list[_Bin], count: int, cap: int) -> list[_Bin]:
+    """Spread smaller subtrees over ``count`` bins; the same bins if those have no room."""
+    runs = [list(run) for _, run in groupby(range(len(sizes.order)), sizes.groups.__getitem__)]
+    longest = max(sizes.item(run[0], run[-1] + 1, (0, 0)).tokens for run in runs)
     even = -(-sum(b.tokens for b in bins) // count)
-    items = _items(weights, min(cap, max(longest, even)))
-    return _spread(weights, items, cap, min(count, len(items))) or bins
+    items = _items(sizes, min(cap, max(longest, even)))
+    return _spread(sizes, items, cap, min(count, len(items))) or bins
 
 
-def _equalise(weights: _Sizes, bins: list[_Bin], cap: int) -> None:
-    """Move or swap items between the costliest bin and the cheapest while that brings them closer."""
+def _equalise(sizes: _Sizes, bins: list[_Bin], cap: int) -> None:
+    """Move or swap items between the costliest bin and one of the cheapest while the higher cost falls."""
     for _ in range(EXCHANGES if len(bins) > 1 else 0):
         by_cost = sorted(range(len(bins)), key=lambda i: (bins[i].cost, i))
         heavy = by_cost.pop()
-        if not any(_exchange(weights, bins, heavy, light, cap) for light in by_cost[:4]):
+        if not any(_exchange(sizes, bins, heavy, light, cap) for light in by_cost[:4]):
             return
 
 
-def _exchange(weights: _Sizes, bins: list[_Bin], heavy: int, light: int, cap: int) -> bool:
-    """Take the best single move or swap between two bins, if there is one."""
+def _exchange(sizes: _Sizes, bins: list[_Bin], heavy: int, light: int, cap: int) -> bool:
+    """Make the best single move or swap between two bins, if one lowers the higher cost."""
     above, below = bins[heavy], bins[light]
     total, best = above.cost + below.cost, above.cost
-    found: tuple[_Bin, _Bin] | None = None
+    pair: tuple[_Bin, _Bin] | None = None
     by_cost = sorted(below.items, key=lambda i: (i.cost, i.low))
     for item in sorted(above.items, key=lambda i: (-i.cost, i.low))[:32]:
         wanted = bisect_left(by_cost, item.cost - (above.cost - below.cost) / 2, key=lambda i: i.cost)
         swaps = [[back] for back in by_cost[max(0, wanted - 1) : wanted + 1]]
         for back in ([], *swaps) if len(above.items) > 1 else swaps:
-            left = weights.join([*(i for i in above.items if i is not item), *back])
-            right = weights.join([*(i for i in below.items if i not in back), item])
+            left = sizes.join([*(i for i in above.items if i is not item), *back])
+            right = sizes.join([*(i for i in below.items if i not in back), item])
             higher = max(left.cost, right.cost)
             fits = left.tokens <= cap and right.tokens <= cap
             if fits and higher < best * (1 - 1e-9) and left.cost + right.cost <= total * REPEATED:
-                best, found = higher, (left, right)
-    if found is None:
-        return False
-    bins[heavy], bins[light] = found
-    return True
+                best, pair = higher, (left, right)
+    if pair is not None:
+        bins[heavy], bins[light] = pair
+    return pair is not None

@@ -1,7 +1,7 @@
 """Samples for reward models and preference losses: pairs, judged answers, answers in steps.
 
-Tokenized once, as in supervised training: an answer after its prompt, up to and including its EOS or end-of-turn token,
-without the template's text after that.
+They are tokenized once, as in supervised training. A sample ends with the EOS or end-of-turn token of its answer,
+without the text that the template writes after it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import cast
 
 from tunesmith.config.schema import DataSection
 from tunesmith.data.batch import Batch
-from tunesmith.data.chat import ChatTemplate, Rendered
+from tunesmith.data.chat import Rendered
 from tunesmith.data.formats import Example
 from tunesmith.data.prompts import learned_texts, with_system
 from tunesmith.data.reading import Prepared, Reading, Sources
@@ -24,9 +24,9 @@ from tunesmith.types import Prompt, Sample
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Sequences that are learned from together, and numbers that each of them has.
+    """Samples that a loss compares, and their values: ``values[name][k]`` belongs to ``samples[k]``.
 
-    ``values[name][k]`` belongs to ``samples[k]``. A pair is the chosen answer and the rejected one, ``side`` +1 and −1.
+    In a pair the first sample is the chosen answer (``side`` +1), the second the rejected one (−1).
     """
 
     samples: tuple[Sample, ...]
@@ -35,7 +35,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An answer in steps. Step ``k`` is judged after token ``marks[k]``, the last token of its separator."""
+    """An answer in steps. Step ``k`` is judged at token ``marks[k]``, the last token of its separator."""
 
     token_ids: list[int]
     marks: tuple[int, ...]
@@ -54,56 +54,51 @@ def load_pairs(
     """Pairs, with ``side`` and ``margin``.
 
     Args:
-        room: tokens that a micro-batch holds; a pair has to fit in one.
-        share: whether the two share their prompt there.
-        shape: what a sequence becomes for the model that judges it.
+        room: the tokens of a micro-batch, which must hold a pair.
+        share: whether the two answers share their prompt there.
+        shape: converts each sample to the form that the model needs.
 
     Raises:
         DataError: nothing is usable, or a line is bad or too long and not to be skipped.
         ConfigError: a setting does not apply to this data or tokenizer.
     """
     items: list[tuple[int, Comparison]] = []
-    found = Reading.of(section, source, tokenizer, "pairs")
-    for example, answers in _sequences(found):
-        samples = tuple(shape(answer) for answer in answers)
-        if answers[0].token_ids == answers[1].token_ids:
-            found.report.bad(example.where, "chosen and rejected are the same once they are tokenized and cut")
-        elif room is not None and (tokens := num_forest_tokens(Batch.of(samples), share=share)) > room:
-            reason = (
-                f"chosen and rejected have {tokens} tokens together, and a micro-batch holds {room} "
-                "(system.max_tokens_per_microbatch)"
-            )
-            found.report.bad(example.where, reason)
-        else:
+    reading = Reading.of(section, source, tokenizer, "pairs")
+    for example, answers in _answers(reading):
+        samples = tuple(map(shape, answers))
+        with reading.report.line(example.where):
+            if answers[0].token_ids == answers[1].token_ids:
+                raise DataError("chosen and rejected are the same once they are tokenized and cut")
+            if room is not None and (tokens := num_forest_tokens(Batch.of(samples), share=share)) > room:
+                raise DataError(
+                    f"chosen and rejected have {tokens} tokens together, and a micro-batch holds {room} "
+                    "(system.max_tokens_per_microbatch)"
+                )
             values = {"side": (1.0, -1.0), "margin": (example.margin, example.margin)}
             items.append((example.source, Comparison(samples, values)))
-    return found.prepared(items)
+    return reading.prepared(items)
 
 
 def load_judged(section: DataSection, source: Sources, tokenizer: Tokenizer) -> Prepared[Comparison]:
-    """Answers, each with ``side`` +1 (desirable) or −1, and a mismatched one beside it for the KL of KTO.
+    """Answers with ``side`` +1 (desirable) or −1, each with a mismatched sample for the KL of KTO.
 
-    The mismatched sequence is the same prompt with the answer to another one, half the data away, cut to the length
-    of the longest sequence of the data. A line with two answers becomes two.
+    The mismatched sample is the same prompt with the answer to another one. A line with two answers gives two items.
 
     Raises:
-        DataError: as ``load_pairs``; or all prompts are the same, so that no answer is a mismatch.
+        DataError: as ``load_pairs``; or all prompts are equal, so that no answer is mismatched.
         ConfigError: as ``load_pairs``.
     """
-    found = Reading.of(section, source, tokenizer, "judged")
-    flat: list[tuple[int, Sample, float]] = []
-    for example, answers in _sequences(found):
+    reading = Reading.of(section, source, tokenizer, "judged")
+    judged: list[tuple[int, Sample, float]] = []
+    for example, answers in _answers(reading):
         sides = (1.0, -1.0) if len(answers) == 2 else (1.0 if example.desirable else -1.0,)
-        flat += [(example.source, sample, side) for sample, side in zip(answers, sides, strict=True)]
-    try:
-        others = mismatched([sample for _, sample, _ in flat])
-    except DataError as error:
-        raise DataError(f"{', '.join(one.path for one in found.sources)}: {error}") from error
+        judged += [(example.source, sample, side) for sample, side in zip(answers, sides, strict=True)]
+    others = _mismatched([sample for _, sample, _ in judged], ", ".join(source.path for source in reading.sources))
     items = [
         (index, Comparison((sample, other), {"side": (side, side)}))
-        for (index, sample, side), other in zip(flat, others, strict=True)
+        for (index, sample, side), other in zip(judged, others, strict=True)
     ]
-    return found.prepared(items)
+    return reading.prepared(items)
 
 
 def load_steps(
@@ -112,62 +107,69 @@ def load_steps(
     """Answers in steps with a ``separator`` after each, appended to the prompt as a policy would write them.
 
     Args:
-        marks: the labels of a good and of a bad step in data with separators and labels in its texts.
+        marks: the labels of a good and of a bad step, in texts with labels instead of separators.
 
     Raises:
         DataError, ConfigError: as ``load_pairs``.
     """
-    found = Reading.of(section, source, tokenizer, "steps")
-    report = found.report
+    reading = Reading.of(section, source, tokenizer, "steps")
 
-    def rendered_steps(example: Example) -> tuple[Example, str, list[Span]]:
-        stepped = with_steps(example, separator, marks)
-        return stepped, *_steps_text(section, stepped, found.template, separator)
+    def render(example: Example) -> tuple[Example, str, list[Span]]:
+        """The example in steps, its text, and the spans of the separators."""
+        example = with_steps(example, separator, marks)
+        assert example.prompt is not None
+        text = cast("str", example.prompt)
+        if reading.template is not None:
+            text = reading.template.whole(with_system(section, example.prompt), example.tools, prompt=True)
+        spans: list[Span] = []
+        for step in example.steps:
+            text += step + separator
+            spans.append((len(text) - len(separator), len(text)))
+        return example, text, spans
 
-    rendered = found.each(rendered_steps)
+    rendered = reading.each(render)
     encoded = encode_with_offsets(tokenizer, [text for _, (_, text, _) in rendered])
     items: list[tuple[int, Solution]] = []
     for (_, (example, text, spans)), joint in zip(rendered, encoded, strict=True):
         try:
             bare, inside = mask_spans(tokenizer, text, joint, spans)
         except DataError as error:
-            report.bad(example.where, str(error))
+            reading.report.bad(example.where, str(error))
             continue
-        ids = bare if found.template else with_leading(found.leading, bare)
+        ids = bare if reading.template else with_leading(reading.leading, bare)
         inside = [False] * (len(ids) - len(bare)) + inside
         last = [here and not after for here, after in zip(inside, [*inside[1:], False], strict=True)]
-        fitted = found.fit_sample(example, Sample(list(ids), last))
+        fitted = reading.fit_sample(example, Sample(list(ids), last))
         if fitted is not None:
             places = tuple(place for place, judged in enumerate(fitted.loss_mask) if judged)
             kept = slice(-len(places), None) if section.too_long == "truncate_left" else slice(len(places))
             items.append((example.source, Solution(fitted.token_ids, places, example.labels[kept])))
-    return found.prepared(items)
+    return reading.prepared(items)
 
 
-def _sequences(found: Reading) -> Iterator[tuple[Example, list[Sample]]]:
+def _answers(reading: Reading) -> Iterator[tuple[Example, list[Sample]]]:
     """Every usable example with the samples of its answers: one, or the preferred and the rejected one."""
 
-    def texts_of(example: Example) -> list[Rendered]:
+    def render(example: Example) -> list[Rendered]:
         answers = [answer for answer in (example.completion, example.rejected) if answer is not None]
-        return [one_text(found.section, example, answer, found.template) for answer in answers]
+        return [_one_text(reading, example, answer) for answer in answers]
 
-    made = found.each(texts_of)
-    encoded = encode_with_offsets(found.tokenizer, [text.text for _, texts in made for text in texts])
-    for example, texts in made:
+    rendered = reading.each(render)
+    encoded = encode_with_offsets(reading.tokenizer, [text.text for _, texts in rendered for text in texts])
+    for example, texts in rendered:
         joints = [next(encoded) for _ in texts]
         samples: list[Sample] = []
         for text, joint in zip(texts, joints, strict=True):
-            sample = found.sample(example, text, joint, ended=True)
-            if sample is None:
+            if (sample := reading.sample(example, text, joint, ended=True)) is None:
                 break
             samples.append(sample)
         else:
             yield example, samples
 
 
-def one_text(section: DataSection, example: Example, answer: Prompt, template: ChatTemplate | None) -> Rendered:
-    """Prompt and answer as one text with the spans that the assistant wrote in the answer, else a DataError."""
-    texts = learned_texts(section, replace(example, completion=answer), template)
+def _one_text(reading: Reading, example: Example, answer: Prompt) -> Rendered:
+    """Prompt and answer as one text with the assistant's spans in the answer; else a DataError."""
+    texts = learned_texts(reading.section, replace(example, completion=answer), reading.template)
     if len(texts) > 1:
         raise DataError(
             "the chat template renders earlier turns differently once the conversation goes on, so an answer of "
@@ -176,27 +178,31 @@ def one_text(section: DataSection, example: Example, answer: Prompt, template: C
     return texts[0]
 
 
-def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """For each sample its prompt with the answer to another prompt, from half the data on, in the data's order."""
+def _mismatched(samples: Sequence[Sample], where: str) -> list[Sample]:
+    """For each sample its prompt with the answer to another prompt, from half the data on, in the data's order.
+
+    Answers are cut to the length of the longest sample.
+    """
     starts = [sample.loss_mask.index(True) for sample in samples]
     prompts = [tuple(sample.token_ids[:start]) for sample, start in zip(samples, starts, strict=True)]
     count, longest = len(samples), max((len(sample.token_ids) for sample in samples), default=0)
     if len(set(prompts)) < 2:
-        raise DataError("KTO estimates a KL from answers to other prompts, and all prompts of this data are the same")
-    made: list[Sample] = []
+        raise DataError(f"{where}: KTO estimates a KL from answers to other prompts, and all prompts here are equal")
+    others: list[Sample] = []
     for number, prompt in enumerate(prompts):
         places = ((number + count // 2 + step) % count for step in range(count))
         other = next(place for place in places if prompts[place] != prompt)
         tail = slice(starts[other], starts[other] + longest - len(prompt))
         ids, mask = samples[other].token_ids[tail], samples[other].loss_mask[tail]
-        made.append(Sample([*prompt, *ids], [False] * len(prompt) + mask))
-    return made
+        others.append(Sample([*prompt, *ids], [False] * len(prompt) + mask))
+    return others
 
 
 def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Example:
-    """The steps of a text with separators in Math-Shepherd's form; any other example unchanged.
+    """An example whose text has separators (Math-Shepherd's format) in steps; any other example unchanged.
 
-    DataError if separators and labels do not match.
+    Raises:
+        DataError: separators and labels do not match.
     """
     if example.text is None or example.tags is None:
         return example
@@ -217,29 +223,13 @@ def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Exam
 
 
 def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[str]:
-    """The labels in a copy of the text that has them in place of separators."""
-    found: list[str] = []
+    """The labels in a copy of the text that has labels instead of separators."""
+    tags: list[str] = []
     for number, step in enumerate(steps, 1):
         labelled = labelled[len(step) :] if labelled.startswith(step) else ""
         mark = next((mark for mark in marks if labelled.startswith(mark)), None)
         if mark is None:
             raise DataError(f"the labels' text differs from the answer's before label {number}, or has no label there")
-        found.append(mark)
+        tags.append(mark)
         labelled = labelled[len(mark) :]
-    return found
-
-
-def _steps_text(
-    section: DataSection, example: Example, template: ChatTemplate | None, separator: str
-) -> tuple[str, list[Span]]:
-    """Prompt and steps as one text, and the spans of the separators."""
-    assert example.prompt is not None
-    text = cast("str", example.prompt)
-    if template is not None:
-        text = template.whole(with_system(section, example.prompt), example.tools, prompt=True)
-    spans: list[Span] = []
-    for step in example.steps:
-        text += step
-        spans.append((len(text), len(text) + len(separator)))
-        text += separator
-    return text, spans
+    return tags

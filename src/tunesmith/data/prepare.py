@@ -1,6 +1,6 @@
 """From a ``[data]`` section to tasks (reinforcement learning) and samples (supervised training).
 
-``load_tasks`` and ``load_samples`` read, detect the format, convert, tokenize once, and report every line's outcome.
+``load_tasks`` and ``load_samples`` read, detect the format, convert and tokenize once, and report every line.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SampleSet = Prepared[Sample]
 
 
 def peek(section: DataSection, source: Sources, goal: Goal, *, hub: bool = True) -> list[str]:
-    """One sentence per source: its format. Reads up to the first usable line and needs no tokenizer.
+    """The format of each source in a sentence, from its first usable line; needs no tokenizer.
 
     Args:
-        hub: also fetch and read data sets of the hub.
+        hub: also fetch data sets of the hub.
 
     Raises:
         DataError: a source is missing, empty or has no usable line.
@@ -57,59 +57,58 @@ def load_tasks(
     the assistant's turn; other text gets the tokenizer's leading tokens (BOS).
 
     Args:
-        tools_of: the tools of a line's environment; if it has none, the line's own are in its prompt.
+        tools_of: the tools of a line's environment; if it has none, the line's own tools are in the prompt.
 
     Raises:
         DataError: nothing is usable, or a line is bad or too long and not to be skipped.
         ConfigError: a setting does not apply to this data or tokenizer.
     """
-    found = Reading.of(section, source, tokenizer, "rl")
-    if tools_of is not None and found.template is not None and found.template.takes_tools:
-        found.examples[:] = [replace(example, tools=tools_of(example) or example.tools) for example in found.examples]
-    encoder = PromptEncoder(section, tokenizer, found.template)
-    rendered = found.each(lambda example: encoder.text(cast("Prompt", example.prompt), example.tools))
-    encoded = encoder.encode([text for _, text in rendered])
+    reading = Reading.of(section, source, tokenizer, "rl")
+    if tools_of is not None and reading.template is not None and reading.template.takes_tools:
+        reading.examples[:] = [
+            replace(example, tools=tools_of(example) or example.tools) for example in reading.examples
+        ]
+    encoder = PromptEncoder(section, tokenizer, reading.template)
+    rendered = reading.each(lambda example: encoder.text(cast("Prompt", example.prompt), example.tools))
     tasks: list[tuple[int, Task]] = []
-    for (example, _), whole in zip(rendered, encoded, strict=True):
-        fitted = found.fit_prompt(encoder, example, whole)
+    for (example, _), ids in zip(rendered, encoder.encode([text for _, text in rendered]), strict=True):
+        fitted = reading.fit_prompt(encoder, example, ids)
         if fitted is None:
             continue
         prompt, ids = fitted
         if isinstance(example.prompt, str) and isinstance(prompt, list):
-            # Rewards get a prompt in the form that it has in the data.
-            prompt = prompt[-1]["content"]
+            prompt = prompt[-1]["content"]  # rewards get a prompt in the form of the data
         tasks.append((example.source, Task(example.id, prompt, tuple(ids), example.columns)))
-    return found.prepared(tasks)
+    return reading.prepared(tasks)
 
 
 def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) -> SampleSet:
     """Samples for supervised training: token ids and a mask of the learned ones.
 
-    Learned are, by format: all of a text and its EOS; a completion and its EOS or end-of-turn token; every assistant
-    turn with its end-of-turn token. ``data.loss_on`` overrides this. A conversation whose template rewrites earlier
-    turns becomes several samples, and each assistant turn is learned once (see ``data.chat``).
+    The loss is, by format, on all of a text and its EOS; on a completion and its EOS or end-of-turn token; on every
+    assistant turn and its end-of-turn token. ``data.loss_on`` overrides this. A conversation whose template rewrites
+    earlier turns becomes several samples, and each assistant turn is learned once (see ``data.chat``).
 
     Raises:
         DataError, ConfigError: as ``load_tasks``.
     """
-    found = Reading.of(section, source, tokenizer, "sft")
-    template, report = found.template, found.report
+    reading = Reading.of(section, source, tokenizer, "sft")
+    template, report = reading.template, reading.report
     if template is None and tokenizer.eos_token_id is None:
         report.note("The tokenizer has no EOS token: the model does not learn to stop.")
-    made = found.each(lambda example: learned_texts(section, example, template))
-    split = sum(len(texts) > 1 for _, texts in made)
-    if split:
+    rendered = reading.each(lambda example: learned_texts(section, example, template))
+    if split := sum(len(texts) > 1 for _, texts in rendered):
         report.note(
             f"{split} conversations became several samples each: the chat template renders earlier turns "
             "differently once a conversation goes on. Every assistant turn is learned once, as it is sampled."
         )
+    flat = [(example, text) for example, texts in rendered for text in texts]
     if template is not None:
-        note_turn_end(template, (text for _, texts in made for text in texts), report)
-    flat = [(example, text) for example, texts in made for text in texts]
+        note_turn_end(template, [text for _, text in flat], report)
     encoded = encode_with_offsets(tokenizer, [text.text for _, text in flat])
     samples = [
         (example.source, sample)
         for (example, text), joint in zip(flat, encoded, strict=True)
-        if (sample := found.sample(example, text, joint)) is not None
+        if (sample := reading.sample(example, text, joint)) is not None
     ]
-    return found.prepared(samples)
+    return reading.prepared(samples)

@@ -1,9 +1,10 @@
-"""Examples as text: prompts as the policy gets them, and answers with the characters that are learned."""
+"""Examples as text: prompts as the policy sees them, and answers with the spans that are learned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,16 +22,16 @@ Shots = Sequence[tuple[str, str]]
 
 
 def choose_template(section: DataSection, tokenizer: Tokenizer, examples: list[Example]) -> ChatTemplate | None:
-    """The chat template to use, or None if prompts are plain text.
+    """The chat template to use; None if prompts are plain text.
 
-    ConfigError if the settings, the data and the tokenizer do not fit together.
+    Raises:
+        ConfigError: the settings, the data and the tokenizer do not fit together.
     """
-    talks = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
-    if talks is not None and section.chat is False:
-        raise ConfigError(f"data.chat = false, but {talks.where} is a conversation, which needs the chat template.")
-    prompts = any(e.prompt is not None for e in examples)
-    wanted = talks is not None or (prompts and (section.chat or (section.chat is None and tokenizer.chat_template)))
-    if not wanted:
+    talk = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
+    if talk is not None and section.chat is False:
+        raise ConfigError(f"data.chat = false, but {talk.where} is a conversation, which needs the chat template.")
+    chat = bool(tokenizer.chat_template) if section.chat is None else section.chat
+    if talk is None and not (chat and any(e.prompt is not None for e in examples)):
         if section.system_prompt is not None:
             raise ConfigError(
                 "data.system_prompt needs a chat template, but these prompts are plain text. Leave it out, "
@@ -47,7 +48,7 @@ def choose_template(section: DataSection, tokenizer: Tokenizer, examples: list[E
 
 
 def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
-    """A prompt as messages, with the system prompt. A conversation with a system message keeps its own."""
+    """A prompt as messages with the system prompt; a conversation that has a system message keeps it."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if section.system_prompt is None or any(message["role"] == "system" for message in messages):
         return messages
@@ -55,7 +56,7 @@ def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
 
 
 def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Report) -> None:
-    """Note in the report if the learned text never ends with a token to stop at."""
+    """Note in the report if no learned turn ends with a token to stop at."""
     marker = template.stop_marker
     if not template.ends_turns:
         report.note("The chat template ends assistant turns with no special token: the model does not learn to stop.")
@@ -68,7 +69,7 @@ def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Rep
 
 
 def learned_texts(section: DataSection, example: Example, template: ChatTemplate | None) -> list[Rendered]:
-    """The texts of an example with the spans that are learned."""
+    """The texts of an example, with the spans that are learned."""
     if example.text is not None:
         return [Rendered(example.text, ((0, len(example.text)),))]
     assert example.prompt is not None and example.completion is not None
@@ -96,7 +97,7 @@ def learned_texts(section: DataSection, example: Example, template: ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """Encodes prompts as ``load_tasks`` does: through the chat template, or as plain text after BOS."""
+    """Encodes prompts through the chat template, or as plain text after BOS."""
 
     section: DataSection
     tokenizer: Tokenizer
@@ -108,7 +109,7 @@ class PromptEncoder:
     def of(
         cls, section: DataSection, tokenizer: Tokenizer, prompts: Sequence[Prompt], separator: str = ""
     ) -> PromptEncoder:
-        """An encoder for these prompts, which determine whether the chat template is used (``choose_template``)."""
+        """An encoder for ``prompts``, with the template that ``choose_template`` gives for them."""
         examples = [Example(f"prompt {i}", "", prompt=prompt) for i, prompt in enumerate(prompts)]
         return cls(section, tokenizer, choose_template(section, tokenizer, examples), separator)
 
@@ -131,22 +132,19 @@ class PromptEncoder:
     def text(self, prompt: Prompt, tools: list[Any] | None = None, shots: Shots = ()) -> str:
         """A prompt up to the start of the assistant's turn; a DataError if the template refuses it.
 
-        ``shots`` precede the question: as turns after the system message, or as text.
+        ``shots`` come before the question: as turns after the system message, or as text.
         """
         if self.template is None:
             return "".join(f"{asked}{answered}{self.separator}" for asked, answered in shots) + cast("str", prompt)
         messages = with_system(self.section, prompt)
-        system = 0
-        while system < len(messages) and messages[system]["role"] in ("system", "developer"):
-            system += 1
-        turns: list[Message] = []
-        for asked, answered in shots:
-            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        return self.template.whole([*messages[:system], *turns, *messages[system:]], tools, prompt=True)
+        system = list(takewhile(lambda message: message["role"] in ("system", "developer"), messages))
+        sides = [(role, text) for shot in shots for role, text in zip(("user", "assistant"), shot, strict=True)]
+        turns = [{"role": role, "content": text} for role, text in sides]
+        return self.template.whole([*system, *turns, *messages[len(system) :]], tools, prompt=True)
 
 
 def read_shots(path: Path) -> Shots:
-    """The worked examples of a data file, whose lines have a prompt and a completion, both text; else a DataError."""
+    """The worked examples of a data file, whose lines have a prompt and a completion in text; else a DataError."""
     shots: list[tuple[str, str]] = []
     for row in read(Source(path=str(path))):
         if isinstance(row, BadLine):

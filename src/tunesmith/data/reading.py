@@ -1,6 +1,6 @@
 """From the lines of a ``[data]`` section to examples, and from these to tokens within the limits.
 
-Every unusable line is counted and listed; see ``data.report``.
+The report (``data.report``) counts and lists every unusable line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Sources = str | Source | tuple[str | Source, ...]
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[T]):
-    """Items for a run, by source, and the report of loading them."""
+    """Items for a run, ordered by source, and the report of loading them."""
 
     items: list[T]
     parts: tuple[Part, ...]
@@ -47,14 +47,14 @@ class Prepared(Generic[T]):
 
 
 def as_sources(source: Sources) -> tuple[Source, ...]:
-    """What a section's ``train`` or ``eval`` names, as a tuple."""
-    given = source if isinstance(source, tuple) else (source,)
-    return tuple(Source(path=one) if isinstance(one, str) else one for one in given)
+    """The sources of a section's ``train`` or ``eval``."""
+    sources = source if isinstance(source, tuple) else (source,)
+    return tuple(Source(path=one) if isinstance(one, str) else one for one in sources)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The usable lines of a section's sources, the tools to tokenize them, and the report."""
+    """The usable lines of a section's sources, what tokenizes them, and the report."""
 
     section: DataSection
     sources: tuple[Source, ...]
@@ -82,7 +82,7 @@ class Reading:
         for index, one in enumerate(sources):
             before, seen = len(examples), set[str]()
             for example in examples_of(section, one, goal, report):
-                # Ids must be unique, even if the data repeats one or two sources share it.
+                # Ids must be unique, even if a source repeats an id or two sources share it.
                 unique = example.id if example.id not in seen else f"{example.id} ({example.where})"
                 seen.add(example.id)
                 if len(sources) > 1 and unique != example.where:
@@ -97,7 +97,7 @@ class Reading:
         return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading_ids(tokenizer))
 
     def each(self, make: Callable[[Example], U]) -> list[tuple[Example, U]]:
-        """Every example with the result of ``make``; an example that it refuses is a bad line."""
+        """Every example with the result of ``make``; if that raises a DataError, the example is a bad line."""
         results: list[tuple[Example, U]] = []
         for example in self.examples:
             with self.report.line(example.where):
@@ -105,10 +105,9 @@ class Reading:
         return results
 
     def sample(self, example: Example, text: Rendered, joint: Encoded, *, ended: bool = False) -> Sample | None:
-        """Tokens and mask of a text within the limit; None if it cannot be used, which the report counts.
+        """Tokens and mask of a text within the limit; None if it is unusable, which the report counts.
 
-        Plain text gets the tokenizer's BOS and EOS. ``ended`` cuts what the template writes after the last learned
-        token.
+        Plain text gets the tokenizer's BOS and EOS. With ``ended`` the sample ends at the last learned token.
         """
         try:
             ids, mask = mask_spans(self.tokenizer, text.text, joint, text.spans)
@@ -147,7 +146,7 @@ class Reading:
         """The policy's prompt within ``data.max_prompt_tokens``; None if it is skipped, which the report counts.
 
         Plain text is cut by tokens and decoded again. In a conversation the last user message is shortened, so that
-        the template around it stays intact.
+        the template around it stays complete.
         """
         prompt, limit = encoder.as_seen(cast("Prompt", example.prompt)), self.section.max_prompt_tokens
         if limit is None or len(ids) <= limit:
@@ -156,9 +155,8 @@ class Reading:
         if self._skipped(example, reason):
             return None
         if isinstance(prompt, str):
-            head = self._head(ids)
-            ids = self._cut(ids, ids, limit)
-            fitted = decode(self.tokenizer, ids[head:]), ids
+            cut = self._cut(ids, ids, limit)
+            fitted = decode(self.tokenizer, cut[self._head(ids) :]), cut
         else:
             left = self.section.too_long == "truncate_left"
             fitted = _fitting(encoder, prompt, example.tools, ids, limit, left)
@@ -169,7 +167,7 @@ class Reading:
         return fitted
 
     def _skipped(self, example: Example, reason: str) -> bool:
-        """Whether a line that is too long is left out; a DataError if ``data.too_long`` is "error"."""
+        """Whether a line that is too long is skipped; a DataError if ``data.too_long`` is "error"."""
         if self.section.too_long == "error":
             raise DataError(
                 f"{example.where}: {reason}. Raise the limit, or set data.too_long to skip, truncate_left or "
@@ -180,7 +178,7 @@ class Reading:
         return self.section.too_long == "skip"
 
     def _cut(self, values: list[V], ids: list[int], limit: int) -> list[V]:
-        """At most ``limit`` of the values, one for each of ``ids``. Cutting on the left keeps BOS."""
+        """At most ``limit`` of the values, which belong to ``ids``. A cut on the left keeps BOS."""
         if self.section.too_long == "truncate_right":
             return values[:limit]
         head = min(self._head(ids), limit)
@@ -190,7 +188,7 @@ class Reading:
         return len(self.leading) if ids[: len(self.leading)] == self.leading else 0
 
     def prepared(self, items: list[tuple[int, T]]) -> Prepared[T]:
-        """Items, given with the index of their source, in parts by source. Without weights there is one part."""
+        """The items ``(index of the source, item)``, in one part per source; without weights in one part."""
         report, weights = self.report, weights_of(self.sources)
         counts = [sum(i == index for i, _ in items) for index in range(len(self.sources))]
         for source, count in zip(self.sources, counts, strict=True):
@@ -209,32 +207,31 @@ class Reading:
         return Prepared(flat, tuple(parts), report, self.fingerprint)
 
 
+UNUSED: dict[str, tuple[tuple[Goal, ...], str]] = {
+    "max_prompt_tokens": (("sft", "pairs", "judged", "steps"), "it is for prompts of RL; set data.max_tokens instead"),
+    "max_tokens": (("rl",), "it is for supervised training; set data.max_prompt_tokens instead"),
+    "completion": (("rl", "pairs", "steps"), "it is for supervised training and KTO"),
+    "loss_on": (("rl", "pairs", "judged", "steps"), "it is for supervised training"),
+}
+"""Keys of ``[data]`` that have no effect for some goals, and the reason."""
+
+
 def check_section(section: DataSection, goal: Goal) -> None:
-    """Refuse (ConfigError) settings that would be ignored."""
-    if goal == "rl":
-        for key in ("completion", "loss_on", "max_tokens"):
-            if getattr(section, key) is not None:
-                raise ConfigError(f"data.{key} is for supervised training; leave it out of tunesmith rl.")
-        return
-    if section.max_prompt_tokens is not None:
-        raise ConfigError("data.max_prompt_tokens is for tunesmith rl; use data.max_tokens here.")
-    if goal != "sft" and section.loss_on is not None:
-        raise ConfigError("data.loss_on is for tunesmith sft; here it is always the answers that count. Leave it out.")
-    if goal in ("pairs", "steps") and section.completion is not None:
-        columns = "'chosen' and 'rejected'" if goal == "pairs" else "'completions' and 'labels'"
-        raise ConfigError(f"data.completion has no effect here: the columns are {columns}. Leave it out.")
+    """Refuse (ConfigError) settings that have no effect."""
+    for key, (goals, reason) in UNUSED.items():
+        if goal in goals and getattr(section, key) is not None:
+            raise ConfigError(f"data.{key} has no effect here: {reason}. Leave it out.")
 
 
 def examples_of(section: DataSection, source: Source, goal: Goal, report: Report) -> Iterator[Example]:
-    """Usable lines of one source. The first usable line of a file determines its format."""
+    """Usable lines of one source. The first usable line of a file determines the file's format."""
     formats: dict[str, Format] = {}
     for row in read(source):
         report.read += 1
-        if isinstance(row, BadLine):
-            report.bad(row.where, row.reason)
-            continue
         with report.line(row.where):
-            form = formats.get(row.file) or _detected(section, row, goal)
+            if isinstance(row, BadLine):
+                raise row
+            form = formats.get(row.file) or _detect(section, row, goal)
             example = convert(row, form, goal)
             if row.file not in formats:
                 formats[row.file] = form
@@ -242,9 +239,9 @@ def examples_of(section: DataSection, source: Source, goal: Goal, report: Report
             yield example
 
 
-def _detected(section: DataSection, row: Row, goal: Goal) -> Format:
+def _detect(section: DataSection, row: Row, goal: Goal) -> Format:
     form = detect(row, goal, section.prompt, section.completion)
-    if form.text:
+    if form.kind in ("text", "tagged"):
         for key, value in (("chat", section.chat), ("system_prompt", section.system_prompt)):
             if value:
                 raise ConfigError(f"data.{key} does not apply to the plain text of {row.file}; leave it out.")
@@ -265,7 +262,7 @@ def weights_of(sources: tuple[Source, ...]) -> list[float] | None:
 def _fitting(
     encoder: PromptEncoder, prompt: list[Message], tools: list[Any] | None, ids: list[int], limit: int, left: bool
 ) -> tuple[list[Message], list[int]] | None:
-    """Shorten the last user message until the prompt fits; None if it cannot fit."""
+    """Shorten the last user message until the prompt fits; None if that is impossible."""
     last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=None)
     if last is None:
         return None
@@ -276,7 +273,7 @@ def _fitting(
         if keep <= 0:
             return None
         shorter = content[offsets[-keep][0] :] if left else content[: offsets[keep - 1][1]]
-        if len(shorter) == len(content):  # the cut fell inside one character of several tokens
+        if len(shorter) == len(content):  # the cut is inside a character of several tokens
             shorter = content[1:] if left else content[:-1]
         if not shorter.strip():
             return None

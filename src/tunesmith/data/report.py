@@ -1,4 +1,4 @@
-"""The outcome of every line of a data source. Nothing is lost silently."""
+"""The outcome of every line of a data source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SkipKind = Literal["bad", "too_long"]
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A line that was left out, with its place and the reason."""
+    """A skipped line, with its place and the reason."""
 
     where: str
     kind: SkipKind
@@ -28,10 +28,9 @@ class Skipped:
 
 @dataclass(slots=True)
 class Report:
-    """Counts and reasons of one loading.
+    """The lines of one loading, counted and listed.
 
-    ``formats`` has one sentence per file: its format and its use. ``notes`` are facts about the data or the template
-    that the user should know.
+    ``formats`` has a sentence per file; ``notes`` are facts about the data or the template that the user should know.
     """
 
     skip_bad: bool = False
@@ -45,7 +44,7 @@ class Report:
     def bad(self, where: str, reason: str) -> None:
         """Count and list a bad line; raise it unless bad lines are to be skipped."""
         if not self.skip_bad:
-            # If no line was usable so far, skipping might skip them all.
+            # before the first usable line, skipping might skip them all
             hint = " (data.skip_bad = true skips such lines and lists them.)" if self.formats else ""
             raise DataError(f"{where}: {reason}.{hint}")
         self.skipped.append(Skipped(where, "bad", reason))
@@ -81,10 +80,9 @@ class Report:
     def summary(self, reasons: int = 3) -> str:
         """A few lines of text: formats, counts, the first reasons for skipping, notes."""
         counts = self.counts
-        head = f"{counts['kept']} of {counts['read']} lines used"
-        parts = {"bad": "bad and skipped", "too_long": "too long and skipped", "truncated": "truncated"}
-        head += "".join(f", {counts[key]} {text}" for key, text in parts.items() if counts[key])
-        lines = [*self.formats, head]
+        outcomes = {"bad": "bad and skipped", "too_long": "too long and skipped", "truncated": "truncated"}
+        tail = "".join(f", {counts[key]} {text}" for key, text in outcomes.items() if counts[key])
+        lines = [*self.formats, f"{self.kept} of {self.read} lines used{tail}"]
         lines += [f"  {skip.where}: {skip.reason}" for skip in self.skipped[:reasons]]
         if len(self.skipped) > reasons:
             lines.append(f"  and {len(self.skipped) - reasons} more")

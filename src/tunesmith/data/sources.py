@@ -1,7 +1,7 @@
 """Rows from files and Hugging Face data sets, each with its place: file and line, row or item number.
 
-JSON Lines, JSON and CSV are read here. Parquet, saved data sets and data sets of the hub go through ``pyarrow`` and
-``datasets``, which are imported only when such a source is read.
+JSON Lines, JSON and CSV are read here. ``pyarrow`` and ``datasets`` read Parquet, saved data sets and data sets of the
+hub; they are imported only for such a source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Columns = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a text file, row of a table or item of a JSON list."""
+    """A line of a text file, a row of a table or an item of a JSON list."""
 
     file: str
     where: str
@@ -36,12 +36,11 @@ class Row:
 
 
 class BadLine(DataError):
-    """An unusable line: its place and the reason. Readers yield it; the caller decides whether to raise it."""
+    """An unusable line: its place and the reason. Readers yield it, and the caller may raise it."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
-        self.where = where
-        self.reason = reason
+        self.where, self.reason = where, reason
 
 
 Rows = Iterator[Row | BadLine]
@@ -89,21 +88,19 @@ def on_hub(source: Source) -> bool:
 def directory_files(directory: Path, split: str) -> list[Path]:
     """The data files of a directory that belong to ``split``.
 
-    Where files are named after splits (``train.jsonl``, ``data/test-00000-of-00001.parquet``), only those of the
-    wanted split are taken, so that a test set in the same directory is never trained on.
+    If files are named after splits (``train.jsonl``, ``data/test-00000-of-00001.parquet``), only those of the wanted
+    split are read, so that a test set in the same directory is never trained on.
     """
     paths = (p for p in sorted(directory.rglob("*")) if p.is_file() and p.suffix.lower() in READERS)
-    files = {p: p.relative_to(directory) for p in paths}
-    files = {p: inner for p, inner in files.items() if not inner.parts[0].startswith(".")}
-    if not files:
+    split_of = {p: _split_of(inner) for p in paths if not (inner := p.relative_to(directory)).parts[0].startswith(".")}
+    if not split_of:
         raise DataError(f"{directory}: no data file in this directory. Valid: {', '.join(READERS)}.")
-    split_of = {p: _split_of(inner) for p, inner in files.items()}
     if not any(split_of.values()):
         if split != "train":
             raise DataError(f"{directory}: no file here is named after a split, so there is no '{split}'.")
-        return list(files)
+        return list(split_of)
     wanted = next((name for name, words in SPLITS.items() if split in words), split)
-    chosen = [p for p in files if split_of[p] == wanted]
+    chosen = [p for p, name in split_of.items() if name == wanted]
     if not chosen:
         known = sorted({name for name in split_of.values() if name})
         raise DataError(f"{directory}: no file of the split '{split}'. Found: {', '.join(known)}.")

@@ -20,7 +20,7 @@ CHUNK = 1024
 
 
 class Tokenizer(Protocol):
-    """What the data room asks of a Hugging Face tokenizer."""
+    """The parts of a Hugging Face tokenizer that are used here."""
 
     chat_template: Any
 
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A text's tokens. ``offsets[t]`` is the span of characters that token ``t`` stands for."""
+    """A text's tokens. ``offsets[t]`` is the span of characters of token ``t``."""
 
     token_ids: list[int]  # [L]
     offsets: list[Span]  # [L]
@@ -57,7 +57,7 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoded]:
-    """Tokens of each text, without added ones, with offsets; a ModelError if the tokenizer has none."""
+    """Tokens of each text with offsets, without added ones; a ModelError if the tokenizer gives no offsets."""
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
             f"{type(tokenizer).__name__} does not map tokens to characters, so losses cannot "
@@ -73,22 +73,21 @@ def _batches(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> Ite
 
 
 def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Token ids of ``text`` as a continuation of ``before``; no token crosses the border.
+    """Token ids of ``text`` as a continuation of ``before``, without the blank that some tokenizers insert first.
 
-    Some tokenizers insert a blank at the start of a text; this avoids it.
+    No token crosses the border.
     """
-    if getattr(tokenizer, "is_fast", False):
-        for guard in (before, "a", ".", "\n"):
-            tokens = _continuation(tokenizer, guard, text) if guard else None
-            if tokens is not None:
-                return tokens
+    guards = (before, "a", ".", "\n") if getattr(tokenizer, "is_fast", False) else ()
+    for guard in filter(None, guards):
+        if (tokens := _continuation(tokenizer, guard, text)) is not None:
+            return tokens
     return encode(tokenizer, [text])[0]
 
 
 def leading_ids(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer adds before a text: usually BOS or nothing.
+    """The tokens that the tokenizer adds before a text: BOS or nothing.
 
-    Tokens that it adds after a text (some add EOS) are left out: a prompt must not end with them.
+    Tokens that it adds after a text are not among them: a prompt must not end with EOS.
     """
     bare: list[int] = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     full: list[int] = list(tokenizer("a")["input_ids"])
@@ -99,18 +98,18 @@ def leading_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def with_leading(leading: list[int], token_ids: list[int]) -> list[int]:
-    """``token_ids`` after ``leading``, unless they begin with it already: never a double BOS."""
+    """``token_ids`` after ``leading``; unchanged if they already begin with it, so that there is no second BOS."""
     return token_ids if token_ids[: len(leading)] == leading else [*leading, *token_ids]
 
 
 def mask_spans(
     tokenizer: Tokenizer, text: str, encoded: Encoded, spans: Sequence[Span]
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of ``text`` and, for each, whether it lies in one of ``spans``.
+    """Token ids of ``text``, and for each whether it is in one of ``spans``.
 
-    Every border of a span becomes a border between tokens. If a token crosses one (two line breaks, of which the
-    prompt ends with the first), the text is tokenized in pieces. This matches inference, where the policy continues
-    after a prompt that was tokenized by itself.
+    Every border of a span becomes a border between tokens. If a token crosses one (two line breaks, the first at the
+    end of the prompt), the text is tokenized in pieces. This equals inference, where the policy continues after a
+    prompt that was tokenized alone.
 
     Args:
         spans: in order, not overlapping.
@@ -122,12 +121,13 @@ def mask_spans(
         DataError: a border cannot be made exact with this tokenizer.
     """
     cuts = sorted({place for span in spans for place in span} - {0, len(text)})
-    found = {cut: _index_of_cut(encoded.offsets, cut) for cut in cuts}
-    index = {0: 0, len(text): len(encoded.offsets), **{cut: i for cut, i in found.items() if i is not None}}
-    if None not in found.values():
+    index = {cut: _index_of_cut(encoded.offsets, cut) for cut in cuts}
+    index |= {0: 0, len(text): len(encoded.offsets)}
+    if None not in index.values():
         mask = [False] * len(encoded.token_ids)
         for start, stop in spans:
-            mask[index[start] : index[stop]] = [True] * (index[stop] - index[start])
+            tokens = slice(index[start], index[stop])
+            mask[tokens] = [True] * len(mask[tokens])
         return encoded.token_ids, mask
     borders = [0, *cuts, len(text)]
     inside = [any(a <= left and right <= b for a, b in spans) for left, right in pairwise(borders)]
@@ -140,8 +140,8 @@ def mask_spans(
 def _index_of_cut(offsets: list[Span], cut: int) -> int | None:
     """The number of tokens before character ``cut``; None if a token crosses it or the border is ambiguous.
 
-    It is ambiguous if there is a gap between the neighbours' offsets: some tokenizers trim blanks from offsets, and
-    then the blank at the cut may belong to either token.
+    It is ambiguous if the offsets of the neighbours leave a gap: some tokenizers trim blanks from offsets, so the blank
+    may belong to either token.
     """
     index = bisect_right(offsets, cut, key=lambda span: span[1])
     clean = 0 < index < len(offsets) and offsets[index - 1][1] == cut == offsets[index][0]
@@ -153,15 +153,15 @@ def _encode_pieces(tokenizer: Tokenizer, text: str, joint: list[int], borders: l
     pieces = [text[a:b] for a, b in pairwise(borders)]
     wanted = decode(tokenizer, joint)
     for guard in ("", "\n", ".", "a"):
-        made = [list(tokenizer(pieces[0], add_special_tokens=False)["input_ids"])]
+        encoded = [encode(tokenizer, pieces[:1])[0]]
         for piece in pieces[1:]:
             tokens = _continuation(tokenizer, guard, piece)
             if tokens is None:
                 break
-            made.append(tokens)
+            encoded.append(tokens)
         else:
-            if decode(tokenizer, [token for piece in made for token in piece]) == wanted:
-                return made
+            if decode(tokenizer, [token for piece in encoded for token in piece]) == wanted:
+                return encoded
     before, after = text[max(0, borders[1] - 12) : borders[1]], text[borders[1] : borders[1] + 12]
     raise DataError(
         f"a token crosses the border of what is learned ({before!r} | {after!r}) and this tokenizer "
@@ -170,7 +170,7 @@ def _encode_pieces(tokenizer: Tokenizer, text: str, joint: list[int], borders: l
 
 
 def _continuation(tokenizer: Tokenizer, guard: str, piece: str) -> list[int] | None:
-    """Tokens of ``piece`` after other text: without the blank that some tokenizers insert before a text."""
+    """Tokens of ``piece`` after the text ``guard``; None if a token crosses the border."""
     out = tokenizer(guard + piece, add_special_tokens=False, return_offsets_mapping=True)
     if not guard:
         return list(out["input_ids"])

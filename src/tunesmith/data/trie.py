@@ -1,8 +1,8 @@
-"""What samples share: the trie of their leading tokens that carry no loss. No torch.
+"""The trie of the samples' prefixes: leading tokens without loss. No torch.
 
-Two samples share a prefix as far as their tokens are equal and neither has a loss token in it. Sorted by
-that prefix, the whole trie is one list: how much each sample shares with the one before it. Everything about
-a set of samples adds up over it: ``tokens = sum(length) - sum(shared)``.
+Two samples share a prefix as far as their tokens are equal and neither has a loss token in it. If samples are sorted by
+that prefix, one list describes the trie: how many tokens each sample shares with the one before it. Their forest has
+``sum(length) - sum(shared)`` tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from tunesmith.data.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class PrefixOrder:
-    """Samples sorted so that those sharing most are neighbours.
+    """Samples sorted so that those with the longest common prefix are neighbours.
 
-    ``order[r]`` is the place, among the samples given, of the sample of rank ``r``; ``shared[r]`` counts the leading
-    tokens it has in common with rank ``r - 1`` (0 for the first). Ranks ``a < b`` share
-    ``min(shared[a + 1 : b + 1])``.
+    ``order[r]`` is the index of the sample of rank ``r``; ``shared[r]`` is the number of leading tokens that it shares
+    with rank ``r - 1`` (0 for the first). Ranks ``a < b`` share ``min(shared[a + 1 : b + 1])``.
 
     Example:
         ``[1, 2, 8]``, ``[5]`` and ``[1, 2, 9]`` with loss on their last tokens (of the first and third) have
@@ -35,9 +34,9 @@ class PrefixOrder:
 
 
 def prefix_order(batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True) -> PrefixOrder:
-    """Sort samples of a batch (all by default) by the prefix they may share.
+    """Sort samples of a batch (all by default) by their prefix; indices count within ``samples``.
 
-    ``share=False`` shares nothing and keeps the order.
+    Without ``share`` nothing is shared, and the order stays.
     """
     chosen = range(batch.num_samples) if samples is None else samples
     count = len(chosen)
@@ -45,7 +44,7 @@ def prefix_order(batch: Batch, samples: Sequence[int] | None = None, *, share: b
         return PrefixOrder(list(range(count)), [0] * count)
     starts, sizes, lengths = batch.offsets.tolist(), batch.prefix_lengths.tolist(), batch.lengths.tolist()
     prefixes = [batch.sortable[4 * starts[i] : 4 * (starts[i] + sizes[i])] for i in chosen]
-    # Of equal prefixes, one that is a whole sample goes first, so that what continues it comes right after.
+    # Of equal prefixes, a whole sample goes first, directly before the samples that continue it.
     order = sorted(range(count), key=lambda k: (prefixes[k], lengths[chosen[k]] > sizes[chosen[k]], k))
     pairs = pairwise(order)
     return PrefixOrder(order, [0][:count] + [common_length(prefixes[a], prefixes[b]) // 4 for a, b in pairs])
@@ -59,77 +58,44 @@ def num_forest_tokens(batch: Batch, samples: Sequence[int] | None = None, *, sha
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One segment: tokens ``[start, stop)`` of sample ``sample``, after those of ``parent`` (-1 for a root)."""
+    """Positions ``[start, stop)`` of the samples that share them, after those of ``parent`` (-1 for a root)."""
 
-    sample: int
     start: int
     stop: int
     parent: int
 
 
 def build_nodes(lengths: Sequence[int], prefixes: PrefixOrder) -> tuple[list[Node], list[int]]:
-    """The trie as nodes in pre-order, and for each sample the node that holds its last token.
+    """The trie as nodes in pre-order, and for each sample the node of its last token.
 
     Args:
-        lengths: tokens of each sample, by its place in the list that ``prefixes`` was made of.
+        lengths: tokens of each sample, in the order of the indices in ``prefixes``.
     """
-    ranks, shared = _without_prefixes(lengths, prefixes)
+    order, shared = prefixes.order, prefixes.shared
     nodes: list[Node] = []
     last = [-1] * len(lengths)
-    # (first rank, past the last rank, tokens already placed, parent): the samples of these ranks have all of
-    # those tokens in common. A stack, since a trie may be deeper than Python's.
-    stack = [(0, len(ranks), 0, -1)] if ranks else []
+    # Runs of ranks whose samples share the tokens that are placed: (first, past the last, placed tokens, parent).
+    # A stack instead of recursion, because a trie can be deeper than Python's limit.
+    stack = [(0, len(order), 0, -1)] if order else []
     while stack:
         low, high, placed, parent = stack.pop()
-        first = prefixes.order[ranks[low]]
-        common = min(shared[low + 1 : high], default=lengths[first])
+        first = low
+        while high - low > 1 and lengths[order[low]] == min(shared[low + 1 : high]):
+            low += 1  # the others continue this sample, so it ends within their node
+        common = min(shared[low + 1 : high], default=lengths[order[low]])
         if common > placed:
-            nodes.append(Node(first, placed, common, parent))
+            nodes.append(Node(placed, common, parent))
             parent = len(nodes) - 1
-        if high - low == 1:
-            last[first] = parent
-            continue
-        cuts = [low, *(r for r in range(low + 1, high) if shared[r] == common), high]
-        stack.extend((a, b, common, parent) for a, b in reversed(list(pairwise(cuts))))
-    _place_prefixes(lengths, prefixes, ranks, nodes, last)
+        ending = low + 1 if high - low == 1 else low
+        for index in order[first:ending]:
+            last[index] = parent
+        cuts = [ending, *(r for r in range(low + 1, high) if shared[r] == common), high]
+        stack.extend((a, b, common, parent) for a, b in reversed(list(pairwise(cuts))) if a < b)
     return nodes, last
 
 
-def _without_prefixes(lengths: Sequence[int], prefixes: PrefixOrder) -> tuple[list[int], list[int]]:
-    """The ranks that need a node of their own: those that the next rank does not continue; and what they share."""
-    ranks: list[int] = []
-    shared: list[int] = []
-    least = 0
-    for rank, index in enumerate(prefixes.order):
-        least = min(least, prefixes.shared[rank])
-        following = prefixes.shared[rank + 1] if rank + 1 < len(prefixes.order) else -1
-        if following == lengths[index]:
-            continue
-        ranks.append(rank)
-        shared.append(least)
-        least = following
-    return ranks, shared
-
-
-def _place_prefixes(
-    lengths: Sequence[int], prefixes: PrefixOrder, ranks: list[int], nodes: list[Node], last: list[int]
-) -> None:
-    """Find, for each sample that another continues, the node where it ends."""
-    own = set(ranks)
-    following = -1
-    for rank in reversed(range(len(prefixes.order))):
-        index = prefixes.order[rank]
-        if rank in own:
-            following = last[index]
-            continue
-        node = following
-        while nodes[node].start >= lengths[index]:
-            node = nodes[node].parent
-        last[index] = node
-
-
 def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Length of the common beginning, by bisection on slices (compared in C)."""
+    """The number of equal leading elements, by bisection on slices (compared in C)."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -1,4 +1,4 @@
-"""Values of a data row, checked: text, messages, tools, labels. What cannot be used is a ``BadLine``."""
+"""Checked values of a data row: text, messages, tools, labels. An unusable value raises a ``BadLine``."""
 
 from __future__ import annotations
 
@@ -52,26 +52,16 @@ def read_prompt(row: Row, name: str) -> Prompt:
 
 def read_tools(row: Row) -> list[Any] | None:
     """The tools that a conversation may call: a list of JSON schemas, or that list as JSON text."""
-    value = row.columns.get("tools")
-    if not value:
+    value = _from_json(row, "tools", row.columns.get("tools") or None)
+    if value is None:
         return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise row.bad(f"'tools' is text, but not JSON ({error})") from error
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise row.bad(f"'tools' is {_brief(value)}, needs a list of JSON schemas")
     return value
 
 
 def read_messages(row: Row, name: str) -> list[Message]:
-    value = read_value(row, name)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise row.bad(f"'{name}' is text, needs a list of messages (or that list as JSON)") from error
+    value = _from_json(row, name, read_value(row, name))
     if not isinstance(value, list):
         raise row.bad(f"'{name}' is {type(value).__name__}, needs a list of messages")
     if not value:
@@ -79,8 +69,16 @@ def read_messages(row: Row, name: str) -> list[Message]:
     return [_message(row, f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
+def _from_json(row: Row, name: str, value: Any) -> Any:
+    """A list that may also be given as JSON text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise row.bad(f"'{name}' is text but not JSON ({error}); needs a list, or that list as JSON") from error
+
+
 def _message(row: Row, place: str, item: Any) -> Message:
-    """One message with a known role and text as content. Keys that are null (absent, in a table) are dropped."""
+    """A message with a known role and text content. Null keys are dropped: tables have null for absent keys."""
     if not isinstance(item, Mapping):
         raise row.bad(f"{place} is {type(item).__name__}, needs an object with role and content")
     message = {str(k): v for k, v in item.items() if v is not None}
@@ -114,9 +112,8 @@ def _text_of_part(row: Row, place: str, part: Any) -> str:
 
 
 def read_margin(row: Row) -> float:
-    value = row.columns.get("margin", 0.0)
-    if value is None:
-        return 0.0
+    value = row.columns.get("margin")
+    value = 0.0 if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise row.bad(f"'margin' is {_brief(value)}, needs a number")
     return float(value)
@@ -137,7 +134,7 @@ def read_step_tags(row: Row, name: str) -> str | list[Any]:
 
 
 def read_steps(row: Row) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """The steps in ``completions`` and how likely each is good, in ``labels``."""
+    """The steps in ``completions``, and in ``labels`` the probability that each is good."""
     steps, labels = read_value(row, "completions"), read_value(row, "labels")
     if not isinstance(steps, list) or not steps:
         raise row.bad(f"'completions' is {_brief(steps)}, needs a list of steps")
