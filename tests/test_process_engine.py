@@ -176,7 +176,7 @@ async def test_requests_are_answered_while_weights_arrive_and_none_is_used_befor
     assert meanwhile == before and meanwhile.versions == [0] * 12
     after = await write()
     assert after.versions == [7] * 12 and after.logprobs != pytest.approx(before.logprobs, abs=1e-3)
-    await engine.close()
+    await engine.ask("close")
 
 
 def test_an_adapter_reaches_the_worker_alone(bench: Bench) -> None:
