@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from tunesmith.errors import DataError, DeadlineExceeded
 from tunesmith.rewards.loading import load_rewards
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Rollout, Status, Task
-from tunesmith.usercode.killable import KillablePool, Program, WorkerError
+from tunesmith.usercode.isolation import KillablePool
+from tunesmith.usercode.killable import Program, WorkerError
 
 
 def judge(rewards: RewardSet, pairs: Sequence[tuple[Any, str]], prompt: Any = "q") -> list[Rollout]:
@@ -178,42 +178,42 @@ def program(tmp_path: Path) -> Path:
     return file
 
 
-def raised(job: Future[Any]) -> BaseException | None:
-    return job.exception(timeout=60)
-
-
-def test_worker_hang_death_and_errors(program: Path) -> None:
-    pool = KillablePool(Program(program, "work", deadline=1.0))
-    first = pool.submit("a", 1, "é\n").result(60)
+async def test_worker_hang_death_and_errors(program: Path) -> None:
+    pool = KillablePool(Program(program, "work"), 1.0)
+    first = await pool.run("a", 1, "é\n")
     assert first[1:] == ["a", 1, "é\n"]
-    assert pool.submit("modules").result(60) == []
+    assert await pool.run("modules") == []
 
-    assert "inner" in str(raised(pool.submit("raise")))
-    assert isinstance(raised(pool.submit("memory")), WorkerError)
-    assert pool.submit("b").result(60)[0] == first[0], "an exception does not cost the worker"
+    with pytest.raises(WorkerError, match="inner"):
+        await pool.run("raise")
+    with pytest.raises(WorkerError):
+        await pool.run("memory")
+    assert (await pool.run("b"))[0] == first[0], "an exception does not cost the worker"
 
-    hung, after = pool.submit("hang"), pool.submit("c")
-    assert isinstance(raised(hung), DeadlineExceeded)
-    assert after.result(60)[0] != first[0], "a killed worker is replaced"
+    hung, after = asyncio.create_task(pool.run("hang")), asyncio.create_task(pool.run("c"))
+    with pytest.raises(DeadlineExceeded):
+        await hung
+    assert (await after)[0] != first[0], "a killed worker is replaced"
 
-    death = str(raised(pool.submit("die")))
-    assert "code 3" in death and "last words" in death
-    assert pool.submit("d").result(60)[1] == "d"
+    with pytest.raises(WorkerError, match=r"(?s)code 3.*last words"):
+        await pool.run("die")
+    assert (await pool.run("d"))[1] == "d"
     pool.close()
-    assert pool.submit("e").result(60)[1] == "e", "a closed pool starts anew"
+    assert (await pool.run("e"))[1] == "e", "a closed pool starts anew"
     pool.close()
 
 
-def test_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("import no_such_module_at_all\n")
-    pool = KillablePool(Program(file, "work", deadline=1.0))
-    assert "no_such_module_at_all" in str(raised(pool.submit("a")))
+    pool = KillablePool(Program(file, "work"), 1.0)
+    with pytest.raises(WorkerError, match="no_such_module_at_all"):
+        await pool.run("a")
     pool.close()
 
 
-def test_closing_ends_the_processes(program: Path) -> None:
-    pool = KillablePool(Program(program, "work", deadline=5.0), workers=2)
-    pids = {pool.submit("a").result(60)[0] for _ in range(3)}
+async def test_closing_ends_the_processes(program: Path) -> None:
+    pool = KillablePool(Program(program, "work"), 5.0, workers=2)
+    pids = {(await pool.run("a"))[0] for _ in range(3)}
     pool.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -47,7 +47,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(function: RewardFunction, window: float = 0.0, max_bytes: int = 2**20) -> Iterator[str]:
     rewards = RewardSet({function.name: 1.0}, 5.0)
     rewards.add(function)
-    with running(make_app(RewardService(rewards, window), max_bytes)) as url:
+    with running(make_app(RewardService(rewards, window), Gate(Limits()), max_bytes)) as url:
         yield url
     rewards.close()
 
@@ -348,7 +348,7 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
     rewards = RewardSet({"f": 1.0}, 5.0)
     rewards.add(function_of(lengths))
     limits = Limits(head_seconds=0.1, body_seconds=0.2)  # the time for a head does not count while a body is read
-    with running(make_app(RewardService(rewards, 0.0), 2**20, limits=limits)) as url:
+    with running(make_app(RewardService(rewards, 0.0), Gate(limits), 2**20)) as url:
         connection = HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=30)
         connection.putrequest("POST", "/reward")
         connection.putheader("Content-Type", "application/json")
@@ -364,8 +364,7 @@ def test_a_gate_closes_what_says_nothing_and_makes_room() -> None:
 
     async def run() -> list[bytes]:
         gate = Gate(Limits(head_seconds=0.3, connections=2))
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(gate.around(Silent), "127.0.0.1", 0)
+        server = await gate.listen(Silent, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         first = await opened[0][0].read()  # closed for the third, long before its time

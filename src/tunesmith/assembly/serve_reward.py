@@ -45,13 +45,12 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
     is_function = target in BUILTINS or ":" in target or target.endswith(".py")
     rewards = _function(target, options) if is_function else _model(target, options)
     from tunesmith.rewards.http_limits import is_loopback
-    from tunesmith.rewards.server import RewardService, make_app, serve
+    from tunesmith.rewards.server import RewardService, serve
 
     token, made = read_token(options.token_file), None
     if token is None and not is_loopback(host):
         token = made = secrets.token_urlsafe(32)
-    service = RewardService(rewards, options.window_ms / 1000)
-    app = make_app(service, int(options.max_request_mb * 2**20), token)
+    service = RewardService(rewards, options.window_ms / 1000, token)
 
     def ready(url: str) -> None:
         if made:
@@ -59,7 +58,7 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
         print(f"serving {target} at {url}/reward (and {url}/health); Ctrl-C stops it", flush=True)
 
     try:
-        asyncio.run(serve(app, host, port, ready))
+        asyncio.run(serve(service, host, port, int(options.max_request_mb * 2**20), ready))
     finally:
         rewards.close()
 

@@ -121,7 +121,6 @@ class Conversation:
             EpisodeError: the messages cannot go through the chat template.
             EngineError: generation failed.
         """
-        self._check_turns()
         renderer = self.setting.renderer.with_options(options) if options else self.setting.renderer
         record, rendered = self._record_of(messages, tools, renderer, options)
         prompt_tokens = len(record.token_ids)
@@ -147,7 +146,6 @@ class Conversation:
         Raises:
             OutOfRoom, EngineError: as in ``reply``.
         """
-        self._check_turns()
         record = self._record_of_text(prompt)
         prompt_tokens = len(record.token_ids)
         completion = await self._sample(record, max_new_tokens, stop)
@@ -168,12 +166,10 @@ class Conversation:
         records = [r for r in self.rollout.records if r.turns and r is not last]
         self.rollout.records = [*records, last]
 
-    def _check_turns(self) -> None:
-        if self.turns >= self.setting.max_turns:
-            raise OutOfRoom(f"the episode has reached its {self.turns} turns (environment.max_turns)")
-
     async def _sample(self, record: Record, max_new_tokens: int | None, stop: tuple[str, ...]) -> Completion:
         """Append the policy's next turn to a record."""
+        if self.turns >= self.setting.max_turns:
+            raise OutOfRoom(f"the episode has reached its {self.turns} turns (environment.max_turns)")
         limit = self.setting.max_tokens
         room = limit - len(record.token_ids)
         if room < 1:
@@ -196,30 +192,30 @@ class Conversation:
         return completion
 
     def _record_of_text(self, prompt: str | Sequence[int]) -> Record:
-        """The record that ends with ``prompt``: one that already holds its beginning, continued, else a new one."""
+        """The record that ends with ``prompt``: continued if one holds its beginning, else a new one."""
         renderer = self.setting.renderer
         ends = renderer.end_ids
-        best: tuple[_Place, int] | None = None
+
+        def starts(ids: list[int]) -> bool:
+            if isinstance(prompt, str):
+                return prompt.startswith(renderer.decoded(ids))
+            return list(prompt[: len(ids)]) == ids
+
+        matches: list[tuple[int, bool, _Place]] = []
         for place in self._places:
-            ids = place.record.token_ids
+            ids = place.record.token_ids[: place.length]
             # A client gets a turn without its end token, so it sends it back without one.
-            lengths = [place.length, place.length - 1] if ids[place.length - 1] in ends else [place.length]
-            for length in lengths:
-                if isinstance(prompt, str):
-                    starts = prompt.startswith(renderer.decoded(ids[:length]))
-                else:
-                    starts = list(prompt[:length]) == ids[:length]
-                if starts and (best is None or (length, self._is_open(place)) > (best[1], self._is_open(best[0]))):
-                    best = place, length
-        if best is None:
+            lengths = (place.length, place.length - 1) if ids[-1] in ends else (place.length,)
+            matches += [(length, self._is_open(place), place) for length in lengths if starts(ids[:length])]
+        if not matches:
             return self._begin(renderer.raw(prompt) if isinstance(prompt, str) else list(prompt))
-        place, length = best
+        length, is_open, place = max(matches, key=lambda match: match[:2])
         ids = place.record.token_ids[:length]
         if isinstance(prompt, str):
             rest = renderer.after(ids, prompt[len(renderer.decoded(ids)) :])
         else:
             rest = list(prompt[length:])
-        if length != place.length or not self._is_open(place):
+        if length != place.length or not is_open:
             return self._begin([*ids, *rest])
         place.record.observe(rest)
         return place.record

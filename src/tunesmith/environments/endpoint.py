@@ -10,8 +10,9 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -19,7 +20,9 @@ from tunesmith.environments.conversation import OutOfRoom
 from tunesmith.environments.openai_answers import Event, chat_events, response_events, text_events
 from tunesmith.environments.openai_api import EpisodeApi
 from tunesmith.errors import EpisodeError, TunesmithError
-from tunesmith.rewards.http_limits import Gate, Limits, guarded, quiet
+from tunesmith.rewards.http_limits import Gate, Limits, guarded, listening
+
+T = TypeVar("T")
 
 HOST = "127.0.0.1"
 START_SECONDS = 30.0
@@ -42,13 +45,12 @@ class Endpoint:
     """Serves ``SERVED``; a streamed answer is sent in one piece."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
-        self.limits = limits
+        self._gate = Gate(limits)
         self._episodes: dict[str, EpisodeApi] = {}
-        self._loop = asyncio.new_event_loop()
-        self._runner: web.AppRunner | None = None
-        self._listening: asyncio.Server | None = None
+        self._loop, self._serving = asyncio.new_event_loop(), AsyncExitStack()
         threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
-        self.port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(START_SECONDS)
+        listens = listening(self._app(), self._gate, HOST, 0, shutdown=1.0, cancels=True)
+        self.port = self._run(self._serving.enter_async_context(listens))
 
     def open(self, api: EpisodeApi) -> tuple[str, str]:
         """``base_url`` and ``api_key`` of an episode; either one identifies it."""
@@ -61,18 +63,14 @@ class Endpoint:
         self._episodes.pop(key, None)
 
     def close(self) -> None:
-        async def stop() -> None:
-            if self._listening is not None:
-                self._listening.close()
-            if self._runner is not None:
-                await self._runner.cleanup()
-
-        asyncio.run_coroutine_threadsafe(stop(), self._loop).result(START_SECONDS)
+        self._run(self._serving.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _start(self) -> int:
-        gate = Gate(self.limits)
-        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[guarded(gate, None, refusal=_error)])
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_SECONDS)
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[guarded(self._gate, None, refusal=_error)])
         app.on_response_prepare.append(_close_connection)
         for prefix in ("/v1", "/{key}/v1"):
             app.router.add_get(f"{prefix}/models", self._models)
@@ -80,14 +78,7 @@ class Endpoint:
             for path, (answer, events) in INTERFACES.items():
                 app.router.add_post(f"{prefix}/{path}", partial(self._serve, answer, events))
         app.router.add_route("*", "/{path:.*}", _not_served)
-        self._runner = web.AppRunner(
-            app, access_log=None, logger=quiet, handler_cancellation=True, shutdown_timeout=1.0
-        )
-        await self._runner.setup()
-        assert self._runner.server is not None
-        factory = gate.around(self._runner.server)
-        self._listening = await self._loop.create_server(factory, HOST, 0, backlog=gate.backlog)
-        return self._listening.sockets[0].getsockname()[1]
+        return app
 
     def _episode(self, request: web.Request) -> EpisodeApi | None:
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
@@ -113,14 +104,11 @@ class Endpoint:
         try:
             future = asyncio.run_coroutine_threadsafe(answer(api, body), api.loop)
             response = await asyncio.wrap_future(future)
-        except OutOfRoom as error:
-            return _error(400, str(error), "context_length_exceeded")
         except EpisodeError as error:
-            return _error(400, str(error))
-        except TunesmithError as error:
-            return _error(500, str(error))
+            return _error(400, str(error), "context_length_exceeded" if isinstance(error, OutOfRoom) else None)
         except Exception as error:
-            return _error(500, f"{type(error).__name__}: {error}")
+            known = isinstance(error, TunesmithError)
+            return _error(500, str(error) if known else f"{type(error).__name__}: {error}")
         if not body.get("stream"):
             return web.json_response(response)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tunesmith.environments.games import Game, make_game
 from tunesmith.environments.loading import load_environments
 from tunesmith.errors import EpisodeError
 from tunesmith.monitor.plain import plain
-from tunesmith.types import Task
+from tunesmith.types import Message, Task
 from tunesmith.usercode.calls import RaisedInCall, is_async
 
 
@@ -29,44 +29,38 @@ class InlineCode:
 
 
 class EnvironmentProgram:
-    """Called with an operation and its arguments; returns ``{"value": ...}`` or ``{"error": ...}``."""
+    """Called with the name of a method and its arguments; returns ``{"value": ...}`` or ``{"error": ...}``."""
 
     def __init__(self, section: Mapping[str, Any], base_dir: str) -> None:
-        self._loaded = {
-            one.name: one for one in load_environments(EnvironmentSection(**section), Path(base_dir)).loaded
-        }
-        self._game: Game | None = None
+        loaded = load_environments(EnvironmentSection(**section), Path(base_dir)).loaded
+        self._loaded = {one.name: one for one in loaded}
+        self._game: Game
         self._loop: tuple[int, asyncio.AbstractEventLoop] | None = None
 
-    def __call__(self, do: str, *given: Any) -> dict[str, Any]:
+    def __call__(self, method: str, *args: Any) -> dict[str, Any]:
         if self._loop is None or self._loop[0] != os.getpid():  # a forked process needs its own loop
             self._loop = os.getpid(), asyncio.new_event_loop()
         try:
-            return {"value": self._loop[1].run_until_complete(self._do(do, *given))}
+            return {"value": self._loop[1].run_until_complete(getattr(self, method)(*args))}
         except EpisodeError as error:
             return {"error": str(error)}
 
-    async def _do(self, do: str, *given: Any) -> Any:
-        if do == "open":
-            (name,) = given
-            self._game = None
-            self._game = await make_game(self._loaded[name], InlineCode())
-            return None
-        game = self._game
-        assert game is not None, "an episode is opened first"
-        match do:
-            case "reset":
-                task, prompt = given
-                return plain(await game.reset(Task(*task), prompt))
-            case "step":
-                step = await game.step(given[0])
-                return [plain(step.observation), step.reward, step.done, dict(step.metrics)]
-            case "call":
-                name, arguments = given
-                return plain(await game.call_tool(game.tools[name], arguments))
-            case "finish":
-                return await game.finish()
-            case _:
-                await game.close()
-                self._game = None
-                return None
+    async def open(self, name: str) -> None:
+        self._game = await make_game(self._loaded[name], InlineCode())
+
+    async def reset(self, task: Sequence[Any], prompt: list[Message]) -> Any:
+        return plain(await self._game.reset(Task(*task), prompt))
+
+    async def step(self, text: str) -> list[Any]:
+        step = await self._game.step(text)
+        return [plain(step.observation), step.reward, step.done, dict(step.metrics)]
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        return plain(await self._game.call_tool(self._game.tools[name], arguments))
+
+    async def finish(self) -> float | None:
+        return await self._game.finish()
+
+    async def close(self) -> None:
+        await self._game.close()
+        del self._game

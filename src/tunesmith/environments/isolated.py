@@ -27,21 +27,27 @@ class FarGame(Game):
     worker: Worker | None = None
     timeout: float = 0.0
 
-    async def ask(self, do: str, *given: Any, what: str = "") -> Any:
-        """The answer. EpisodeError if the code raised or its process ended, DeadlineExceeded if it took too long."""
+    async def ask(self, method: str, *args: Any, what: str = "") -> Any:
+        """Call a method of the worker's ``EnvironmentProgram``; ``what`` names it in errors.
+
+        Raises:
+            EpisodeError: the user's code raised, or its process ended.
+            DeadlineExceeded: it did not return in time.
+        """
         assert self.worker is not None
+        what = what or f"{self.name}.{method}"
         try:
-            answer = await answered(self.worker, (do, *given), self.timeout)
+            answer = await answered(self.worker, (method, *args), self.timeout)
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"{what or f'{self.name}.{do}'} {error}") from None
+            raise DeadlineExceeded(f"{what} {error}") from None
         except WorkerError as error:
-            raise EpisodeError(f"{what or f'{self.name}.{do}'}: {error}") from None
+            raise EpisodeError(f"{what}: {error}") from None
         if "error" in answer:
             raise EpisodeError(answer["error"])
         return answer["value"]
 
     async def call_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
-        return await self.ask("call", tool.name, dict(arguments), what=f"the tool '{tool.name}'")
+        return await self.ask("call_tool", tool.name, dict(arguments), what=f"the tool '{tool.name}'")
 
     async def reset(self, task: Task, prompt: list[Message]) -> Observation:
         return await self.ask("reset", (task.id, task.prompt, (), dict(task.columns)), prompt)

@@ -59,7 +59,10 @@ class MultiTurn:
                 rewards.append(await game.finish())
             finally:
                 conversation.close()
-                await _close(game, rollout)
+                try:
+                    await game.close()
+                except (TunesmithError, TimeoutError) as error:  # it does not fail the episode
+                    rollout.notes["close"] = str(error)
         earned = [reward for reward in rewards if reward is not None]
         rollout.reward = as_reward(sum(earned), "the episode", "sum of its rewards") if earned else None
         rollout.metrics["turns"] = float(conversation.turns)
@@ -96,7 +99,8 @@ class MultiTurn:
                 conversation.pay(step.reward)
             if step.done:
                 return rewards
-            messages += _as_messages(step.observation)
+            seen = step.observation
+            messages += [{"role": "user", "content": seen}] if isinstance(seen, str) else seen or []
 
 
 def tools_in_data(task: Task) -> Tools:
@@ -126,14 +130,6 @@ async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:
     return answers, bad
 
 
-async def _close(game: Game, rollout: Rollout) -> None:
-    """An environment that fails to clean up does not fail its episode."""
-    try:
-        await game.close()
-    except (TunesmithError, TimeoutError) as error:
-        rollout.notes["close"] = str(error)
-
-
 def opening(prompt: list[Message], observation: Observation) -> list[Message]:
     """The first messages of an episode. Text is appended to the prompt's last message if that is a user's."""
     if observation is None:
@@ -143,7 +139,3 @@ def opening(prompt: list[Message], observation: Observation) -> list[Message]:
     if prompt and prompt[-1]["role"] == "user":
         return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
     return [*prompt, {"role": "user", "content": observation}]
-
-
-def _as_messages(observation: Observation) -> list[Message]:
-    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation or ())

@@ -91,24 +91,21 @@ def _as_message(message: Message) -> Message:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value or []
+def _text_or_ids(value: Any) -> Any:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]  # a list of one prompt is that prompt
+    ids = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    if value and (ids or isinstance(value, str)):
+        return value
+    raise ValueError("it must be text of at least one character, or a list of token ids; one prompt per request")
 
 
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _only_prompt(value: Any) -> Any:
-    """A list of one prompt is that prompt."""
-    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
-
-
-def _text_or_ids(value: Any) -> Any:
-    ids = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
-    if value and (ids or isinstance(value, str)):
-        return value
-    raise ValueError("it must be text of at least one character, or a list of token ids; one prompt per request")
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value or []
 
 
 Object = Annotated[dict[str, Any], BeforeValidator(_as_dict)]
@@ -144,7 +141,7 @@ class ChatRequest(Request):
 
 
 class TextRequest(Request):
-    prompt: Annotated[Any, BeforeValidator(_only_prompt), AfterValidator(_text_or_ids)]
+    prompt: Annotated[Any, AfterValidator(_text_or_ids)]
     echo: bool | None = None
     logprobs: int | None = None
     """0 asks for those of the sampled tokens alone, as does any number here."""

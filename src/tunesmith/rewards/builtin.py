@@ -11,8 +11,8 @@ import importlib.util
 import operator
 import os
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from tunesmith.rewards.function import (
 )
 from tunesmith.rewards.numeric import equal, last_number
 from tunesmith.types import Rollout, Status
-from tunesmith.usercode.killable import KillablePool, Program, WorkerError
+from tunesmith.usercode.isolation import KillablePool
+from tunesmith.usercode.killable import Program, WorkerError
 
 ITEM_SECONDS = 5.0
 """Deadline for judging one completion in a worker process, where ``reward.timeout`` is longer."""
@@ -75,20 +76,13 @@ def _groups(pattern: str) -> int:
         raise ConfigError(f"reward.pattern is not a regular expression: {error}: {pattern!r}") from error
 
 
-def _exact_match(section: RewardSection) -> RewardFunction:
-    """1 where completion and answer are equal after collapsing white space."""
-    return _matching("exact_match", section, lambda text: " ".join(text.split()), operator.eq)
-
-
-def _numeric_match(section: RewardSection) -> RewardFunction:
-    """1 where the last number of the completion (or of what the pattern extracts) equals the answer's."""
-    return _matching("numeric_match", section, last_number, equal)
-
-
 def _matching(
-    name: str, section: RewardSection, read: Callable[[str], Any], same: Callable[[Any, Any], bool]
+    section: RewardSection, name: str, read: Callable[[str], Any], same: Callable[[Any, Any], bool]
 ) -> RewardFunction:
-    """Compare what ``read`` finds in two texts. A pattern with a group selects the part of the completion to read."""
+    """1 where ``read`` gives the ``same`` for completion and answer.
+
+    A pattern with a group selects the part of the completion that is read.
+    """
     pattern = section.pattern
     pool = _pool("pattern_program.py", "extract", section) if pattern and _groups(pattern) else None
 
@@ -102,7 +96,7 @@ def _matching(
         return same(answer, expected) if answer else None
 
     async def judge(texts: list[str], golds: list[str]) -> list[Verdict]:
-        parts = await _gather([pool.submit(pattern, text) for text in texts]) if pool else texts
+        parts = await _gather(pool.run(pattern, text) for text in texts) if pool else texts
         return list(map(verdict, parts, golds))
 
     def problem(gold: Any) -> str | None:
@@ -115,9 +109,8 @@ def _regex_format(section: RewardSection) -> RewardFunction:
     """1 where the pattern matches the whole completion (write ``(?s)`` to let ``.`` match newlines)."""
     pool = _pool("pattern_program.py", "matches", section)
 
-    async def regex_format(rollouts: Sequence[Rollout], texts: Sequence[str], notes: Notes) -> list[Score]:
-        del notes
-        return await _gather([pool.submit(section.pattern, text_of(c)) for c in completions_of(rollouts, texts)])
+    async def regex_format(rollouts: Sequence[Rollout], texts: Sequence[str], _: Notes) -> list[Score]:
+        return await _gather(pool.run(section.pattern, text_of(c)) for c in completions_of(rollouts, texts))
 
     return RewardFunction("regex_format", "regex_format", regex_format, builtin=True, close=pool.close)
 
@@ -134,7 +127,7 @@ def _math(section: RewardSection) -> RewardFunction:
         return judged["correct"] if judged["answered"] else None
 
     async def judge(texts: list[str], golds: list[str]) -> list[Verdict]:
-        return list(map(verdict, await _gather(list(map(pool.submit, golds, texts))), golds))
+        return list(map(verdict, await _gather(map(pool.run, golds, texts)), golds))
 
     return _comparing("math", section, judge, _gold_problem, pool)
 
@@ -167,23 +160,21 @@ def _comparing(
 
 def _pool(program: str, function: str, section: RewardSection, workers: int = 1) -> KillablePool:
     file = Path(__file__).with_name(program)
-    return KillablePool(Program(file, function, min(section.timeout, ITEM_SECONDS)), workers)
+    return KillablePool(Program(file, function), min(section.timeout, ITEM_SECONDS), workers)
 
 
-async def _gather(jobs: Sequence[Future[Any]]) -> list[Any]:
+async def _gather(jobs: Iterable[Awaitable[Any]]) -> list[Any]:
     """Results of the workers' jobs; an ``ItemFailure`` for each that was killed or raised."""
-    results = await asyncio.gather(*map(asyncio.wrap_future, jobs), return_exceptions=True)
-    return list(map(_result_or_failure, results))
 
+    async def result(job: Awaitable[Any]) -> Any:
+        try:
+            return await job
+        except DeadlineExceeded as error:
+            return ItemFailure(Status.TIMED_OUT, str(error))
+        except WorkerError as error:
+            return ItemFailure(Status.REWARD_FAILED, str(error))
 
-def _result_or_failure(result: Any) -> Any:
-    if isinstance(result, DeadlineExceeded):
-        return ItemFailure(Status.TIMED_OUT, str(result))
-    if isinstance(result, WorkerError):
-        return ItemFailure(Status.REWARD_FAILED, str(result))
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return await asyncio.gather(*map(result, jobs))
 
 
 def _bad_gold(reason: str) -> ItemFailure:
@@ -199,8 +190,9 @@ def _gold_problem(gold: Any) -> str | None:
 
 
 BUILTINS: dict[str, Callable[[RewardSection], RewardFunction]] = {
-    "exact_match": _exact_match,
-    "numeric_match": _numeric_match,
+    # White space is collapsed.
+    "exact_match": partial(_matching, name="exact_match", read=lambda text: " ".join(text.split()), same=operator.eq),
+    "numeric_match": partial(_matching, name="numeric_match", read=last_number, same=equal),
     "regex_format": _regex_format,
     "math": _math,
 }

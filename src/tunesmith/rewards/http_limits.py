@@ -1,7 +1,7 @@
 """Protection of an HTTP server (aiohttp): limits on time, size and connections, and a token.
 
 ``Gate`` counts connections and closes idle ones. ``guarded`` is the middleware that checks a request before its
-handler runs.
+handler runs. ``listening`` serves an application behind both.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 import hmac
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, cast
@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Factory = Callable[[], asyncio.Protocol]
 REFUSAL_SECONDS = 5.0
 """Time to send a client the answer that its request came too late."""
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -51,13 +50,13 @@ class Gate:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._most = min(limits.connections, _open_files() // 2)
-        self.backlog = max(1, min(100, self._most // 4))
-        """Connections that asyncio accepts at once, before they are counted."""
         self._inside: dict[asyncio.BaseTransport, _Connection] = {}
 
-    def around(self, factory: Factory) -> Factory:
-        """A protocol factory whose connections are counted."""
-        return lambda: _Connection(self, factory())
+    async def listen(self, factory: Callable[[], asyncio.Protocol], host: str, port: int) -> asyncio.Server:
+        """Serve with the protocols of ``factory``, counting their connections."""
+        backlog = max(1, min(100, self._most // 4))  # asyncio accepts so many at once, before they are counted
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(lambda: _Connection(self, factory()), host, port, backlog=backlog)
 
     def body_begins(self, transport: asyncio.BaseTransport | None) -> None:
         """The head of a request has arrived: limit the time for its body, plus the time to send a refusal."""
@@ -190,6 +189,29 @@ def guarded(
         return answer
 
     return middleware
+
+
+@asynccontextmanager
+async def listening(
+    app: web.Application, gate: Gate, host: str, port: int, *, shutdown: float, cancels: bool = False
+) -> AsyncGenerator[int]:
+    """Serve ``app``; yields the port, a free one where ``port`` is 0. Raises OSError: the address cannot be used.
+
+    Args:
+        shutdown: seconds that requests under way have to finish at the end.
+        cancels: whether a handler is cancelled when its client is gone.
+    """
+    runner = web.AppRunner(app, access_log=None, logger=quiet, handler_cancellation=cancels, shutdown_timeout=shutdown)
+    await runner.setup()
+    try:
+        assert runner.server is not None
+        server = await gate.listen(runner.server, host, port)
+        try:
+            yield server.sockets[0].getsockname()[1]
+        finally:
+            server.close()
+    finally:
+        await runner.cleanup()
 
 
 def has_token(request: web.Request, token: str) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.rewards.function import ItemFailure, Notes, RewardFunction
 from tunesmith.types import Status
-from tunesmith.usercode.calls import FarFunction, RaisedInCall, Turns
+from tunesmith.usercode.calls import FarFunction, PerLoop, RaisedInCall, Turns
 from tunesmith.usercode.isolation import answered, user_program
 from tunesmith.usercode.killable import Worker, WorkerError, WorkerLost, Workers
 
@@ -29,15 +30,15 @@ class IsolatedRewards:
         self._workers = Workers(program)
         self._worker: Worker | None = None
         self._turns = Turns()
-        self._alone: tuple[object, asyncio.Semaphore] = (None, asyncio.Semaphore(ALONE))
+        self._alone = PerLoop(lambda: asyncio.Semaphore(ALONE))
         try:
-            found = self._workers.server().description
+            description = self._workers.server().description
         except WorkerError as error:
             names = ", ".join(entry for _, entry in references)
             raise ConfigError(f"importing the rewards {names} failed: {error}") from None
-        if "refused" in found:
+        if "refused" in description:
             self.close()
-            raise ConfigError(found["refused"])
+            raise ConfigError(description["refused"])
         self.functions = [
             RewardFunction(
                 name,
@@ -46,7 +47,7 @@ class IsolatedRewards:
                 frozenset(one["columns"]),
                 one_of=frozenset(one["one_of"]),
             )
-            for number, ((name, entry), one) in enumerate(zip(references, found["functions"], strict=True))
+            for number, ((name, entry), one) in enumerate(zip(references, description["functions"], strict=True))
         ]
 
     async def run(self, function: FarFunction, arguments: dict[str, Any], notes: Notes, timeout: float) -> list[Any]:
@@ -59,57 +60,48 @@ class IsolatedRewards:
             ValueError: its result is unusable.
         """
         sent = {name: value for name, value in arguments.items() if name not in ("log_extra", "log_metric")}
-        asked = (function.number, notes.size, sent)
-        if function.asynchronous:
-            found = await self._ask(asked, timeout, coroutine=True)
-        else:
-            async with self._turns.turn(function.number, timeout):
-                found = await self._ask(asked, timeout)
-        if "raised" in found:
-            raise RaisedInCall(None, found["raised"])
-        if "unusable" in found:
-            raise ValueError(found["unusable"])
-        notes.extras.update(found["extras"])
-        notes.metrics.extend((name, value) for name, value in found["metrics"])
-        scores = found["scores"]
-        for place, reason in found["failures"]:
-            scores[place] = ItemFailure(Status.REWARD_FAILED, reason)
+        question, coroutine = (function.number, notes.size, sent), function.asynchronous
+        try:
+            async with nullcontext() if coroutine else self._turns.turn(function.number, timeout):
+                answer = await self._ask(question, timeout, coroutine=coroutine)
+        except WorkerError as error:
+            raise RaisedInCall(None, str(error)) from None
+        if "raised" in answer:
+            raise RaisedInCall(None, answer["raised"])
+        if "unusable" in answer:
+            raise ValueError(answer["unusable"])
+        notes.extras.update(answer["extras"])
+        notes.metrics.extend((name, value) for name, value in answer["metrics"])
+        scores = answer["scores"]
+        for index, reason in answer["failures"]:
+            scores[index] = ItemFailure(Status.REWARD_FAILED, reason)
         return scores
 
     def close(self) -> None:
         self._workers.close()
         self._worker = None
 
-    async def _ask(self, asked: tuple[Any, ...], timeout: float, *, coroutine: bool = False) -> Any:
-        """The answer. What a process lost that ended under it is asked again, alone in a process of its own.
+    async def _ask(self, question: tuple[Any, ...], timeout: float, *, coroutine: bool) -> Any:
+        """The answer. A call whose process ended under several is repeated alone, in its own process.
 
-        That tells the call that ends its process from those that were under way beside it.
+        That tells the call that ends its process from those that ran at the same time.
         """
         try:
             if self._worker is None or not self._worker.alive:
                 self._worker = self._workers.take()
-            return await answered(self._worker, asked, timeout, coroutine=coroutine, shared=coroutine)
+            return await answered(self._worker, question, timeout, coroutine=coroutine, shared=coroutine)
         except WorkerLost as lost:
             if not (lost.from_outside or coroutine):
-                raise RaisedInCall(None, str(lost)) from None
-        except WorkerError as error:
-            raise RaisedInCall(None, str(error)) from None
-        running = asyncio.get_running_loop()
-        if self._alone[0] is not running:
-            self._alone = running, asyncio.Semaphore(ALONE)
-        async with self._alone[1]:
-            return await self._ask_alone(asked, timeout, coroutine)
-
-    async def _ask_alone(self, asked: tuple[Any, ...], timeout: float, coroutine: bool) -> Any:
-        for attempt in range(2, ATTEMPTS + 1):
-            worker = self._workers.server().worker()
-            try:
-                return await answered(worker, asked, timeout, coroutine=coroutine)
-            except WorkerLost as lost:
-                if not lost.from_outside or attempt == ATTEMPTS:
-                    raise RaisedInCall(None, str(lost)) from None
-            except WorkerError as error:
-                raise RaisedInCall(None, str(error)) from None
-            finally:
-                worker.kill()
-        raise AssertionError("there is an attempt")
+                raise
+        async with self._alone.here:
+            attempt = 1
+            while True:
+                attempt += 1
+                worker = self._workers.server().worker()
+                try:
+                    return await answered(worker, question, timeout, coroutine=coroutine)
+                except WorkerLost as lost:
+                    if not lost.from_outside or attempt == ATTEMPTS:
+                        raise
+                finally:
+                    worker.kill()

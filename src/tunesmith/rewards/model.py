@@ -87,8 +87,7 @@ def model_reward(
         except DataError as error:
             return ItemFailure(Status.REWARD_FAILED, f"cannot encode this rollout: {error}")
 
-    async def score(rollouts: Sequence[Rollout], texts: Sequence[str], notes: Notes) -> list[Score]:
-        del notes
+    async def score(rollouts: Sequence[Rollout], texts: Sequence[str], _: Notes) -> list[Score]:
         sequences = [encoded(r, text) for r, text in zip(rollouts, texts, strict=True)]
         scores = iter(await batcher.submit([ids for ids in sequences if isinstance(ids, list)]))
         return [next(scores) if isinstance(ids, list) else ids for ids in sequences]

@@ -49,8 +49,7 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
     """
     client, headers = RewardClient(entry), request_headers(entry)
 
-    async def score(rollouts: Sequence[Rollout], texts: Sequence[str], notes: Notes) -> list[Score]:
-        del notes
+    async def score(rollouts: Sequence[Rollout], texts: Sequence[str], _: Notes) -> list[Score]:
         parts = [slice(at, at + entry.batch_size) for at in range(0, len(rollouts), entry.batch_size)]
         if entry.protocol == "openrlhf":
             bodies = [openrlhf_body(rollouts[part], label, decode) for part in parts]
@@ -100,6 +99,14 @@ class _Server:
     """In a row."""
     rests_until: float = 0.0
 
+    def works(self) -> None:
+        self.failures, self.rests_until = 0, 0.0
+
+    def rests(self) -> None:
+        """Avoid it for a while: a dead server, which has nothing outstanding, would otherwise draw every request."""
+        self.failures += 1
+        self.rests_until = time.monotonic() + pause(self.failures)
+
 
 class RewardClient:
     """Asks one of several servers, and another one when that fails."""
@@ -114,32 +121,44 @@ class RewardClient:
             data = json.dumps(body, default=str).encode()
         except (ValueError, RecursionError) as error:
             return [ItemFailure(Status.REWARD_FAILED, f"cannot be sent as JSON: {error}")] * size
-        most, begun = ANSWER_BYTES + size * ANSWER_BYTES_EACH, time.monotonic()
+        most, started = ANSWER_BYTES + size * ANSWER_BYTES_EACH, time.monotonic()
         tried: list[str] = []
         reason, status = "", Status.REWARD_FAILED
         while len(tried) <= self.entry.retries:
             if tried:
                 await asyncio.sleep(pause(len(tried)))
             url = self._choose(tried)
+            server = self._servers[url]
             tried.append(url)
+            server.outstanding += 1
+            server.sent += 1
             try:
-                return scores_of(await self._post(session, url, data, most), size, url)
+                answer = await request_json(session, url, data, longest=most)
+                server.works()
+                return scores_of(answer, size, url)
             except BadAnswer as error:
+                server.works()
                 reason, status = str(error), Status.REWARD_FAILED
                 break
-            except TimeoutError:
-                reason, status = f"{url} did not answer within {self.entry.timeout:g} s", Status.TIMED_OUT
-            except Unavailable as error:
-                reason, status = str(error), Status.REWARD_FAILED
-            except (aiohttp.ClientError, OSError) as error:
-                reason, status = f"could not be had from {url}: {error or type(error).__name__}", Status.REWARD_FAILED
+            except (Unavailable, aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+                server.rests()
+                late = isinstance(error, TimeoutError)
+                status = Status.TIMED_OUT if late else Status.REWARD_FAILED
+                if late:
+                    reason = f"{url} did not answer within {self.entry.timeout:g} s"
+                elif isinstance(error, Unavailable):
+                    reason = str(error)
+                else:
+                    reason = f"could not be had from {url}: {error or type(error).__name__}"
+            finally:
+                server.outstanding -= 1
         if len(tried) > 1:
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - started
             reason += f" ({len(tried)} attempts in {seconds:.3g} s: {', '.join(dict.fromkeys(tried))})"
         return [ItemFailure(status, redact(reason))] * size
 
     def _choose(self, tried: Sequence[str]) -> str:
-        """Where this request has been least, then what does not rest, then the fewest outstanding, then sent."""
+        """The server this request tried least; then one that does not rest, with fewest outstanding, fewest sent."""
         now = time.monotonic()
 
         def load(url: str) -> tuple[int, bool, int, int]:
@@ -147,30 +166,6 @@ class RewardClient:
             return tried.count(url), now < server.rests_until, server.outstanding, server.sent
 
         return min(self._servers, key=load)
-
-    async def _post(self, session: aiohttp.ClientSession, url: str, data: bytes, most: int) -> Any:
-        """The JSON of an answer of at most ``most`` bytes.
-
-        Raises:
-            BadAnswer, Unavailable, TimeoutError, aiohttp.ClientError, OSError.
-        """
-        server = self._servers[url]
-        server.outstanding += 1
-        server.sent += 1
-        try:
-            answer = await request_json(session, url, data, longest=most)
-        except BadAnswer:
-            server.failures, server.rests_until = 0, 0.0
-            raise
-        except (Unavailable, TimeoutError, aiohttp.ClientError, OSError):
-            # Else a dead server, which never has anything outstanding, would draw every request.
-            server.failures += 1
-            server.rests_until = time.monotonic() + pause(server.failures)
-            raise
-        finally:
-            server.outstanding -= 1
-        server.failures, server.rests_until = 0, 0.0
-        return answer
 
 
 def scores_of(answer: Any, size: int, url: str) -> list[Score]:

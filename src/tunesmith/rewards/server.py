@@ -11,6 +11,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
@@ -20,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, mod
 from tunesmith.errors import ConfigError, EpisodeError, boundary
 from tunesmith.rewards.batching import Batcher
 from tunesmith.rewards.function import NOT_COLUMNS, text_of
-from tunesmith.rewards.http_limits import Gate, Limits, guarded, has_token, quiet
+from tunesmith.rewards.http_limits import Gate, Limits, guarded, has_token, listening
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Prompt, Rollout, Status, Task, text_of_content
 
@@ -144,21 +145,14 @@ class RewardService:
         ]
 
 
-GATE = web.AppKey("gate", Gate)
-
-
-def make_app(
-    service: RewardService, max_bytes: int, token: str | None = None, limits: Limits | None = None
-) -> web.Application:
+def make_app(service: RewardService, gate: Gate, max_bytes: int) -> web.Application:
     """The server's routes. A request above ``max_bytes`` is refused with 413, one without the token with 401."""
-    service.token, gate = token, Gate(limits or Limits())
-    app = web.Application(client_max_size=max_bytes, middlewares=[guarded(gate, token, ("/health",))])
-    app[GATE] = gate
+    app = web.Application(client_max_size=max_bytes, middlewares=[guarded(gate, service.token, ("/health",))])
     app.add_routes([web.post("/reward", service.reward), web.get("/health", service.health)])
     return app
 
 
-async def serve(app: web.Application, host: str, port: int, ready: Callable[[str], None]) -> None:
+async def serve(service: RewardService, host: str, port: int, max_bytes: int, ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish the requests under way.
 
     Args:
@@ -168,25 +162,15 @@ async def serve(app: web.Application, host: str, port: int, ready: Callable[[str
     Raises:
         ConfigError: the address is in use, or not one of this machine.
     """
-    runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_SECONDS, access_log=None, logger=quiet)
-    await runner.setup()
-    loop, stopped, listening = asyncio.get_running_loop(), asyncio.Event(), None
-    loop.set_exception_handler(_in_a_line)
-    try:
-        assert runner.server is not None
+    gate, loop, stopped = Gate(Limits()), asyncio.get_running_loop(), asyncio.Event()
+    loop.set_exception_handler(
+        lambda _, context: print(f"{context.get('message')}: {context.get('exception')}", file=sys.stderr)
+    )
+    async with AsyncExitStack() as serving:
         with boundary(ConfigError, f"cannot listen on {host}:{port}; choose another --host or --port", OSError):
-            listening = await loop.create_server(app[GATE].around(runner.server), host, port, backlog=app[GATE].backlog)
+            listens = listening(make_app(service, gate, max_bytes), gate, host, port, shutdown=SHUTDOWN_SECONDS)
+            port = await serving.enter_async_context(listens)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
-        shown = f"[{host}]" if ":" in host else host
-        ready(f"http://{shown}:{listening.sockets[0].getsockname()[1]}")
+        ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         await stopped.wait()
-    finally:
-        if listening is not None:
-            listening.close()
-        await runner.cleanup()
-
-
-def _in_a_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    del loop
-    print(f"{context.get('message')}: {context.get('exception')}", file=sys.stderr)

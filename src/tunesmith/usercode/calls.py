@@ -23,10 +23,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from tunesmith.errors import ConfigError, DeadlineExceeded, EpisodeError, nearest
 from tunesmith.usercode.loading import describe_exception
+
+T = TypeVar("T")
 
 HUNG_AFTER = 3
 """After so many timeouts of a function in a row, its calls that already wait fail without being tried."""
@@ -117,11 +119,26 @@ def _is_ours(file: str) -> bool:
     return file == __file__ or "/asyncio/" in file or Path(file).name in ("user_program.py", "environment_program.py")
 
 
+class PerLoop(Generic[T]):
+    """A lock or semaphore that is made anew on each event loop: it belongs to the loop that waits for it."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: tuple[object, T] = None, make()
+
+    @property
+    def here(self) -> T:
+        loop = asyncio.get_running_loop()
+        if self._made[0] is not loop:
+            self._made = loop, self._make()
+        return self._made[1]
+
+
 class Turns:
     """Calls of plain functions, one at a time and in order, on one event loop at a time."""
 
     def __init__(self) -> None:
-        self._turn: tuple[object, asyncio.Lock] = (None, asyncio.Lock())
+        self._turn = PerLoop(asyncio.Lock)
         self._overruns: dict[int, int] = {}
 
     @asynccontextmanager
@@ -132,10 +149,7 @@ class Turns:
             DeadlineExceeded: the function timed out ``HUNG_AFTER`` times in a row while this call waited.
         """
         before = self._overruns.get(key, 0)
-        running = asyncio.get_running_loop()
-        if self._turn[0] is not running:  # a lock belongs to the loop that waited for it
-            self._turn = running, asyncio.Lock()
-        async with self._turn[1]:
+        async with self._turn.here:
             overruns = self._overruns.get(key, 0)
             if overruns >= HUNG_AFTER and overruns > before:
                 raise DeadlineExceeded(f"not tried, because the last {overruns} calls ran for more than {timeout:g} s")
@@ -267,19 +281,13 @@ class _Thread:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            _make(*call)
-            del call  # an idle thread keeps no reference to the user's objects
-
-
-def _make(work: Callable[[], object], result: Future[object]) -> None:
-    if not result.set_running_or_notify_cancel():
-        return
-    try:
-        value = work()
-    except BaseException as error:
-        result.set_exception(RaisedInCall(error))
-    else:
-        result.set_result(value)
+            work, result = call
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(work())
+                except BaseException as error:
+                    result.set_exception(RaisedInCall(error))
+            del call, work, result  # an idle thread keeps no reference to the user's objects
 
 
 class _LoopThread:

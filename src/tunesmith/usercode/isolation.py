@@ -10,8 +10,8 @@ from typing import Any
 
 from tunesmith.config.sizes import parse_size
 from tunesmith.errors import DeadlineExceeded
-from tunesmith.usercode.calls import ANSWER_SECONDS, done_within
-from tunesmith.usercode.killable import Program, Worker, WorkerLost
+from tunesmith.usercode.calls import ANSWER_SECONDS, PerLoop, done_within
+from tunesmith.usercode.killable import Program, Worker, WorkerLost, Workers
 
 IMPORT_SECONDS = 600.0
 
@@ -27,7 +27,7 @@ def user_program(
     path: Path, function: str, arguments: tuple[Any, ...], memory: str | None, *, alone: bool = False
 ) -> Program:
     """A program that loads the user's code; with ``alone`` it has one worker at a time."""
-    return Program(path, function, 0.0, arguments, memory_of(memory), IMPORT_SECONDS, shows=True, alone=alone)
+    return Program(path, function, arguments, memory_of(memory), IMPORT_SECONDS, shows=True, alone=alone)
 
 
 async def answered(
@@ -65,3 +65,38 @@ async def answered(
     finally:
         if not (shared or result.done()):
             worker.kill()
+
+
+class KillablePool:
+    """Up to ``workers`` processes of one program, one call each at a time; ends with ``close``.
+
+    Args:
+        deadline: seconds for one call, not counting the worker's start.
+    """
+
+    def __init__(self, program: Program, deadline: float, workers: int = 1) -> None:
+        self._workers, self._deadline = Workers(program), deadline
+        self._places = PerLoop(lambda: asyncio.Semaphore(workers))
+        self.close = self._workers.close
+
+    async def run(self, *arguments: Any) -> Any:
+        """What the function returns. A call whose process was killed from outside is made again, once.
+
+        Raises:
+            DeadlineExceeded: its process was killed at the deadline.
+            WorkerError: it raised, or its process ended.
+        """
+        async with self._places.here:
+            try:
+                return await self._run_once(arguments)
+            except WorkerLost as lost:
+                if not lost.from_outside:
+                    raise
+                return await self._run_once(arguments)
+
+    async def _run_once(self, arguments: tuple[Any, ...]) -> Any:
+        worker = await asyncio.to_thread(self._workers.take)
+        try:
+            return await answered(worker, arguments, self._deadline)
+        finally:
+            self._workers.give_back(worker)

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -26,7 +26,7 @@ from typing import Any
 
 from tunesmith.distributed.child import Process, ending
 from tunesmith.distributed.far import Answer, ConnectedFar
-from tunesmith.errors import DeadlineExceeded, TunesmithError
+from tunesmith.errors import TunesmithError
 
 STARTUP_SECONDS = 60.0
 MEMORY_BYTES = 4 << 30
@@ -56,8 +56,6 @@ class Program:
 
     file: Path
     function: str
-    deadline: float = 0.0
-    """Seconds for one call of a ``KillablePool``, not counting the worker's start."""
     arguments: tuple[Any, ...] | None = None
     memory: int = MEMORY_BYTES
     """Bytes that a worker may have on top of what was loaded."""
@@ -253,44 +251,3 @@ class Workers:
             worker.kill()
         if server is not None:
             server.close()
-
-
-class KillablePool:
-    """Up to ``workers`` processes of one program, one call each at a time; ends with ``close``."""
-
-    def __init__(self, program: Program, workers: int = 1) -> None:
-        self._program, self._max = program, workers
-        self._workers = Workers(program)
-        self._threads = ThreadPoolExecutor(workers, "killable")
-
-    def submit(self, *arguments: Any) -> Future[Any]:
-        """Run the function on these arguments.
-
-        The future raises ``DeadlineExceeded`` if the call was killed, ``WorkerError`` if it raised or its
-        process died. A process that was killed from outside is replaced and the call made again, once.
-        """
-        return self._threads.submit(self._call, arguments)
-
-    def close(self) -> None:
-        """End the workers, after the calls that they are at. A later call starts them anew."""
-        self._threads.shutdown(cancel_futures=True)
-        self._threads = ThreadPoolExecutor(self._max, "killable")
-        self._workers.close()
-
-    def _call(self, arguments: tuple[Any, ...]) -> Any:
-        try:
-            return self._call_once(arguments)
-        except WorkerLost as lost:
-            if not lost.from_outside:
-                raise
-            return self._call_once(arguments)
-
-    def _call_once(self, arguments: tuple[Any, ...]) -> Any:
-        worker = self._workers.take()
-        try:
-            return worker.ask(*arguments).result(self._program.deadline)
-        except TimeoutError:
-            worker.kill()
-            raise DeadlineExceeded("the worker was killed at its deadline") from None
-        finally:
-            self._workers.give_back(worker)

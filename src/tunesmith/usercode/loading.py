@@ -151,7 +151,7 @@ def load_object(reference: str, base_dir: Path) -> Any:
     if reference in _objects:
         return _objects[reference]
     location = locate(reference, base_dir)
-    with _importable(location.search), keeping_signals():
+    with _importable(location.search), keeping_signals(), long_wait(f"importing {location.place}"):
         try:
             module = _import(location)
         except (Exception, SystemExit) as error:
@@ -237,11 +237,6 @@ def _importable(directories: Sequence[str]) -> Generator[None]:
 
 
 def _import(location: Location) -> ModuleType:
-    with long_wait(f"importing {location.place}"):
-        return _imported(location)
-
-
-def _imported(location: Location) -> ModuleType:
     if location.module is not None:
         return importlib.import_module(location.module)
     assert location.file is not None
