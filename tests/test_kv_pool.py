@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.engines.local.kv_memory import KVLayout
-from tunesmith.engines.local.kv_pool import HEADROOM, DensePool, compact
+from tunesmith.engines.local.kv_pool import HEADROOM, KVPool, compact
 from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Uniforms
 from tunesmith.engines.local.scheduler import Scheduler
 from tunesmith.errors import UserError
@@ -113,7 +113,7 @@ def test_the_youngest_waits_where_memory_is_short_and_comes_first_again() -> Non
 LAYOUT = KVLayout(layers=1, kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def mark(pool: DensePool, fresh: Sequence[CachedPrompt]) -> None:
+def mark(pool: KVPool, fresh: Sequence[CachedPrompt]) -> None:
     """Write each request's number in the slots of its tokens, and a number of its own for each prompt."""
     for memory in pool.memories:
         for prompt in fresh:
@@ -122,7 +122,7 @@ def mark(pool: DensePool, fresh: Sequence[CachedPrompt]) -> None:
             memory.completions.memory[:, r.row, :, : r.cached] = r.id
 
 
-def check(pool: DensePool, kv_bytes: int) -> None:
+def check(pool: KVPool, kv_bytes: int) -> None:
     assert sum(memory.nbytes for memory in pool.memories) <= kv_bytes and pool.used <= pool.total
     for memory in pool.memories:
         for prompt in pool.prompts:
@@ -140,7 +140,7 @@ def check(pool: DensePool, kv_bytes: int) -> None:
 def test_rows_keep_what_was_written_whoever_comes_and_goes(seed: int, tokens: int, models: int) -> None:
     rng = random.Random(seed)
     kv_bytes = tokens * LAYOUT.slot_bytes * models
-    pool = DensePool([LAYOUT] * models, kv_bytes, max_running=6, block_size=4)
+    pool = KVPool([LAYOUT] * models, kv_bytes, max_running=6, block_size=4)
     scheduler = Scheduler(pool, max_running=6, max_prefill_tokens=60)
     scheduler.waiting.extend(
         request(i, prompt=[rng.randrange(4)] * rng.randrange(3, 40), new=rng.randrange(1, 90)) for i in range(20)
@@ -163,7 +163,7 @@ def test_rows_keep_what_was_written_whoever_comes_and_goes(seed: int, tokens: in
 
 
 def test_memory_is_given_back_and_taken_again() -> None:
-    pool = DensePool([LAYOUT], 4096)
+    pool = KVPool([LAYOUT], 4096)
     [memory] = pool.memories
     assert 0 < memory.nbytes <= 4096
     pool.clear()
@@ -171,11 +171,11 @@ def test_memory_is_given_back_and_taken_again() -> None:
     pool.allocate()
     assert 0 < memory.nbytes <= 4096
     with pytest.raises(UserError, match="needs at least 3072 bytes"):
-        DensePool([LAYOUT], 3071)
+        KVPool([LAYOUT], 3071)
 
 
 def test_a_new_request_leaves_room_for_others_to_write() -> None:
-    pool = DensePool([LAYOUT], 2 * (16 + HEADROOM) * LAYOUT.slot_bytes)
+    pool = KVPool([LAYOUT], 2 * (16 + HEADROOM) * LAYOUT.slot_bytes)
     scheduler = Scheduler(pool, max_running=9, max_prefill_tokens=100)
     scheduler.waiting.extend(request(i, new=200) for i in range(3))
     assert [r.id for r in scheduler.admit()[1]] == [0, 1]

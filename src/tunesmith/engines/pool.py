@@ -125,7 +125,7 @@ class EnginePool:
     def stats(self) -> EngineStats:
         total = EngineStats()
         for seat in self._seats:
-            total = add_stats(total, seat.member.stats(), apart=True)
+            total = add_stats(total, seat.member.stats(), separate=True)
         return replace(add_stats(total, self._departed_stats), peak_running=self._peak)
 
     async def close(self) -> None:

@@ -39,11 +39,11 @@ class EngineStats:
 _PEAKS = ("peak_running", "peak_kv_bytes", "kv_budget_bytes")
 
 
-def add_stats(total: EngineStats, more: EngineStats, *, apart: bool = False) -> EngineStats:
-    """Both together: counters add up; peaks and budgets are the highest, or add up where the engines are ``apart``."""
+def add_stats(total: EngineStats, more: EngineStats, *, separate: bool = False) -> EngineStats:
+    """Counters add up; peaks and budgets are the highest, or add up if the engines are ``separate``."""
 
     def value(name: str) -> Any:
         a, b = getattr(total, name), getattr(more, name)
-        return max(a, b) if name in _PEAKS and not apart else a + b
+        return max(a, b) if name in _PEAKS and not separate else a + b
 
     return EngineStats(**{f.name: value(f.name) for f in fields(EngineStats)})

@@ -32,11 +32,11 @@ class StepThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, which the caller waits for: for the start, when no event loop runs yet."""
+        """The result of ``work``. Blocks: it is for the start, before there is an event loop."""
         return self._thread.submit(work).result()
 
     def post(self, work: Callable[[], T]) -> Future[T]:
-        """Run ``work`` before the next step, in the order of the calls; the future of its result.
+        """Have ``work`` run before the next step, after earlier calls; returns the future of its result.
 
         Raises:
             EngineError: the thread was closed.
@@ -44,7 +44,7 @@ class StepThread:
         if self._closed:
             raise EngineError("the engine is closed")
         done: Future[T] = Future()
-        done.set_running_or_notify_cancel()  # the caller may be cancelled, the work not
+        done.set_running_or_notify_cancel()  # cancelling the caller does not cancel the work
         self._loop = asyncio.get_running_loop()
         self._calls.append((work, done))
         self._thread.submit(self._serve)
@@ -64,8 +64,8 @@ class StepThread:
     def wait_for_callers(self) -> None:
         """On the thread: let the event loop do what is ready there.
 
-        So requests that come together start together, and what follows at once on a completion is decoded from the
-        same step on in every run: a resumed run repeats bitwise, which is why this is not bounded in time.
+        So requests that arrive together start together, and a request that follows at once on a completion is decoded
+        from the same step on in every run. A resumed run then repeats bitwise, which is why this has no time limit.
         """
         loop, done = self._loop, Event()
         assert loop is not None, "somebody posted"
@@ -78,20 +78,20 @@ class StepThread:
 
         try:
             loop.call_soon_threadsafe(turn, TURNS)
-        except RuntimeError:  # it was closed
+        except RuntimeError:  # the loop was closed
             return
         while not done.wait(0.1) and loop.is_running():
             pass
 
     def _serve(self) -> None:
-        """Step until there is nothing to do. Each ``post`` calls this once more, so none is overlooked."""
+        """Step until there is nothing to do. Each ``post`` submits this once more, so that no call is overlooked."""
         stepping = False
         while True:
             if not stepping:
                 if not self._calls:
                     return
-                self.wait_for_callers()  # whenever nothing was running: the first must not start alone
-            for _ in range(len(self._calls)):  # what an answer brings in waits for those that come with it
+                self.wait_for_callers()  # nothing was running: the first request must not start alone
+            for _ in range(len(self._calls)):  # calls that arrive meanwhile wait for those that come with them
                 work, done = self._calls.popleft()
                 try:
                     done.set_result(work())

@@ -33,14 +33,13 @@ class StopStrings:
         before = self._decode(token_ids[self._context : self._settled])
         text = self._decode(token_ids[self._context :])
         piece = text[len(before) :]
+        # A stop string that is complete in the tail was found before; the newest begins at most its length earlier.
         searched = self._tail + piece.rstrip(_INCOMPLETE)
-        if len(token_ids) > self._least and any(searched.find(s, self._behind(s)) >= 0 for s in self._stop):
+        if len(token_ids) > self._least and any(
+            searched.find(s, max(0, len(self._tail) - len(s) + 1)) >= 0 for s in self._stop
+        ):
             return True
         if len(text) > len(before) and not text.endswith(_INCOMPLETE):
             self._tail = searched[-self._keep :] if self._keep else ""
             self._context, self._settled = self._settled, len(token_ids)
         return False
-
-    def _behind(self, stop: str) -> int:
-        """Where in the tail and the piece a stop string may begin that was not complete in the tail already."""
-        return max(0, len(self._tail) - len(stop) + 1)

@@ -208,15 +208,15 @@ class EnvironmentSet:
             return [{"role": "user", "content": tokenizer.decode(list(task.prompt_ids), skip_special_tokens=False)}]
 
         verbatim = replace(setting, renderer=plain, prompt_of=text_alone, parse=None)
-        made: dict[str, Environment] = {SINGLE_TURN: SingleTurn()}
+        environments: dict[str, Environment] = {SINGLE_TURN: SingleTurn()}
         for one in self.loaded:
             if one.kind == "agent":
-                made[one.name] = Agent(one.name, one.code, setting, model, lambda: self._endpoint)
+                environments[one.name] = Agent(one.name, one.code, setting, model, lambda: self._endpoint)
             else:
                 own = verbatim if one.kind == "openrlhf" else setting
                 keeps = self.keeps_instances and one.kind == "trl"
-                made[one.name] = MultiTurn(partial(self._open, one), own, one.schemas or None, keeps)
-        return made
+                environments[one.name] = MultiTurn(partial(self._open, one), own, one.schemas or None, keeps)
+        return environments
 
     def template(self, tokenizer: Any, *, chat: bool) -> ChatTemplate | None:
         """The chat template, if prompts go through it; a ConfigError if agents or tools need one that is not there."""
@@ -252,9 +252,6 @@ class EnvironmentSet:
         return IsolatedGames(self.section, self._base_dir)
 
     def close(self) -> None:
-        if "_isolated" in vars(self):
-            self._isolated.close()
-            del self._isolated
-        if "_endpoint" in vars(self):
-            self._endpoint.close()
-            del self._endpoint
+        for name in ("_isolated", "_endpoint"):  # a later episode starts them anew
+            if name in vars(self):
+                vars(self).pop(name).close()

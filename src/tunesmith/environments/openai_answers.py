@@ -137,8 +137,7 @@ def _last_events(head: dict[str, Any], answer: dict[str, Any], request: Mapping[
     yield None, "[DONE]"
 
 
-def response_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
-    del request
+def response_events(answer: dict[str, Any], _: Mapping[str, Any]) -> Iterator[Event]:
     yield from ((event["type"], json.dumps(event)) for event in stream_of(answer))
 
 

@@ -115,22 +115,11 @@ class _Connection(asyncio.Protocol):
             opened.write(BUSY)
             opened.close()
             return
-        self._transport = opened
-        self._inner.connection_made(transport)
+        self._transport, inner = opened, self._inner
+        self.data_received, self.eof_received = inner.data_received, inner.eof_received
+        self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing
+        inner.connection_made(transport)
         self.wait_for(self._gate.limits.head_seconds)
-
-    def data_received(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._inner.data_received(data)
-
-    def eof_received(self) -> bool | None:
-        return self._inner.eof_received() if self._transport is not None else None
-
-    def pause_writing(self) -> None:
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._inner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None:
@@ -140,15 +129,13 @@ class _Connection(asyncio.Protocol):
         self.wait_for(None)
 
 
-def json_refusal(status: int, problem: str) -> web.Response:
-    return web.json_response({"error": problem}, status=status)
-
-
 def guarded(
     gate: Gate,
     token: str | None,
     open_paths: tuple[str, ...] = (),
-    refusal: Callable[[int, str], web.Response] = json_refusal,
+    refusal: Callable[[int, str], web.Response] = lambda status, problem: web.json_response(
+        {"error": problem}, status=status
+    ),
 ) -> Any:
     """Middleware that checks host, token and time limit of a request, and answers errors with ``refusal``.
 

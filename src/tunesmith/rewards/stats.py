@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from tunesmith.config.schema import ModelReward
 from tunesmith.errors import ConfigError, boundary
@@ -18,8 +19,8 @@ STATS_FILE = "reward_stats.json"
 class RewardStats:
     """Mean and standard deviation of a reward model's scores, measured in its evaluation."""
 
-    mean: float
-    std: float
+    mean: FiniteFloat
+    std: Annotated[FiniteFloat, Field(gt=0)]
 
     def normalized(self, score: float) -> float:
         return (score - self.mean) / self.std
@@ -53,12 +54,11 @@ def read_stats(directory: Path) -> RewardStats:
             '{"mean": 0.5, "std": 2.0}. Training with an eval set (tunesmith rm) writes it; otherwise write it '
             "yourself, or leave normalize out."
         )
-    with boundary(ConfigError, f"cannot read {path}", (OSError, ValueError)):
-        numbers: Any = json.loads(path.read_text(encoding="utf-8"))
+    with boundary(ConfigError, f"cannot read {path}", OSError):
+        text = path.read_bytes()
     try:
-        stats = RewardStats(float(numbers["mean"]), float(numbers["std"]))
-    except (TypeError, KeyError, ValueError):
-        raise ConfigError(f'{path} must hold numbers, as in {{"mean": 0.5, "std": 2.0}}.') from None
-    if not isfinite(stats.mean) or not 0 < stats.std < float("inf"):
-        raise ConfigError(f"{path}: mean {stats.mean:g} and std {stats.std:g} cannot normalise; std must be above 0.")
-    return stats
+        return TypeAdapter(RewardStats).validate_json(text)
+    except ValidationError:
+        raise ConfigError(
+            f'{path} must hold a finite mean and a std above 0, as in {{"mean": 0.5, "std": 2.0}}.'
+        ) from None

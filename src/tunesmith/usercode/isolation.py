@@ -16,18 +16,15 @@ from tunesmith.usercode.killable import Program, Worker, WorkerLost, Workers
 IMPORT_SECONDS = 600.0
 
 
-def memory_of(size: str | None) -> int:
-    """A worker's memory limit in bytes: the setting, else half of the machine's memory."""
-    if size is not None:
-        return parse_size(size)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 def user_program(
     path: Path, function: str, arguments: tuple[Any, ...], memory: str | None, *, alone: bool = False
 ) -> Program:
-    """A program that loads the user's code; with ``alone`` it has one worker at a time."""
-    return Program(path, function, arguments, memory_of(memory), IMPORT_SECONDS, shows=True, alone=alone)
+    """A program that loads the user's code; with ``alone`` it has one worker at a time.
+
+    ``memory`` limits each worker; None: to half of the machine's.
+    """
+    limit = parse_size(memory) if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return Program(path, function, arguments, limit, IMPORT_SECONDS, shows=True, alone=alone)
 
 
 async def answered(

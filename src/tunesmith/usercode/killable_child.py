@@ -45,13 +45,14 @@ def main(pipe: int, parent: int) -> None:
         call = call(*setup["arguments"])
     sys.stdout.flush()
     # A thread of the program's would be missing in a fork, and so would a GPU that it holds.
-    pool = _threads() > before
-    forks = threading.active_count() == 1 and not _has_gpu() and not (pool and setup["alone"])
+    pool, torch = _threads() > before, sys.modules.get("torch")
+    has_gpu = torch is not None and torch.cuda.is_initialized()
+    forks = threading.active_count() == 1 and not has_gpu and not (pool and setup["alone"])
     _send(asking, {"value": getattr(call, "description", None), "forks": forks})
     ended, child = os.pipe()
     os.set_blocking(child, False)
     signal.set_wakeup_fd(child)
-    signal.signal(signal.SIGCHLD, _woken)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # noqa: ARG005 (the wake-up pipe has it already)
     here = os.getpid()
     while True:
         ready = wait([asking, ended])
@@ -71,17 +72,11 @@ def main(pipe: int, parent: int) -> None:
                 if order["fork"]:
                     end_with_parent(here)
                     asking.close()
-                    if pool:
-                        _use_one_thread()
-                _reseed()
+                _settle(one_thread=order["fork"] and pool)
                 _limit(order["memory"])
                 serve(Connection(handle), call, _encode)
             os.close(handle)
             _send(asking, {"forked": number})
-
-
-def _woken(number: int, frame: object) -> None:
-    """The wake-up pipe has it already."""
 
 
 def _reap(asking: Connection) -> None:
@@ -111,11 +106,6 @@ def _load(file: str | Path, function: str) -> Any:
     return getattr(module, function)
 
 
-def _has_gpu() -> bool:
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
-
-
 def _threads() -> int:
     """Threads of this process, those of native libraries too; 0 where the system does not say."""
     with contextlib.suppress(OSError):
@@ -123,21 +113,19 @@ def _threads() -> int:
     return 0
 
 
-def _use_one_thread() -> None:
-    """A fork has none of PyTorch's OpenMP threads, and would wait for them forever."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)
+def _settle(*, one_thread: bool) -> None:
+    """Seed NumPy and PyTorch: Python reseeds only ``random`` in a fork, and workers would draw the same numbers.
 
-
-def _reseed() -> None:
-    """Python reseeds ``random`` in a fork, NumPy and PyTorch do not: workers would draw the same numbers."""
+    ``one_thread``: PyTorch's OpenMP threads are missing in a fork, which would wait for them forever.
+    """
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.seed()
+        if one_thread:
+            torch.set_num_threads(1)
 
 
 def _limit(memory: int) -> None:

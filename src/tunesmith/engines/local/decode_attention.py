@@ -72,18 +72,18 @@ def parts(ends: Sequence[int], worth: int) -> list[tuple[int, int, int]]:
         >>> parts([900, 20, 30], worth=1000), parts([900, 20, 30], worth=2000)
         ([(0, 1, 900), (1, 3, 30)], [(0, 3, 900)])
     """
-    found: list[tuple[int, int, int]] = []
+    stretches: list[tuple[int, int, int]] = []
     for _, run in groupby(range(len(ends)), key=lambda row: length_class(ends[row])):
         rows = list(run)
         start, stop, longest = rows[0], rows[-1] + 1, max(ends[row] for row in rows)
-        if found:
-            before = found[-1]
+        if stretches:
+            before = stretches[-1]
             together = max(longest, before[2])
             if (together - before[2]) * (before[1] - before[0]) + (together - longest) * len(rows) < worth:
-                found[-1] = before[0], stop, together
+                stretches[-1] = before[0], stop, together
                 continue
-        found.append((start, stop, longest))
-    return found
+        stretches.append((start, stop, longest))
+    return stretches
 
 
 @dataclass(slots=True)
@@ -122,12 +122,12 @@ class DecodeAttention:
         self._write(plane, key)
         self._write(plane + 1, value)
         own = (query.to(self._dtype) * scale).reshape(-1, share, dim)
-        to_prompt = torch.bmm(self._together(own, share, dim), self._prompt[plane])
-        to_prompt = self._apart(to_prompt, share, self._longest_prompt)
+        to_prompt = torch.bmm(self._by_prompt(own, share, dim), self._prompt[plane])
+        to_prompt = self._by_row(to_prompt, share, self._longest_prompt)
         seen = [self._weights(part, own, to_prompt, plane, window, softcap) for part in self._parts]
         from_prompt = seen[0][0] if len(seen) == 1 else torch.cat([weights for weights, _ in seen])
-        out = torch.bmm(self._together(from_prompt, share, self._longest_prompt), self._prompt[plane + 1])
-        out = self._apart(out, share, dim)
+        out = torch.bmm(self._by_prompt(from_prompt, share, self._longest_prompt), self._prompt[plane + 1])
+        out = self._by_row(out, share, dim)
         for part, (_, from_own) in zip(self._parts, seen, strict=True):
             out[part.rows].baddbmm_(from_own, part.own[plane + 1])
         return out.view(rows, heads, dim).to(query.dtype)
@@ -160,14 +160,14 @@ class DecodeAttention:
             0, index, new.reshape(-1, new.shape[-1]).to(self._dtype)
         )
 
-    def _together(self, rows: Tensor, share: int, width: int) -> Tensor:
+    def _by_prompt(self, rows: Tensor, share: int, width: int) -> Tensor:
         """``[B * K, G, width]`` to ``[A * K, M * G, width]``."""
         if self._grouping.gather is None:
             return rows
-        together = rows.reshape(-1, share * width).index_select(0, self._grouping.gather)
-        return together.view(self._grouping.prompts * self._heads, -1, width)
+        grouped = rows.reshape(-1, share * width).index_select(0, self._grouping.gather)
+        return grouped.view(self._grouping.prompts * self._heads, -1, width)
 
-    def _apart(self, groups: Tensor, share: int, width: int) -> Tensor:
+    def _by_row(self, groups: Tensor, share: int, width: int) -> Tensor:
         """The inverse."""
         if self._grouping.scatter is None:
             return groups

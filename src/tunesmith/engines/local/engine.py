@@ -1,7 +1,7 @@
 """The embedded rollout engine: continuous batching in process, on the trainer's own parameters.
 
-It has a thread of its own, on which it computes step after step; requests and new weights arrive between two steps.
-Unlike vLLM it shares whole prompts only, not parts of them, and keeps no second copy of the weights.
+It computes step after step on its ``StepThread``; requests and new weights arrive between two steps. Unlike vLLM it
+shares only whole prompts, and keeps no second copy of the weights.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tunesmith.data.tokens import decode
 from tunesmith.engines.base import check_sampling
-from tunesmith.engines.local.kv_pool import DensePool
+from tunesmith.engines.local.kv_pool import KVPool
 from tunesmith.engines.local.metering import Meter
 from tunesmith.engines.local.prefill_attention import Piece
 from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Uniforms
@@ -81,7 +84,7 @@ class LocalEngine:
         if speculation is not None:
             speculation.check(model)
             layouts += [probe(speculation.assistant)[0]] if speculation.assistant else []
-        self._pool = DensePool(layouts, kv_bytes, max_running=max_running, block_size=block_size)
+        self._pool = KVPool(layouts, kv_bytes, max_running=max_running, block_size=block_size)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
         self._runner = Runner(model, self._pool.memories[0], max_prefill_tokens)
         self._drafter: Drafter = NgramDrafter()
@@ -184,12 +187,13 @@ class LocalEngine:
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
             raise UserError(f"the prompt holds a token id outside the vocabulary of {self._vocab_size}")
+        tokenizer: Any = self._model.tokenizer
         request = LocalRequest(
             prompt_ids=prompt_ids,
             sampling=sampling,
             max_new_tokens=min(sampling.max_new_tokens, self._context - prompt),
             stop_token_ids=stop_token_ids(sampling, self._eos),
-            stop_strings=stop_strings(sampling, self._decode_text),
+            stop_strings=stop_strings(sampling, partial(decode, tokenizer)),
             id=next(self._ids),
             uniforms=Uniforms(sampling.seed),
         )
@@ -202,13 +206,6 @@ class LocalEngine:
                 f"the budget (system.kv_memory) or lower max_new_tokens"
             )
         return request
-
-    def _decode_text(self, token_ids: Sequence[int]) -> str:
-        text = self._model.tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
 
     def _step(self) -> bool:
         """Compute the prompts that can be admitted, else a token, or several, of every running request."""
@@ -312,9 +309,9 @@ def _fail(requests: Iterable[LocalRequest], cause: Exception) -> None:
 
 def end_of_sequence_ids(model: CausalLM) -> set[int]:
     """End-of-sequence ids of the generation config and of the tokenizer."""
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     generation = getattr(model.module, "generation_config", None)
     for ids in (getattr(generation, "eos_token_id", None), getattr(model.tokenizer, "eos_token_id", None)):
         if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
-    return found
+            eos_ids.update([ids] if isinstance(ids, int) else ids)
+    return eos_ids

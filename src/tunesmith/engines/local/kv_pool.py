@@ -1,15 +1,15 @@
 """Memory for keys and values, within a hard budget.
 
-The scheduler decides who runs and speaks to a ``KVPool``; where tokens stand is known to the pool and to the attention
-that reads it. ``DensePool`` has two rectangular banks: a row per prompt, and a row per running request for what it has
-written. Rectangles let attention on a CPU read strided views without a gather; what they waste counts against the
-budget. Rows in use are kept together at the front of their bank, so that a step reads one view of each.
+The scheduler decides which requests run; only the pool and the attention that reads it know where tokens are. The pool
+has two rectangular banks: a row per prompt, and a row per running request for what it has written. Rectangles let
+attention on a CPU read strided views without a gather; the slots they waste count against the budget. Rows in use are
+kept together at the front of their bank, so that a step reads one view of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from tunesmith.engines.local.kv_memory import KVLayout, KVMemory, Shape
 from tunesmith.engines.local.requests import CachedPrompt, LocalRequest
@@ -21,54 +21,8 @@ HEADROOM = 64
 _Item = TypeVar("_Item")
 
 
-class KVPool(Protocol):
-    """What the scheduler asks of the memory."""
-
-    @property
-    def running(self) -> Sequence[LocalRequest]:
-        """The requests that have room, in the order in which a step computes them."""
-        ...
-
-    def prompt(self, token_ids: tuple[int, ...], rotary_length: int) -> CachedPrompt | None:
-        """The prompt, if it is in the pool and computed with the current weights."""
-        ...
-
-    def can_admit(self, requests: Sequence[LocalRequest]) -> bool:
-        """Whether these, with the prompts they refer to, fit beside those that run."""
-        ...
-
-    def admit(self, requests: Sequence[LocalRequest], waiting: Sequence[LocalRequest]) -> list[CachedPrompt]:
-        """Give each request a row, forgetting unused prompts where their room is needed.
-
-        Args:
-            waiting: those that come next; their prompts are kept longest.
-
-        Returns:
-            The prompts that are new here and have to be computed.
-        """
-        ...
-
-    def grow(self, waiting: Sequence[LocalRequest]) -> bool:
-        """Make room for the next token of every running request; False if there is too little memory for all."""
-        ...
-
-    def release(self, requests: Sequence[LocalRequest]) -> None:
-        """Take back the rows of running requests. Their prompts stay until their room is needed."""
-        ...
-
-    def expire_prompts(self) -> None:
-        """The weights are new: prompts are of no use beyond the requests that use them now."""
-        ...
-
-    def clear(self) -> None:
-        """Forget everything and free the memory, which ``allocate`` takes back."""
-        ...
-
-    def allocate(self) -> None: ...
-
-
-class DensePool:
-    """A ``KVPool`` of two banks, the same for each of its models (``memories``).
+class KVPool:
+    """Two banks, the same for each of its models (``memories``).
 
     Raises:
         UserError: ``kv_bytes`` hold less than two blocks.
@@ -87,14 +41,10 @@ class DensePool:
                 f"{2 * block_size * slot_bytes} bytes, two blocks of {block_size} tokens (system.kv_memory)"
             )
         self.memories = [KVMemory(layout, self.total) for layout in layouts]
-        self._running: list[LocalRequest] = []
+        self.running: list[LocalRequest] = []
+        """The requests that have a row, in the order in which a step computes them."""
         self.prompts: list[CachedPrompt] = []
         self._clock = 0
-
-    @property
-    def running(self) -> list[LocalRequest]:
-        """See ``KVPool``."""
-        return self._running
 
     @property
     def used(self) -> int:
@@ -111,16 +61,23 @@ class DensePool:
         return self._padded(prompt) + self._padded(written)
 
     def prompt(self, token_ids: tuple[int, ...], rotary_length: int) -> CachedPrompt | None:
-        """See ``KVPool``."""
+        """The prompt, if it is in the pool and computed with the current weights."""
         key = token_ids, rotary_length
         return next((p for p in self.prompts if not p.stale and (p.token_ids, p.rotary_length) == key), None)
 
     def can_admit(self, requests: Sequence[LocalRequest]) -> bool:
-        """See ``KVPool``."""
+        """Whether these, with the prompts they refer to, fit in addition to those that run."""
         return self._fits(self._in_use(requests), len(self.running) + len(requests), self._length(requests, HEADROOM))
 
     def admit(self, requests: Sequence[LocalRequest], waiting: Sequence[LocalRequest]) -> list[CachedPrompt]:
-        """See ``KVPool``."""
+        """Give each request a row, forgetting unused prompts where their room is needed.
+
+        Args:
+            waiting: those that come next; their prompts are kept longest.
+
+        Returns:
+            The prompts that are new here and have to be computed.
+        """
         self._clock += 1
         used = self._in_use(requests)
         fresh = [prompt for prompt in used if prompt.row < 0]
@@ -136,7 +93,7 @@ class DensePool:
         return fresh
 
     def grow(self, waiting: Sequence[LocalRequest]) -> bool:
-        """See ``KVPool``."""
+        """Make room for the next token of every running request; False if there is too little memory for all."""
         length = self._length()
         if length <= self.capacity:
             return True
@@ -147,7 +104,7 @@ class DensePool:
         return True
 
     def release(self, requests: Sequence[LocalRequest]) -> None:
-        """See ``KVPool``."""
+        """Take back the rows of running requests. Their prompts stay until their room is needed."""
         for request in requests:
             assert request.prompt is not None
             request.prompt.running -= 1
@@ -158,19 +115,18 @@ class DensePool:
             self._close_gaps()
 
     def expire_prompts(self) -> None:
-        """See ``KVPool``."""
+        """The weights are new: keep prompts only for the requests that use them now."""
         for prompt in self.prompts:
             prompt.stale = True
         self._close_gaps()
 
     def clear(self) -> None:
-        """See ``KVPool``."""
-        self._running, self.prompts = [], []
+        """Forget everything and free the memory, which ``allocate`` takes back."""
+        self.running, self.prompts = [], []
         for memory in self.memories:
             memory.free()
 
     def allocate(self) -> None:
-        """See ``KVPool``."""
         for memory in self.memories:
             memory.allocate()
 
@@ -263,7 +219,7 @@ class DensePool:
         longest = max((self.running[i].cached for i in moving), default=0)
         for memory in self.memories:
             memory.arrange_completions(order, longest, shape)
-        self._running = [self.running[i] for i in order]
+        self.running = [self.running[i] for i in order]
         for row, request in enumerate(self.running):
             request.row = row
 

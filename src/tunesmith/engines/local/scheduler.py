@@ -34,7 +34,9 @@ class Scheduler:
 
     def admit(self) -> tuple[list[CachedPrompt], list[LocalRequest]]:
         """Start waiting requests, oldest first; the prompts to compute for them, and the requests."""
-        self._requeue_outgrown()
+        if self._lengths is not None:  # some keys may be rotated for shorter sequences than theirs are now
+            running = self.pool.running
+            self._requeue([r for r in running if r.prompt and r.prompt.rotary_length != self._rotary_length(r)])
         admitted = self._choose()
         if not admitted:
             return [], []
@@ -83,12 +85,6 @@ class Scheduler:
             tokens += cost
             admitted.append(self.waiting.popleft())
         return admitted
-
-    def _requeue_outgrown(self) -> None:
-        """Have requests computed anew whose keys are rotated for shorter sequences than theirs are now."""
-        if self._lengths is not None:
-            outgrown = [r for r in self.pool.running if r.prompt and r.prompt.rotary_length != self._rotary_length(r)]
-            self._requeue(outgrown)
 
     def _requeue(self, requests: Sequence[LocalRequest]) -> None:
         self.pool.release(requests)

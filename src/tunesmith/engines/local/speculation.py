@@ -79,15 +79,13 @@ def look_up(tokens: Sequence[int], count: int) -> list[int]:
         >>> look_up([1, 2, 3, 1, 2], 3)
         [3, 1, 2]
     """
-    text, found = list(tokens), list[int]()
-    while len(found) < count:
+    text, end = list(tokens), len(tokens) + count
+    while len(text) < end:
         after = next(filter(None, (_newest(text, n) for n in NGRAMS)), None)
         if after is None:
             break
-        more = text[after : after + count - len(found)]
-        found += more
-        text += more
-    return found
+        text += text[after : after + end - len(text)]
+    return text[len(tokens) :]
 
 
 def _newest(text: list[int], n: int) -> int | None:

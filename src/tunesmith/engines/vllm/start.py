@@ -1,4 +1,4 @@
-"""Starting vLLM: what it is given, and what can be said before it loads any weights."""
+"""Starting vLLM: its arguments, and the checks that come before it loads weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class VllmSettings:
     """Longest prompt and completion together; None: the model's context, or what the KV memory holds."""
     kv_bytes: int | None = None
     memory_share: float | None = None
-    """Share of a GPU's memory for weights and KV memory, in the place of ``kv_bytes``."""
+    """Share of a GPU's memory for weights and KV memory, instead of ``kv_bytes``."""
     max_running: int = 256
     max_batched_tokens: int | None = None
     chunked_prefill: bool | None = None
@@ -53,7 +53,7 @@ class VllmSettings:
     draft_model: str | None = None
     trust_remote_code: bool = False
     sleeps: bool = False
-    """Whether its memory can be given away between rollouts, which needs a GPU."""
+    """Whether it can give its memory away between rollouts, which needs a GPU."""
 
     @property
     def ranks(self) -> int:
@@ -83,25 +83,27 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
             # One comparison in the sampler would be compiled all the same: seconds at the start, and a C++ compiler.
             current_platform.simple_compile_backend = "eager"
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
-        from vllm.version import __version__ as found  # pyright: ignore[reportMissingImports]
-    if problem := version_problem(found):
+        from vllm.version import __version__ as version  # pyright: ignore[reportMissingImports]
+    if problem := version_problem(version):
         raise UserError(problem)
     names = [field.name for field in fields(EngineArgs)]
-    if problem := extra_problem(settings.extra or {}, names, found):
+    if problem := extra_problem(settings.extra or {}, names, version):
         raise UserError(problem)
-    named = f"vLLM {found} refuses system.vllm.extra"
-    with boundary(UserError, named, (TypeError, ValueError)) if settings.extra else nullcontext():
+    refused = f"vLLM {version} refuses system.vllm.extra"
+    with boundary(UserError, refused, (TypeError, ValueError)) if settings.extra else nullcontext():
         arguments = EngineArgs(**engine_arguments(settings, on_cpu=current_platform.is_cpu()))
     with _random_states():
-        # Whether vLLM knows the architecture is found out here, before any weights are loaded.
+        # vLLM refuses an unknown architecture here, before it loads any weights.
         try:
             config = arguments.create_engine_config()
         except ValueError as error:
-            said = _said(error).rstrip(".")
-            if settings.extra and any(name in said for name in settings.extra):
-                raise UserError(f"{named}: {said}") from error
+            details = error.errors() if isinstance(error, ValidationError) else []
+            text: str = details[0]["msg"] if details else str(error)
+            reason = text.removeprefix("Value error, ").partition(" Supported architectures")[0].rstrip(".")
+            if settings.extra and any(name in reason for name in settings.extra):
+                raise UserError(f"{refused}: {reason}") from error
             raise ModelError(
-                f'vLLM {found} cannot serve {settings.model}: {said}; say system.engine = "local"'
+                f'vLLM {version} cannot serve {settings.model}: {reason}; set system.engine = "local"'
             ) from error
         context: int = config.model_config.max_model_len  # before it is shortened to what the KV memory holds
         _check_rope(config.model_config.hf_text_config, context)
@@ -113,10 +115,9 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
 
 
 def _check_rope(config: Any, context: int) -> None:
-    """Refuse ``longrope`` where vLLM takes the frequencies of long sequences for all: the trainer goes by each length.
+    """Refuse (UserError) ``longrope`` if vLLM would give all sequences the frequencies of long ones.
 
-    Raises:
-        UserError: it is so.
+    The trainer chooses them by each sequence's length.
     """
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
@@ -124,27 +125,20 @@ def _check_rope(config: Any, context: int) -> None:
     if switches and context > min(switches):
         raise UserError(
             f"system.vllm.max_model_len: with {context} tokens vLLM would give all sequences the rotary frequencies of "
-            f'those of more than {min(switches)} (longrope); say at most {min(switches)}, or system.engine = "local"'
+            f'those of more than {min(switches)} (longrope); set at most {min(switches)}, or system.engine = "local"'
         )
 
 
 def _run_once(worker: Any) -> None:
-    """A stage's room for what the stage before sends is made in a first run, which the CPU build leaves out."""
+    """Allocate the buffers between pipeline stages, which a first run does; the CPU build leaves that run out."""
     worker.model_runner._dummy_run(1)
 
 
-def _said(error: ValueError) -> str:
-    """vLLM's own words, without pydantic's around them and the list of all the models it knows."""
-    details = error.errors() if isinstance(error, ValidationError) else []
-    text = details[0]["msg"] if details else str(error)
-    return text.removeprefix("Value error, ").partition(" Supported architectures")[0]
-
-
 def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping[str, Any]:
-    """vLLM's own, by its names."""
+    """The arguments of vLLM's ``EngineArgs``."""
     optional = {
         "kv_cache_memory_bytes": settings.kv_bytes,
-        # With its KV memory given, all that vLLM makes of the share is to ask that so much be free: the trainer has it.
+        # With kv_cache_memory_bytes vLLM only checks that this share is free; the trainer may hold the rest.
         "gpu_memory_utilization": settings.memory_share or (_LEAST_SHARE if settings.kv_bytes else None),
         "enable_chunked_prefill": settings.chunked_prefill,
         "max_num_batched_tokens": settings.max_batched_tokens,
@@ -152,7 +146,7 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
         "speculative_config": _speculation(settings),
         "cudagraph_capture_sizes": settings.cuda_graph_sizes and list(settings.cuda_graph_sizes),
         "block_size": _CPU_BLOCK if on_cpu else None,
-        # In a Ray actor vLLM would ask Ray for places of their own for its ranks.
+        # In a Ray actor vLLM would ask Ray for further actors for its ranks.
         "distributed_executor_backend": "mp" if settings.ranks > 1 else None,
     }
     return {
@@ -203,7 +197,7 @@ def _random_states() -> Generator[None]:
 
 
 def kv_bytes(engine: Any) -> int:
-    """KV memory of each rank; groups of layers, where there are several, share it."""
-    found = engine.engine_core.engine_core.scheduler.kv_cache_config
-    pages = (len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in found.kv_cache_groups)
-    return found.num_blocks * max(pages)
+    """KV memory of each rank. If there are several groups of layers, they share it."""
+    config = engine.engine_core.engine_core.scheduler.kv_cache_config
+    pages = (len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups)
+    return config.num_blocks * max(pages)
