@@ -72,7 +72,9 @@ def rl(
     """
     from tunesmith.assembly import run_rl
 
-    given = {"reward": _rewards(reward), "environment": _environments(environment)}
+    if environment is not None and not isinstance(environment, Mapping):
+        environment = {"path": environment}
+    given = {"reward": _rewards(reward), "environment": environment}
     given |= {"environment.tools": list(tools) or None, "run_dir": run_dir, "checkpoint.resume": resume or None}
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
     return Program("rl", model, train, eval, given, settings).run(run_rl, callbacks)
@@ -166,7 +168,3 @@ def _rewards(reward: Any) -> Any:
     if reward is None or isinstance(reward, Mapping):
         return reward
     return {"functions": list(reward) if isinstance(reward, list | tuple) else [reward]}
-
-
-def _environments(environment: Any) -> Any:
-    return environment if environment is None or isinstance(environment, Mapping) else {"path": environment}

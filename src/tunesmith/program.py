@@ -1,4 +1,4 @@
-"""What a Python program says as the settings of a run: objects become references, rows a file of the run directory."""
+"""A call of the Python API as settings of a run: objects become references, rows a file in the run directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from inspect import isclass, isfunction
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from tunesmith.assembly.opening import Caller
@@ -50,7 +49,7 @@ class Program:
             if data is not None:
                 self._settings[f"data.{key}"] = self._source(key, data)
         for section, keys in _CODE.items():
-            self._refer(section, [key for key in keys if key in self._settings])
+            self._refer_to_code(section, keys)
 
     def run(self, start: Callable[..., R], callbacks: Callbacks) -> R:
         """Start a run with these settings, in its directory."""
@@ -59,7 +58,7 @@ class Program:
             return start(None, overrides, caller=Caller(self._reasons, callbacks))
 
     def _source(self, key: str, data: Any) -> Any:
-        """Data as a setting; rows are kept until the run's directory is there."""
+        """Data as a setting; rows are written later, into the run's directory."""
         if isinstance(data, str | Path) or _is_source(data):
             return data
         if isinstance(data, dict):
@@ -83,13 +82,13 @@ class Program:
         if not self._rows:
             yield
             return
-        said = self._settings.get("run_dir")
-        if said is None:
+        run_dir = self._settings.get("run_dir")
+        if run_dir is None:
             directory, new = numbered_directory(Path("runs").absolute(), self._command), True
             point(directory.parent / LATEST, directory)
             self._settings["run_dir"] = directory
         else:
-            directory = Path(said).expanduser().absolute()
+            directory = Path(run_dir).expanduser().absolute()
             new = not directory.exists()
             resume = self._settings.get("checkpoint.resume", False)
             check_run_dir(directory, resume if resume in (True, False, "auto") else Path(resume))
@@ -108,17 +107,12 @@ class Program:
                 shutil.rmtree(directory, ignore_errors=True)
             raise
 
-    def _refer(self, section: str, keys: Sequence[str]) -> None:
-        """Put references in the place of a section's functions and classes."""
+    def _refer_to_code(self, section: str, keys: Sequence[str]) -> None:
+        """Replace the functions and classes of a section by references."""
         before = len(self._objects)
         for key in keys:
-            value = self._settings[key]
-            items = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else None
-            if items is None:
-                self._settings[key] = self._reference(key, value)
-            else:
-                made = {name: self._reference(key, item) for name, item in cast("Iterable[Any]", items)}
-                self._settings[key] = made if isinstance(value, Mapping) else list(made.values())
+            if key in self._settings:
+                self._settings[key] = self._reference(key, self._settings[key])
         if len(self._objects) == before:
             return
         isolation = f"{section}.isolation"
@@ -132,26 +126,27 @@ class Program:
             self._settings[isolation] = "thread"
             self._reasons[isolation] = "its functions are objects of this program"
 
-    def _reference(self, key: str, value: Any) -> str:
+    def _reference(self, key: str, value: Any) -> Any:
+        """A reference to a function or class, which may be in a list or mapping."""
         if isinstance(value, str):
             return value
+        if isinstance(value, Mapping):
+            return {name: self._reference(key, item) for name, item in cast("Mapping[str, Any]", value).items()}
+        if isinstance(value, list | tuple):
+            return [self._reference(key, item) for item in cast("Sequence[Any]", value)]
         if not callable(value):
             raise ConfigError(f"{key}: {value!r} is not a function; give one, 'file.py:function' or a built-in name")
         name = getattr(value, "__name__", type(value).__name__)
         module = sys.modules.get(getattr(value, "__module__", None) or "")
-        if (isfunction(value) or isclass(value)) and module and _importable(module, name, value):
-            return f"{module.__name__}:{name}" if module.__package__ else f"{module.__file__}:{name}"
+        # Another process can import it from its module, unless that is the program's script, which would run again.
+        file = getattr(module, "__file__", None) if module and module.__name__ != "__main__" else None
+        if module and file and (isfunction(value) or isclass(value)) and getattr(module, name, None) is value:
+            return f"{module.__name__}:{name}" if module.__package__ else f"{file}:{name}"
         name = re.sub(r"\W", "", name) or "function"
         names = [f"{PROGRAM}:{name}{f'_{number}' if number > 1 else ''}" for number in range(1, len(self._objects) + 2)]
         reference = next(one for one in names if self._objects.get(one, value) is value)
         self._objects[reference] = value
         return reference
-
-
-def _importable(module: ModuleType, name: str, value: Any) -> bool:
-    """Whether another process finds the object under its name; a script would run again there."""
-    known = module.__name__ != "__main__" and getattr(module, "__file__", None)
-    return bool(known) and getattr(module, name, None) is value
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,10 +170,6 @@ def _is_source(value: Any) -> bool:
     return type(value) is dict and "path" in value and value.keys() <= Source.model_fields.keys()
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
 def _checked(key: str, rows: Rows) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(cast("Iterable[Any]", rows), 1):
         if not isinstance(row, Mapping):
@@ -194,7 +185,7 @@ def _toml(key: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """With paths as text and tuples, mappings and NumPy's numbers as the plain types."""
+    """The value with paths as strings, and tuples, mappings and NumPy numbers as plain types."""
     match value:
         case Path():
             return str(value)

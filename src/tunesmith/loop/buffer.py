@@ -1,4 +1,4 @@
-"""The groups of a run that plays ahead, between their start and their step: bookkeeping without tasks or clocks.
+"""Bookkeeping of groups that are played ahead, from their start to their step; without tasks or clocks.
 
 ::
 
@@ -6,7 +6,7 @@
     start ──► playing ──┬──► waiting ─────────────► batch of a step
                         └──► rejected: nothing can be learned from it
 
-``room`` limits how many are on their way; ``take`` gives a batch as soon as it is complete, the oldest groups first.
+``room`` limits how many groups start; ``take`` returns a batch as soon as it is complete, the oldest groups first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tunesmith.types import RolloutGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Started:
-    """A group that is being played, or waits to be trained on."""
+    """A group that plays, or waits to be trained on."""
 
     number: int
     version: int
@@ -32,8 +32,8 @@ class Buffer:
 
     A version is a step: training on batch ``b`` turns version ``b`` into version ``b + 1``. Two rules keep the bound
     without dropping a group (admission: AReaL, arXiv:2505.24298, eq. 3): only as many groups start as fit into the
-    batches up to ``version + max_staleness``, and of the groups on their way at most ``batch_size`` for each later
-    batch may be as old as that batch allows.
+    batches up to ``version + max_staleness``; and for each later batch, at most ``batch_size`` of the groups that play
+    or wait are as old as that batch allows.
     """
 
     batch_size: int
@@ -42,7 +42,7 @@ class Buffer:
     max_waiting: int
     """No group starts while this many wait."""
     enough: int
-    """Finished groups after which a batch may stay short, because the others were rejected."""
+    """Number of finished groups after which a batch may stay short, because the others were rejected."""
     batches: int = 0
     """Batches taken so far."""
     finished: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
@@ -76,7 +76,7 @@ class Buffer:
         return started
 
     def put(self, started: Started, group: RolloutGroup, *, keep: bool) -> None:
-        """A group has been played.
+        """Record that a group was played.
 
         Args:
             keep: whether something can be learned from it.
@@ -107,13 +107,13 @@ class Buffer:
         return len(self.finished) >= self.enough
 
     def _next(self, version: int) -> Started | None:
-        """The oldest finished group that this batch may have; None where an older one must be waited for."""
+        """The oldest finished group that this batch may have; None if it must wait for an older one."""
         newest = self._newest_start(version, [*self._playing, *self._waiting], self.batch_size - len(self._batch))
         fitting = [started for started in self._waiting if started.version <= newest]
         return min(fitting, key=lambda started: started.version, default=None)
 
     def _newest_start(self, version: int, groups: Sequence[Started], slots: int) -> int:
-        """The newest starting version that the next group of this batch may have, where ``slots`` are left in it."""
+        """The newest starting version that the next group of this batch may have, if it has ``slots`` left."""
         for later in range(self.max_staleness):
             limit = version - self.max_staleness + later
             due = sum(group.version <= limit for group in groups) - self.batch_size * later
@@ -122,7 +122,7 @@ class Buffer:
         return version
 
     def _exhausted(self, version: int) -> bool:
-        """Whether enough were tried, none waits, and later batches have room for those that still play."""
+        """Whether enough groups were tried, none waits, and later batches have room for those that still play."""
         later_have_room = self.playing <= self.batch_size * self.max_staleness
         none_due = self._newest_start(version, list(self._playing), 1) == version
         return self._tried_enough and not self._waiting and later_have_room and none_due

@@ -1,4 +1,4 @@
-"""Which task comes next: the loader's order, without tasks that taught nothing last time."""
+"""Chooses the next tasks: the loader's order, without tasks that taught nothing last time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tunesmith.types import RolloutGroup, Task
 
 @dataclass(slots=True)
 class Curriculum:
-    """Tasks whose group had no contrast rest for ``rest_epochs`` and are then played again.
+    """Tasks whose group had no contrast rest for ``rest_epochs``, and are then played again.
 
-    By then the policy has changed: a task that it never solved it may now solve sometimes.
+    By then the policy has changed, and may solve a task sometimes that it never solved before.
     """
 
     loader: Loader[Task]
     rest_epochs: int = 0
     _rest_until: dict[str, int] = field(default_factory=dict[str, int], init=False)
-    """By task: the epoch in which it may be drawn again."""
+    """By task, the epoch in which it may be drawn again."""
     _unsettled: list[Task] = field(default_factory=list[Task], init=False)
-    """Drawn, but neither trained on nor rejected yet: after a resumption they come first."""
+    """Drawn, and neither trained on nor rejected yet. A resumed run draws them first."""
     _again: list[Task] = field(default_factory=list[Task], init=False)
 
     def __len__(self) -> int:

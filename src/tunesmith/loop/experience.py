@@ -32,8 +32,8 @@ def make_experience(
 ) -> Batch:
     """The batch of a step's rollouts, one sample per record, with every column its loss reads.
 
-    A rollout that failed is not in it. One that is masked for hitting the length limit still counts in its
-    group's baseline, and is left out after that.
+    Failed rollouts are left out. Rollouts that are masked for hitting the length limit count in their group's
+    baseline, and are left out after that.
     """
     played = [(r, number) for number, group in enumerate(groups) for r in group.usable if r.num_sampled]
     rollouts = [rollout for rollout, _ in played]
@@ -84,7 +84,7 @@ def make_experience(
 def rollout_batch(played: Sequence[tuple[Rollout, int]]) -> Batch:
     """Rollouts, each with the number of its group, as a batch with one sample per record.
 
-    Nothing is tokenized again: tokens, who wrote them, and the sampler's log-probabilities are the records' own. Those
+    Nothing is tokenized again: the records have the tokens, who wrote them, and the sampler's log-probabilities, which
     are in the columns ``old_logprobs`` and ``behaviour_logprobs``.
     """
     records = [(r, group, i) for i, (rollout, group) in enumerate(played) for r in rollout.records if r.num_sampled]
@@ -115,7 +115,7 @@ def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) 
 def _valued(
     batch: Batch, outcomes: Sequence[Outcome], rollouts: Sequence[Rollout], critic: Critic, bootstrap: bool
 ) -> list[Outcome]:
-    """With the critic's values; with ``bootstrap`` also of the state that a limit left a rollout in."""
+    """Add the critic's values; with ``bootstrap`` also that of the state in which a limit ended a rollout."""
     values, ends = critic.values(batch, ends=bootstrap)
     batch.add("old_values", values)
     last = np.cumsum(np.bincount(batch.rollout)) - 1  # the sample that each rollout ends with

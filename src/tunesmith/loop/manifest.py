@@ -1,6 +1,7 @@
-"""Checksums of a checkpoint's files, which show damage and name the file.
+"""Checksums of a checkpoint's files, which show which of them are damaged.
 
-``manifest.json`` holds ``{"files": {name: {"bytes": ..., "crc32": ...}}, "crc32": ...}``; the last one is the table's.
+``manifest.json`` holds ``{"files": {name: {"bytes": ..., "crc32": ...}}, "crc32": ...}``; the last one is that of the
+table.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def write_manifest(checkpoint: Path) -> None:
 
 
 def damages(checkpoint: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint, one line each; empty where it is whole.
+    """The problems of a checkpoint's files, one line each; empty if it is whole.
 
     Raises:
         StorageError: it cannot be read.
@@ -42,14 +43,14 @@ def damages(checkpoint: Path) -> list[str]:
         table = _read(checkpoint)
         if isinstance(table, str):
             return [f"{MANIFEST_FILE} {table}"]
-        there = set(_files(checkpoint))
-        found = [f"{name} is missing" for name in sorted(table.keys() - there)]
-        unknown = sorted(there - table.keys())
-        found += [f"{name} was not written with the others" for name in unknown if name.endswith(_ALWAYS_READ)]
+        files = set(_files(checkpoint))
+        problems = [f"{name} is missing" for name in sorted(table.keys() - files)]
+        added = sorted(files - table.keys())
+        problems += [f"{name} was not written with the others" for name in added if name.endswith(_ALWAYS_READ)]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            names = sorted(table.keys() & there)
-            found += filter(None, threads.map(partial(_damage, checkpoint), names, [table[name] for name in names]))
-    return found
+            names = sorted(table.keys() & files)
+            problems += filter(None, threads.map(partial(_damage, checkpoint), names, [table[name] for name in names]))
+    return problems
 
 
 def has_manifest(checkpoint: Path) -> bool:
@@ -65,19 +66,19 @@ def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
     Raises:
         CheckpointError: naming each damaged file.
     """
-    if not (has_manifest(checkpoint) and (found := damages(checkpoint))):
+    if not (has_manifest(checkpoint) and (problems := damages(checkpoint))):
         return
     whole = next((c for c in others if c != checkpoint and has_manifest(c) and not damages(c)), None)
     offered = f"The newest whole one is {whole}: checkpoint.resume={whole}" if whole else "The run has no whole one."
-    raise CheckpointError("\n  ".join([f"{checkpoint} is damaged:", *found]) + f"\n{offered}")
+    raise CheckpointError("\n  ".join([f"{checkpoint} is damaged:", *problems]) + f"\n{offered}")
 
 
 def _read(checkpoint: Path) -> dict[str, dict[str, Any]] | str:
     """The table, or what is wrong with it."""
     try:
-        found = json.loads((checkpoint / MANIFEST_FILE).read_bytes())
-        table: dict[str, dict[str, Any]] = found["files"]
-        return table if found["crc32"] == _table_crc32(table) else "is not what was written"
+        manifest = json.loads((checkpoint / MANIFEST_FILE).read_bytes())
+        table: dict[str, dict[str, Any]] = manifest["files"]
+        return table if manifest["crc32"] == _table_crc32(table) else "is not what was written"
     except FileNotFoundError:
         return "is missing: there are no checksums to compare with"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -99,11 +100,11 @@ def _files(checkpoint: Path) -> list[str]:
 
 
 def _crc32(file: Path) -> str:
-    found = 0
+    checksum = 0
     with file.open("rb", buffering=0) as opened:
         while chunk := opened.read(CHUNK):
-            found = zlib.crc32(chunk, found)
-    return f"{found:08x}"
+            checksum = zlib.crc32(chunk, checksum)
+    return f"{checksum:08x}"
 
 
 def _table_crc32(table: dict[str, dict[str, Any]]) -> str:

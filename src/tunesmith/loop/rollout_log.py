@@ -1,22 +1,22 @@
-"""``rollouts.jsonl``: whole groups of rollouts in readable form, one rollout per line."""
+"""``rollouts.jsonl``: whole groups of rollouts as text, one rollout per line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import compress, groupby
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import StorageError, boundary, shortened
 from tunesmith.monitor.metrics import JsonLines, drop_after, read_metrics
 from tunesmith.monitor.text import Example, last_message, shown_path
-from tunesmith.types import Record, Rollout, RolloutGroup, Task
+from tunesmith.types import Record, Rollout, RolloutGroup
 
 Decode = Callable[[Sequence[int]], str]
 Json = dict[str, Any]
 
 EVALUATED = 4
-"""Prompts of an evaluation that are logged, for each group that is logged of a step."""
+"""Prompts logged per evaluation, for each group logged per step."""
 LONGEST_COLUMN = 2000
 """Characters of a data column that are logged."""
 SUMMARY = ("kind", "group", "task", "prompt", "columns", "completion", "reward", "advantage", "status", "error")
@@ -26,7 +26,7 @@ OPTIONAL = ("rendered", "messages", "parts", "metrics", "notes")
 
 
 class RolloutLog:
-    """Two files of together at most ``most`` bytes: when the newer one has half of them, it replaces the older one.
+    """Two files of at most ``most`` bytes together: when the newer one has half of them, it replaces the older one.
 
     Args:
         path: the newer file; the name of the older one ends in ``-older``.
@@ -60,31 +60,33 @@ class RolloutLog:
         for line in lines:
             self._lines.write(line)
         if self._path.stat().st_size > self._most / 2:
-            self._rotate()
+            self._lines.close()
+            with boundary(StorageError, f"cannot replace {self._path}", OSError):
+                self._path.replace(files(self._path)[0])
+            self._lines = JsonLines(self._path, private=True)
         return lines
 
     def close(self) -> None:
         self._lines.close()
 
-    def _rotate(self) -> None:
-        self._lines.close()
-        with boundary(StorageError, f"cannot replace {self._path}", OSError):
-            self._path.replace(files(self._path)[0])
-        self._lines = JsonLines(self._path, private=True)
-
     def _line(self, rollout: Rollout, kind: str) -> Json:
         task = rollout.task
+        file, colon, number = task.id.rpartition(":")
         rendered = self._render(task.prompt_ids)
+        versions = [v for r in rollout.records for v in compress(r.versions, r.sampled)]
         parts = [
-            {"record": number, **part}
-            for number, record in enumerate(rollout.records)
+            {"record": index, **part}
+            for index, record in enumerate(rollout.records)
             for part in self._parts(record, kind == "train" and rollout.advantage is not None)
         ]
         line = {
-            "task": _place(task),
+            "task": f"{shown_path(file)}:{number}" if colon and file.startswith("/") else task.id,
             "prompt": task.prompt,
             "rendered": rendered if rendered != task.prompt else None,
-            "columns": {name: _short(value) for name, value in task.columns.items()},
+            "columns": {
+                name: shortened(value, LONGEST_COLUMN) if isinstance(value, str) else value
+                for name, value in task.columns.items()
+            },
             "completion": self._decode(rollout.completion_ids),
             "messages": rollout.messages,
             "parts": parts if len(parts) > 1 else None,
@@ -95,14 +97,14 @@ class RolloutLog:
             "error": rollout.error,
             "tokens": rollout.num_sampled,
             "finish_reason": rollout.finish_reason,
-            "versions": _versions(rollout),
+            "versions": [min(versions), max(versions)] if versions else [],
             "metrics": rollout.metrics,
             "notes": rollout.notes,
         }
         return {name: value for name, value in line.items() if value or name not in OPTIONAL}
 
     def _parts(self, record: Record, learned: bool) -> Iterator[Json]:
-        """Who wrote what after the prompt. In a fork's record, repeated text does not count as the policy's."""
+        """Who wrote what after the prompt. Text that a fork repeats does not count as the policy's."""
         at = record.turns[0].start if record.turns else len(record.token_ids)
         paid = {turn.stop: turn.reward for turn in record.turns if turn.reward}
         for ours, run in groupby(record.sampled[at:]):
@@ -138,7 +140,7 @@ def contrast(lines: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Map
 
 
 def examples(lines: Sequence[Mapping[str, Any]], count: int) -> list[Example]:
-    """The first prompts of the evaluations, with their answers in the first and in the last one."""
+    """The first prompts of the evaluations, with their answers in the first and in the last evaluation."""
     by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
     for line in lines:
         if line["kind"] == "eval":
@@ -146,24 +148,8 @@ def examples(lines: Sequence[Mapping[str, Any]], count: int) -> list[Example]:
     if len(by_step) < 2:
         return []
     first, last = by_step[min(by_step)], by_step[max(by_step)]
-    both = [(first[task], last[task]) for task in first if task in last][:count]
+    pairs = [(first[task], last[task]) for task in first if task in last][:count]
     return [
         Example(last_message(a["prompt"]), (a["completion"], a["reward"]), (b["completion"], b["reward"]))
-        for a, b in both
+        for a, b in pairs
     ]
-
-
-def _place(task: Task) -> str:
-    """File and line of a task; the file relative to the working directory, where it lies below it."""
-    file, mark, line = task.id.rpartition(":")
-    return f"{shown_path(file)}:{line}" if mark and file.startswith("/") else task.id
-
-
-def _short(value: Any) -> Any:
-    return shortened(value, LONGEST_COLUMN) if isinstance(value, str) else value
-
-
-def _versions(rollout: Rollout) -> list[int]:
-    """The oldest and the newest policy version that sampled in it."""
-    versions = [v for r in rollout.records for v, ours in zip(r.versions, r.sampled, strict=True) if ours]
-    return [min(versions), max(versions)] if versions else []

@@ -1,4 +1,4 @@
-"""Where a step's groups come from: played on demand, or ahead of time while the policy trains."""
+"""The source of a step's groups: played on demand, or ahead of time while the policy trains."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RolloutSource(Protocol):
         ...
 
     async def run_training(self, work: Callable[[], Metrics]) -> Metrics:
-        """Run the trainer's work while the engine is idle, or while it samples on where it has its own weights."""
+        """Run the trainer's work; meanwhile the engine is idle, or samples on if it has its own weights."""
         ...
 
     def evaluating(self) -> AbstractAsyncContextManager[Collector]:
@@ -94,8 +94,8 @@ class SyncRollouts:
 
 @dataclass(slots=True)
 class AsyncRollouts:
-    """Plays ahead of the steps, within ``rollout.max_staleness``: starts groups while the buffer has room for them,
-    and awaits the buffer's batch.
+    """Plays ahead of the steps, within ``rollout.max_staleness``: starts groups while the buffer has room for them, and
+    waits for the buffer's batch.
 
     ``rollout.over_generation`` groups play at once for each group that a step takes. A step trains on the groups that
     finish first; slow ones finish for a later step. Where the engine has its own weights, it samples on while the
@@ -131,7 +131,7 @@ class AsyncRollouts:
         update_trainer_state(self.parts, self.session)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
-        """A full batch, oldest groups first; short only where too many groups of the whole data were rejected."""
+        """A full batch, oldest groups first. It is short only if too many groups of the whole data were rejected."""
         while (taken := self.buffer.take(self.parts.engine.version)) is None:
             self._admit()
             ended, _ = await asyncio.wait(self._players, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What every training loop shares: step counter, clock, metrics, progress and checkpoints."""
+"""What all training loops share: step counter, clock, metrics, progress and checkpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexEr
 
 
 def due(step: int, every: int | None, total: int) -> bool:
-    """Whether something that happens every ``every`` steps and at the end is due; None: only at the end."""
+    """Whether something is due that happens at the end and every ``every`` steps (None: only at the end)."""
     return step >= total or (every is not None and step % every == 0)
 
 
@@ -65,24 +65,21 @@ class Best:
     step: int | None = None
 
     @property
-    def sign(self) -> int:
-        return 1 if self.higher_is_better else -1
-
-    @property
     def reached_target(self) -> bool:
-        if self.value is None or self.target is None:
-            return False
-        return self.sign * self.value >= self.sign * self.target
+        return self.value is not None and self.target is not None and not self._better(self.target, self.value)
 
     def update(self, value: float, step: int) -> None:
-        """Take in an evaluation; one that is not finite is never the best."""
-        if isfinite(value) and (self.value is None or self.sign * value > self.sign * self.value):
+        """Compare with an evaluation; one that is not finite is never the best."""
+        if isfinite(value) and (self.value is None or self._better(value, self.value)):
             self.value, self.step = value, step
+
+    def _better(self, a: float, b: float) -> bool:
+        return a > b if self.higher_is_better else a < b
 
 
 @dataclass(slots=True)
 class Session:
-    """A run in progress. Training loops ask it what is due and report to it what happened."""
+    """A run in progress. Training loops ask it what is due, and report to it what happened."""
 
     total_steps: int
     evaluate_every: int | None
@@ -127,7 +124,7 @@ class Session:
 
     @property
     def running(self) -> bool:
-        """Whether there is a step to take: not at the end, not stopped, and the evaluation's target not reached."""
+        """Whether there is a step to take: the run is not at its end or stopped, and ``eval.target`` is not reached."""
         return self.step < self.total_steps and not self.best.reached_target and not self.stopped
 
     @contextmanager
@@ -145,12 +142,12 @@ class Session:
         self.progress.note(text)
 
     def begin(self, state: Callable[[], dict[str, Any]], epoch: int) -> None:
-        """The loop starts to take steps. For the arguments see ``settle``."""
+        """Start to take steps. For the arguments see ``settle``."""
         self._whole, self.epoch = state, epoch
         self._saved = self.step, epoch, self.clock.now()
 
     def settle(self, state: Callable[[], dict[str, Any]], epoch: int) -> None:
-        """The step is complete: a signal from now on saves it.
+        """Complete the step: if a signal ends the run from now on, the step is saved.
 
         Args:
             state: returns the loop's state of this moment, also when it is called later.
@@ -231,11 +228,11 @@ class Session:
         return due(self.step, self.evaluate_every, self.total_steps)
 
     def owes_evaluation(self, at_start: bool) -> bool:
-        """Whether the first step is still to be evaluated: a signal may have ended the run before its evaluation."""
+        """Whether an evaluation is missing before the next step: at the start, or because a signal prevented it."""
         return not self.evaluated and (self.evaluation_due() if self.step else at_start)
 
     def checkpoint_due(self) -> bool:
-        """By the cadence in steps, epochs or time, at a stop, or because the evaluation just made is the best one."""
+        """Whether steps, epochs or time ask for a checkpoint, the run stops, or the last evaluation is the best one."""
         is_best = self.best.step == self.step and self.step > 0
         step, epoch, time = self._saved
         if self.stopped:
@@ -251,7 +248,8 @@ class Session:
         """Write a checkpoint of the last complete step: the loop's state and what ``write`` adds.
 
         Args:
-            stopping: after a signal. The checkpoint can be resumed even with ``model_only``, and is not published.
+            stopping: a signal ends the run. The checkpoint can be resumed even with ``model_only``, and is not
+                published.
         """
         model_only = not stopping and (self.model_only is True or (self.model_only == "last" and not self.running))
         best = {self.best.metric: [self.best.value, self.best.step]}

@@ -1,4 +1,4 @@
-"""Playing groups of rollouts, keeping those that can be learned from, and a step's metrics of them."""
+"""Plays groups of rollouts, selects those that can be learned from, and measures them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tunesmith.types import RolloutGroup, Task
 
 
 def update_trainer_state(parts: RLParts, session: Session) -> None:
-    """Tell reward functions how far the run has got."""
+    """Update what reward functions can read about the run's progress."""
     best, config = session.best, parts.config
     parts.rewards.state = TrainerState(
         global_step=session.step,
@@ -35,7 +35,7 @@ def update_trainer_state(parts: RLParts, session: Session) -> None:
 
 
 def check_failures(parts: RLParts, groups: Sequence[RolloutGroup]) -> None:
-    """Stop the run where too many rollouts failed, greedy ones included."""
+    """Stop the run if too many rollouts failed, greedy ones included."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rollouts += [group.greedy for group in groups if group.greedy]
     check_failed(rollouts, parts.config.reward.max_failed_share)

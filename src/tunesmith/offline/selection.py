@@ -1,4 +1,4 @@
-"""Choosing among completions that were sampled and scored: pure functions over lines."""
+"""Selects among sampled and scored completions, and counts them: pure functions over lines."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def usable(line: Mapping[str, Any]) -> list[Json]:
 
 
 def _columns(line: Mapping[str, Any]) -> Json:
+    """The columns of the data."""
     return {k: v for k, v in line.items() if k not in WRITTEN}
 
 
@@ -88,9 +89,9 @@ def _too_low(record: Json, min_reward: float | None) -> bool:
 
 
 def _with_reward(prompt: Prompt, template: str, word: str) -> Prompt:
-    """In a conversation, the last user message carries the reward."""
+    """The prompt, or the last user message of a conversation, put into the template."""
     if isinstance(prompt, str):
-        # The prompt last, because it may hold braces itself.
+        # The prompt is inserted last, because it may contain "{reward}".
         return template.replace("{reward}", word).replace("{prompt}", prompt)
     last = max((i for i, m in enumerate(prompt) if m["role"] == "user"), default=len(prompt) - 1)
     changed: Message = {**prompt[last], "content": _with_reward(cast("str", prompt[last]["content"]), template, word)}
@@ -109,15 +110,14 @@ def level(reward: float, borders: Sequence[float]) -> int:
 
 
 def correct_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
-    """Completions that reach the threshold and came to their end."""
+    """Completions that reach the threshold and are complete."""
     return [r for r in usable(line) if r["reward"] >= threshold - ROUNDING and r.get("finish_reason") == "stop"]
 
 
 def select(records: Sequence[Json], rule: str) -> list[Json]:
-    """What is learned of a question's correct answers, no text twice.
+    """The correct answers of a question that are learned; no text twice.
 
-    ``distinct`` keeps the first of each list of equations (Yuan et al. 2023, arXiv:2308.01825, section 3.2), or
-    of each text where there are none.
+    ``distinct`` keeps the first answer of each reasoning path (Yuan et al. 2023, arXiv:2308.01825, section 3.2).
     """
     unique = _firsts(records, lambda r: r["completion"])
     match rule:
@@ -132,10 +132,11 @@ def select(records: Sequence[Json], rule: str) -> list[Json]:
 
 
 def _firsts(records: Sequence[Json], key: Callable[[Json], Hashable]) -> list[Json]:
-    found: dict[Hashable, Json] = {}
+    """The first record of each key."""
+    firsts: dict[Hashable, Json] = {}
     for record in records:
-        found.setdefault(key(record), record)
-    return list(found.values())
+        firsts.setdefault(key(record), record)
+    return list(firsts.values())
 
 
 _OPERATORS = "+-*/×÷^"
@@ -145,7 +146,7 @@ _NOISE = str.maketrans({"×": "*", "÷": "/", **dict.fromkeys(" \t,$")})
 
 
 def reasoning_path(text: str) -> tuple[str, ...]:
-    """The equations of a text in their order, blanks and signs of money left out; without any, its words.
+    """The equations of a text in order, without blanks and currency signs; if there are none, its words.
 
     Example:
         >>> reasoning_path("He has 3 × 4 = 12 and then 12+1=13 apples.")
@@ -162,64 +163,64 @@ def reasoning_path(text: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Yield:
-    """What sampling gave, by question."""
+    """Counts the samples of all questions."""
 
     samples_per_question: int
     totals: Counter[str] = field(default_factory=Counter[str])
-    """Of the numbers in ``report``, and ``judged`` samples, of which it is known whether they hold an answer."""
+    """The totals in ``report``, and of ``judged`` samples, whose reward says whether they hold an answer."""
     answered: float = 0.0
     histogram: Counter[int] = field(default_factory=Counter[int])
     """Questions by their number of correct samples."""
 
     def add(self, line: Mapping[str, Any], correct: int, kept: int) -> Json:
-        """Count a question; its line of the report."""
+        """Count the samples of a question. Returns its line of the report."""
         records = records_of(line)
         known = answered_of(records)
-        found = {"samples": len(records), "correct": correct, "kept": kept}
+        counts = {"samples": len(records), "correct": correct, "kept": kept}
         failed = sum("error" in record for record in records)
-        self.totals.update(found, questions=1, solved=int(correct > 0), judged=len(known), failed=failed)
+        self.totals.update(counts, questions=1, solved=int(correct > 0), judged=len(known), failed=failed)
         self.answered += sum(known)
         self.histogram[correct] += 1
-        return {"prompt": line["prompt"], **found}
+        return {"prompt": line["prompt"], **counts}
 
     def report(self) -> Json:
-        found, judged = self.totals, self.totals["judged"]
+        totals, judged = self.totals, self.totals["judged"]
         return {
-            **{name: found[name] for name in ("questions", "solved", "samples", "correct", "failed", "kept")},
-            "solved_share": interval(found["solved"], found["questions"]),
-            "correct_share": interval(found["correct"], found["samples"]),
+            **{name: totals[name] for name in ("questions", "solved", "samples", "correct", "failed", "kept")},
+            "solved_share": interval(totals["solved"], totals["questions"]),
+            "correct_share": interval(totals["correct"], totals["samples"]),
             "answered_share": interval(round(self.answered), judged) if judged else None,
             "questions_by_correct_samples": {str(n): self.histogram[n] for n in range(self.samples_per_question + 1)},
         }
 
 
 def answered_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    """For each completion whose reward told, whether it holds an answer."""
+    """1.0 or 0.0 for each completion whose reward says whether it holds an answer."""
     return [r["metrics"]["answered"] for r in records if "answered" in (r.get("metrics") or {})]
 
 
 def interval(hits: int, total: int) -> list[float]:
-    """``[share, low, high]``: a share and its 95% Wilson interval (Wilson 1927); zeros for nothing counted."""
+    """``[share, low, high]``: a share and its 95% Wilson interval (Wilson 1927); zeros if ``total`` is 0."""
     if total == 0:
         return [0.0, 0.0, 0.0]
     share, z2 = hits / total, Z95**2
     centre = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = Z95 * sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
-    # Exact at the ends, where rounding would leave a hair.
+    # Exact at the ends of the range, in spite of rounding.
     low, high = centre - half if hits else 0.0, centre + half if hits < total else 1.0
     return [share, low, high]
 
 
 def accuracy(lines: Iterator[Json], threshold: float) -> Json:
-    """Of an evaluation with one completion per line: shares with their 95% intervals.
+    """Shares, with their 95% intervals, of an evaluation with one completion per line.
 
-    A completion without an answer is not a wrong answer: ``answered`` says how many have one, and
-    ``accuracy_of_answered`` looks at those alone. A failed completion counts as neither answered nor right.
+    A completion without an answer is not a wrong answer: ``answered`` is the share with an answer, and
+    ``accuracy_of_answered`` the accuracy among those. A failed completion is neither answered nor correct.
     """
     records = [record for line in lines for record in records_of(line)]
     correct = [r for r in records if r.get("reward") is not None and r["reward"] >= threshold - ROUNDING]
     judged = answered_of(records)
-    answered, right = (sum(known > 0 for known in found) for found in (judged, answered_of(correct)))
+    answered, right = (sum(value > 0 for value in values) for values in (judged, answered_of(correct)))
     return {
         "questions": len(records),
         "accuracy": interval(len(correct), len(records)),

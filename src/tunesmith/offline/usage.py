@@ -1,4 +1,4 @@
-"""Resources used by the parts of a command: seconds by phase, peak memory, and memory for keys and values."""
+"""Resources that the parts of a command use: seconds by phase, peak memory, and memory for keys and values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.memory import memory_metrics
 
 COMMON = "setup"
-"""The part, and its only phase, for time outside any phase: reading settings, data and rewards."""
+"""The part, and its only phase, of time outside any phase: reading settings, data and rewards."""
 _SECONDS = "seconds/"
 
 
@@ -35,7 +35,7 @@ class Usage:
 
     @contextmanager
     def phase(self, name: str, part: str | None = None) -> Generator[None]:
-        """Time inside counts towards a phase of ``part``; None is the part of the enclosing phase."""
+        """Count time spent inside towards a phase of ``part``; None is the part of the enclosing phase."""
         part = part or self._current
         with self._clock.phase(f"{part}/{name}"):
             try:
@@ -47,7 +47,7 @@ class Usage:
         self._parts[part] = total_of([self._parts.get(part, {}), metrics])
 
     def add_engine(self, stats: EngineStats) -> None:
-        """Add to the part whose phase is open."""
+        """Add KV memory to the part whose phase is open."""
         if stats.peak_kv_bytes:
             self.add(self._current, {"kv_peak": float(stats.peak_kv_bytes)})
         if stats.kv_budget_bytes:
@@ -70,7 +70,7 @@ class Usage:
 
 
 def total_of(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """All parts together."""
+    """The sum of seconds and the maximum of memory over all parts."""
     total: dict[str, float] = {}
     for name, value in (entry for metrics in parts for entry in metrics.items()):
         before = total.get(name, 0.0)
