@@ -76,7 +76,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["reward.functions=regex_format"], ["reward.pattern is missing"]),
     (["reward.functions=regex_format", "reward.pattern=(a"], ["reward.pattern", "override 'reward.pattern=(a'"]),
     (['reward.functions=["math","math"]'], ["reward.functions", "more than once"]),
-    (["data.max_tokens=5"], ["data.max_tokens", "tunesmith rl"]),
+    (["data.max_tokens=5"], ["data.max_tokens", "data.max_prompt_tokens"]),
     (["data.prompt=question"], ["train.jsonl:1", "question", "data.prompt"]),
     (["data.train=empty"], ["empty", "no data file"]),
     (["data.eval="], ["data.eval: it is empty"]),

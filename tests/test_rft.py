@@ -30,7 +30,7 @@ from tunesmith.plan.facts import Facts
 from tunesmith.plan.generation import derive_rft_warmup
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.resolve import resolve
-from tunesmith.recipes.unit_conversion import ANSWER, main, questions
+from tunesmith.recipes.unit_conversion import ANSWER, questions, write
 from tunesmith.types import Sample, Task
 
 
@@ -292,7 +292,7 @@ def test_unit_conversion_splits_share_no_question_and_answers_are_right(tmp_path
     import re
     from decimal import Decimal
 
-    main([str(tmp_path), "--train", "300", "--val", "50", "--test", "50", "--seed", "3"])
+    write(tmp_path, seed=3, train=300, val=50, test=50)
     splits = {name: list(read_lines(tmp_path / f"{name}.jsonl")) for name in ("train", "val", "test")}
     assert [len(part) for part in splits.values()] == [300, 50, 50]
 

@@ -1,7 +1,7 @@
 """What a run file's ``[algorithm]`` resolves to. No torch.
 
-A preset fills in the keys that were left out. Whoever changes the loss or the estimator of a preset gets
-the defaults of the new one, not the preset's.
+A preset fills in the keys that are left out. A run file that changes the loss or the estimator of a preset gets the
+defaults of the new one, not the preset's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tunesmith.algorithms.presets import Preset, find_preset
 from tunesmith.algorithms.shaping import OverlongRamp
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
-from tunesmith.config.section import Section
+from tunesmith.config.section import DERIVED, Section
 from tunesmith.errors import ConfigError
 
 Reasons = list[tuple[str, object, str]]
@@ -28,89 +28,84 @@ def resolve_algorithm(
 ) -> tuple[AlgorithmSection, Reasons]:
     """Fill in every key that was left out; return the section and ``(key, value, reason)`` for each.
 
-    With ``max_staleness`` what an older policy sampled is corrected for (truncated importance sampling) unless the
-    section chooses another correction. ``altered_by`` names what alters the distribution that is sampled: what the
-    sampler reports is then no old log-probability of the distribution that is trained.
+    Args:
+        max_staleness: above 0, truncated importance sampling is the default correction.
+        altered_by: settings that alter the sampled distribution: the sampler's log-probabilities are then not the old
+            log-probabilities of the distribution that is trained.
 
     Raises:
-        ConfigError: a preset that is incomplete, or settings that contradict each other.
+        ConfigError: a preset is incomplete, or settings contradict each other.
     """
     preset = find_preset(section.name)
-    merging = _Merging(section, preset)
-    for key in ("advantage", "loss", "aggregation"):
-        merging.choose(key)
-    merging.choose("kl", NoKL(), "no KL to a reference")
-    if max_staleness:
-        merging.choose("correction", TokenTruncate(), "with rollout.max_staleness an older policy may have sampled")
-    else:
-        merging.choose("correction", NoCorrection(), "sampler and trainer agree")
+    usual = _settings_of(preset)
+    stale = (TokenTruncate(), "with rollout.max_staleness an older policy may have sampled")
+    defaults: dict[str, tuple[Any, str]] = {
+        "kl": (NoKL(), "no KL to a reference"),
+        "correction": stale if max_staleness else (NoCorrection(), "sampler and trainer agree"),
+    }
+    values: dict[str, Any] = {}
+    reasons: Reasons = []
     for key, field in AlgorithmSection.model_fields.items():
-        if key not in merging.values and key != "decoupled":
-            merging.choose(key, field.default)
-    if isinstance(ramp := merging.values["overlong"], OverlongRamp) and ramp.buffer is None:
+        if key == "decoupled":  # its default depends on the correction
+            defaults[key] = _decoupled(values["correction"], altered_by)
+        default, reason = defaults.get(key, (field.default, ""))
+        if key in usual.model_fields_set:
+            default, reason = getattr(usual, key), preset.origin
+        written = getattr(section, key) if key in section.model_fields_set else None
+        value = default if written is None else written
+        if value is DERIVED:
+            raise ConfigError(f"algorithm.name: preset '{preset.name}' has no {key}; set algorithm.{key}")
+        if isinstance(value, Section):
+            value, more = _merged(f"algorithm.{key}", written, default, reason)
+            reasons += more
+        elif written is None and reason:
+            reasons.append((f"algorithm.{key}", value, reason))
+        values[key] = value
+    if isinstance(ramp := values["overlong"], OverlongRamp) and ramp.buffer is None:
         buffer = ramp.length(max_new_tokens)
-        merging.values["overlong"] = ramp.model_copy(update={"buffer": buffer})
-        merging.reasons.append(("algorithm.overlong.buffer", buffer, "a fifth of rollout.max_new_tokens, as in DAPO"))
-    merging.choose("decoupled", *_decoupled(merging.values["correction"], altered_by))
-    algorithm = section.model_copy(update=merging.values)
+        values["overlong"] = ramp.model_copy(update={"buffer": buffer})
+        reasons.append(("algorithm.overlong.buffer", buffer, "a fifth of rollout.max_new_tokens, as in DAPO"))
+    algorithm = section.model_copy(update=values)
     _refuse_contradictions(algorithm, altered_by)
-    return algorithm, merging.reasons
+    return algorithm, reasons
 
 
-class _Merging:
-    """The section as it fills up."""
+def _settings_of(preset: Preset) -> AlgorithmSection:
+    try:
+        return AlgorithmSection.model_validate(dict(preset.settings))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"algorithm.name: preset '{preset.name}', {place}: {first['msg']}") from None
 
-    def __init__(self, section: AlgorithmSection, preset: Preset) -> None:
-        self.section, self.preset = section, preset
-        try:
-            self.usual = AlgorithmSection.model_validate(dict(preset.settings))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"algorithm.name: preset '{preset.name}', {place}: {first['msg']}") from None
-        self.values: dict[str, Any] = {"name": section.name}
-        self.reasons: Reasons = []
 
-    def choose(self, key: str, default: Any = ..., why: str = "") -> None:
-        """The key's value: as written, else the preset's, else ``default`` because ``why``."""
-        written, usual = (getattr(s, key) if key in s.model_fields_set else None for s in (self.section, self.usual))
-        value, reason = (default, why) if usual is None else (usual, self.preset.origin)
-        if isinstance(written, Section):
-            self.values[key] = self._joined(key, written, value, reason)
-        elif written is not None:
-            self.values[key] = written
-        elif isinstance(value, Section):
-            self.values[key] = self._joined(key, None, value, reason)
-        elif value is ...:
-            raise ConfigError(f"algorithm.name: preset '{self.preset.name}' has no {key}; say algorithm.{key}")
-        else:
-            self.values[key] = value
-            if reason:
-                self.reasons.append((f"algorithm.{key}", value, reason))
+def _merged(key: str, written: Section | None, usual: Any, reason: str) -> tuple[Section, Reasons]:
+    """The keys of ``written`` over those of ``usual`` if both have one type, and a reason for each other value.
 
-    def _joined(self, key: str, written: Section | None, usual: Any, reason: str) -> Section:
-        """What was written above what is usual, where both are of one type, with a reason for each value."""
-        base = written or usual
-        below = usual if isinstance(usual, type(base)) else None
-        known = {} if below is None else {k: getattr(below, k) for k in below.model_fields_set - {"type"}}
-        given = {} if written is None else {k: getattr(written, k) for k in written.model_fields_set - {"type"}}
-        joined = type(base)(**{**known, **given})
-        named = written is not None and (not isinstance(written, Choice) or "type" in written.model_fields_set)
-        if isinstance(joined, Choice):
-            default = f"default of the {joined.what} {joined.name}"
-            if not named:
-                self.reasons.append((f"algorithm.{key}", joined.name, reason if below else f"the usual {joined.what}"))
-        else:
-            default = ""
-            if not named:
-                self.reasons.append((f"algorithm.{key}", True, reason))
-        for name in type(joined).model_fields:
-            value = getattr(joined, name)
-            why = reason if name in known else default
-            if name not in given and value is not None and why:
-                self.reasons.append((f"algorithm.{key}.{name}", value, why))
-        joined.model_fields_set.update(type(joined).model_fields, {"type"})
-        return joined
+    Args:
+        reason: the reason for the values of ``usual``.
+    """
+    kind = type(usual if written is None else written)
+
+    def given(table: Any) -> dict[str, Any]:
+        return {name: getattr(table, name) for name in table.model_fields_set - {"type"}}
+
+    own = {} if written is None else given(written)
+    known = given(usual) if isinstance(usual, kind) else {}
+    merged = kind(**{**known, **own})
+    reasons: Reasons = []
+    value, why, default = True, reason, ""
+    if isinstance(merged, Choice):
+        value, default = merged.name, f"default of the {merged.what} {merged.name}"
+        why = reason if isinstance(usual, kind) else f"the usual {merged.what}"
+    if written is None or (isinstance(written, Choice) and "type" not in written.model_fields_set):
+        reasons.append((key, value, why))
+    for name in kind.model_fields:
+        field, why = getattr(merged, name), reason if name in known else default
+        if name not in own and field is not None and why:
+            reasons.append((f"{key}.{name}", field, why))
+    merged.model_fields_set.update(kind.model_fields, {"type"})
+    return merged, reasons
 
 
 def _decoupled(correction: Correction, altered_by: Collection[str]) -> tuple[bool, str]:
@@ -131,7 +126,6 @@ def _cause(altered_by: Collection[str]) -> str:
 def _refuse_contradictions(algorithm: AlgorithmSection, altered_by: Collection[str]) -> None:
     correction = algorithm.correction
     if altered_by and not algorithm.decoupled:
-        # The loss's ratio has to start at 1, and the sampler's log-probabilities are those of another distribution.
         raise ConfigError(
             "algorithm.decoupled = false takes the sampler's log-probabilities for the old ones, and "
             f"{_cause(altered_by)} the distribution that they belong to: the ratio of the loss would not start at 1. "

@@ -1,1 +1,1 @@
-"""Small complete runs that make their own model and data."""
+"""Small complete runs that generate their own model and data."""

@@ -1,7 +1,7 @@
-"""A world to learn in: three-digit addition, with a tiny model and tokenizer made from nothing.
+"""Three-digit addition, with an untrained tiny model and its tokenizer.
 
-Examples answer in two ways: at once (``378+594=`` → ``:972``), which a tiny model finds hard, or worked
-digit by digit (``;8+4+0=12;7+9+1=17;3+5+1=09;972``), which it finds easy. Nothing in them says which is better.
+An example's answer is direct (``378+594=`` → ``:972``), which is hard for a tiny model, or worked digit by digit
+(``;8+4+0=12;7+9+1=17;3+5+1=09;972``), which is easy.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from pathlib import Path
 
 ALPHABET = "0123456789+=:;"
 ANSWER = r"(\d+)$"
-"""Where the answer stands in a completion: the number at its end."""
+"""The pattern of the answer in a completion: the number at its end."""
 DIGITS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``prompt`` ends where the answer begins."""
-
     prompt: str
     answer: str
     direct: str
-    """The answer at once."""
+    """The completion with the answer only."""
     worked: str
-    """The answer with its working before it."""
+    """The completion with the working and the answer."""
 
 
 def problem(a: int, b: int) -> Problem:
@@ -46,7 +44,7 @@ def problem(a: int, b: int) -> Problem:
 
 
 def problems(seed: int, train: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
-    """Random sums, no pair twice, in two disjoint lists: to train on and to hold out."""
+    """Random sums in two disjoint lists, for training and held out."""
     rng = random.Random(seed)
     numbers = range(10 ** (DIGITS - 1), 10**DIGITS)
     pairs: dict[tuple[int, int], None] = {}
@@ -62,7 +60,7 @@ def write_tasks(path: Path, lines: Sequence[Problem]) -> Path:
 
 
 def write_examples(path: Path, lines: Sequence[Problem], worked_share: float, seed: int) -> Path:
-    """Lines with ``prompt`` and ``completion``; a share of the completions shows its working."""
+    """Lines with ``prompt`` and ``completion``; ``worked_share`` of the completions show the working."""
     rng = random.Random(seed)
     chosen = [(p, rng.random() < worked_share) for p in lines]
     return write_lines(path, [{"prompt": p.prompt, "completion": p.worked if w else p.direct} for p, w in chosen])
@@ -83,7 +81,7 @@ def make_model(
     head_dim: int | None = None,
     chat_template: str | None = None,
 ) -> Path:
-    """An untrained Llama, by default of about a million parameters, with a token per character of ``alphabet``."""
+    """An untrained Llama, by default of a million parameters, with a token per character of ``alphabet``."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,9 +1,8 @@
-"""``tunesmith demo``: a model made from nothing learns to add, first by example and then by reward.
+"""``tunesmith demo``: an untrained model learns to add, first from examples and then from a reward.
 
-The examples answer at once or worked digit by digit, and do not say which is better: after them the model is
-right sometimes. Reinforcement learning, told only whether the number at the end is right, finds that working
-pays. Both stages are the ordinary commands on ordinary run files, which stay in the demo's directory to look
-at and to run again.
+Some examples show the working and some only the answer, so after them the model is right sometimes. Reinforcement
+learning gets only whether the number at the end is right, and the model learns to show its working. Both stages are
+ordinary commands on run files, which stay in the demo's directory.
 """
 
 from __future__ import annotations
@@ -23,73 +22,12 @@ from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_exa
 TRAIN, HELD_OUT = 20_000, 200
 WORKED_SHARE = 0.45
 
-SFT = """\
-run_dir = "{directory}/sft"
-
-[model]
-path = "model"
-dtype = "float32"
-
-[data]
-train = "examples.jsonl"
-chat = false
-
-[train]
-steps = {sft_steps}
-batch_size = 64
-lr = 2e-3
-schedule = "cosine"
-min_lr_ratio = 0.1
-warmup_steps = 20
-seed = {seed}
-
-[monitor]
-every = 50
-"""
-
-RL = """\
-run_dir = "{directory}/rl"
-
-[model]
-path = "{directory}/sft/checkpoints/step-{sft_steps:06d}/model"
-dtype = "float32"
-
-[data]
-train = "train.jsonl"
-eval = "held_out.jsonl"
-chat = false
-
-[reward]
-functions = ["exact_match"]
-pattern = '{pattern}'
-
-[algorithm]
-name = "grpo"
-
-[rollout]
-prompts_per_step = 32
-group_size = 8
-max_new_tokens = 40
-
-[train]
-steps = {rl_steps}
-lr = 5e-5
-schedule = "linear"
-min_lr_ratio = 0.1
-warmup_steps = 5
-seed = {seed}
-
-[eval]
-every = {eval_every}
-
-[monitor]
-every = 10
-"""
+_RUN_FILES = Path(__file__).parent / "start"
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """``accuracy_*`` are greedy, on the held-out problems; ``checkpoint`` loads in transformers."""
+    """Greedy accuracy on the held-out problems, and a checkpoint that transformers loads."""
 
     accuracy_before: float
     accuracy_after: float
@@ -98,7 +36,7 @@ class DemoResult:
 
 
 def run_demo(directory: Path, seed: int, sft_steps: int = 500, rl_steps: int = 40) -> DemoResult:
-    """Make model and data in ``directory``, run both stages, and show what came of it.
+    """Create model and data in ``directory``, run both stages, and print the result.
 
     Raises:
         ConfigError: the directory is not empty.
@@ -112,7 +50,7 @@ def run_demo(directory: Path, seed: int, sft_steps: int = 500, rl_steps: int = 4
     write_examples(directory / "examples.jsonl", train, WORKED_SHARE, seed)
     write_tasks(directory / "train.jsonl", train)
     write_tasks(directory / "held_out.jsonl", held_out)
-    numbers = {
+    values = {
         "directory": directory.resolve(),
         "seed": seed,
         "sft_steps": sft_steps,
@@ -120,8 +58,9 @@ def run_demo(directory: Path, seed: int, sft_steps: int = 500, rl_steps: int = 4
         "eval_every": max(1, rl_steps // 4),
         "pattern": ANSWER,
     }
-    for name, text in (("sft.toml", SFT), ("rl.toml", RL)):
-        (directory / name).write_text(text.format(**numbers))
+    for stage in ("sft", "rl"):
+        text = (_RUN_FILES / f"demo_{stage}.txt").read_text(encoding="utf-8")
+        (directory / f"{stage}.toml").write_text(text.format(**values))
 
     _title(f"1. By example: {sft_steps} steps of 64 sums, some worked and most not")
     run_sft(directory / "sft.toml")

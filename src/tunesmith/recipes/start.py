@@ -1,4 +1,4 @@
-"""Files to start from: a run file by task, with a reward or tools, example data and a tiny model to try them with."""
+"""Files to start from: a run file per task, with a reward or tools, example data and a tiny model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """``command`` runs the run file ``<task>.toml``; ``code`` are files beside it, ``columns`` what its data holds."""
+    """A task's run file ``<task>.toml`` and the files that it needs."""
 
     text: str
     command: str
     columns: Sequence[str]
+    """Columns of the data."""
     code: Mapping[str, str]
+    """File name → its template in ``start``."""
 
 
 _REWARD = {"rewards.py": "rewards.txt"}
@@ -45,21 +47,21 @@ STARTS: Mapping[str, Start] = {
     "rft": Start("learn one's own right answers", "rft run", ("prompt", "answer"), _REWARD),
     "distill": Start("learn from a larger model", "distill", ("prompt",), {}),
 }
-"""By task."""
+"""Task → its files."""
 
 
 def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> list[Path]:
-    """Write the files of a task into a new or existing directory; what was written.
+    """Write the files of a task and return their paths.
 
     Args:
         task: a key of ``STARTS``.
-        directory: made where missing; none of the files may exist in it.
-        model: what ``model.path`` says; None: ``MODEL``, or the tiny model.
-        tiny: also make an untrained model in ``directory/model``.
+        directory: new or existing; it must not have any of the files.
+        model: the value of ``model.path``; None: ``MODEL``, or the tiny model.
+        tiny: also write an untrained model to ``directory/model``.
 
     Raises:
         ConfigError: the task is unknown, or a file exists already.
-        StorageError: they cannot be written.
+        StorageError: a file cannot be written.
     """
     if task not in STARTS:
         raise ConfigError(f"there is no task '{task}'.{nearest(task, [*STARTS, *examples()])}")
@@ -71,8 +73,8 @@ def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> li
     texts |= {name: (_FILES / source).read_text(encoding="utf-8") for name, source in start.code.items()}
     texts |= _data(start.columns)
     wanted = [*(directory / name for name in texts), *([directory / "model"] if tiny else [])]
-    if there := [str(file) for file in wanted if file.exists()]:
-        raise ConfigError(f"{', '.join(there)} exist{'s' if len(there) == 1 else ''} already; choose another directory")
+    if existing := [str(file) for file in wanted if file.exists()]:
+        raise ConfigError(f"already there: {', '.join(existing)}; choose another directory")
     with boundary(StorageError, f"cannot write to {directory}", OSError):
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -83,17 +85,17 @@ def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> li
 
 
 def examples() -> dict[str, str]:
-    """The complete examples that come with the package: name and title."""
+    """The names and titles of the examples in the package."""
     readmes = sorted(_EXAMPLES.glob("*/README.md"))
     return {file.parent.name: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in readmes}
 
 
 def copy_example(name: str, directory: Path) -> list[Path]:
-    """Copy an example's files into a new or empty directory; what was written.
+    """Copy an example's files into a new or empty directory and return their paths.
 
     Raises:
-        ConfigError: the directory holds something.
-        StorageError: they cannot be written.
+        ConfigError: the directory is not empty.
+        StorageError: a file cannot be written.
     """
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty; choose another directory")
@@ -107,7 +109,7 @@ def copy_example(name: str, directory: Path) -> list[Path]:
 
 
 def make_tiny_model(directory: Path) -> Path:
-    """An untrained Llama of 0.1 million parameters that reads ASCII by the character, with a chat template."""
+    """An untrained Llama of 0.1 million parameters with a token per ASCII character and a chat template."""
     template = (_FILES / "chat.jinja").read_text(encoding="utf-8")
     return make_model(
         directory, 0, hidden=64, layers=2, alphabet=string.printable, context=2048, chat_template=template
@@ -115,7 +117,7 @@ def make_tiny_model(directory: Path) -> Path:
 
 
 def _data(columns: Sequence[str]) -> dict[str, str]:
-    """``train.jsonl`` and ``held_out.jsonl``, no question in both."""
+    """``train.jsonl`` and ``held_out.jsonl``, without a common question."""
     rng = random.Random(0)
     questions: dict[str, Line] = {}
     while len(questions) < TRAIN + HELD_OUT:
@@ -128,7 +130,7 @@ def _data(columns: Sequence[str]) -> dict[str, str]:
 
 
 def _line(rng: random.Random) -> Line:
-    """A word problem with every column that some task has."""
+    """A word problem with the columns of every task."""
     boxes, each, more = rng.randint(2, 9), rng.randint(3, 12), rng.randint(2, 30)
     who, what = rng.choice(("Ann", "Ben", "Mia", "Tom")), rng.choice(("apples", "cards", "pens", "shells"))
     question = f"{who} has {boxes} boxes of {each} {what} and {more} more {what}. How many {what} are there?"

@@ -1,23 +1,24 @@
-"""Unit conversion in words, made without a download: questions, exact answers and worked ones.
+"""Questions about unit conversion with exact answers and worked solutions, generated without a download.
 
 ``python -m tunesmith.recipes.unit_conversion DIRECTORY`` writes ``train.jsonl``, ``val.jsonl`` and ``test.jsonl``
 (``prompt``, ``answer``), and ``few_shot.jsonl`` (``prompt``, ``completion``) with worked examples for the prompt.
-No two splits share a question, in whatever words it is asked.
+No two splits share a question, even in other words.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
+import typer
+
 from tunesmith.recipes.arithmetic import write_lines
 
 ANSWER = r"<answer>(.*?)</answer>"
-"""Where the answer stands in a completion."""
+"""The pattern of the answer in a completion."""
 
 UNITS: dict[str, dict[str, str]] = {
     "length": {"mm": "0.001", "cm": "0.01", "m": "1", "km": "1000"},
@@ -25,7 +26,7 @@ UNITS: dict[str, dict[str, str]] = {
     "volume": {"ml": "0.001", "cl": "0.01", "l": "1"},
     "time": {"second": "1", "minute": "60", "hour": "3600"},
 }
-"""By quantity: the size of each unit in a common one."""
+"""Quantity → unit → its size in a common unit."""
 
 PHRASES = (
     "How many {to} are there in {value} {unit}?",
@@ -57,10 +58,10 @@ def question(value: int, unit: str, to: str, factor: Decimal, phrase: str) -> Qu
 
 
 def questions(seed: int, *sizes: int) -> list[list[Question]]:
-    """Disjoint lists of so many questions each: no value is converted between the same units twice.
+    """Disjoint lists of questions, of the given sizes: no value is converted between the same units twice.
 
     Raises:
-        ValueError: more were asked for than there are.
+        ValueError: there are fewer questions.
     """
     rng = random.Random(seed)
     asked = [(value, *conversion) for conversion in _conversions() for value in range(2, 1000)]
@@ -72,7 +73,7 @@ def questions(seed: int, *sizes: int) -> list[list[Question]]:
 
 
 def _conversions() -> Iterator[tuple[str, str, Decimal]]:
-    """(unit, to, factor), but for those without a short exact answer."""
+    """``(unit, to, factor)`` of all conversions with a short exact answer."""
     for units in UNITS.values():
         for unit, size in units.items():
             for to, other in units.items():
@@ -82,34 +83,20 @@ def _conversions() -> Iterator[tuple[str, str, Decimal]]:
 
 
 def _plain(number: Decimal) -> str:
-    """Without an exponent or trailing zeros."""
+    """The number without an exponent or trailing zeros."""
     text = f"{number:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def write(directory: Path, seed: int = 0, train: int = 1000, val: int = 100, test: int = 100) -> None:
-    """The four files."""
+    """Write unit conversion questions: train.jsonl, val.jsonl, test.jsonl and few_shot.jsonl."""
     directory.mkdir(parents=True, exist_ok=True)
     *splits, shown = questions(seed, train, val, test, SHOWN)
     for name, part in zip(("train", "val", "test"), splits, strict=True):
         write_lines(directory / f"{name}.jsonl", [{"prompt": q.prompt, "answer": q.answer} for q in part])
     write_lines(directory / "few_shot.jsonl", [{"prompt": q.prompt, "completion": q.worked} for q in shown])
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tunesmith.recipes.unit_conversion", description="Write unit conversion questions."
-    )
-    parser.add_argument("directory", type=Path)
-    for name, size in (("seed", 0), ("train", 1000), ("val", 100), ("test", 100)):
-        parser.add_argument(f"--{name}", type=int, default=size)
-    given = parser.parse_args(arguments)
-    try:
-        write(given.directory, given.seed, given.train, given.val, given.test)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    print(f"train.jsonl, val.jsonl, test.jsonl and few_shot.jsonl are in {given.directory}")
+    print(f"train.jsonl, val.jsonl, test.jsonl and few_shot.jsonl are in {directory}")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(write)
