@@ -87,7 +87,7 @@ def write_eval(folder: Path) -> str:
 @pytest.mark.parametrize("name", ["rollout", "rollout__group_size", "rollout.group_size"])
 def test_settings_are_nested_or_dotted(name: str, model: Path) -> None:
     settings = {name: {"group_size": 0} if name == "rollout" else 0}
-    with pytest.raises(ConfigError, match=r"rollout\.group_size is 0; it must be"):
+    with pytest.raises(ConfigError, match=r"rollout\.group_size"):
         tunesmith.rl(model, sums(2), reward="math", **settings)
     assert not any(Path("runs").glob("rl-*"))
 

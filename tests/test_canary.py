@@ -95,6 +95,6 @@ async def test_a_head_that_stays_behind_is_caught(path: Path) -> None:
 async def test_weights_that_never_came_are_caught(path: Path) -> None:
     pool, canary, _ = bench(path)
     await pool.load_weights(1)
-    with pytest.raises(EngineError, match="samples with version 1 of the weights, not with 2"):
+    with pytest.raises(EngineError, match=r"version 1 .* 2"):
         await canary.check(2)
     await pool.close()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tunesmith.config.schema import EvalSection
 from tunesmith.engines.fake import FakeEngine, numbers
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import EngineError
@@ -67,18 +68,18 @@ class Watching(FakeEngine):
 TASKS = [Task("a", "a", (3, 4)), Task("b", "b", (3, 6))]
 
 
-def measured(engine: FakeEngine, scorer: Any, **changed: Any) -> tuple[dict[str, float], list[RolloutGroup]]:
+def measured(
+    engine: FakeEngine, scorer: Any, tasks: list[Task] = TASKS, **changed: Any
+) -> tuple[dict[str, float], list[RolloutGroup]]:
     settings: dict[str, Any] = {
-        "tasks": TASKS,
+        "tasks": tasks,
         "sampling": Sampling(max_new_tokens=9, temperature=0.8, top_p=0.9),
-        "samples": 1,
-        "temperature": 0.6,
-        "pass_at": (1, 2),
         "weights": {"right": 1.0, "style": 0.0},
         "seed": 3,
     }
+    section = EvalSection(**{"samples": 1, "temperature": 0.6, "pass_at": (1, 2), **changed})
     made = Collector(engine.generate, scorer, {"single_turn": SingleTurn()}, numbers, 60.0)
-    return asyncio.run(evaluate(made, EvaluationPlan(**{**settings, **changed})))
+    return asyncio.run(evaluate(made, EvaluationPlan(**settings, section=section)))
 
 
 def test_greedy_metrics() -> None:

@@ -88,7 +88,7 @@ def test_a_last_line_without_its_content_is_cut_off(tmp_path: Path) -> None:
 def test_a_damaged_line_in_the_middle_is_told_and_nothing_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"a": 1}\n\n{"a": 3}\n')
-    with pytest.raises(DataError, match=r"lines\.jsonl, line 2: no JSON object, and whole lines come after it"):
+    with pytest.raises(DataError, match=r"lines\.jsonl, line 2"):
         repair(path)
     assert path.read_bytes() == b'{"a": 1}\n\n{"a": 3}\n'
 

@@ -393,13 +393,15 @@ def test_the_panel_fits_eighty_columns_and_breaks_between_numbers() -> None:
 
 
 def test_a_run_faster_than_its_limit_leaves_the_share_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tunesmith.config.schema import CheckpointSection, EvalSection
     from tunesmith.loop.checkpoint import Checkpoints
     from tunesmith.loop.session import Best, Session
 
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         session = Session(
-            3, None, None, metrics, PlainLines(3), Checkpoints(tmp_path, 1), Best("eval/loss", False), None, Clock()
-        )
+            3, EvalSection(), CheckpointSection(), metrics, PlainLines(3), Checkpoints(tmp_path, 1),
+            Best("eval/loss", False), None,
+        )  # fmt: skip
         for attainable in (1e-9, 1e9, 1e-9):
             session.finish_step({"loss": 1.0, "grad_norm": 1.0, "attainable_seconds": attainable})
     assert ["limit_share" in line for line in read_metrics(tmp_path / "metrics.jsonl")] == [True, False, False]

@@ -26,7 +26,7 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import ConfigError
-from tunesmith.loop.gate import _rest  # pyright: ignore[reportPrivateUsage]
+from tunesmith.loop.gate import remaining
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check
 from tunesmith.types import Completion, Sampling
@@ -134,5 +134,5 @@ def test_sglang_does_it_otherwise_and_is_refused_by_key(setting: str) -> None:
 
 def test_what_is_left_of_an_interrupted_completion_may_end_when_all_of_it_might() -> None:
     sampling = Sampling(20, min_new_tokens=9, seed=1)
-    assert [_rest(sampling, n).min_new_tokens for n in (0, 4, 12)] == [9, 5, 0]
-    assert replace(_rest(sampling, 4), seed=1, min_new_tokens=9) == replace(sampling, max_new_tokens=16)
+    assert [remaining(sampling, n).min_new_tokens for n in (0, 4, 12)] == [9, 5, 0]
+    assert replace(remaining(sampling, 4), seed=1, min_new_tokens=9) == replace(sampling, max_new_tokens=16)

@@ -108,7 +108,7 @@ def distill(
 
 
 def _supervised(command: str, purpose: str) -> Callable[..., RunResult]:
-    """The function of a command that trains on given data."""
+    """The function of a command that trains on data without rollouts."""
 
     def train_on_data(
         model: str | Path,

@@ -1,4 +1,4 @@
-"""``tunesmith merge``, put together."""
+"""``tunesmith merge``: a LoRA adapter and its base as one model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def run_merge(
     dtype: Literal["float32", "bfloat16"] | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """Write the model that a LoRA adapter and its base make together into ``out``; return the base's path.
+    """Merge a LoRA adapter into its base and write the model to ``out``. Returns the base's path.
 
     Args:
         adapter: a peft adapter directory, such as a checkpoint's ``model``.
-        base: None takes the one that the adapter names.
-        dtype: of what is written; None is that of the base.
+        base: the base model; None is the one that the adapter names.
+        dtype: number format of the merged model; None is that of the base.
 
     Raises:
         ModelError: there is no adapter or base, or the two do not fit.
-        StorageError: ``out`` holds something already, or cannot be written.
+        StorageError: ``out`` is not empty, or cannot be written.
     """
     if not (adapter / ADAPTER_CONFIG).is_file():
         inside = adapter / "model"

@@ -1,4 +1,4 @@
-"""Opening a run: checked, locked, its data read, resolved and announced, in that order. No model is loaded here."""
+"""Opens a run: checks it, locks its directory, reads its data, resolves and announces it. No model is loaded here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from tunesmith.loop.manifest import check_whole, has_manifest
 from tunesmith.loop.profiling import StepProfiler
 from tunesmith.loop.rollout_log import RolloutLog, examples, read_rollouts
 from tunesmith.loop.session import OUTSIDE_STEPS, Best, Session
-from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.interrupts import handled, keeping
 from tunesmith.monitor.learning import LearningWatch
 from tunesmith.monitor.metrics import MetricsLog, read_metrics
@@ -51,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a finished run leaves: where, and its last numbers."""
+    """The result of a run: its directory, model and numbers."""
 
     run_dir: Path
     checkpoint: Path
@@ -61,9 +60,9 @@ class RunResult:
     seconds: dict[str, float]
     """By phase."""
     best: str | None = None
-    """The best evaluation and its checkpoint, where that is not the last one."""
+    """The best evaluation and its checkpoint, if that is not the last one."""
     warning: str | None = None
-    """Where the run ended without learning, why."""
+    """Why the run learned nothing, if so."""
     examples: Sequence[Example] = ()
     """Held-out prompts, answered before training and after it."""
     scores: bool = False
@@ -98,10 +97,10 @@ def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[A
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the Python code that starts a run adds to its settings."""
+    """What a Python program adds to the settings of the run that it starts."""
 
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By dotted key: why a setting has its value that no person wrote; see ``Resolved``."""
+    """By dotted key, why a setting that the user did not write has its value; see ``Resolved``."""
     callbacks: Callbacks = field(default_factory=Callbacks)
 
 
@@ -174,7 +173,7 @@ def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
 
 
 def limited_data(config: RunConfig) -> DataSection:
-    """The data section with the token limit of model and micro-batch, so that a longer line is refused by its place."""
+    """The data section with the token limit of model and micro-batch, so that errors name the line that is too long."""
     facts = known_model_facts(config.model.path)
     context = facts and facts.context
     if isinstance(config, SamplingConfig):
@@ -185,7 +184,7 @@ def limited_data(config: RunConfig) -> DataSection:
         if isinstance(config, RLConfig):
             key, reserved = "max_prompt_tokens", config.rollout.max_new_tokens
     limit = min((room for room in rooms if room is not None), default=0) - reserved
-    # Where nothing is left for a prompt, other settings conflict; they are refused when the run is resolved.
+    # If no room is left for a prompt, settings conflict; that is refused when the run is resolved.
     return data.model_copy(update={key: limit}) if getattr(data, key) is None and limit > 0 else data
 
 
@@ -242,7 +241,7 @@ def make_ready(
 
 
 def announce(resolved: Resolved[Any], run_dir: RunDir, *loaded: Prepared[Any] | None) -> None:
-    """Print and save what the run will do and what became of the data, before anything heavy loads."""
+    """Print and save the settings and what was read of the data, before anything heavy loads."""
     reports = [data.report for data in loaded if data]
     for report in reports:
         print(report.summary())
@@ -281,17 +280,14 @@ def open_session(run: ReadyRun[Any, Any], checkpoint: Path | None, metric: str) 
             stack.enter_context(Watchdog(timeline, config.monitor.stall_after, progress.note))
         yield Session(
             total_steps=config.train.steps,
-            evaluate_every=config.eval.every,
-            checkpoint_every=config.checkpoint.every,
-            model_only=config.checkpoint.model_only,
+            eval=config.eval,
+            checkpoint=config.checkpoint,
             publisher=open_hub(config, run_dir, progress.note),
-            checkpoint_seconds=config.checkpoint.minutes and 60 * config.checkpoint.minutes,
             metrics=stack.enter_context(metrics),
             progress=progress,
             checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
             best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
             rollout_log=rollouts,
-            clock=Clock(),
             learning=LearningWatch(learning_facts(config, run.tokenizer, run.train.items)),
             timeline=timeline,
             profiler=profiler,
@@ -312,7 +308,7 @@ def open_rollout_log(run: ReadyRun[Any, Any], step: int | None) -> RolloutLog | 
 
 @contextmanager
 def kept_on_interrupt(run: OpenRun[Any], keep: Callable[[], str]) -> Generator[None]:
-    """When a signal ends what is inside: ``keep`` saves what it can; its report is shown with the way to continue."""
+    """If a signal ends the code inside, ``keep`` saves what it can; its report and how to continue are shown."""
     with keeping(lambda: f"{keep()}\n{how_to_continue(run.directory.path)}"):
         yield
 

@@ -1,4 +1,4 @@
-"""What the loop of ``loop/rl.py`` is given, here or in other processes."""
+"""Builds the parts of ``loop/rl.py``, in this process or in others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tunesmith.algorithms.kl import KLController
+from tunesmith.algorithms.objective import DistillationObjective
 from tunesmith.assembly.common import load_model, make_learner
 from tunesmith.assembly.critic import critic_backend, make_critic
 from tunesmith.assembly.engines import make_engine, make_engines, make_sampling
@@ -16,7 +17,7 @@ from tunesmith.assembly.opening import ReadyRun
 from tunesmith.assembly.policy import policy_backend
 from tunesmith.assembly.processes import make_policy, remote_reward_model, remote_trainer
 from tunesmith.assembly.rewards import add_rewards
-from tunesmith.assembly.teacher import objective_with_teacher
+from tunesmith.config.distillation import SampledDistillConfig
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import RolloutEngine, Sampler
 from tunesmith.engines.pool import EnginePool
@@ -83,9 +84,11 @@ async def make_rl_parts(
             learner=learner,
             critic=make_critic(config, session, tokenizer, learner, remote_value),
             kl=KLController.of(config.algorithm.kl),
-            evaluation=_evaluation(config, sampling, rewards, run.eval_items) if run.eval_items else None,
+            evaluation=EvaluationPlan(run.eval_items, sampling, config.eval, rewards.weights, config.train.seed)
+            if run.eval_items
+            else None,
             canary=_canary(config, engine, learner, train.items[0].prompt_ids),
-            objective=objective_with_teacher(config),
+            objective=DistillationObjective(1.0) if isinstance(config, SampledDistillConfig) else None,
         )
         session.restore(parts.load, parts.take)
         on_failure.pop_all()
@@ -131,15 +134,3 @@ def _canary(config: RLConfig, engine: RolloutEngine, learner: Learner, prompt_id
         return {"the engine": engine}
 
     return Canary(engines, learner, prompt_ids[:40], sampling, TOLERANCES[config.model.dtype], way)
-
-
-def _evaluation(config: RLConfig, sampling: Sampling, rewards: RewardSet, tasks: list[Task]) -> EvaluationPlan:
-    return EvaluationPlan(
-        tasks=tasks,
-        sampling=sampling,
-        samples=config.eval.samples,
-        temperature=config.eval.temperature,
-        pass_at=config.eval.pass_at or (config.eval.samples,),
-        weights=rewards.weights,
-        seed=config.train.seed,
-    )

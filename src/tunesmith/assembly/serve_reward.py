@@ -1,4 +1,4 @@
-"""``tunesmith serve-reward``, put together."""
+"""``tunesmith serve-reward``: a reward model or a reward function over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ TOKEN_ENV = "TUNESMITH_REWARD_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What was said; the first five are of reward models, ``timeout`` is of functions, and None leaves the default."""
+    """Options of the command; None leaves the default.
+
+    The first five apply to reward models, ``timeout`` to functions.
+    """
 
     max_tokens: int | None = None
     normalize: bool | None = None
@@ -37,24 +40,24 @@ class ServeOptions:
 
 
 def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> None:
-    """Serve a reward model or a reward function until told to stop.
+    """Serve a reward until a signal ends the process.
 
     Raises:
-        ConfigError, ModelError: there is no such reward, an option does not apply, or the address cannot be had.
+        ConfigError, ModelError: there is no such reward, an option does not apply, or the address cannot be used.
     """
     is_function = target in BUILTINS or ":" in target or target.endswith(".py")
     rewards = _function(target, options) if is_function else _model(target, options)
     from tunesmith.rewards.http_limits import is_loopback
     from tunesmith.rewards.server import RewardService, serve
 
-    token, made = read_token(options.token_file), None
+    token, new_token = read_token(options.token_file), None
     if token is None and not is_loopback(host):
-        token = made = secrets.token_urlsafe(32)
+        token = new_token = secrets.token_urlsafe(32)
     service = RewardService(rewards, options.window_ms / 1000, token)
 
     def ready(url: str) -> None:
-        if made:
-            print(f"token: {made} (made for this start; {TOKEN_ENV} or --token-file sets one)")
+        if new_token:
+            print(f"token: {new_token} (made for this start; {TOKEN_ENV} or --token-file sets one)")
         print(f"serving {target} at {url}/reward (and {url}/health); Ctrl-C stops it", flush=True)
 
     try:
@@ -76,8 +79,7 @@ def _function(target: str, options: ServeOptions) -> RewardSet:
 def _model(target: str, options: ServeOptions) -> RewardSet:
     _refuse(options, ("timeout",), "a reward model")
     if "/" not in target and not Path(target).exists():
-        known = [*BUILTINS, *(path.name for path in Path.cwd().iterdir())]
-        close = nearest(target, known)
+        close = nearest(target, [*BUILTINS, *(path.name for path in Path.cwd().iterdir())])
         raise ConfigError(
             f"'{target}' is no reward: give a reward model's directory or hub name, a function as rewards.py:name, "
             f"or a built-in ({', '.join(BUILTINS)}).{close if close.startswith(' Did') else ''}"
@@ -114,7 +116,7 @@ def _refuse(options: ServeOptions, names: tuple[str, ...], what: str) -> None:
 
 
 def read_token(file: Path | None) -> str | None:
-    """Of a file or the environment; None where neither is given."""
+    """The token of ``--token-file`` or of the environment; None if there is neither."""
     if file is not None:
         with boundary(ConfigError, f"--token-file: cannot read {file}", (OSError, ValueError)):
             token = file.read_text(encoding="utf-8").strip()

@@ -1,4 +1,4 @@
-"""What the loop of ``loop/supervised.py`` is given, for each command that trains on given data."""
+"""Builds the parts of ``loop/supervised.py`` for each command that trains on data without rollouts."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Setup(Generic[T]):
-    """What the parts are made of."""
+    """What the parts are built from."""
 
     run: ReadyRun[Any, T]
     session: Session
     processes: Processes | None
-    """Where the trainer's ranks run; None: here."""
+    """The processes of the trainer's ranks; None: this process trains."""
 
     def learner(self, make: MakeBackend, aggregation: str = AGGREGATION, *, keep_groups: bool = False) -> Learner:
-        """Loads the model."""
+        """A learner, with its model loaded."""
         config, limits = self.run.config, None
         if self.processes is None:
             backend: TrainBackend = make(config, self.run.tokenizer)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tunesmith.algorithms.objective import DistillationObjective, Objective
 from tunesmith.assembly.common import load_frozen, load_tokenizer
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.data.forest import Forest, Predictions
@@ -39,8 +38,3 @@ def compare_with(
         temperature=temperature,
         chunk=config.system.logprob_chunk,
     )
-
-
-def objective_with_teacher(config: Any) -> Objective | None:
-    """What is minimised in place of a policy loss, where a run has such a thing."""
-    return DistillationObjective(1.0) if isinstance(config, SampledDistillConfig) else None

@@ -1,4 +1,4 @@
-"""How each command that trains on given data reads it."""
+"""Reads the data of each command that trains without rollouts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _load_rm(config: RMConfig, tokenizer: Tokenizer, data: DataSection, source: 
     from tunesmith.models.score_model import whole_sequence
 
     room, share = known(config.system, "max_tokens_per_microbatch"), config.system.share_prompts
-    found = load_pairs(data, source, tokenizer, room=room, share=share, shape=lambda s: whole_sequence(s.token_ids))
-    if config.rm.loss == "logexp" and any(item.values["margin"][0] for item in found.items):
+    pairs = load_pairs(data, source, tokenizer, room=room, share=share, shape=lambda s: whole_sequence(s.token_ids))
+    if config.rm.loss == "logexp" and any(item.values["margin"][0] for item in pairs.items):
         raise ConfigError(
             "rm.loss = 'logexp' knows no margin, and the data has a column 'margin'; say rm.loss = 'sigmoid', "
             "or take the column out"
         )
-    return found
+    return pairs
 
 
 def _load_dpo(config: DPOConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
@@ -49,9 +49,9 @@ def label_tokens(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, int]:
         ConfigError: one of them is not a single token.
     """
     ids = encode(tokenizer, [config.prm.good, config.prm.bad])
-    for key, text, found in zip(("good", "bad"), (config.prm.good, config.prm.bad), ids, strict=True):
-        if len(found) != 1:
-            raise ConfigError(f"prm.{key} = '{text}' is {len(found)} tokens of this tokenizer; it has to be one")
+    for key, text, tokens in zip(("good", "bad"), (config.prm.good, config.prm.bad), ids, strict=True):
+        if len(tokens) != 1:
+            raise ConfigError(f"prm.{key} = '{text}' is {len(tokens)} tokens of this tokenizer; it has to be one")
     return ids[0][0], ids[1][0]
 
 
@@ -75,14 +75,13 @@ def _step_sizes(config: PRMConfig, item: Solution) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """How a command reads its data."""
+    """How a command reads its data. Both functions also take the configuration."""
 
     load: Callable[[Any, Tokenizer, DataSection, Sources], Prepared[Any]]
-    """Given the configuration."""
     sizes: Callable[[Any, Any], tuple[int, int]]
-    """Of an item, given the configuration; see ``make_ready``."""
+    """The sizes of an item; see ``make_ready``."""
     metric: str = "eval/accuracy"
-    """What the best checkpoint is judged by where the run file does not say."""
+    """The metric that selects the best checkpoint, unless ``eval.metric`` names another."""
 
 
 _ANSWERS = TrainingData(

@@ -1,4 +1,4 @@
-"""Measuring the policy on held-out tasks: greedy reward, and pass@k when several samples are drawn."""
+"""Evaluates the policy on held-out tasks: reward of greedy answers, and pass@k of several samples."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from math import comb
 
 import numpy as np
 
+from tunesmith.config.schema import EvalSection
 from tunesmith.loop.collect import Collector
 from tunesmith.types import Rollout, RolloutGroup, Sampling, Task
 
@@ -17,7 +18,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """What to measure: greedy answers, and with ``samples > 1`` pass@k for each ``k`` of ``pass_at``.
+    """What to measure: greedy answers, and with ``eval.samples > 1`` pass@k for each ``k`` of ``eval.pass_at``.
 
     A rollout passes when its reward reaches the sum of the positive ``weights`` of the rewards that apply to it. An
     environment's reward has a weight of 1.
@@ -25,9 +26,7 @@ class EvaluationPlan:
 
     tasks: Sequence[Task]
     sampling: Sampling
-    samples: int
-    temperature: float
-    pass_at: tuple[int, ...]
+    section: EvalSection
     weights: Mapping[str, float]
     seed: int
 
@@ -36,13 +35,14 @@ async def evaluate(collector: Collector, plan: EvaluationPlan) -> tuple[dict[str
     """Metrics named ``eval/...``, and the greedy groups they come from, in the order of the tasks."""
     greedy = await collector.collect(plan.tasks, replace(plan.sampling, temperature=0.0), 1, plan.seed)
     metrics = _greedy_metrics(greedy, plan.weights)
-    if plan.samples > 1:
-        drawing = replace(plan.sampling, temperature=plan.temperature)
-        groups = await collector.collect(plan.tasks, drawing, plan.samples, plan.seed)
+    samples = plan.section.samples
+    if samples > 1:
+        sampling = replace(plan.sampling, temperature=plan.section.temperature)
+        groups = await collector.collect(plan.tasks, sampling, samples, plan.seed)
         # A failed rollout counts as not passed: leaving it out would overrate the policy.
         passed = [sum(passes(r, plan.weights) for r in g.usable) for g in groups]
-        for k in plan.pass_at:
-            metrics[f"eval/pass@{k}"] = float(np.mean([pass_at_k(plan.samples, n, k) for n in passed]))
+        for k in plan.section.pass_at or (samples,):
+            metrics[f"eval/pass@{k}"] = float(np.mean([pass_at_k(samples, n, k) for n in passed]))
     return metrics, greedy
 
 

@@ -43,7 +43,7 @@ class Gate:
         done = Completion([], [], [], "abort")
         while done.finish_reason == "abort":
             await self._enter()
-            more = await self._ask([*prompt_ids, *done.token_ids], _rest(sampling, len(done.token_ids)))
+            more = await self._ask([*prompt_ids, *done.token_ids], remaining(sampling, len(done.token_ids)))
             keep = len(more.token_ids)
             if more.finish_reason == "abort" and sampling.stop:
                 # Tokens that may begin a stop string are sampled again, so that the engine finds it whole.
@@ -105,7 +105,7 @@ def _move(deadline: asyncio.Timeout, due: float | None) -> None:
         deadline.reschedule(due)
 
 
-def _rest(sampling: Sampling, written: int) -> Sampling:
+def remaining(sampling: Sampling, written: int) -> Sampling:
     """The sampling of what remains after ``written`` tokens."""
     if not written:
         return sampling

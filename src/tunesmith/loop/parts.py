@@ -1,4 +1,4 @@
-"""The parts of a reinforcement-learning run."""
+"""The parts of a run that trains by reinforcement learning."""
 
 from __future__ import annotations
 

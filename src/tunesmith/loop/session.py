@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from tunesmith.config.schema import CheckpointSection, EvalSection
 from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
 from tunesmith.loop.callbacks import STOP, Callbacks
 from tunesmith.loop.checkpoint import Checkpoints, read_state
@@ -82,23 +83,19 @@ class Session:
     """A run in progress. Training loops ask it what is due, and report to it what happened."""
 
     total_steps: int
-    evaluate_every: int | None
-    checkpoint_every: int | Literal["epoch"] | None
+    eval: EvalSection
+    checkpoint: CheckpointSection
     metrics: MetricsLog
     progress: Progress
     checkpoints: Checkpoints
     best: Best
     rollout_log: RolloutLog | None
     """None in supervised training."""
-    clock: Clock
+    clock: Clock = field(default_factory=Clock)
     learning: LearningWatch = field(default_factory=lambda: LearningWatch(Facts()))
     timeline: Timeline = field(default_factory=Timeline)
     resume_from: Path | None = None
-    model_only: bool | Literal["last"] = False
-    """Whether checkpoints, or only the last one, hold the model alone and cannot be resumed."""
     publisher: Publisher | None = None
-    checkpoint_seconds: float | None = None
-    """Time between checkpoints, in addition to ``checkpoint_every``."""
     step: int = 0
     total_tokens: float = 0.0
     """Sum of the metric ``tokens`` over all steps."""
@@ -221,11 +218,11 @@ class Session:
         last = self.step == self.total_steps
         self.metrics.show(self.step, [summary(line) for line in lines], always=last or kind == "eval")
         # After 1, 2, 4, 8, ... steps: most often at the start, where most can be wrong.
-        if kind == "train" and self.step & (self.step - 1) == 0 and (found := contrast(lines)):
-            self.note(answers_shown(*found))
+        if kind == "train" and self.step.bit_count() == 1 and (pair := contrast(lines)):
+            self.note(answers_shown(*pair))
 
     def evaluation_due(self) -> bool:
-        return due(self.step, self.evaluate_every, self.total_steps)
+        return due(self.step, self.eval.every, self.total_steps)
 
     def owes_evaluation(self, at_start: bool) -> bool:
         """Whether an evaluation is missing before the next step: at the start, or because a signal prevented it."""
@@ -237,9 +234,9 @@ class Session:
         step, epoch, time = self._saved
         if self.stopped:
             return step != self.step
-        if self.checkpoint_seconds is not None and self.clock.now() - time >= self.checkpoint_seconds:
+        every, minutes = self.checkpoint.every, self.checkpoint.minutes
+        if minutes is not None and self.clock.now() - time >= 60 * minutes:
             return True
-        every = self.checkpoint_every
         if every == "epoch":
             return is_best or self.step >= self.total_steps or self.epoch > epoch
         return is_best or due(self.step, every, self.total_steps)
@@ -251,10 +248,11 @@ class Session:
             stopping: a signal ends the run. The checkpoint can be resumed even with ``model_only``, and is not
                 published.
         """
-        model_only = not stopping and (self.model_only is True or (self.model_only == "last" and not self.running))
+        wanted = self.checkpoint.model_only
+        model_only = not stopping and (wanted is True or (wanted == "last" and not self.running))
         best = {self.best.metric: [self.best.value, self.best.step]}
-        own = {"step": self.step, "best": best, "evaluated": self.evaluated, "total_tokens": self.total_tokens}
-        own |= {"model_only": True, "finished": not self.running} if model_only else {}
+        state = {"step": self.step, "best": best, "evaluated": self.evaluated, "total_tokens": self.total_tokens}
+        state |= {"model_only": True, "finished": not self.running} if model_only else {}
 
         def written(directory: Path) -> None:
             write(directory, model_only)
@@ -262,7 +260,7 @@ class Session:
                 self.publisher.describe(directory)
 
         with self.phase("checkpoint"), interrupts.held():
-            path = self.checkpoints.save(self.step, {**own, **self._whole()}, written, self.best.step)
+            path = self.checkpoints.save(self.step, {**state, **self._whole()}, written, self.best.step)
             self._saved = self.step, self.epoch, self.clock.now()
             if self.publisher and not stopping:
                 self.publisher.publish(path, last=not self.running)
