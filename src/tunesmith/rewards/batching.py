@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -41,14 +42,13 @@ class Batcher(Generic[T, R]):
                 continue
             self.batches += 1
             try:
-                results = list(await self._run([item for items, _ in batch for item in items]))
+                results = iter(await self._run([item for items, _ in batch for item in items]))
             except Exception as error:
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)
                 continue
-            start = 0
             for items, future in batch:
+                part = list(islice(results, len(items)))
                 if not future.done():
-                    future.set_result(results[start : start + len(items)])
-                start += len(items)
+                    future.set_result(part)

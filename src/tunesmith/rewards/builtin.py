@@ -1,7 +1,7 @@
 """Built-in rewards: exact_match, numeric_match, regex_format and math.
 
-All but regex_format compare with the answer column and log ``answered`` (the completion holds an answer at all) and
-``correct``, so that "no answer" and "wrong" stay apart. For a task without an answer the reward does not apply.
+All but regex_format compare with the answer column and log ``answered`` (the completion has an answer at all) and
+``correct``, so that "no answer" and "wrong" can be told apart. For a task without an answer the reward does not apply.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from tunesmith.usercode.killable import Program, WorkerError
 ITEM_SECONDS = 5.0
 """Deadline for judging one completion in a worker process, where ``reward.timeout`` is longer."""
 
+BAD_GOLD = "data error in the answer column"
 Verdict = bool | None | ItemFailure
-"""Whether an answer is correct; None: the completion holds no answer."""
+"""Whether an answer is correct; None: the completion has no answer."""
 Judge = Callable[[list[str], list[str]], Awaitable[list[Verdict]]]
 """From completions and their gold answers to verdicts."""
 
@@ -89,7 +90,7 @@ def _matching(
     def verdict(text: str | ItemFailure | None, gold: str) -> Verdict:
         expected = read(gold)
         if expected is None:
-            return _bad_gold(f"{gold!r} holds no number")
+            return ItemFailure(Status.REWARD_FAILED, f"{BAD_GOLD}: {gold!r} holds no number")
         if isinstance(text, ItemFailure):
             return text
         answer = None if text is None else read(text)
@@ -123,7 +124,7 @@ def _math(section: RewardSection) -> RewardFunction:
         if isinstance(judged, ItemFailure):
             return judged
         if not judged["gold"]:
-            return _bad_gold(f"math-verify cannot parse {gold!r}")
+            return ItemFailure(Status.REWARD_FAILED, f"{BAD_GOLD}: math-verify cannot parse {gold!r}")
         return judged["correct"] if judged["answered"] else None
 
     async def judge(texts: list[str], golds: list[str]) -> list[Verdict]:
@@ -175,10 +176,6 @@ async def _gather(jobs: Iterable[Awaitable[Any]]) -> list[Any]:
             return ItemFailure(Status.REWARD_FAILED, str(error))
 
     return await asyncio.gather(*map(result, jobs))
-
-
-def _bad_gold(reason: str) -> ItemFailure:
-    return ItemFailure(Status.REWARD_FAILED, f"data error in the answer column: {reason}")
 
 
 def _gold_problem(gold: Any) -> str | None:

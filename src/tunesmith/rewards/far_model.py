@@ -12,7 +12,7 @@ from tunesmith.rewards.model import RewardModel
 
 
 class RestartingFar:
-    """Calls to the process of ``start``. One that ends is replaced, up to ``restarts`` times."""
+    """Calls methods of a process that ``start`` starts; replaces a lost one, up to ``restarts`` times."""
 
     def __init__(self, start: Callable[[], Far], restarts: int, report: Callable[[str], None]) -> None:
         self._start, self._restarts, self._report = start, restarts, report
@@ -32,6 +32,6 @@ class RestartingFar:
 
 
 def far_reward_model(place: RestartingFar) -> RewardModel:
-    """A reward model that encodes texts here and scores them where ``place`` holds the whole model."""
+    """A reward model that encodes texts here and scores them in the process of ``place``, which has the whole model."""
     tokenizer, context, template, stats = map(place.far.get, ("tokenizer", "context", "template", "stats"))
     return RewardModel(partial(place.call, "score_ids"), tokenizer, context, template, stats)

@@ -114,17 +114,23 @@ def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = Fa
         ConfigError: as ``check_rewards``; a file cannot be imported, or a function cannot be called.
     """
     check_rewards(section, base_dir)
-    rewards = RewardSet(weights_by_name(section), section.timeout)
-    named = list(zip(rewards.weights, section.functions, strict=False))
+    weights = weights_by_name(section)
+    named = list(zip(weights, section.functions, strict=False))
     own = [(name, entry) for name, entry in named if entry not in BUILTINS]
-    isolated = rewards.isolate(own, base_dir, section.memory) if own and section.isolation != "thread" else {}
+    isolated = None
+    if own and section.isolation != "thread":
+        from tunesmith.rewards.isolated import IsolatedRewards
+
+        isolated = IsolatedRewards(own, base_dir, section.memory)
+        functions = isolated.functions
+    else:
+        functions = [
+            user_reward(name, entry, user_code.load_function(entry, base_dir), instances) for name, entry in own
+        ]
+    by_name = {function.name: function for function in functions}
+    rewards = RewardSet(weights, section.timeout, isolated)
     for name, entry in named:
-        if entry in BUILTINS:
-            rewards.add(BUILTINS[entry](section))
-        elif name in isolated:
-            rewards.add(isolated[name])
-        else:
-            rewards.add(user_reward(name, entry, user_code.load_function(entry, base_dir), instances))
+        rewards.add(BUILTINS[entry](section) if entry in BUILTINS else by_name[name])
     return rewards
 
 

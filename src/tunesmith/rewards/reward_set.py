@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.errors import ConfigError, DataError, DeadlineExceeded, nearest
@@ -38,8 +37,11 @@ ENVIRONMENT = "environment"
 class RewardSet:
     """The reward functions of a run, with the threads and processes they run in."""
 
-    def __init__(self, weights: dict[str, float], timeout: float) -> None:
-        """``weights`` by the names of the rewards, each of which is then added with ``add``."""
+    def __init__(self, weights: dict[str, float], timeout: float, isolated: IsolatedRewards | None = None) -> None:
+        """``weights`` by the names of the rewards, each of which is then added with ``add``.
+
+        ``isolated`` runs those of the user's functions that are in a worker process.
+        """
         self.functions: tuple[RewardFunction, ...] = ()
         self.weights = weights
         self.state = TrainerState()
@@ -48,17 +50,8 @@ class RewardSet:
         """Whether functions get the ``environments`` that played."""
         self._timeout = timeout
         self._calls = UserCalls()
-        self._isolated: IsolatedRewards | None = None
+        self._isolated = isolated
         self._logged: dict[str, list[float]] = {}
-
-    def isolate(
-        self, references: Sequence[tuple[str, str]], base_dir: Path, memory: str | None
-    ) -> dict[str, RewardFunction]:
-        """Load the user's functions, given as (name, reference), in a worker process; the rewards by name."""
-        from tunesmith.rewards.isolated import IsolatedRewards
-
-        self._isolated = IsolatedRewards(references, base_dir, memory)
-        return {function.name: function for function in self._isolated.functions}
 
     def add(self, function: RewardFunction) -> None:
         assert function.name in self.weights, f"the reward '{function.name}' has no weight"

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Self
+from itertools import groupby
+from typing import Annotated, Any, NamedTuple, Self
 
 from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
@@ -65,22 +66,18 @@ class RewardRequest(BaseModel):
                 raise ValueError(f"{len(self.prompts)} prompts, but '{name}' has {len(values)} entries")
         return self
 
-    def items(self, number: int) -> list[Item]:
-        columns = self.columns or {}
-        return [
-            Item(prompt, text_of(completion), {name: values[i] for name, values in columns.items()}, number)
-            for i, (prompt, completion) in enumerate(zip(self.prompts, self.completions, strict=True))
-        ]
 
-
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One completion of a request."""
 
     prompt: Prompt
     text: str
     columns: dict[str, Any]
     request: int
+
+
+Result = tuple[float | None, str | None]
+"""A reward and the reason of a failure."""
 
 
 @dataclass(slots=True)
@@ -94,7 +91,7 @@ class RewardService:
     """The token that requests need, if any; ``GET /health`` without it gives the status alone."""
     requests: int = 0
     completions: int = 0
-    _batcher: Batcher[Item, tuple[float | None, str | None]] = field(init=False)
+    _batcher: Batcher[Item, Result] = field(init=False)
 
     def __post_init__(self) -> None:
         self._batcher = Batcher(self._score, self.window)
@@ -103,21 +100,23 @@ class RewardService:
         if request.content_type != "application/json":  # which no web page can send here unasked
             raise web.HTTPUnsupportedMediaType(text="send JSON, with the header Content-Type: application/json")
         try:
-            items = RewardRequest.model_validate_json(await request.read()).items(self.requests)
+            body = RewardRequest.model_validate_json(await request.read())
         except ValidationError as error:
             problem = error.errors()[0]
             place = ".".join(map(str, problem["loc"]))
             raise web.HTTPBadRequest(text=f"{place}: {problem['msg']}" if place else problem["msg"]) from None
-        for name in sorted(self.rewards.functions[0].columns):
-            if any(name not in item.columns for item in items):
-                raise web.HTTPBadRequest(text=f"columns: the reward needs the column '{name}'")
+        columns = body.columns or {}
+        if body.prompts and (missing := self.rewards.functions[0].columns - columns.keys()):
+            raise web.HTTPBadRequest(text=f"columns: the reward needs the column '{min(missing)}'")
+        items = [
+            Item(prompt, text_of(completion), {name: values[i] for name, values in columns.items()}, self.requests)
+            for i, (prompt, completion) in enumerate(zip(body.prompts, body.completions, strict=True))
+        ]
         self.requests += 1
         self.completions += len(items)
-        found = await self._batcher.submit(items) if items else []
-        answer: dict[str, Any] = {"rewards": [reward for reward, _ in found]}
-        if any(error for _, error in found):
-            answer["errors"] = [error for _, error in found]
-        return web.json_response(answer)
+        results = await self._batcher.submit(items) if items else []
+        rewards, errors = [reward for reward, _ in results], [error for _, error in results]
+        return web.json_response({"rewards": rewards, **({"errors": errors} if any(errors) else {})})
 
     async def health(self, request: web.Request) -> web.Response:
         if self.token is not None and not has_token(request, self.token):
@@ -125,16 +124,15 @@ class RewardService:
         counts = {"requests": self.requests, "completions": self.completions, "batches": self._batcher.batches}
         return web.json_response({"status": "ok", "reward": self.rewards.functions[0].reference, **counts})
 
-    async def _score(self, items: list[Item]) -> list[tuple[float | None, str | None]]:
-        found = await self._score_together(items)
-        requests = {item.request for item in items}
-        if len(requests) > 1 and all(error for _, error in found):
-            # The function fails for the whole call: score each request alone, so that the good ones succeed.
-            parts = [await self._score_together([i for i in items if i.request == n]) for n in sorted(requests)]
-            return [one for part in parts for one in part]
-        return found
+    async def _score(self, items: list[Item]) -> list[Result]:
+        results = await self._score_together(items)
+        requests = [list(group) for _, group in groupby(items, key=lambda item: item.request)]
+        if len(requests) == 1 or not all(error for _, error in results):
+            return results
+        # The function fails for the whole call: score each request alone, so that the good ones succeed.
+        return [result for one in requests for result in await self._score_together(one)]
 
-    async def _score_together(self, items: list[Item]) -> list[tuple[float | None, str | None]]:
+    async def _score_together(self, items: list[Item]) -> list[Result]:
         (function,) = self.rewards.functions
         rollouts = [Rollout(Task(str(i), item.prompt, (), item.columns)) for i, item in enumerate(items)]
         await self.rewards.score(rollouts, [item.text for item in items])

@@ -30,8 +30,10 @@ from tunesmith.usercode.loading import describe_exception
 
 T = TypeVar("T")
 
+PROGRAMS = ("user_program.py", "environment_program.py")
+"""Files of ours that call the user's code in worker processes."""
 HUNG_AFTER = 3
-"""After so many timeouts of a function in a row, its calls that already wait fail without being tried."""
+"""After so many timeouts of a function in a row, its waiting calls fail without being tried."""
 ANSWER_SECONDS = 1.0
 """An event loop that takes longer to answer counts as blocked."""
 
@@ -75,9 +77,8 @@ def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, A
 def check_keywords(function: Callable[..., Any], reference: str, available: set[str], skip: int = 0) -> None:
     """Refuse (ConfigError) a function with a required parameter not in ``available``, after the first ``skip``."""
     for p in list(inspect.signature(function).parameters.values())[skip:]:
-        if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is not p.empty:
-            continue
-        if p.name not in available or p.kind is p.POSITIONAL_ONLY:
+        required = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        if required and (p.name not in available or p.kind is p.POSITIONAL_ONLY):
             raise ConfigError(
                 f"'{reference}' needs '{p.name}', which is not a column of the data.{nearest(p.name, available)}"
             )
@@ -92,7 +93,7 @@ def kept_default_dtype() -> Generator[None]:
         yield
     finally:
         torch = sys.modules.get("torch")
-        if torch is not None and torch.get_default_dtype() is not (before or torch.float32):
+        if torch is not None:
             torch.set_default_dtype(before or torch.float32)
 
 
@@ -110,13 +111,11 @@ class RaisedInCall(Exception):
     @property
     def trace(self) -> str:
         """The traceback, starting in the user's code."""
-        if self.error is None:
-            return self._trace
-        return describe_exception(self.error, skip=_is_ours)
 
+        def is_ours(file: str) -> bool:
+            return file == __file__ or "/asyncio/" in file or Path(file).name in PROGRAMS
 
-def _is_ours(file: str) -> bool:
-    return file == __file__ or "/asyncio/" in file or Path(file).name in ("user_program.py", "environment_program.py")
+        return self._trace if self.error is None else describe_exception(self.error, skip=is_ours)
 
 
 class PerLoop(Generic[T]):

@@ -1,9 +1,9 @@
-"""Attention of one new token per running request to its prompt and to what it wrote.
+"""Attention of one new token per running request to its prompt and to its written tokens.
 
-Siblings attend to their prompt together, so its keys and values are read once per group. All work is
-batched products on views of the two banks; index tensors are made once per step, or only when the rows
-change, never per layer. Rows that have written much more than others are a part of their own, so that one
-long completion does not make all rows as long.
+Siblings attend to their prompt together, so that its keys and values are read once per group. All work is batched
+products on views of the two banks; index tensors are made once per step, or only when the rows change, never per layer.
+Rows that have written much more than others form a separate part, so that one long completion does not make all rows as
+long.
 
 Shape legend: ``B`` rows, ``A`` prompts in use, ``M`` most members of a prompt, ``K`` key/value heads, ``G`` query
 heads per key/value head, ``D`` head size, ``P`` longest prompt, ``L`` longest completion of a part.
@@ -58,15 +58,15 @@ class Grouping:
 
 
 WORTH_A_PART = {"cpu": 1024}
-"""Slots that another part has to spare a layer: its own products take as long as reading so many does."""
+"""Slots per layer that a further part has to save: its products take as long as reading so many slots."""
 WORTH_A_PART_ELSEWHERE = 1 << 16
 
 
 def parts(ends: Sequence[int], worth: int) -> list[tuple[int, int, int]]:
-    """Cut rows into stretches ``(start, stop, longest)``, where that spares ``worth`` slots or more.
+    """Cut rows into stretches ``(start, stop, longest)``, where that saves ``worth`` slots or more.
 
     Args:
-        ends: slots of each row, sorted by ``length_class`` as far as they are.
+        ends: slots of each row, in the order of their ``length_class``.
 
     Example:
         >>> parts([900, 20, 30], worth=1000), parts([900, 20, 30], worth=2000)
@@ -110,7 +110,11 @@ class DecodeAttention:
         self._longest_prompt = max(grouping.prompt_lengths)
         worth = WORTH_A_PART.get(self._device.type, WORTH_A_PART_ELSEWHERE)
         stretches = parts([n + 1 for n in lengths], worth)
-        self._parts = [self._part(memory.completions, *stretch) for stretch in stretches]
+        heads, prompts = self._heads, grouping.prompt_lengths
+        self._parts = [
+            _Part(slice(a * heads, b * heads), lengths[a:b], prompts[a:b], n, _views(memory.completions, a, b, n))
+            for a, b, n in stretches
+        ]
         self._prompt = _views(memory.prompts, 0, grouping.prompts, self._longest_prompt)
         self._write = self._writer(memory.completions)
 
@@ -135,7 +139,7 @@ class DecodeAttention:
     def _weights(
         self, part: _Part, own: Tensor, to_prompt: Tensor, plane: int, window: int | None, softcap: float | None
     ) -> Sequence[Tensor]:
-        """``[rows, G, P]`` and ``[rows, G, L]``: how much a part's rows take of the prompt and of their own tokens."""
+        """``[rows, G, P]`` and ``[rows, G, L]``: a part's attention to the prompt and to its own tokens."""
         scores = torch.cat((to_prompt[part.rows], torch.bmm(own[part.rows], part.own[plane])), -1)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
@@ -143,10 +147,6 @@ class DecodeAttention:
         if mask is not None:
             scores.view(len(part.lengths), -1, scores.shape[-1]).add_(mask)
         return torch.softmax(scores, -1).split_with_sizes((self._longest_prompt, part.longest), -1)
-
-    def _part(self, bank: Bank, start: int, stop: int, longest: int) -> _Part:
-        rows, views = slice(start * self._heads, stop * self._heads), _views(bank, start, stop, longest)
-        return _Part(rows, self._lengths[start:stop], self._grouping.prompt_lengths[start:stop], longest, views)
 
     def _writer(self, bank: Bank) -> Callable[[int, Tensor], object]:
         """A function that puts the new tokens' ``[B, K, D]`` in their slots of a plane."""
@@ -168,7 +168,7 @@ class DecodeAttention:
         return grouped.view(self._grouping.prompts * self._heads, -1, width)
 
     def _by_row(self, groups: Tensor, share: int, width: int) -> Tensor:
-        """The inverse."""
+        """The inverse of ``_by_prompt``."""
         if self._grouping.scatter is None:
             return groups
         return groups.view(-1, share * width).index_select(0, self._grouping.scatter).view(-1, share, width)

@@ -1,9 +1,9 @@
 """Which copy of a model decodes fastest on a CPU: in float32, in packed bfloat16, or with the adapter merged.
 
-A bfloat16 product of few rows costs 20 to 40 us however small it is, several times a float32 one; from about
-16 rows up it is the faster. So a small model gets a float32 copy, made again for every version, that decodes
-few rows. Its results are those of the bfloat16 weights, computed more exactly. Many rows are decoded with
-bfloat16 weights that are packed once per version instead of in every product.
+A bfloat16 product of few rows takes 20 to 40 us, however small it is: several times a float32 one. From about 16 rows
+up it is faster. So a small model gets a float32 copy, renewed for every version, that decodes few rows. Its results are
+those of the bfloat16 weights, computed more exactly. Many rows are decoded with bfloat16 weights that are packed once
+per version instead of in every product.
 
 A small model with an adapter gets a float32 copy too, into which the adapter is merged once per version.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -29,18 +30,17 @@ class DecodeModel:
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
-        size = 4 * sum(p.numel() for p in model.module.parameters())
-        mixed = model.device.type == "cpu" and model.module.dtype == torch.bfloat16
-        copied = size <= LARGEST_COPY and not is_quantised(model.module)
-        self._copies = mixed and copied
-        self._merges = model.adapter is not None and model.device.type == "cpu" and copied
+        small = 4 * sum(p.numel() for p in model.module.parameters()) <= LARGEST_COPY
+        may_copy = small and model.device.type == "cpu" and not is_quantised(model.module)
+        self._copies = may_copy and model.module.dtype == torch.bfloat16
+        self._merges = may_copy and model.adapter is not None
         self._merged: CausalLM | None = None
         self._exact: CausalLM | None = None
         self._exact_is_current = False
         self._packed: CausalLM | None = None
 
     def refresh(self) -> None:
-        """The trainer's weights are new."""
+        """Renew the copies: the trainer's weights are new."""
         self._exact_is_current, self._packed, self._merged = False, None, None
 
     def for_rows(self, rows: int) -> CausalLM:
@@ -53,9 +53,8 @@ class DecodeModel:
 
     def _in_float32(self) -> CausalLM:
         if self._exact is None:
-            module = copy.deepcopy(self._model.module).float().requires_grad_(False)
-            lean = None if self._model.lean is None else LeanDecoder.of(module.base_model)
-            self._exact, self._exact_is_current = CausalLM(module, self._model.tokenizer, lean), True
+            self._exact = self._copy_of(copy.deepcopy(self._model.module).float().requires_grad_(False))
+            self._exact_is_current = True
         if not self._exact_is_current:
             with torch.no_grad():
                 for mine, new in zip(self._exact.module.parameters(), self._model.module.parameters(), strict=True):
@@ -64,13 +63,15 @@ class DecodeModel:
         return self._exact
 
     def _with_adapter_merged(self) -> CausalLM:
-        """An adapter's layers add two small products and more Python to each large one; merged they cost nothing."""
+        """An adapter adds two small products and Python calls to each large product; merged it costs nothing."""
         if self._merged is None:
             assert self._model.adapter is not None
-            module = self._model.adapter.merged()
-            lean = None if self._model.lean is None else LeanDecoder.of(module.base_model)
-            self._merged = CausalLM(module, self._model.tokenizer, lean)
+            self._merged = self._copy_of(self._model.adapter.merged())
         return self._merged
+
+    def _copy_of(self, module: Any) -> CausalLM:
+        lean = None if self._model.lean is None else LeanDecoder.of(module.base_model)
+        return CausalLM(module, self._model.tokenizer, lean)
 
     def _with_packed_weights(self) -> CausalLM:
         if self._packed is None:

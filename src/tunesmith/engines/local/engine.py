@@ -39,8 +39,8 @@ from tunesmith.types import Completion, FinishReason, Sampling
 class LocalEngine:
     """Fulfils ``RolloutEngine`` with the model that the trainer trains: no copy, no synchronisation.
 
-    It reads the parameters while requests are in flight. Before they are changed in place, requests have to end or be
-    interrupted; or ``update`` changes them.
+    It reads the parameters while requests are in flight. Before they change in place, requests have to end or be
+    interrupted, unless ``update`` changes them.
 
     Args:
         kv_bytes: hard budget of KV memory.
@@ -49,8 +49,8 @@ class LocalEngine:
         block_size: tokens by which KV memory is counted and grows.
         eos_token_ids: None takes the model's generation config and its tokenizer.
         limits: of the hardware, for ``stats().attainable_seconds``.
-        speculation: guess tokens ahead; what is written stays the same.
-        update: called by ``load_weights`` between two steps, to put new weights into the model; None: they are there.
+        speculation: guess tokens ahead, without a change of the completions.
+        update: puts new weights into the model, between two steps; None: the trainer has done so.
 
     Raises:
         UserError: the budget is too small for a single request, or the assistant does not fit the model.
@@ -104,7 +104,7 @@ class LocalEngine:
         try:
             return await asyncio.wrap_future(request.done)
         except asyncio.CancelledError:
-            if self._state != "closed":  # the step that it is part of ends first: then the weights may change
+            if self._state != "closed":  # wait for the end of the current step: the weights may change afterwards
                 await asyncio.shield(self._thread.call(lambda: self._scheduler.release([request])))
             raise
         finally:
@@ -208,7 +208,7 @@ class LocalEngine:
         return request
 
     def _step(self) -> bool:
-        """Compute the prompts that can be admitted, else a token, or several, of every running request."""
+        """Compute the prompts that can be admitted; if there are none, one or more tokens of every running request."""
         if not self._scheduler.has_work:
             return False
         started = time.perf_counter()
@@ -244,7 +244,7 @@ class LocalEngine:
         return ended
 
     def _propose(self, rows: Sequence[LocalRequest]) -> list[list[int]]:
-        """Guesses of what each request writes next, within its length and its row."""
+        """Guesses of each request's next tokens, within its length and its row."""
         if self._speculation is None or len(rows) > MOST_ROWS:
             return [[] for _ in rows]
         room = [min(r.kv_length, self._pool.capacity) - r.cached - 1 for r in rows]
@@ -254,7 +254,7 @@ class LocalEngine:
         )
 
     def _rotated_alike(self, request: LocalRequest) -> int:
-        """Tokens that the request may grow by before its keys have to be computed anew."""
+        """Tokens by which the request can grow before its keys have to be computed again."""
         assert self._speculation is not None
         rule, now, most = self._model.lengths, request.length, self._speculation.tokens
         return (
@@ -264,10 +264,10 @@ class LocalEngine:
     def _append(
         self, rows: Sequence[LocalRequest], drafts: Sequence[Sequence[int]], hidden: Tensor
     ) -> dict[LocalRequest, FinishReason]:
-        """Draw tokens for each request, up to the first that is not what was guessed.
+        """Draw tokens for each request, up to the first that differs from its guess.
 
         Args:
-            hidden: of each row one state per guessed token and one more.
+            hidden: one state per guessed token of each row, and one more.
 
         Returns:
             The requests that ended, and why.

@@ -1,4 +1,4 @@
-"""One model's keys and values: a tensor with two rectangular banks, whose rows can be moved.
+"""One model's keys and values: a tensor with two rectangular banks, whose rows can move.
 
 Shape legend: ``P`` planes (the keys and the values of each layer), ``R`` rows, ``K`` key/value heads, ``C`` slots of a
 row, ``D`` head size.
@@ -32,19 +32,14 @@ class KVLayout:
         return 2 * self.layers
 
     @property
-    def plane_bytes(self) -> int:
-        """Of one token in one plane."""
-        return self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
     def token_bytes(self) -> int:
-        """Of one token, keys and values of all layers."""
-        return self.planes * self.plane_bytes
+        """Bytes of one token's keys and values in all layers."""
+        return self.planes * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def slot_bytes(self) -> int:
-        """The same with the plane through which rows move."""
-        return (self.planes + 1) * self.plane_bytes
+        """``token_bytes``, with the plane through which rows move."""
+        return self.token_bytes // self.planes * (self.planes + 1)
 
 
 @dataclass(slots=True)
@@ -59,7 +54,7 @@ class Bank:
 class KVMemory:
     """One model's keys and values: one tensor, with the prompt bank at its front and the other bank at its back.
 
-    A plane more than the model needs is the staging area for rows that move, so no other memory is taken.
+    One plane more than the model needs is the staging area for rows that move, so that moving takes no other memory.
     """
 
     def __init__(self, layout: KVLayout, slots: int) -> None:
@@ -68,7 +63,7 @@ class KVMemory:
         self.allocate()
 
     def allocate(self) -> None:
-        """Take the memory, zeroed: even a slot that is masked must be finite, for 0 times NaN is NaN."""
+        """Take the memory, zeroed: a masked slot must be finite too, because 0 times NaN is NaN."""
         shape = (self.layout.planes + 1, self._slots * self._width)
         self._memory = torch.zeros(shape, dtype=self.layout.dtype, device=self.layout.device)
         self._reset()

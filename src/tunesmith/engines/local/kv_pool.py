@@ -34,7 +34,7 @@ class KVPool:
         self.block_size, self._max_running = block_size, max_running
         slot_bytes = sum(layout.slot_bytes for layout in layouts)
         self.total = kv_bytes // slot_bytes // block_size * block_size
-        """Slots of a token, in all."""
+        """Slots in all; a slot holds one token."""
         if self.total < 2 * block_size:
             raise UserError(
                 f"a KV budget of {kv_bytes} bytes holds {self.total} tokens: this model needs at least "
@@ -143,7 +143,7 @@ class KVPool:
         return -(-tokens // self.block_size) * self.block_size
 
     def _in_use(self, admitted: Sequence[LocalRequest] = ()) -> list[CachedPrompt]:
-        """Prompts that cannot be forgotten."""
+        """Prompts that running or admitted requests use, which have to stay."""
         used = {p: None for p in self.prompts if p.running}
         used.update({r.prompt: None for r in admitted if r.prompt is not None})
         return list(used)
@@ -164,7 +164,7 @@ class KVPool:
         length: int,
         waiting: Sequence[LocalRequest],
     ) -> None:
-        """Shape the banks for these, and forget the prompts unused for longest where they do not fit."""
+        """Shape the banks for these; where they do not fit, forget prompts, the longest unused first."""
         wanted = {r.prompt_ids for r in waiting}
         unused = sorted((p for p in self.prompts if p not in used), key=lambda p: (p.token_ids in wanted, p.used_at))
         kept = list(prompts)
@@ -174,7 +174,7 @@ class KVPool:
         self._reshape((len(kept), self._padded(max(map(len, kept)))), (rows, self._padded(length)), len(waiting))
 
     def _reshape(self, prompts: Shape, completions: Shape, waiting: int) -> None:
-        """Give both banks at least these shapes, and the second some slack where the budget has it."""
+        """Give both banks at least these shapes, and the second bank some slack if the budget allows it."""
         now = self._prompt_shape, self._shape
         stay = [rows <= now[i][0] and length <= now[i][1] for i, (rows, length) in enumerate((prompts, completions))]
         if all(stay):
@@ -187,7 +187,7 @@ class KVPool:
         new = next((c for c in choices if _size(c[0]) + _size(c[1]) <= self.total), (prompts, completions))
         moves = [lambda: self._order_prompts(range(len(self.prompts)), new[0])]
         moves.append(lambda: self._order_running(self._by_length(), new[1]))
-        for move in moves if _size(new[0]) <= _size(now[0]) else reversed(moves):  # the one that shrinks goes first
+        for move in moves if _size(new[0]) <= _size(now[0]) else reversed(moves):  # the bank that shrinks moves first
             move()
 
     def _close_gaps(self, forgotten: set[CachedPrompt] | None = None) -> None:
@@ -202,7 +202,7 @@ class KVPool:
         self._order_running(self._by_length(), self._shape)
 
     def _by_length(self) -> list[int]:
-        """The running requests, those with many written tokens first: attention takes rows of like lengths together."""
+        """The running requests, the longest first: attention computes rows of similar lengths together."""
         return compact(self.running, lambda r: None if r.prompt is None else -length_class(r.cached))
 
     def _order_prompts(self, order: Sequence[int], shape: Shape) -> None:

@@ -1,4 +1,4 @@
-"""What the engine counts, and the least time its steps could have taken (``ForwardCost.seconds``)."""
+"""Counts an engine's steps, and the least time they could have taken (``ForwardCost.seconds``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What alters logits before the temperature: repeated tokens are penalised, and tokens that end are held back.
+"""Alters logits before the temperature: penalises repeated tokens, and holds back tokens that end a completion.
 
 Shape legend: ``N`` states, ``V`` vocabulary.
 """
@@ -18,8 +18,8 @@ def penalise(logits: Tensor, requests: Sequence[LocalRequest], drafted: Sequence
 
     Args:
         logits: ``[N, V]``.
-        requests: whose states they are.
-        drafted: tokens that each state has read behind those that its request has written.
+        requests: the request of each state.
+        drafted: guessed tokens that each state has read after its request's own.
     """
     repeating = [i for i, request in enumerate(requests) if request.sampling.repetition_penalty != 1]
     if repeating:
@@ -44,7 +44,7 @@ def penalise(logits: Tensor, requests: Sequence[LocalRequest], drafted: Sequence
 
 
 def _seen(request: LocalRequest, drafted: Sequence[int], logits: Tensor) -> Tensor:
-    """``[V]`` bool: the tokens of the prompt, of what was written and of what was drafted behind it."""
+    """``[V]`` bool: the tokens of the prompt, of the completion and of the guesses after it."""
     if request.seen is None:
         request.seen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
         request.seen[torch.tensor(request.prompt_ids, device=logits.device)] = True

@@ -1,4 +1,4 @@
-"""Attention of several new tokens per sequence: prompts, chunks of long ones, and what a request wrote before.
+"""Attention of several new tokens per sequence: prompts, chunks of long prompts, and a request's earlier tokens.
 
 Shape legend: ``T`` new tokens of all pieces, ``n`` of one piece, ``c`` context of one piece including
 itself, ``K`` key/value heads, ``G`` query heads per key/value head, ``D`` head size.

@@ -1,4 +1,4 @@
-"""What the engine works on: requests, and the prompts they share."""
+"""The local engine's requests, and the prompts they share."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _CHUNK = 256
 class Uniforms:
     """One number in [0, 1) per written token, from the request's seed alone.
 
-    Philox is counter-based: the n-th number depends on the seed and n, never on what else runs.
-    Without a seed the stream is fresh.
+    Philox is counter-based: the n-th number depends only on the seed and n, not on other requests. Without a seed the
+    stream is new.
     """
 
     def __init__(self, seed: int | None) -> None:

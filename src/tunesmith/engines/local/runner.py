@@ -28,7 +28,7 @@ def text_config(model: CausalLM) -> Any:
 
 
 class _Probe:
-    """An ``AttentionContext`` that notes what each layer's attention hands it."""
+    """An ``AttentionContext`` that records the shapes in each layer."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}
@@ -40,7 +40,7 @@ class _Probe:
 
 @torch.inference_mode()
 def probe(model: CausalLM) -> tuple[KVLayout, ForwardCost]:
-    """What the model's attention needs of the cache, and what a pass costs: seen in one pass over one token.
+    """The shape of the model's KV cache, and what a pass costs; measured in a pass over one token.
 
     On a CPU the cache is float32 for bfloat16 models too: small batched products are three times as fast.
 
@@ -71,7 +71,7 @@ def probe(model: CausalLM) -> tuple[KVLayout, ForwardCost]:
 
 
 class Runner:
-    """The model on the rows of its memory, and what can be kept while the running rows stay the same."""
+    """Runs the model on the rows of its memory; keeps what depends only on the running rows."""
 
     def __init__(self, model: CausalLM, memory: KVMemory, max_prefill_tokens: int) -> None:
         self.model, self._memory, self._max_prefill_tokens = model, memory, max_prefill_tokens
@@ -83,10 +83,10 @@ class Runner:
         self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
 
     def prefill(self, prompts: Sequence[CachedPrompt], admitted: Sequence[LocalRequest]) -> tuple[Tensor, list[Piece]]:
-        """Compute new ``prompts``, and again what preempted requests wrote before.
+        """Compute new ``prompts``, and again the tokens of preempted requests.
 
         Returns:
-            The hidden states ``[B, d]`` that ``admitted`` draw their next tokens from, and what was computed.
+            The hidden states ``[B, d]`` from which ``admitted`` draw their next tokens, and the computed pieces.
         """
         pieces = [Piece(prompt, 0, prompt.token_ids) for prompt in prompts]
         for request in admitted:
@@ -129,8 +129,8 @@ class Runner:
         Args:
             hidden: ``[N, d]``.
             requests: whose states they are.
-            drafted: tokens that each state has read after those that its request has written. The token drawn depends
-                on the state, on what was read before it, and on the request's seed and the token's place.
+            drafted: guessed tokens that each state has read after its request's own. The token drawn depends on the
+                state, on the tokens before it, and on the request's seed and the token's place.
         """
         logits = penalise(self._logits(hidden), requests, drafted)
         numbers = [r.uniforms[len(r.token_ids) + len(ahead)] for r, ahead in zip(requests, drafted, strict=True)]
@@ -139,7 +139,7 @@ class Runner:
         return tokens.tolist(), logprobs.tolist()
 
     def refresh(self) -> None:
-        """Forget what was derived from the weights."""
+        """Forget copies of the weights: they are new."""
         self._decoder.refresh()
         self._head = None
 

@@ -1,4 +1,4 @@
-"""Who runs: admission in order of arrival, and preemption of the youngest where memory is short."""
+"""Which requests run: admission in order of arrival, and preemption of the youngest where memory is short."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Scheduler:
     Args:
         max_running: requests at most.
         max_prefill_tokens: tokens of the prompts that start together, unless the first alone is longer.
-        lengths: which lengths the model rotates alike, where its frequencies depend on the length.
+        lengths: which lengths the model rotates equally, if its frequencies depend on the length.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Scheduler:
 
     def admit(self) -> tuple[list[CachedPrompt], list[LocalRequest]]:
         """Start waiting requests, oldest first; the prompts to compute for them, and the requests."""
-        if self._lengths is not None:  # some keys may be rotated for shorter sequences than theirs are now
+        if self._lengths is not None:  # compute keys again that are rotated for shorter sequences
             running = self.pool.running
             self._requeue([r for r in running if r.prompt and r.prompt.rotary_length != self._rotary_length(r)])
         admitted = self._choose()
@@ -45,21 +45,21 @@ class Scheduler:
         return fresh, admitted
 
     def grow(self) -> list[LocalRequest]:
-        """What runs, each with room for one more token; the youngest are preempted where there is too little."""
+        """The running requests, each with room for one more token; the youngest are preempted if memory is short."""
         while not self.pool.grow(self.waiting):
             self.preemptions += 1
             self._requeue([max(self.pool.running, key=lambda r: r.id)])
         return list(self.pool.running)
 
     def release(self, requests: Sequence[LocalRequest]) -> None:
-        """Take out requests that ended, whether they run or wait."""
+        """Remove requests, running or waiting."""
         gone = set(requests)
         if not gone.isdisjoint(self.waiting):
             self.waiting = deque(r for r in self.waiting if r not in gone)
         self.pool.release([r for r in self.pool.running if r in gone])
 
     def clear(self) -> list[LocalRequest]:
-        """Forget what runs, and all prompts; the requests that ran."""
+        """Forget running requests and all prompts; returns these requests."""
         running = list(self.pool.running)
         self.pool.clear()
         return running

@@ -1,8 +1,8 @@
-"""Speculative decoding: several tokens of a request in one pass, where a cheap guess of them was right.
+"""Speculative decoding: several tokens of a request in one pass, if a cheap guess of them was right.
 
-The model reads the guessed tokens in one pass and draws its own token at every one of their places, with the number
-that plain decoding would use there (``Uniforms``). Guesses are kept as far as they are what it drew. So the tokens are
-those of plain decoding, one by one: for a guess without chance in it this is the rejection sampling of Leviathan et
+The model reads the guessed tokens in one pass and draws its own token at each of their places, with the number that
+plain decoding would use there (``Uniforms``). Guesses are kept up to the first that differs from the drawn token. The
+tokens are therefore those of plain decoding: for a deterministic guess this is the rejection sampling of Leviathan et
 al. 2023 (arXiv:2211.17192), with a point mass as the proposal. An assistant model draws with the same numbers.
 """
 
@@ -29,12 +29,12 @@ MOST_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How to guess."""
+    """How tokens are guessed."""
 
     tokens: int
-    """Guessed at most, per request and step."""
+    """Limit of guesses per request and step."""
     assistant: CausalLM | None = None
-    """A smaller model that guesses; None looks n-grams up."""
+    """A smaller model that guesses; None: n-grams are looked up."""
 
     def check(self, model: CausalLM) -> None:
         """Refuse an assistant that does not fit the model.
@@ -60,7 +60,7 @@ class Speculation:
 
 class Drafter(Protocol):
     def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
-        """Guess what each request writes next: at most ``most[i]`` tokens (none where that is not positive)."""
+        """Guess the next tokens of each request: at most ``most[i]`` (none if that is not positive)."""
         ...
 
 
@@ -96,7 +96,7 @@ def _newest(text: list[int], n: int) -> int | None:
 
 
 class AssistantDrafter:
-    """A smaller model, whose keys and values stand in the same rows of the pool as the model's."""
+    """A smaller model, whose keys and values are in the same rows of the pool as the model's."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -111,7 +111,7 @@ class AssistantDrafter:
         for step in range(max(most)):
             rows = [i for i, n in enumerate(most) if n > step]
             requests = [running[i] for i in rows]
-            # The first pass reads what was written since the last one, the further ones the token guessed before.
+            # The first pass reads the tokens written since the last one, further passes the token guessed before.
             starts = [r.assistant_cached if step == 0 else len(r.token_ids) + step - 1 for r in requests]
             texts = [[*r.token_ids, *drafts[i]] for i, r in zip(rows, requests, strict=True)]
             pieces = [Piece(r, start, text[start:]) for r, start, text in zip(requests, starts, texts, strict=True)]
