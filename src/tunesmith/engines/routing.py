@@ -13,7 +13,7 @@ REMEMBERED = 1 << 16
 
 
 class Prefixes:
-    """The beginnings one engine was given, as ``blocks``: a block counts with all that stands before it."""
+    """The beginnings of prompts that one engine has read, as ``blocks``; a block is hashed with all before it."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, None] = OrderedDict()

@@ -1,4 +1,4 @@
-"""Stop strings: found in decoded text, whatever the token boundaries."""
+"""Finds stop strings in decoded text, across token boundaries."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tunesmith.environments.openai_api import EpisodeApi, PolicyClient
 from tunesmith.environments.steps import StepResult, as_reward, as_step
 from tunesmith.errors import ConfigError, EpisodeError
 from tunesmith.types import Rollout
-from tunesmith.usercode.calls import EpisodeCode, is_async, taken
+from tunesmith.usercode.calls import EpisodeCode, accepted, is_async
 
 if TYPE_CHECKING:
     from tunesmith.environments.endpoint import Endpoint
@@ -75,7 +75,7 @@ class Agent:
             arguments |= {"base_url": base_url, "api_key": key}
         try:
             with EpisodeCode(math.inf) as code:  # the rollout's deadline applies
-                value = await code.run(self.name, self.function, **taken(self.function, arguments))
+                value = await code.run(self.name, self.function, **accepted(self.function, arguments))
             if isinstance(value, StepResult):
                 step = as_step(replace(value, done=True), self.name)
                 rollout.metrics.update(step.metrics)

@@ -125,8 +125,8 @@ class Conversation:
         record, rendered = self._record_of(messages, tools, renderer, options)
         prompt_tokens = len(record.token_ids)
         completion = await self._sample(record, max_new_tokens, stop)
-        parse = self.setting.parse
-        written, ids = renderer.text(completion.token_ids), completion.token_ids
+        parse, ids = self.setting.parse, completion.token_ids
+        written = renderer.text(ids)
         raw, text = before_stop(written, stop), before_stop(renderer.plain(ids), stop)
         content, calls = parse(raw, text) if parse and tools and find_calls else (text, [])
         if any(isinstance(call, BadCall) for call in calls):
@@ -254,8 +254,9 @@ class Conversation:
 
     def _after_prompt(self, shown: tuple[Message, ...]) -> tuple[Message, ...]:
         """The conversation without the prompt; from the first assistant turn if it began with another prompt."""
-        if _key(shown[: len(self.prompt)], None) == _key(self.prompt, None):
-            return shown[len(self.prompt) :]
+        start = len(self.prompt)
+        if _key(shown[:start], None) == _key(self.prompt, None):
+            return shown[start:]
         return tuple(dropwhile(lambda message: message["role"] != "assistant", shown))
 
 

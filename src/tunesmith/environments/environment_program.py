@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tunesmith.environments.games import Game, make_game
 from tunesmith.environments.loading import load_environments
 from tunesmith.errors import EpisodeError
 from tunesmith.monitor.plain import plain
-from tunesmith.types import Message, Task
+from tunesmith.types import Task
 from tunesmith.usercode.calls import RaisedInCall, is_async
 
 
@@ -29,7 +29,7 @@ class InlineCode:
 
 
 class EnvironmentProgram:
-    """Called with the name of a method and its arguments; returns ``{"value": ...}`` or ``{"error": ...}``."""
+    """Called with a method of the game and its arguments; returns ``{"value": ...}`` or ``{"error": ...}``."""
 
     def __init__(self, section: Mapping[str, Any], base_dir: str) -> None:
         loaded = load_environments(EnvironmentSection(**section), Path(base_dir)).loaded
@@ -41,26 +41,20 @@ class EnvironmentProgram:
         if self._loop is None or self._loop[0] != os.getpid():  # a forked process needs its own loop
             self._loop = os.getpid(), asyncio.new_event_loop()
         try:
-            return {"value": self._loop[1].run_until_complete(getattr(self, method)(*args))}
+            return {"value": plain(self._loop[1].run_until_complete(self._run(method, *args)))}
         except EpisodeError as error:
             return {"error": str(error)}
 
-    async def open(self, name: str) -> None:
-        self._game = await make_game(self._loaded[name], InlineCode())
-
-    async def reset(self, task: Sequence[Any], prompt: list[Message]) -> Any:
-        return plain(await self._game.reset(Task(*task), prompt))
-
-    async def step(self, text: str) -> list[Any]:
-        step = await self._game.step(text)
-        return [plain(step.observation), step.reward, step.done, dict(step.metrics)]
-
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        return plain(await self._game.call_tool(self._game.tools[name], arguments))
-
-    async def finish(self) -> float | None:
-        return await self._game.finish()
-
-    async def close(self) -> None:
-        await self._game.close()
-        del self._game
+    async def _run(self, method: str, *args: Any) -> Any:
+        if method == "open":
+            self._game = await make_game(self._loaded[args[0]], InlineCode())
+            return None
+        game = self._game
+        if method == "reset":
+            task, prompt = args
+            return await game.reset(Task(*task), prompt)
+        if method == "call_tool":
+            name, arguments = args
+            return await game.call_tool(game.tools[name], arguments)
+        value = await getattr(game, method)(*args)
+        return [value.observation, value.reward, value.done, dict(value.metrics)] if method == "step" else value

@@ -20,7 +20,7 @@ from tunesmith.environments.steps import Observation, StepResult, as_observation
 from tunesmith.environments.tools import Tool, answer_of
 from tunesmith.errors import EpisodeError, shortened
 from tunesmith.types import Message, Task
-from tunesmith.usercode.calls import EpisodeCode, taken
+from tunesmith.usercode.calls import EpisodeCode, accepted
 
 TRL_RESERVED = ("reset", "get_reward")
 
@@ -80,7 +80,7 @@ class Game:
         del prompt
         if not hasattr(self.it, "reset"):
             return None
-        value = await self.call("reset", **taken(self.it.reset, columns_of(task)))
+        value = await self.call("reset", **accepted(self.it.reset, columns_of(task)))
         return as_observation(value, f"{self.name}.reset")
 
     async def step(self, text: str) -> StepResult:

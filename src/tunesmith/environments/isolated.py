@@ -66,8 +66,8 @@ class IsolatedGames:
     """Episodes of users' environments, each in a worker process, which is reused after an episode without errors."""
 
     def __init__(self, section: EnvironmentSection, base_dir: Path) -> None:
-        given = (section.model_dump(), str(base_dir))
-        self._workers = Workers(user_program(_PROGRAM, "EnvironmentProgram", given, section.memory))
+        arguments = (section.model_dump(), str(base_dir))
+        self._workers = Workers(user_program(_PROGRAM, "EnvironmentProgram", arguments, section.memory))
 
     @asynccontextmanager
     async def open_game(self, loaded: Loaded, timeout: float) -> AsyncGenerator[Game]:

@@ -219,8 +219,6 @@ def _content(content: Any) -> Any:
     """A chat message's content. The text of a part is under ``text`` in both interfaces, a refusal is text too."""
     if not isinstance(content, list | tuple):
         return content
-    parts = [part if isinstance(part := _as_dict(given), Mapping) else {} for given in content]
+    parts = [part if isinstance(part := _as_dict(raw), Mapping) else {} for raw in content]
     texts = [part.get("text", part.get("refusal")) for part in parts]
-    return [
-        given if text is None else {"type": "text", "text": text} for given, text in zip(content, texts, strict=True)
-    ]
+    return [raw if text is None else {"type": "text", "text": text} for raw, text in zip(content, texts, strict=True)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tunesmith.rewards.function import RESERVED, text_of
-from tunesmith.usercode.calls import is_async, taken
+from tunesmith.usercode.calls import accepted, is_async
 
 VERL = frozenset({"solution_str", "ground_truth"})
 """The arguments that mark a function as verl's ``compute_score``."""
@@ -55,7 +55,7 @@ def from_verl(function: Callable[..., Any]) -> Callable[..., Any]:
             nested = row.get("reward_model")
             gold = nested.get("ground_truth") if isinstance(nested, Mapping) else row.get("ground_truth")
             own = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info") or {}}
-            calls.append(taken(function, {**row, **own, "solution_str": text_of(completion), "ground_truth": gold}))
+            calls.append(accepted(function, {**row, **own, "solution_str": text_of(completion), "ground_truth": gold}))
         return calls
 
     def scores(results: Sequence[Any], log_extra: Callable[[str, list[Any]], None]) -> list[Any]:

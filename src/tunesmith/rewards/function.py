@@ -12,14 +12,14 @@ from tunesmith.errors import ConfigError, shortened
 from tunesmith.monitor.plain import plain
 from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import Rollout, Status, text_of_content
-from tunesmith.usercode.calls import taken
+from tunesmith.usercode.calls import accepted
 
 INSTANCES = "environments"
 """TRL's keyword for the environments that played, one instance per completion."""
 RESERVED = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", INSTANCES}
 )
-"""The keywords of TRL 1.16 that a call has besides the data's columns."""
+"""The keywords of TRL 1.16 that a call has in addition to the data's columns."""
 NOT_COLUMNS = frozenset({"prompt", "completion"}) | RESERVED
 
 LARGEST_REWARD = 1e15
@@ -117,7 +117,7 @@ def arguments_for(
     }
     if instances:
         keywords[INSTANCES] = [r.instance for r in rollouts]
-    return taken(function.function, keywords)
+    return accepted(function.function, keywords)
 
 
 def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Any]:

@@ -202,8 +202,8 @@ async def listening(
 
 
 def has_token(request: web.Request, token: str) -> bool:
-    kind, _, given = request.headers.get("Authorization", "").partition(" ")
-    sent = given.strip().encode(errors="replace")
+    kind, _, key = request.headers.get("Authorization", "").partition(" ")
+    sent = key.strip().encode(errors="replace")
     return hmac.compare_digest(sent, token.encode()) and kind.lower() == "bearer"
 
 

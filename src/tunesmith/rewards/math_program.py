@@ -28,9 +28,9 @@ def judge(gold: str, text: str) -> dict[str, bool]:
     A comparison that math-verify cannot make (a set with a matrix) counts as "not equal", as in math-verify.
     """
     expected = _parse_gold(gold)
-    found = _parse(text)
-    correct = any(_equal(e, f) for e, f in product(expected, found))
-    return {"gold": bool(expected), "answered": bool(found), "correct": correct}
+    answers = _parse(text)
+    correct = any(_equal(e, a) for e, a in product(expected, answers))
+    return {"gold": bool(expected), "answered": bool(answers), "correct": correct}
 
 
 def _equal(gold: Any, answer: Any) -> bool:

@@ -56,11 +56,11 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
         else:
             bodies = [tunesmith_body(rollouts[part], texts[part]) for part in parts]
         sizes = [len(rollouts[part]) for part in parts]
-        # A session of its own for each call: nothing is left open between steps or after the run.
+        # A session per call leaves nothing open between steps or after the run.
         timeout = aiohttp.ClientTimeout(total=entry.timeout)
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-            found = await asyncio.gather(*(client.ask(session, b, n) for b, n in zip(bodies, sizes, strict=True)))
-        return [score for part in found for score in part]
+            scores = await asyncio.gather(*(client.ask(session, b, n) for b, n in zip(bodies, sizes, strict=True)))
+        return [score for part in scores for score in part]
 
     return RewardFunction(entry.name, entry.name, score, builtin=True)
 

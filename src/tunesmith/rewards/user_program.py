@@ -10,7 +10,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.rewards.function import ItemFailure, Notes, scores_from
 from tunesmith.rewards.loading import user_reward
 from tunesmith.usercode import loading as user_code
-from tunesmith.usercode.calls import RaisedInCall, is_async, parameters_of, taken
+from tunesmith.usercode.calls import RaisedInCall, accepted, is_async, parameters_of
 
 
 class RewardProgram:
@@ -36,9 +36,9 @@ class RewardProgram:
             ]
         }
 
-    def __call__(self, number: int, size: int, given: Mapping[str, Any]) -> Any:
+    def __call__(self, number: int, size: int, keywords: Mapping[str, Any]) -> Any:
         function, notes = self._functions[number].function, Notes(size)
-        arguments = taken(function, {**given, "log_extra": notes.log_extra, "log_metric": notes.log_metric})
+        arguments = accepted(function, {**keywords, "log_extra": notes.log_extra, "log_metric": notes.log_metric})
         if is_async(function):
             return self._awaited(function, arguments, notes)
         try:

@@ -68,10 +68,10 @@ def parameters_of(function: Callable[..., Any]) -> list[str] | None:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``given`` that the function takes by keyword."""
+def accepted(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of ``available`` that the function accepts as keywords."""
     names = parameters_of(function)
-    return dict(given) if names is None else {name: value for name, value in given.items() if name in names}
+    return {name: value for name, value in available.items() if names is None or name in names}
 
 
 def check_keywords(function: Callable[..., Any], reference: str, available: set[str], skip: int = 0) -> None:
@@ -119,7 +119,7 @@ class RaisedInCall(Exception):
 
 
 class PerLoop(Generic[T]):
-    """A lock or semaphore that is made anew on each event loop: it belongs to the loop that waits for it."""
+    """A lock or semaphore for each event loop: it belongs to the loop that waits for it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

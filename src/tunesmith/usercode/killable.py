@@ -40,8 +40,8 @@ class WorkerError(TunesmithError, RuntimeError):
 class WorkerLost(WorkerError):
     """A worker process ended. ``code`` is its exit code, negative where a signal ended it."""
 
-    def __init__(self, code: int, said: str = "") -> None:
-        super().__init__(f"the worker process {ending(code)}" + (f":\n{said}" if said else ""))
+    def __init__(self, code: int, output: str = "") -> None:
+        super().__init__(f"the worker process {ending(code)}" + (f":\n{output}" if output else ""))
         self.code = code
 
     @property
@@ -74,6 +74,7 @@ class ForkServer:
         self._program = program
         self._process = Process([sys.executable, "-P", _CHILD], program.file.name, shows=program.shows, out=True)
         self._pipe, self.pid = self._process.connection, self._process.popen.pid
+        self.last_output = self._process.said
         self._lock = threading.Lock()
         self._used = False
         self._forked: SimpleQueue[int | None] = SimpleQueue()
@@ -101,10 +102,6 @@ class ForkServer:
     @property
     def alive(self) -> bool:
         return self._process.popen.poll() is None
-
-    def said(self) -> str:
-        """What the server and its workers printed last."""
-        return self._process.said()
 
     def worker(self) -> Worker:
         """A new worker: a fork; where the program cannot be forked, this process or, once that is used, another one."""
@@ -135,7 +132,7 @@ class ForkServer:
         return number, ours
 
     def _loss(self) -> WorkerLost:
-        return WorkerLost(self._process.popen.wait(), self.said())
+        return WorkerLost(self._process.popen.wait(), self.last_output())
 
     def code_of(self, number: int) -> int:
         """The exit code of a worker that has ended or is about to."""
@@ -206,7 +203,7 @@ class Worker(ConnectedFar):
         return ending(self.code)
 
     def _loss(self) -> WorkerLost:
-        return WorkerLost(-signal.SIGKILL if self.code is None else self.code, self._server.said())
+        return WorkerLost(-signal.SIGKILL if self.code is None else self.code, self._server.last_output())
 
     def _raised(self, value: Any) -> WorkerError:
         return WorkerError(value)

@@ -81,8 +81,8 @@ def main(pipe: int, parent: int) -> None:
 
 def _reap(asking: Connection) -> None:
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            _send(asking, {"ended": found[0], "code": os.waitstatus_to_exitcode(found[1])})
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            _send(asking, {"ended": ended[0], "code": os.waitstatus_to_exitcode(ended[1])})
 
 
 def _encode(answer: tuple[int, bool, Any]) -> bytes:

@@ -44,8 +44,9 @@ class KVLayout:
 
 @dataclass(slots=True)
 class Bank:
-    """A rectangle of slots, seen as tensors."""
+    """A rectangle of slots, seen as tensors, at the front or the back of the memory."""
 
+    front: bool
     shape: Shape
     memory: Tensor  # [P, R, K, C, D]
     slots: tuple[Tensor, ...]  # P x [R * K * C, D]
@@ -65,26 +66,18 @@ class KVMemory:
     def allocate(self) -> None:
         """Take the memory, zeroed: a masked slot must be finite too, because 0 times NaN is NaN."""
         shape = (self.layout.planes + 1, self._slots * self._width)
-        self._memory = torch.zeros(shape, dtype=self.layout.dtype, device=self.layout.device)
-        self._reset()
+        self._use(torch.zeros(shape, dtype=self.layout.dtype, device=self.layout.device))
 
     def free(self) -> None:
-        self._memory = self._memory.new_zeros(self.layout.planes + 1, 0)
-        self._reset()
+        self._use(self._memory.new_zeros(self.layout.planes + 1, 0))
 
     @property
     def nbytes(self) -> int:
         return self._memory.untyped_storage().nbytes()
 
-    def _reset(self) -> None:
+    def _use(self, memory: Tensor) -> None:
+        self._memory = memory
         self.prompts, self.completions = self._bank((0, 0), front=True), self._bank((0, 0), front=False)
-
-    def arrange_prompts(self, order: Sequence[int], length: int, shape: Shape) -> None:
-        """Row ``i`` of the prompt bank takes the first ``length`` slots of what was row ``order[i]``."""
-        self.prompts = self._arrange(self.prompts, order, length, shape, front=True)
-
-    def arrange_completions(self, order: Sequence[int], length: int, shape: Shape) -> None:
-        self.completions = self._arrange(self.completions, order, length, shape, front=False)
 
     def _bank(self, shape: Shape, *, front: bool) -> Bank:
         rows, capacity = shape
@@ -92,12 +85,15 @@ class KVMemory:
         start = 0 if front else self._memory.shape[1] - size
         heads, dim = self.layout.kv_heads, self.layout.head_dim
         memory = self._memory[:-1, start : start + size].view(self.layout.planes, rows, heads, capacity, dim)
-        return Bank(shape, memory, memory.flatten(1, 3).unbind(0))
+        return Bank(front, shape, memory, memory.flatten(1, 3).unbind(0))
 
-    def _arrange(self, old: Bank, order: Sequence[int], length: int, shape: Shape, *, front: bool) -> Bank:
-        """Move rows through the staging plane; in an unchanged shape, only those whose place changes."""
+    def arranged(self, old: Bank, order: Sequence[int], length: int, shape: Shape) -> Bank:
+        """A bank whose row ``i`` has the first ``length`` slots of row ``order[i]`` of ``old``, which it overwrites.
+
+        Rows move through the staging plane; in an unchanged shape, only those whose place changes.
+        """
         same = shape == old.shape
-        new = old if same else self._bank(shape, front=front)
+        new = old if same else self._bank(shape, front=old.front)
         targets = [i for i, source in enumerate(order) if not same or i != source]
         if not targets or not length:
             return new

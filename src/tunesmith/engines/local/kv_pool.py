@@ -209,7 +209,7 @@ class KVPool:
         """Row ``i`` becomes what row ``order[i]`` was; rows not named are dropped."""
         longest = max((len(self.prompts[i]) for i in order), default=0)
         for memory in self.memories:
-            memory.arrange_prompts(order, longest, shape)
+            memory.prompts = memory.arranged(memory.prompts, order, longest, shape)
         self.prompts = [self.prompts[i] for i in order]
         for row, prompt in enumerate(self.prompts):
             prompt.row = row
@@ -218,7 +218,7 @@ class KVPool:
         moving = order if shape != self._shape else [row for place, row in enumerate(order) if row != place]
         longest = max((self.running[i].cached for i in moving), default=0)
         for memory in self.memories:
-            memory.arrange_completions(order, longest, shape)
+            memory.completions = memory.arranged(memory.completions, order, longest, shape)
         self.running = [self.running[i] for i in order]
         for row, request in enumerate(self.running):
             request.row = row

@@ -103,8 +103,8 @@ def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """The first token at which the cumulative probability exceeds ``uniform * total``.
 
-    Sums are fp64, and the target stays below the total, so the token found always raised the sum: a token
-    of probability 0 is never drawn. Large tables are searched in two levels, blocks first.
+    Sums are fp64, and the target stays below the total, so that the drawn token always raises the sum: a token of
+    probability 0 is never drawn. Large tables are searched in two levels, blocks first.
 
     Args:
         probs: ``[B, V]``, at least one entry of each row positive; rows need not add up to 1.

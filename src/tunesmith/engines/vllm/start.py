@@ -72,7 +72,7 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
         os.environ.setdefault(key, value)
     with boundary(
         UserError,
-        "vLLM cannot be imported; install it beside Tunesmith (pip install 'tunesmith[vllm]'), or set "
+        "vLLM cannot be imported; install it in Tunesmith's environment (pip install 'tunesmith[vllm]'), or set "
         'system.engine="local"',
         ImportError,
     ):
