@@ -157,7 +157,7 @@ def test_another_process_finds_the_class_by_its_reference(folder: Path) -> None:
         ('loss = { type = "mine.py:Scaled", beta = 1 }', ["has no key beta; it has alpha"]),
         ('loss = { type = "mine.py:Scaled", alpha = -1 }', ["algorithm.loss.alpha is -1", "a number of at least 0"]),
         ('name = "mine.py:NOPE"', ["algorithm.name", "NOPE"]),
-        ('name = "mine.py:Half"', ["is no table"]),
+        ('name = "mine.py:Half"', ["a table"]),
         ('name = "nothere.toml"', ["algorithm.name", "does not exist"]),
         ('name = "mine.py:INCOMPLETE"', ["has no advantage"]),
         ('name = "mine.py:WRONG"', ["lozz"]),

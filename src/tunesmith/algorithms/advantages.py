@@ -1,11 +1,10 @@
-"""Advantage estimators: how much better each token did than expected. Plain NumPy.
+"""Advantage estimators. Plain NumPy.
 
-An estimator takes the rollouts of a whole batch and returns one array per rollout with an advantage for
-every token the policy wrote, in order. Tokens it did not write are not there: a tool's answer between two
-turns is skipped by construction, so nothing bleeds across it.
+An estimator takes the rollouts of a whole batch and returns one array per rollout, with an advantage for every token
+that the policy wrote, in order. Other tokens, such as a tool's answer, are not in the arrays.
 
-A new estimator is one class: its fields are its settings. Statistics of a group use the unbiased deviation plus
-``EPSILON``; a group of equal rewards gives exactly zero, because the rewards are compared and not subtracted.
+An estimator is a class whose fields are its settings. Statistics of a group use the unbiased deviation plus
+``EPSILON``. A group of equal rewards gives exactly zero: equality is tested, not computed by subtraction.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from tunesmith.config.values import Share
 
 
 class Estimator(Choice):
-    """An advantage estimator: subclass it, give it fields with defaults and a ``__call__``."""
+    """An advantage estimator. A subclass has fields with defaults and ``__call__``."""
 
     what = "advantage"
     by_turn: ClassVar[bool] = False
-    """Whether it reads when a reward was paid: rewards of turns then stand at the ends of their turns."""
+    """Whether it needs the rewards of turns at the ends of their turns."""
     shaping: ClassVar[str] = ""
-    """Why shaping the reward of a whole rollout would have no effect; empty where it has one."""
+    """Why shaping a rollout's reward has no effect; empty if it has one."""
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
         """Advantages of a whole batch, one array ``[n]`` per rollout; rewards are finite."""
@@ -50,7 +49,7 @@ class Estimator(Choice):
 
 
 def compute_advantages(estimator: Estimator, outcomes: Sequence[Outcome]) -> Advantages:
-    """Advantages of a whole batch. Rewards are finite here: a reward that is not is a failed rollout."""
+    """Advantages of a whole batch. Rewards are finite: a rollout with another reward has failed earlier."""
     for o in outcomes:
         assert np.isfinite(o.total), f"a reward of {o.total} reached the estimator"
         for values in (o.token_rewards, o.values):
@@ -59,7 +58,7 @@ def compute_advantages(estimator: Estimator, outcomes: Sequence[Outcome]) -> Adv
 
 
 class GroupEstimator(Estimator):
-    """Gives every token of a rollout what ``relative`` makes of its whole reward within its group."""
+    """Gives every token of a rollout the advantage of its whole reward within its group."""
 
     needs = frozenset({"group"})
 
@@ -71,41 +70,32 @@ class GroupEstimator(Estimator):
         return Advantages(broadcast(outcomes, per_group(outcomes, [o.total for o in outcomes], self.relative)))
 
 
-def _standardised(rewards: Floats, lengths: Floats) -> Floats:  # noqa: ARG001
-    """With the unbiased deviation, as TRL, verl and OpenRLHF compute it."""
-    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
-
-
-def _centred(rewards: Floats, lengths: Floats) -> Floats:  # noqa: ARG001
-    return rewards - rewards.mean()
-
-
 def _returns_to_go(outcomes: Sequence[Outcome], final: Sequence[float] | Floats, gamma: float) -> Advantages:
     return Advantages(whiten(suffix_sums(paid(outcomes, final), [gamma] * len(outcomes))))
 
 
 class GRPO(GroupEstimator):
-    """Standardised within the group."""
+    """Standardised within the group, with the unbiased deviation as in TRL, verl and OpenRLHF."""
 
     name = "grpo"
     formula = "(r − mean) / (std + 1e-6)"
     source = "DeepSeekMath, arXiv:2402.03300"
     use = "the usual choice where several answers per prompt can be compared"
 
-    def relative(self, rewards: Floats, lengths: Floats) -> Floats:
-        return _standardised(rewards, lengths)
+    def relative(self, rewards: Floats, lengths: Floats) -> Floats:  # noqa: ARG002
+        return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
 
 
 class DrGRPO(GroupEstimator):
-    """Not divided by the deviation, which favours tasks that are nearly always or never solved."""
+    """Centred, not divided by the deviation: that favours tasks that are nearly always or never solved."""
 
     name = "dr_grpo"
     formula = "r − mean"
     source = "Dr. GRPO, arXiv:2503.20783"
     use = "tasks of very different difficulty, long answers"
 
-    def relative(self, rewards: Floats, lengths: Floats) -> Floats:
-        return _centred(rewards, lengths)
+    def relative(self, rewards: Floats, lengths: Floats) -> Floats:  # noqa: ARG002
+        return rewards - rewards.mean()
 
 
 class RLOO(GroupEstimator):
@@ -121,7 +111,7 @@ class RLOO(GroupEstimator):
 
 
 class OPO(GroupEstimator):
-    """The baseline of least variance: the group's mean reward weighted by length."""
+    """The baseline of lowest variance: the group's mean reward weighted by length."""
 
     name = "opo"
     formula = "r − Σ|y|r / Σ|y|"
@@ -133,15 +123,15 @@ class OPO(GroupEstimator):
 
 
 class GPGEstimator(DrGRPO):
-    """Centred, and scaled up for the groups that teach nothing because their rewards are equal.
+    """Centred, and scaled up for the groups without a gradient because their rewards are equal.
 
-    verl counts rollouts with a non-zero reward where the paper counts groups; this is the paper's.
+    This counts groups, as the paper does; verl counts rollouts with a non-zero reward.
     """
 
     name = "gpg"
     formula = "(groups / groups with spread) · (r − mean)"
     source = "GPG, arXiv:2504.02546"
-    use = "many groups have equal rewards and dynamic filtering is too dear"
+    use = "many groups have equal rewards and dynamic filtering costs too much"
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
         groups = by_group(outcomes)
@@ -151,10 +141,10 @@ class GPGEstimator(DrGRPO):
 
 
 class GDPO(Estimator):
-    """Each reward standardised by itself, then summed and whitened over the batch's policy tokens.
+    """Each reward standardised alone, then summed and whitened over the batch's policy tokens.
 
-    A component that does not apply (None) adds nothing and stands outside its group's statistics.
-    Whitening over tokens as in verl; TRL whitens over sequences.
+    A reward that does not apply (None) adds nothing and is not in its group's statistics. Whitening is over tokens as
+    in verl; TRL whitens over sequences.
     """
 
     name = "gdpo"
@@ -162,19 +152,19 @@ class GDPO(Estimator):
     source = "GDPO, arXiv:2601.05242"
     use = "several rewards of different scale"
     needs = frozenset({"group", "reward_weights"})
-    shaping = "takes each reward as it is given"
+    shaping = "reads each reward before shaping"
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
-        assert all(o.components for o in outcomes), "gdpo takes the rewards one by one"
+        assert all(o.components for o in outcomes), "gdpo reads every reward alone"
         scalars = np.zeros(len(outcomes))
         for name in dict.fromkeys(name for o in outcomes for name in o.components):
             weights = np.array([o.weights.get(name, 1.0) for o in outcomes])
-            scalars += weights * per_group(outcomes, [o.components.get(name) for o in outcomes], _standardised)
+            scalars += weights * per_group(outcomes, [o.components.get(name) for o in outcomes], GRPO().relative)
         return Advantages(whiten(broadcast(outcomes, scalars)))
 
 
 class ReinforceEstimator(Estimator):
-    """Return to go of the final reward and the rewards on tokens, whitened over the batch."""
+    """The return to go of the final reward and the token rewards, whitened over the batch."""
 
     name = "reinforce"
     formula = "whiten(Σ_{k≥t} γ^{k−t} r_k)"
@@ -192,21 +182,21 @@ class ReinforceEstimator(Estimator):
 class ReinforceBaseline(Estimator):
     """Centred within the group, then whitened over the batch.
 
-    Rewards on tokens (the KL penalty) are added after the baseline, as return to go with γ = 1, as in OpenRLHF.
+    Token rewards (the KL penalty) are added after the baseline, as return to go with γ = 1, as in OpenRLHF.
     """
 
     name = "reinforce_baseline"
     formula = "whiten(r − mean, minus the KL to go)"
     source = "REINFORCE++-baseline, arXiv:2501.03262"
-    use = "groups, with advantages on one scale over the batch"
+    use = "groups, with one scale of advantages in the batch"
     needs = frozenset({"group"})
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
-        return _returns_to_go(outcomes, per_group(outcomes, [o.reward for o in outcomes], _centred), 1.0)
+        return _returns_to_go(outcomes, per_group(outcomes, [o.reward for o in outcomes], DrGRPO().relative), 1.0)
 
 
 class ReMax(Estimator):
-    """Against what the same policy earns when it decodes greedily."""
+    """The difference from the reward of the same policy's greedy rollout."""
 
     name = "remax"
     formula = "r − r(greedy rollout)"
@@ -231,22 +221,22 @@ class CriticEstimator(Estimator):
     gamma: Share = 1.0
     """Discount per token."""
     bootstrap_truncated: bool = False
-    """Add to the return of a rollout that a limit cut what the critic expects of going on."""
+    """Add the critic's last value to the return of a rollout that a limit cut off."""
 
 
 class GAE(CriticEstimator):
     """Generalised advantages, whitened; the critic's returns are not whitened.
 
-    ``critic_lambda`` gives the critic returns of its own (decoupled GAE, VC-PPO, arXiv:2503.01491).
+    With ``critic_lambda`` the critic's returns have another λ (decoupled GAE, VC-PPO, arXiv:2503.01491).
     """
 
     name = "gae"
     formula = "whiten(Σ_k (γλ)^k δ_{t+k}), δ_t = r_t + γV_{t+1} − V_t"
     source = "GAE, arXiv:1506.02438"
-    use = "credit should differ from token to token; rewards along the way; a critic is affordable"
+    use = "credit differs from token to token, or rewards are paid along the way; a critic is affordable"
 
     gae_lambda: Share = 0.95
-    """λ: how far rewards reach back, from 0 (one token) to 1 (all tokens before)."""
+    """λ: how far rewards reach back, from 0 (one token) to 1 (all earlier tokens)."""
     critic_lambda: Share | None = None
     """λ of the returns that the critic learns; none: ``gae_lambda``."""
 
@@ -257,10 +247,9 @@ class GAE(CriticEstimator):
 
 
 class VAPO(CriticEstimator):
-    """Length-adaptive λ: the reward reaches the first token of a long rollout undiminished. Not whitened.
+    """Length-adaptive λ, so that the reward reaches the first token of a long rollout. Not whitened.
 
-    The paper writes λ = 1 − 1/(α|y|), which is negative for |y| < 20; the one added to the denominator
-    keeps it in (0, 1).
+    The paper has λ = 1 − 1/(α|y|), which is negative for |y| < 20; the 1 added to the denominator keeps λ in (0, 1).
     """
 
     name = "vapo"
@@ -269,7 +258,7 @@ class VAPO(CriticEstimator):
     use = "as gae, for long reasoning"
 
     lambda_alpha: Annotated[float, Field(gt=0)] = 0.05
-    """α: the larger it is, the sooner λ nears 1 as rollouts grow."""
+    """α: with a larger α, λ approaches 1 at shorter lengths."""
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
         lambdas = [1.0 - 1.0 / (self.lambda_alpha * o.length + 1.0) for o in outcomes]
@@ -293,18 +282,18 @@ def _generalised(
 
 
 class TokenReward(Estimator):
-    """What is paid on each token, less the batch's mean: with the KL to a teacher in the reward, logπ_T − logπ.
+    """The reward of each token minus the batch's mean: with the KL to a teacher in the reward, logπ_T − logπ.
 
-    No return: a token's own difference is the gradient of the reverse KL at that token. The rollout's reward is not
-    read. Subtracting the mean leaves the expected gradient unchanged and removes most of its noise.
+    There is no return: a token's difference gives the gradient of the reverse KL at that token. The rollout's reward is
+    not read. The mean leaves the expected gradient unchanged and removes most of its noise.
     """
 
     name = "token_reward"
     formula = "r_t − mean(r)"
     source = "on-policy distillation, Thinking Machines 2025"
-    use = "distillation: every token has its own reward"
+    use = "distillation: every token has a reward"
     needs = frozenset({"teacher"})
-    shaping = "reads no rollout's reward"
+    shaping = "does not read the rollout's reward"
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
         rewards = paid(outcomes, [0.0] * len(outcomes))

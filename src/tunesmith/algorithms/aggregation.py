@@ -1,18 +1,17 @@
-"""How per-token losses become one number: a weight per token, known before the first micro-batch runs.
+"""The aggregation of token losses to one number: a weight per token, known before the first micro-batch runs.
 
-Every aggregation of an optimizer batch is a weighted sum of its per-token losses, so the scalar of a
-micro-batch is ``sum(weight * loss)`` and the micro-batches of a step add up to the batch's loss however it
-was cut. With ``B`` sequences, ``N`` loss tokens in all, ``|y|`` loss tokens in a sequence and a constant
-length ``L`` (``max_new_tokens``), a token weighs (the samples of one rollout, whose records have forked, are one
-sequence here: they share its weight)
+Every aggregation is a weighted sum of token losses, so a micro-batch contributes ``sum(weight * loss)``, and the
+micro-batches of a step add up to the batch's loss for any split. With ``B`` sequences, ``N`` loss tokens in total,
+``|y|`` loss tokens in a sequence and a constant length ``L`` (``max_new_tokens``), the weight of a token is
 
     token_mean               1 / N
     seq_mean_token_mean      1 / (B |y|)
     seq_mean_token_sum       1 / B
     seq_mean_token_sum_norm  1 / (B L)         Dr. GRPO, arXiv:2503.20783
 
-A token with a non-finite input leaves both the numerator and the denominators; so does a sequence without
-loss tokens (verl and OpenRLHF count sequences the same way; TRL counts fully masked ones too).
+The samples of one rollout (its records have forked) count as one sequence. A token with an input that is not finite
+counts in neither numerator nor denominator, and so does a sequence without loss tokens (as in verl and OpenRLHF; TRL
+counts fully masked ones).
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ import numpy as np
 from tunesmith.data.batch import Batch, Floats, Ints
 
 WEIGHT = "weight"
-"""Column of a token's weight in the loss."""
+"""Column: a token's weight in the loss."""
 METRIC_WEIGHT = "metric_weight"
-"""Column of a token's weight in a mean over the optimizer batch's tokens: what metrics are summed with."""
+"""Column: a token's weight in a metric, a mean over the optimizer batch's tokens."""
 
 
 def sequence_weights(
     counts: Ints, aggregation: str, max_new_tokens: int | None = None, rollouts: Ints | None = None
 ) -> Floats:
-    """Weight of each token of samples with ``counts [S]`` loss tokens, ``[S]``.
+    """The weight of a token of each sample, ``[S]``, from ``counts [S]`` of loss tokens.
 
-    Samples with the same number in ``rollouts`` are one sequence; left out, each is its own.
+    Samples with the same number in ``rollouts`` are one sequence; None: every sample is one.
 
     Example:
         >>> sequence_weights(np.array([1, 3]), "seq_mean_token_mean").round(3).tolist()
@@ -59,7 +58,7 @@ def sequence_weights(
 
 
 def weigh(batch: Batch, aggregation: str, max_new_tokens: int | None = None) -> None:
-    """Add the columns ``weight`` and ``metric_weight`` to an optimizer batch; both are 0 where a token is dropped."""
+    """Add the columns ``weight`` and ``metric_weight`` to an optimizer batch; both are 0 for a dropped token."""
     counts = np.bincount(batch.sample[batch.finite], minlength=batch.num_samples)
     weights = sequence_weights(counts, aggregation, max_new_tokens, batch.owners)
     batch.add(WEIGHT, weights[batch.sample] * batch.finite)

@@ -1,7 +1,7 @@
-"""Columns a loss needs that look at more than one sample: computed once per rollout batch, before any cut.
+"""Columns of a rollout batch that depend on whole sequences, groups or the batch, computed before any split.
 
-That is what keeps these losses independent of how the batch is split afterwards: correction weights of a
-sequence, GEPO's expectation over a group, the tokens that covariance losses choose.
+They are correction weights, GEPO's expectation over a group, and the tokens that covariance losses choose. So these
+losses do not depend on how the batch is split.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 def prepare_columns(batch: Batch, algorithm: AlgorithmSection, seed: int) -> None:
-    """Add what the resolved ``algorithm`` asks for: ``correction``, ``group_logprob``, ``selected``.
+    """Add the columns ``correction``, ``group_logprob`` and ``selected`` if the resolved ``algorithm`` needs them.
 
-    The batch is a whole rollout batch with ``advantages`` and ``old_logprobs`` (and, where a correction is set,
-    ``behaviour_logprobs``). ``seed`` draws Clip-Cov's tokens.
+    Args:
+        batch: a rollout batch with ``advantages``, ``old_logprobs`` and, for a correction, ``behaviour_logprobs``.
+        seed: draws the tokens of Clip-Cov.
     """
     loss = algorithm.loss
     if not isinstance(algorithm.correction, NoCorrection):
@@ -40,7 +41,7 @@ def _correction(batch: Batch, correction: Correction) -> Floats:
 
 
 def group_logprob(sequence_logprobs: Floats) -> float:
-    """``log(Σq² / Σq)`` of a group's sequence probabilities ``q``, given as logs ``[n]``."""
+    """``log(Σq² / Σq)`` of a group's sequence probabilities ``q``, from their logarithms ``[n]``."""
     return float(np.logaddexp.reduce(2.0 * sequence_logprobs) - np.logaddexp.reduce(sequence_logprobs))
 
 

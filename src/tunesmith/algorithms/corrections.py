@@ -1,15 +1,15 @@
-"""Correction for sampling with another policy than the one whose gradient is taken. Plain NumPy.
+"""Off-policy correction: weights for tokens that another policy sampled than the one in training. Plain NumPy.
 
-The sampler's log-probabilities differ from the trainer's: other kernels, lower precision, older weights.
-Two ways to deal with that differ only in which log-probabilities stand in the columns:
+The sampler's log-probabilities differ from the trainer's: other kernels, lower precision, older weights. There are two
+ways to treat the difference:
 
-- *bypass*: ``old_logprobs`` are the sampler's. The loss's own ratio and clip cover the difference.
-- *decoupled* (arXiv:2110.00641): the trainer recomputes ``old_logprobs``; the loss's ratio is against those,
-  and each token is weighted by a bounded ``w = π_old / π_sampler`` in the column ``correction``.
+- *bypass*: ``old_logprobs`` are the sampler's. The ratio and clip of the loss cover the difference.
+- *decoupled* (arXiv:2110.00641): the trainer recomputes ``old_logprobs``, the loss's ratio is to those, and each token
+  is weighted by a bounded ``w = π_old / π_sampler`` in the column ``correction``.
 
-Weights carry no gradient and are computed per whole sample before micro-batches are cut. Bounds are on ``w``
-itself. A rejected token weighs 0 but stays in the denominators (verl takes it out of them), so that
-rejecting more makes the step smaller instead of the rest louder.
+Weights have no gradient and are computed per whole sample, before the batch is split. Bounds are on ``w`` itself. A
+rejected token weighs 0 but counts in the denominators (not so in verl): rejecting more makes the step smaller and does
+not enlarge the weight of the rest.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tunesmith.config.choice import Choice
 
 
 class Correction(Choice):
-    """Weights for off-policy tokens: subclass it, give it fields with defaults and a ``__call__``."""
+    """Weights for off-policy tokens. A subclass has fields with defaults and ``__call__``."""
 
     what = "correction"
 
     def __call__(self, log_weights: Floats) -> Floats:
-        """Weights ``[n]`` of the policy tokens of one sample, from ``log w [n]``; all finite."""
+        """Weights ``[n]`` of a sample's policy tokens, from ``log w [n]``; all finite."""
         raise NotImplementedError
 
 
 class NoCorrection(Correction):
-    """Every token weighs 1; no column is made."""
+    """Every token weighs 1; there is no column."""
 
     name = "none"
     formula = "1"
@@ -84,7 +84,7 @@ class TokenTruncate(_Truncated):
 
 
 class TokenClamp(_Bounded):
-    """As ``token_truncate``, with a lower bound."""
+    """``token_truncate`` with a lower bound."""
 
     name = "token_clamp"
     formula = "clip(w, low, high)"
@@ -96,12 +96,12 @@ class TokenClamp(_Bounded):
 
 
 class IcePop(_Bounded):
-    """Tokens outside the bounds are left out."""
+    """Tokens outside the bounds are rejected."""
 
     name = "icepop"
     formula = "w · 1[low ≤ w ≤ high]"
     source = "IcePop, Ling Team 2025"
-    use = "mixtures of experts: leave out the tokens on which the two disagree"
+    use = "mixtures of experts: reject the tokens on which sampler and trainer disagree"
 
     high: High = 5.0
 
@@ -111,7 +111,7 @@ class IcePop(_Bounded):
 
 
 class SequenceTruncate(_Truncated):
-    """The weight of the whole sequence on every one of its tokens."""
+    """The weight of the whole sequence for each of its tokens."""
 
     name = "sequence_truncate"
     formula = "min(Πw, C) on every token"
@@ -123,12 +123,12 @@ class SequenceTruncate(_Truncated):
 
 
 class Geometric(_Bounded):
-    """The whole sequence or nothing of it, by its mean."""
+    """Keeps or rejects the whole sequence, by the geometric mean of its weights."""
 
     name = "geometric"
     formula = "1[low ≤ exp(mean log w) ≤ high]"
     source = "geometric rejection, verl"
-    use = "only answers that both would have written: very strict"
+    use = "only answers with nearly equal probabilities; very strict"
 
     low: Low = 0.999
     high: High = 1.001
@@ -139,12 +139,12 @@ class Geometric(_Bounded):
 
 
 class SequenceMask(_Bounded):
-    """``geometric`` times ``token_clamp`` with one pair of bounds. OpenRLHF does not clip what it keeps."""
+    """``geometric`` times ``token_clamp`` with the same bounds. OpenRLHF does not clip the kept weights."""
 
     name = "sequence_mask"
     formula = "1[low ≤ exp(mean log w) ≤ high] · clip(w, low, high)"
     source = "OpenRLHF, verl"
-    use = "stale samples: leave out the answers that the policy has left behind"
+    use = "stale samples: reject answers that the current policy would not write"
 
     def __call__(self, log_weights: Floats) -> Floats:
         bounds = {"low": self.low, "high": self.high}
@@ -154,8 +154,8 @@ class SequenceMask(_Bounded):
 def correction_weights(correction: Correction, old_logprobs: Floats, sampler_logprobs: Floats) -> Floats:
     """Weights ``[n]`` of one sample's policy tokens.
 
-    A token whose log-probabilities are not finite gets NaN, which takes it out of the loss
-    (``aggregation.finite_mask``), and has no part in the statistics of its sequence.
+    A token whose log-probabilities are not finite is not in its sequence's statistics and gets NaN, which drops it from
+    the loss (``Batch.finite``).
     """
     with np.errstate(invalid="ignore"):
         log_weights = old_logprobs - sampler_logprobs

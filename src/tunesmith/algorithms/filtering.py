@@ -1,8 +1,9 @@
-"""Dynamic filtering (DAPO, arXiv:2503.14476): groups whose rollouts are all equally good teach nothing."""
+"""Dynamic filtering (DAPO, arXiv:2503.14476): groups with equal scores give no gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from math import inf
 from typing import Self
 
@@ -14,9 +15,9 @@ from tunesmith.types import Rollout, RolloutGroup
 
 
 class DynamicFilter(Section):
-    """Keeps groups whose rollouts differ in score, with a mean score strictly between the bounds, if there are any.
+    """Keeps groups with unequal scores and, if there are bounds, a mean score strictly between them.
 
-    Scores are taken before shaping, so that a length penalty does not make a solved group look unsolved.
+    Scores are from before shaping, so that a length penalty does not make a solved group look unsolved.
     """
 
     low: float | None = None
@@ -24,7 +25,7 @@ class DynamicFilter(Section):
     high: float | None = None
     """Upper bound of a group's mean score."""
     rest_epochs: PositiveInt | None = None
-    """Epochs for which a prompt is left out after its group was filtered; none: it comes again with the next one."""
+    """Epochs for which a prompt is skipped after its group was filtered; none: it is back in the next one."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -33,7 +34,7 @@ class DynamicFilter(Section):
         return self
 
     def keeps(self, group: RolloutGroup, weights: Mapping[str, float] | None = None) -> bool:
-        """Whether a group has something to teach."""
+        """Whether a group is trained on."""
         scores = [s for r in group.usable if (s := rollout_score(r, weights)) is not None]
         if not scores or min(scores) == max(scores):
             return False
@@ -43,21 +44,19 @@ class DynamicFilter(Section):
     def split(
         self, groups: Sequence[RolloutGroup], weights: Mapping[str, float] | None = None
     ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
-        """A batch, in order, as groups to train on and groups to replace."""
-        kept: list[RolloutGroup] = []
-        rejected: list[RolloutGroup] = []
-        for group in groups:
-            (kept if self.keeps(group, weights) else rejected).append(group)
-        return kept, rejected
+        """The groups to train on and those to replace, in order."""
+        keeps = [self.keeps(group, weights) for group in groups]
+        return list(compress(groups, keeps)), [group for group, kept in zip(groups, keeps, strict=True) if not kept]
 
 
 def rollout_score(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float | None:
-    """Weighted mean of the rollout's raw rewards by name, of those that apply; None without any.
+    """The weighted mean of the rollout's raw rewards that apply; None if there are none.
 
-    What an environment paid is one of them, with a weight of 1 (``RewardSet.score``).
-    Penalties (weights of 0 and below) say nothing about whether a task is solved and are left out.
+    The environment's reward is among them, with a weight of 1 (``RewardSet.score``). Penalties (weights of 0 or less)
+    are not: they do not tell whether a task is solved.
     """
-    share = {name: (weights or {}).get(name, 1.0) for name in rollout.rewards}
-    scores = {name: value for name, value in rollout.rewards.items() if value is not None and share[name] > 0}
-    total = sum(share[name] for name in scores)
-    return sum(scores[name] * share[name] for name in scores) / total if scores else None
+    shares = {name: (weights or {}).get(name, 1.0) for name in rollout.rewards}
+    scores = [
+        (value, shares[name]) for name, value in rollout.rewards.items() if value is not None and shares[name] > 0
+    ]
+    return sum(value * share for value, share in scores) / sum(share for _, share in scores) if scores else None

@@ -1,12 +1,12 @@
 """The KL divergence from a reference: its settings, its estimators, and a controller of its coefficient.
 
-With ``δ = logπ − logπ_ref`` of a token the policy sampled (http://joschu.net/blog/kl-approx.html):
-``k1 = δ``, ``k2 = δ²/2``, ``k3 = exp(−δ) − 1 + δ``. All three estimate the same value. As a loss only the
-gradient counts: that of k2 is right on policy, that of k1 is zero in expectation and that of k3 is another
-divergence's. ``k1+`` and ``k3+`` have the value of k1 and k3 with the gradient of k2 (straight-through).
+With ``δ = logπ − logπ_ref`` of a token that the policy sampled (http://joschu.net/blog/kl-approx.html):
+``k1 = δ``, ``k2 = δ²/2``, ``k3 = exp(−δ) − 1 + δ``. All three estimate the same value. In a loss only the gradient
+matters: that of k2 is right on policy, that of k1 is zero in expectation, and that of k3 belongs to another divergence.
+``k1+`` and ``k3+`` have the values of k1 and k3 and the gradient of k2 (straight-through).
 
-Values are clamped to ±10. The gradient of k2 passes through the clamp: a token far from the reference is
-the last one to stop pulling back (OpenRLHF's clamp stops it, verl does not clamp k2).
+Values are clamped to ±10. The gradient of k2 passes through the clamp, because tokens far from the reference need it
+most (OpenRLHF's clamp stops it, verl does not clamp k2).
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ HORIZON = 10_000
 
 
 class KL(Choice):
-    """Whether and where the policy is held near a reference."""
+    """How the policy is kept near a reference."""
 
     what = "KL"
     usual = "loss"
 
 
 class NoKL(KL):
-    """No reference model is kept."""
+    """There is no reference model."""
 
     name = "none"
-    use = "the policy may move far from where it started"
+    use = "the policy may move far from its start"
 
 
 class ReferenceKL(KL):
-    """A KL to the model the run started from, or to a later copy of the policy."""
+    """A KL to the starting model, or to a later copy of the policy."""
 
     coef: Annotated[float, Field(gt=0)] = 0.001
     """Weight β of the KL; verl's default."""
     target: Annotated[float, Field(gt=0)] | None = None
-    """Adapt ``coef`` so that the KL stays near this; none: a fixed coefficient."""
+    """Adapt ``coef`` so that the KL stays near this value; none: a fixed coefficient."""
     horizon: PositiveInt | None = None
     """Rollouts over which an adaptive coefficient reacts, with ``target``; none: 10,000 (arXiv:1909.08593)."""
     reference_every: PositiveInt | None = None
@@ -64,29 +64,29 @@ class ReferenceKL(KL):
 
 
 class KLInLoss(ReferenceKL):
-    """A term of the loss, with a gradient of its own."""
+    """A term of the loss, with a gradient."""
 
     name = "loss"
     formula = "loss + β·KL"
     use = "the usual choice"
 
     estimator: Literal["k2", "k3", "k1+", "k3+"] = "k3"
-    """How the KL is estimated from sampled tokens. k1 is not among them: its expected gradient is zero."""
+    """The estimator of the KL. k1 is not among them: its expected gradient is zero."""
 
 
 class KLInReward(ReferenceKL):
-    """A penalty on every token of the reward, without a gradient of its own."""
+    """A penalty on every token's reward, without a gradient."""
 
     name = "reward"
     formula = "r_t − β·KL_t"
     use = "estimators that read rewards token by token"
 
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How the KL is estimated from sampled tokens. The straight-through forms differ only in the gradient."""
+    """The estimator of the KL. Straight-through estimators differ only in the gradient."""
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """KL per token ``[N]``, with the gradient with respect to ``logprobs`` that its name says."""
+    """KL per token ``[N]``, with the estimator's gradient for ``logprobs``."""
     delta = logprobs - ref_logprobs
     value: Tensor = _value(delta, estimator.removesuffix("+"), lambda x: x.exp())
     if estimator in ("k1", "k3"):
@@ -96,12 +96,12 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
 
 
 def kl_values(logprobs: NDArray[np.float64], ref_logprobs: NDArray[np.float64], estimator: str) -> NDArray[np.float64]:
-    """KL per token without gradient, in NumPy: what is subtracted from rewards, ``−β·kl``."""
+    """KL per token without gradient, for a penalty in the reward."""
     return np.clip(_value(logprobs - ref_logprobs, estimator, np.exp), -MAX_VALUE, MAX_VALUE)
 
 
 def _value(delta: Any, estimator: str, exp: Callable[[Any], Any]) -> Any:
-    """Of an array or a tensor."""
+    """The estimate from an array or a tensor ``delta``."""
     match estimator:
         case "k1":
             return delta
@@ -126,14 +126,11 @@ class KLController:
 
     @classmethod
     def of(cls, kl: KL) -> Self:
-        """Of a run's settings; 0 without a KL."""
+        """The controller of a run's settings; its coefficient is 0 without a KL."""
         return cls(kl.coef, kl.target, kl.horizon or HORIZON) if isinstance(kl, ReferenceKL) else cls(0.0)
 
     def update(self, kl: float, samples: int) -> float:
-        """Take in the mean KL of ``samples`` rollouts; return the new coefficient.
-
-        A KL that is not finite changes nothing.
-        """
+        """Adapt to the mean KL of ``samples`` rollouts; return the coefficient. A KL that is not finite is ignored."""
         if self.target is not None and np.isfinite(kl):
             error = float(np.clip(kl / self.target - 1.0, -0.2, 0.2))
             self.coef *= 1.0 + error * min(1.0, samples / self.horizon)

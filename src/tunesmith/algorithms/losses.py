@@ -1,12 +1,11 @@
 """Policy losses: one number per token, before any mean.
 
-A loss is one class: its fields are its settings, and it takes a micro-batch and returns ``[N]`` values, which the
-objective multiplies with the weight column (``aggregation``) and adds up. Losses over a sequence reduce within
-``sample``, which a micro-batch never cuts, and give every token of the sequence the sequence's loss: with
-``seq_mean_token_mean`` weights that adds up to the mean over sequences.
+A loss is a class whose fields are its settings. It takes a micro-batch and returns values ``[N]``, which the objective
+multiplies with the weights (``aggregation``) and sums. A loss of sequences reduces within ``sample``, which a
+micro-batch never splits, and gives every token its sequence's loss: with ``seq_mean_token_mean`` that is the mean over
+sequences.
 
-Everything here uses methods of the tensor, so that settings and the reference page can read the classes without
-loading torch.
+The code only calls methods of tensors, so that settings and the reference page can import it without torch.
 
 Legend: ``d = logπ − logπ_old`` (clamped to ±20), ``ρ = exp(d)``, ``A`` advantage, ``sg`` stop-gradient.
 """
@@ -27,20 +26,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""``d`` is clamped to this before it is exponentiated, as in verl and OpenRLHF."""
+"""The bound on ``|d|`` before the exponential, as in verl and OpenRLHF."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyBatch:
-    """What losses read. Tokens outside ``keep`` are zero in every column and count in no mean."""
+    """The inputs of losses. Tokens outside ``keep`` are zero in every column and count in no mean."""
 
     logprobs: Tensor  # [N], with gradient
     old_logprobs: Tensor  # [N]
     advantages: Tensor  # [N]
     keep: Tensor  # [N] bool
-    sample: Tensor  # [N] int64, which sequence a token belongs to
+    sample: Tensor  # [N] int64, the sequence of a token
     num_samples: int
-    selected: Tensor | None = None  # [N], 1 where the covariance losses act
+    selected: Tensor | None = None  # [N], 1 for the tokens of covariance losses
     group_logprob: Tensor | None = None  # [N], log of the group's expected sampling probability
 
     @property
@@ -49,7 +48,7 @@ class PolicyBatch:
         return (self.logprobs - self.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Mean of ``values [N]`` over the kept tokens of each sequence, given to all its tokens ``[N]``."""
+        """The mean of ``values [N]`` over the kept tokens of each sequence, for all its tokens ``[N]``."""
         kept = self.keep.to(values.dtype)
         totals = values.new_zeros(self.num_samples).index_add(0, self.sample, values * kept)
         counts = values.new_zeros(self.num_samples).index_add(0, self.sample, kept)
@@ -57,7 +56,7 @@ class PolicyBatch:
 
 
 class TokenLoss(NamedTuple):
-    """``loss [N]`` with its gradient; where the bounds took effect, ``[N]`` bool, if the loss has bounds."""
+    """``loss [N]`` with gradient and, for a loss with bounds, where they took effect, ``[N]`` bool."""
 
     loss: Tensor
     clipped_low: Tensor | None = None
@@ -65,12 +64,12 @@ class TokenLoss(NamedTuple):
 
 
 class Loss(Choice):
-    """A policy loss: subclass it, give it fields with defaults and a ``__call__``."""
+    """A policy loss. A subclass has fields with defaults and ``__call__``."""
 
     what = "loss"
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
-        """The loss of every token of a micro-batch, with its gradient; called once per forward pass."""
+        """The loss of every token of a micro-batch, with gradient; called once per forward pass."""
         raise NotImplementedError
 
 
@@ -79,7 +78,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class ClippedLoss(Loss):
-    """A loss with PPO's pessimistic clip of some ratio."""
+    """A loss with PPO's pessimistic clip of a ratio."""
 
     clip_low: Bound = 0.2
     """How far below 1 the ratio may fall before it is clipped."""
@@ -114,7 +113,7 @@ class PPO(ClippedLoss):
 
 
 class Reinforce(Loss):
-    """The plain policy gradient. Off policy the correction column weighs it, as every loss."""
+    """The plain policy gradient. Off policy the correction weighs it, as it weighs every loss."""
 
     name = "reinforce"
     formula = "−A logπ"
@@ -126,7 +125,7 @@ class Reinforce(Loss):
 
 
 class GPG(Reinforce):
-    """The same formula; GPG's difference is in its advantages."""
+    """Equals ``reinforce``; GPG differs in its advantages."""
 
     name = "gpg"
     source = "GPG, arXiv:2504.02546"
@@ -134,12 +133,12 @@ class GPG(Reinforce):
 
 
 class GSPO(ClippedLoss):
-    """Every token carries its sequence's loss; the ratio is that of the sequence, per token of length."""
+    """Every token has its sequence's loss; the ratio is the sequence's, normalised by its length."""
 
     name = "gspo"
     formula = "−min(sA, clip(s, 1−ε_low, 1+ε_high)A), s = exp(mean_t d)"
     source = "GSPO, arXiv:2507.18071"
-    use = "mixtures of experts, long answers: token ratios are noisy there"
+    use = "mixtures of experts and long answers, where token ratios are noisy"
 
     clip_low: Bound = 3e-4
     clip_high: Bound = 4e-4
@@ -150,12 +149,12 @@ class GSPO(ClippedLoss):
 
 
 class GSPOToken(ClippedLoss):
-    """GSPO's ratio with an advantage per token; the same gradient where the advantage is the sequence's."""
+    """GSPO's ratio with an advantage per token; GSPO's gradient if all tokens have the same advantage."""
 
     name = "gspo_token"
     formula = "ppo with ρ_t = sg(s)·exp(logπ_t − sg(logπ_t))"
     source = "GSPO-token, arXiv:2507.18071"
-    use = "as gspo, where advantages differ from token to token"
+    use = "as gspo, if advantages differ from token to token"
 
     clip_low: Bound = 3e-4
     clip_high: Bound = 4e-4
@@ -166,9 +165,9 @@ class GSPOToken(ClippedLoss):
 
 
 class GMPO(Loss):
-    """Geometric mean of the ratios, clipped in log space on the side the advantage pushes to.
+    """Geometric mean of the ratios, clipped in log space on the side of the advantage.
 
-    An off-policy correction multiplies token by token here; verl takes its geometric mean.
+    An off-policy correction multiplies token by token; verl takes its geometric mean.
     """
 
     name = "gmpo"
@@ -192,10 +191,10 @@ class GMPO(Loss):
 
 
 class GEPO(ClippedLoss):
-    """The sampling probability in the ratio is its expectation over the group, which hardly ever vanishes.
+    """The ratio's denominator is the sampling probability's expectation over the group, which rarely vanishes.
 
-    ``p`` and ``q`` are length-normalised sequence probabilities, ``exp(mean_t logπ)``, as in the authors' code;
-    everything stays in log space.
+    ``p`` and ``q`` are length-normalised sequence probabilities, ``exp(mean_t logπ)``, as in the authors' code,
+    computed in log space.
     """
 
     name = "gepo"
@@ -214,14 +213,14 @@ class GEPO(ClippedLoss):
 class CISPO(Loss):
     """Clips the weight and keeps every token's gradient.
 
-    The defaults bound the weight to [0, 5]: no lower bound, as in the paper, and ScaleRL's upper bound
-    (arXiv:2510.13786). TRL's ``epsilon_high`` is the bound itself, 1 + ε_high here.
+    By default the weight is in [0, 5]: no lower bound, as in the paper, and ScaleRL's upper bound (arXiv:2510.13786).
+    TRL's ``epsilon_high`` is the bound itself, 1 + ε_high here.
     """
 
     name = "cispo"
     formula = "−sg(clip(ρ, 1−ε_low, 1+ε_high)) A logπ"
     source = "CISPO, MiniMax-M1, arXiv:2506.13585"
-    use = "long reasoning, where ppo would drop the rare tokens that turn an answer"
+    use = "long reasoning, where ppo would drop the rare tokens that change an answer"
 
     clip_low: Bound = 1.0
     """How far below 1 a token's weight may fall."""
@@ -240,7 +239,7 @@ class SAPO(Loss):
     name = "sapo"
     formula = "−A (4/τ) σ(τ(ρ − 1)), τ by the sign of A"
     source = "SAPO, arXiv:2511.20347"
-    use = "ppo's hard clip makes training jumpy"
+    use = "ppo's hard clip makes training unsteady"
 
     tau_positive: Positive = 1.0
     """Temperature of the gate where the advantage is positive."""
@@ -281,7 +280,7 @@ class DPPO(Loss):
 
 
 class SelectingLoss(Loss):
-    """A loss that treats a few tokens otherwise, chosen once per rollout batch: the column ``selected``."""
+    """A loss that treats a few tokens differently: the column ``selected``, chosen once per rollout batch."""
 
     needs = frozenset({"selection"})
 
@@ -290,15 +289,15 @@ class SelectingLoss(Loss):
 
     @abstractmethod
     def select(self, covariances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.intp]:
-        """Places of the chosen tokens, from every token's share ``[N]`` of cov(logπ_old, A) over the batch."""
+        """Indices of the chosen tokens, from every token's share ``[N]`` of cov(logπ_old, A) over the batch."""
 
 
 class ClipCov(SelectingLoss, ClippedLoss):
-    """Leaves out tokens that would cost the most entropy.
+    """Drops tokens that would reduce the entropy most.
 
-    Deliberately other than verl: the tokens are chosen once, from the old log-probabilities of the whole rollout
-    batch, instead of in each micro-batch from the current ones; so the loss does not depend on the split. A chosen
-    token that the ratio clips anyway is not replaced by another.
+    The tokens are chosen once, from the old log-probabilities of the whole rollout batch; verl chooses in each
+    micro-batch from the current ones, which depends on the split. A chosen token that the ratio also clips is not
+    replaced by another.
     """
 
     name = "clip_cov"
@@ -307,9 +306,9 @@ class ClipCov(SelectingLoss, ClippedLoss):
     use = "entropy falls too fast"
 
     cov_low: float = 1.0
-    """Lower bound of the covariance that tokens are drawn from."""
+    """Lower bound of the covariance of the chosen tokens."""
     cov_high: float = 5.0
-    """Upper bound of the covariance that tokens are drawn from."""
+    """Upper bound of the covariance of the chosen tokens."""
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
         assert batch.selected is not None, "clip_cov reads the column selected"
@@ -323,7 +322,7 @@ class ClipCov(SelectingLoss, ClippedLoss):
 
 
 class KLCov(SelectingLoss):
-    """Holds back the tokens that would cost the most entropy; they are chosen as for ``clip_cov``."""
+    """Adds a KL to the tokens that would reduce the entropy most, chosen at the same time as for ``clip_cov``."""
 
     name = "kl_cov"
     formula = "−ρA, plus c|d| on the 2e-4 of the tokens with the highest cov(logπ, A)"
@@ -346,7 +345,7 @@ class KLCov(SelectingLoss):
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float | None) -> TokenLoss:
     """``0.5·max((V − R)², (clip(V, V_old ± ε) − R)²)`` per token, all ``[N]``; ``clip=None`` is plain.
 
-    The clip keeps one batch from moving the critic far (PPO's reference code; OpenRLHF ε 0.5, TRL 0.2).
+    The clip limits how far one batch moves the critic (PPO's reference code; OpenRLHF ε 0.5, TRL 0.2).
     """
     free = 0.5 * (values - returns).square()
     if clip is None:

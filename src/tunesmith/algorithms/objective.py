@@ -1,17 +1,17 @@
-"""What a trainer minimises: a policy loss with a KL and an entropy bonus, a value loss, the losses of given data.
+"""What a trainer minimises: a policy loss with a KL and an entropy bonus, a value loss, supervised losses.
 
-An objective is ``(forest, predictions) -> (scalar, metrics)``, a frozen dataclass that travels to other processes. The
-scalar is ``sum(weight · (loss · correction + β·KL − c·H))`` over this forest's tokens with weights that are already
-divided by the optimizer batch's denominators, so forests add up. Metrics are summed with the column
+An objective is ``(forest, predictions) -> (scalar, metrics)``, a frozen dataclass that can be sent to other processes.
+The scalar is ``sum(weight · (loss · correction + β·KL − c·H))`` over the forest's tokens. Weights are already divided
+by the optimizer batch's denominators, so the forests' scalars add up. Metrics are sums with the column
 ``metric_weight`` and add up to means over the optimizer batch's tokens.
 
 Columns read: ``weight`` and ``metric_weight`` always (``aggregation.weigh``); ``advantages``, ``old_logprobs``,
 ``ref_logprobs``, ``correction``, ``group_logprob``, ``selected`` by the policy objective; ``returns`` and
 ``old_values`` by the value objective.
 
-A token whose inputs are not finite has weight 0 (``Batch.finite``). It is set to zero before anything is
-computed, so that nothing of it reaches a gradient. A token whose new log-probability turns out not to be
-finite is set to zero as well; it stays in the denominator, because weights are fixed before the forward pass.
+A token whose inputs are not finite has weight 0 (``Batch.finite``). All its inputs are set to zero first, so that none
+reaches a gradient. A token whose new log-probability is not finite is set to zero too, but counts in the denominator:
+weights are fixed before the forward pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Objective = Callable[["Forest", "Predictions"], "tuple[Tensor, TensorMetrics]"]
 
 
 class _Tokens:
-    """The predictions of a forest. Those outside the loss, by their weight or because they are not finite, are 0."""
+    """The predictions of a forest; 0 where the weight is 0 or a value is not finite."""
 
     def __init__(self, forest: Forest, *predicted: Tensor) -> None:
         for name in ("weight", "metric_weight"):
@@ -57,7 +57,7 @@ class _Tokens:
         return self.column(name) if name in self.forest.columns else None
 
     def mean(self, values: Tensor) -> Tensor:
-        """A metric: the mean over the optimizer batch's tokens, this forest's part of it."""
+        """This forest's part of a mean over the optimizer batch's tokens."""
         return (self.metric_weight * values.detach()).sum()
 
     def clipped(self, token: TokenLoss, prefix: str = "") -> TensorMetrics:
@@ -67,10 +67,7 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """A policy loss, and what is added to it.
-
-    ``kl_coef`` and ``kl_estimator`` are those of a KL in the loss.
-    """
+    """A policy loss, with a KL in the loss (``kl_coef``, ``kl_estimator``) and an entropy bonus."""
 
     loss: Loss
     kl_coef: float = 0.0
@@ -101,7 +98,7 @@ class PolicyObjective:
         if self.kl_coef:
             assert reference is not None and self.kl_estimator, "a KL in the loss needs ref_logprobs and an estimator"
             total = total + self.kl_coef * kl_loss(batch.logprobs, reference, self.kl_estimator)
-        # Without the distribution at hand, −logπ of the policy's own tokens: its mean over samples is the entropy.
+        # Without the distributions' entropy, −logπ of sampled tokens: its expectation is the entropy.
         metrics["entropy"] = tokens.mean(-batch.logprobs)
         if (entropy := predictions.entropy) is not None:
             entropy = entropy.masked_fill(tokens.drop | ~entropy.detach().isfinite(), 0.0)
@@ -114,7 +111,7 @@ class PolicyObjective:
 
 
 def policy_objective(algorithm: AlgorithmSection, *, kl_coef: float | None = None) -> PolicyObjective:
-    """The objective of a resolved section. ``kl_coef`` replaces the section's (an adaptive controller's)."""
+    """The objective of a resolved section; an adaptive controller's ``kl_coef`` replaces the section's."""
     kl, bonus = algorithm.kl, algorithm.entropy_coef
     if isinstance(kl, KLInLoss):
         return PolicyObjective(algorithm.loss, kl.coef if kl_coef is None else kl_coef, kl.estimator, bonus)
@@ -149,9 +146,9 @@ class SFTObjective:
 class DistillationObjective:
     """``Σ weight · ((1 − α)·(−logπ) + α·KL(teacher ‖ student))``, Hinton et al., arXiv:1503.02531.
 
-    With ``token_mean`` weights it is the mean over the batch's loss tokens. The cross-entropy with the teacher, which
-    the papers write, is the KL plus the teacher's entropy, which has no gradient. Reverse KL on the student's own
-    samples is a policy gradient: preset ``distill``.
+    With ``token_mean`` weights it is the mean over the batch's loss tokens. The papers' cross-entropy with the teacher
+    is the KL plus the teacher's entropy, which has no gradient. Reverse KL on the student's samples is a policy
+    gradient: preset ``distill``.
     """
 
     alpha: float
@@ -189,7 +186,7 @@ class ValueObjective:
 
 @dataclass(frozen=True, slots=True)
 class ActorCriticObjective:
-    """A policy's objective and ``coef`` times the value loss, a mean over tokens: both in one backward pass."""
+    """A policy's objective plus ``coef`` times the value loss, a mean over tokens, in one backward pass."""
 
     policy: Objective
     clip: float | None

@@ -1,4 +1,4 @@
-"""What advantage estimators read and give, and the arithmetic they share. Plain NumPy."""
+"""Inputs, outputs and common arithmetic of advantage estimators. Plain NumPy."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 EPSILON = 1e-6
-"""Added to a deviation that is divided by. TRL adds 1e-4, OpenRLHF 1e-9, verl 1e-6."""
+"""Added to a deviation in a denominator. TRL adds 1e-4, OpenRLHF 1e-9, verl 1e-6."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One rollout as an estimator sees it. ``n`` is ``length``, the number of tokens the policy wrote."""
+    """A rollout for an estimator. ``n`` is ``length``, the number of tokens that the policy wrote."""
 
     group: int
-    """Rollouts of one task share a number."""
+    """The number of the task."""
     reward: float
     """After shaping and clipping; paid at the last token."""
     length: int
     components: Mapping[str, float | None] = field(default_factory=dict[str, "float | None"])
-    """Each reward by itself (``gdpo``); None where it does not apply."""
+    """Every reward alone (``gdpo``); None if it does not apply."""
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Of the components; one that is not named weighs 1."""
+    """Of the components; 1 for one without an entry."""
     token_rewards: Floats | None = None
-    """``[n]``, paid on tokens beside ``reward``: per-turn rewards, minus the KL penalty."""
+    """``[n]``, paid in addition to ``reward``: rewards of turns, minus the KL penalty."""
     values: Floats | None = None
-    """``[n]``, the critic's value of the state each token was written in (``gae``, ``vapo``)."""
+    """``[n]``, the critic's value of the state before each token (``gae``, ``vapo``)."""
     final_value: float = 0.0
-    """The critic's value after the last token: 0 where the episode ended there; with ``bootstrap_truncated``, the
-    critic's where a limit cut it (arXiv:1712.00378). TRL, verl and OpenRLHF always take 0."""
+    """The value after the last token: 0 if the episode ended there; the critic's if a limit cut it off and
+    ``bootstrap_truncated`` is set (arXiv:1712.00378). TRL, verl and OpenRLHF always take 0."""
     greedy_reward: float | None = None
-    """Reward of the greedy rollout of the same task (``remax``)."""
+    """The reward of the task's greedy rollout (``remax``)."""
 
     @property
     def total(self) -> float:
-        """The reward of the whole rollout, whatever token it was paid on."""
+        """The sum of all rewards of the rollout."""
         return self.reward + (0.0 if self.token_rewards is None else float(self.token_rewards.sum()))
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """One array ``[n]`` per rollout; ``returns`` are what a critic is trained on."""
+    """One array ``[n]`` per rollout; ``returns`` are a critic's targets."""
 
     advantages: list[Floats]
     returns: list[Floats] | None = None
 
 
 def whiten(parts: Sequence[Floats]) -> list[Floats]:
-    """All values of the batch to mean 0 and deviation 1; exactly 0 where they are all equal.
+    """All values of the batch at mean 0 and deviation 1; exactly 0 if they are all equal.
 
     Unbiased deviation plus ``EPSILON`` (verl: ``sqrt(var + 1e-8)``, OpenRLHF: the biased deviation).
     """
@@ -66,8 +66,7 @@ def whiten(parts: Sequence[Floats]) -> list[Floats]:
 def suffix_sums(parts: Sequence[Floats], discounts: Sequence[float]) -> list[Floats]:
     """``s[t] = x[t] + discount · s[t + 1]`` within each part.
 
-    All parts advance together, one token per step from their ends, so the Python loop is as long as the
-    longest rollout and not as the batch.
+    One step of the loop computes one token of every part, from the ends, so the longest part sets their number.
     """
     lengths = np.array([p.size for p in parts], dtype=np.int64)
     ends = np.cumsum(lengths)
@@ -101,13 +100,13 @@ Relative = Callable[[Floats, Floats], Floats]
 
 
 def per_group(outcomes: Sequence[Outcome], rewards: Sequence[float | None], relative: Relative) -> Floats:
-    """``relative`` within each group; exactly zero for equal rewards (or one rollout), and where there is none."""
+    """``relative`` within each group; exactly zero for equal rewards, a single rollout, and a reward of None."""
     advantages = np.zeros(len(outcomes))
     for places in by_group(outcomes):
-        given = {i: reward for i in places if (reward := rewards[i]) is not None}
-        values = np.array(list(given.values()), dtype=np.float64)
+        members = [i for i in places if rewards[i] is not None]
+        values = np.array([rewards[i] for i in members], dtype=np.float64)
         if not equal(values):
-            advantages[list(given)] = relative(values, np.array([outcomes[i].length for i in given], dtype=np.float64))
+            advantages[members] = relative(values, np.array([outcomes[i].length for i in members], dtype=np.float64))
     return advantages
 
 
@@ -116,7 +115,7 @@ def broadcast(outcomes: Sequence[Outcome], scalars: Sequence[float] | Floats) ->
 
 
 def paid(outcomes: Sequence[Outcome], final: Sequence[float] | Floats) -> list[Floats]:
-    """Reward per token: ``token_rewards``, and ``final`` at the last token."""
+    """Rewards per token: ``token_rewards`` plus ``final`` at the last token."""
     rewards: list[Floats] = []
     for o, reward in zip(outcomes, final, strict=True):
         tokens = np.zeros(o.length) if o.token_rewards is None else o.token_rewards.astype(np.float64)

@@ -1,16 +1,14 @@
-"""Losses that judge whole sequences: reward models, DPO and its kin, KTO, process reward models.
+"""Losses of whole sequences: reward models, DPO and its variants, KTO, process reward models.
 
-An objective here reduces a micro-batch's predictions to one number per sequence, and those of a pair to one
-number per pair. A sequence weighs ``1 / B`` (``seq_mean_token_sum``), so what belongs together weighs what its
-members weigh together: a mean over the optimizer batch's pairs, sequences or steps, however it is cut. A pair is a
-group of two and has to lie in one micro-batch.
+An objective reduces a micro-batch's predictions to one number per sequence, and two sequences to one number per pair. A
+sequence weighs ``1 / B`` (``seq_mean_token_sum``) and a pair the sum of its two, so the loss is a mean over the
+optimizer batch's pairs, sequences or steps for any split. A pair is a group of two and must be in one micro-batch.
 
-Columns read, all per sample: ``side`` (+1 or −1) wherever two are compared; ``margin`` (reward models);
-``reference``, the reference's ``Σ logπ`` (DPO, KTO); ``kl`` and ``class_share`` (KTO); ``label`` (process reward
-models).
+Columns read, all per sample: ``side`` (+1 or −1) for pairs and KTO; ``margin`` (reward models); ``reference``, the
+reference's ``Σ logπ`` (DPO, KTO); ``kl`` and ``class_share`` (KTO); ``label`` (process reward models).
 
-What is not finite is dropped: by its columns from numerator and denominator, by the model's prediction from the
-numerator; one member takes its pair with it.
+A sequence with a value that is not finite is dropped, and its pair with it: from numerator and denominator if the value
+is in a column, from the numerator only if it is a prediction.
 
 Legend: ``N`` predictions, ``S`` sequences, ``P`` pairs; ``σ`` the logistic function; ``softplus(x) = log(1 + e^x)``,
 so ``−log σ(x) = softplus(−x)``; ``Δ = logπ(y) − logπ_ref(y)``.
@@ -34,26 +32,26 @@ if TYPE_CHECKING:
     from tunesmith.data.forest import Forest, Predictions
 
 AGGREGATION = "seq_mean_token_sum"
-"""How the learner has to weigh the samples of these objectives."""
+"""The aggregation of the samples' weights for these objectives."""
 REFERENCE = "reference"
-"""Column of the reference's log-probability of a whole sequence."""
+"""Column: the reference's log-probability of a whole sequence."""
 ROUNDING = 1e-6
-"""Of log-probabilities in float32, relative to them: no larger a difference is one."""
+"""Relative rounding error of log-probabilities in float32: smaller differences count as none."""
 
 
 def add_reference(batch: Batch, reference: Floats) -> None:
-    """Add the column ``reference [S]`` to a batch of pairs; one value that is not finite takes the pair with it."""
+    """Add the column ``reference [S]`` to a batch of pairs; a value that is not finite drops its pair."""
     lost = np.unique(batch.group[~np.isfinite(reference)])
     batch.add_per_sample(REFERENCE, np.where(np.isin(batch.group, lost), math.nan, reference))
 
 
 def add_kto_columns(batch: Batch, gaps: Floats) -> None:
-    """Add what ``KTOObjective`` compares with: the batch's ``kl``, and each sequence's share of its side.
+    """Add the columns ``kl`` and ``class_share`` of ``KTOObjective``.
 
-    ``KL = max(0, mean of logπ − logπ_ref over the mismatched pairs)``, of the whole batch, without gradient.
+    ``kl = max(0, mean of logπ − logπ_ref over the mismatched samples)`` of the whole batch, without gradient.
 
     Args:
-        gaps: ``logπ − logπ_ref`` of mismatched prompts and answers; those that are not finite are left out.
+        gaps: ``logπ − logπ_ref`` of the mismatched samples; values that are not finite are ignored.
     """
     finite = gaps[np.isfinite(gaps)]
     batch.add_per_sample("kl", np.full(batch.num_samples, max(0.0, float(finite.mean())) if finite.size else 0.0))
@@ -66,24 +64,27 @@ def softplus(x: Tensor) -> Tensor:
     return x.logaddexp(x.new_zeros(()))
 
 
-def sigmoid_loss(h: Tensor, smoothing: float = 0.0) -> Tensor:
-    """``−(1 − ε) log σ(h) − ε log σ(−h)``: DPO (arXiv:2305.18290, eq. 7); cDPO where labels are wrong with chance ε."""
-    return (1.0 - smoothing) * softplus(-h) + smoothing * softplus(h)
+def sigmoid_loss(h: Tensor, label: Tensor | float = 1.0) -> Tensor:
+    """``−p log σ(h) − (1 − p) log σ(−h)``: cross-entropy of ``σ(h)`` and the probability ``p``, the ``label``."""
+    return label * softplus(-h) + (1.0 - label) * softplus(h)
 
 
-def ipo_loss(difference: Tensor, beta: float) -> Tensor:
-    """``(Δ_c − Δ_r − 1/(2β))²`` (arXiv:2310.12036, eq. 17). On sums of log-probabilities, as there; TRL takes means."""
-    return (difference - 1.0 / (2.0 * beta)).square()
+def dpo_loss(difference: Tensor, kind: str, beta: float, smoothing: float = 0.0) -> Tensor:
+    """The loss of a pair from ``Δ_c − Δ_r``, ``[P]``.
 
-
-def hinge_loss(h: Tensor) -> Tensor:
-    """``max(0, 1 − h)``: SLiC's loss on DPO's reward (arXiv:2309.06657)."""
-    return (1.0 - h).clamp(min=0.0)
-
-
-def reward_loss(difference: Tensor, margin: Tensor | float = 0.0) -> Tensor:
-    """``−log σ(r_c − r_r − m)``: Bradley and Terry, with Llama 2's margin (arXiv:2307.09288, eq. 2)."""
-    return softplus(margin - difference)
+    ``sigmoid``: DPO (arXiv:2305.18290, eq. 7), and cDPO if labels are wrong with probability ``smoothing``.
+    ``ipo``: ``(Δ_c − Δ_r − 1/(2β))²`` (arXiv:2310.12036, eq. 17), on sums of log-probabilities; TRL takes means.
+    ``hinge``: ``max(0, 1 − β(Δ_c − Δ_r))``, SLiC's loss on DPO's reward (arXiv:2309.06657).
+    """
+    match kind:
+        case "sigmoid":
+            return sigmoid_loss(beta * difference, 1.0 - smoothing)
+        case "ipo":
+            return (difference - 1.0 / (2.0 * beta)).square()
+        case "hinge":
+            return (1.0 - beta * difference).clamp(min=0.0)
+        case _:
+            raise AssertionError(f"no loss '{kind}'")
 
 
 def kto_loss(
@@ -94,14 +95,9 @@ def kto_loss(
     return weight * (-beta * side * (delta - kl)).sigmoid()
 
 
-def step_loss(logit: Tensor, label: Tensor) -> Tensor:
-    """Cross-entropy of ``σ(logit)`` and the chance ``label`` that a step is good: 0 or 1, or anything between."""
-    return label * softplus(-logit) + (1.0 - label) * softplus(logit)
-
-
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """A micro-batch by sequence. What is not in ``keep`` is zero."""
+    """A micro-batch by sequence; zero outside ``keep``."""
 
     forest: Forest
     score: Tensor  # [S], with gradient: Σ of the predictions
@@ -112,7 +108,7 @@ class Sequences:
     @classmethod
     def of(cls, forest: Forest, predicted: Tensor | None) -> Sequences:
         """``predicted [N]``: log-probabilities, or values."""
-        assert predicted is not None, "the model gives other predictions than the objective reads"
+        assert predicted is not None, "the model does not give the predictions that the objective reads"
         zeros = predicted.new_zeros(forest.num_samples)
         usable = predicted.detach().isfinite() & (forest.columns[WEIGHT] != 0)
         lost = zeros.index_add(0, forest.sample, (~usable).to(zeros.dtype))
@@ -129,7 +125,7 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The pairs of a micro-batch. ``weight`` is zero where a member was dropped."""
+    """The pairs of a micro-batch; ``weight`` is zero for a dropped pair."""
 
     place: Tensor  # [S] int64, the pair of each sequence
     side: Tensor  # [S], +1 or −1
@@ -138,17 +134,17 @@ class Pairs:
 
     @classmethod
     def of(cls, sequences: Sequences) -> Pairs:
-        # Not by ``column``, which hides what belongs to a sequence that was dropped.
+        # Not ``column``, which is zero for dropped sequences.
         side = sequences.forest.per_sample["side"].to(sequences.weight.dtype)
         numbers, place = sequences.forest.group.unique(return_inverse=True)
         none = side.new_zeros(numbers.shape)
-        assert not none.index_add(0, place, side).any(), "a pair was cut: the learner has to keep groups"
+        assert not none.index_add(0, place, side).any(), "a pair was split: the learner must keep groups together"
         keep = none.index_add(0, place, (~sequences.keep).to(side.dtype)) == 0
         weight = none.index_add(0, place, sequences.weight).masked_fill(~keep, 0.0)
         return cls(place, side, weight, keep)
 
     def difference(self, values: Tensor) -> Tensor:
-        """``values [S]`` of the +1 less that of the −1, ``[P]``; zero where a pair was dropped."""
+        """``values [S]`` of the +1 minus that of the −1, ``[P]``; zero for a dropped pair."""
         return self.both(values * self.side)
 
     def first(self, values: Tensor) -> Tensor:
@@ -156,13 +152,14 @@ class Pairs:
         return self.both(values * (self.side > 0))
 
     def both(self, values: Tensor) -> Tensor:
-        """The sum of ``values [S]`` over the two, ``[P]``; zero where a pair was dropped."""
+        """The sum of ``values [S]`` over the two, ``[P]``; zero for a dropped pair."""
         return values.new_zeros(self.keep.shape).index_add(0, self.place, values).masked_fill(~self.keep, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardObjective:
-    """The reward model's, on ``values``. Without ``margins`` it is ``log(1 + e^(r_r − r_c))``."""
+    """A reward model's loss on ``values``: ``−log σ(r_c − r_r − m)``, Bradley and Terry with Llama 2's margin
+    (arXiv:2307.09288, eq. 2); m = 0 without ``margins``."""
 
     margins: bool = True
 
@@ -170,7 +167,7 @@ class RewardObjective:
         sequences = Sequences.of(forest, predictions.values)
         pairs = Pairs.of(sequences)
         margin = pairs.first(sequences.column("margin")) if self.margins else 0.0
-        loss = reward_loss(pairs.difference(sequences.score), margin)
+        loss = sigmoid_loss(pairs.difference(sequences.score) - margin)
         rewards = sequences.score.detach()
         metrics = _pair_metrics(pairs, rewards, rewards)
         for name, values in (("rewards/mean", rewards), ("rewards/square", rewards.square())):
@@ -180,7 +177,7 @@ class RewardObjective:
 
 @dataclass(frozen=True, slots=True)
 class DPOObjective:
-    """DPO's, on ``logprobs``: a loss of ``h = β(Δ_c − Δ_r)``, plus ``λ · (−logπ(y_c)) / |y_c|`` (arXiv:2404.19733)."""
+    """DPO on ``logprobs``: ``dpo_loss`` plus ``λ · (−logπ(y_c)) / |y_c|`` (arXiv:2404.19733)."""
 
     loss: str
     beta: float
@@ -191,27 +188,18 @@ class DPOObjective:
         beta, sequences = self.beta, Sequences.of(forest, predictions.logprobs)
         pairs = Pairs.of(sequences)
         delta = sequences.score - sequences.column(REFERENCE)
-        difference = pairs.difference(delta)
-        match self.loss:
-            case "sigmoid":
-                each = sigmoid_loss(beta * difference, self.smoothing)
-            case "ipo":
-                each = ipo_loss(difference, beta)
-            case "hinge":
-                each = hinge_loss(beta * difference)
-            case _:
-                raise AssertionError(f"no loss '{self.loss}'")
+        loss = dpo_loss(pairs.difference(delta), self.loss, beta, self.smoothing)
         metrics = _pair_metrics(pairs, beta * delta.detach(), beta * sequences.score.detach())
         if self.nll_coef:
             nll = -pairs.first(sequences.score / sequences.length.clamp(min=1.0))
-            each = each + self.nll_coef * nll
+            loss = loss + self.nll_coef * nll
             metrics["nll"] = (pairs.weight * nll.detach()).sum()
-        return (pairs.weight * each).sum(), metrics
+        return (pairs.weight * loss).sum(), metrics
 
 
 @dataclass(frozen=True, slots=True)
 class KTOObjective:
-    """KTO's, on ``logprobs``. ``class_share`` is one over the number of the batch's sequences of a sequence's side."""
+    """KTO on ``logprobs``. ``class_share`` is 1 / (the number of the batch's sequences with the same side)."""
 
     beta: float
     desirable: float = 1.0
@@ -221,7 +209,7 @@ class KTOObjective:
         sequences = Sequences.of(forest, predictions.logprobs)
         side, kl, share = (sequences.column(name) for name in ("side", "kl", "class_share"))
         delta = sequences.score - sequences.column(REFERENCE)
-        each = kto_loss(delta, kl, side, beta=self.beta, desirable=self.desirable, undesirable=self.undesirable)
+        loss = kto_loss(delta, kl, side, beta=self.beta, desirable=self.desirable, undesirable=self.undesirable)
         gain = side * (delta - kl).detach()
         reward = self.beta * delta.detach()
         metrics = {
@@ -232,14 +220,14 @@ class KTOObjective:
         for name, sign in (("rewards/chosen", 1), ("rewards/rejected", -1)):
             if (side == sign).any():
                 metrics[name] = (share * reward * (side == sign)).sum()
-        return (sequences.weight * each).sum(), metrics
+        return (sequences.weight * loss).sum(), metrics
 
 
 @dataclass(frozen=True, slots=True)
 class StepObjective:
-    """The process reward model's, on the ``logprobs`` of the two label tokens after each step.
+    """A process reward model's loss, on the ``logprobs`` of the two label tokens after each step.
 
-    Their difference is the logit of "good" in a softmax over the two, whatever the rest of the vocabulary gets.
+    Their difference is the logit of "good" in a softmax over these two tokens alone.
     """
 
     def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
@@ -248,13 +236,13 @@ class StepObjective:
         logit, label = pairs.difference(sequences.score), pairs.first(sequences.column("label"))
         right = _right(logit.detach() * (label - 0.5).sign())
         metrics = {"accuracy": (pairs.weight * right).sum(), "nonfinite_steps": (~pairs.keep).sum()}
-        return (pairs.weight * step_loss(logit, label)).sum(), metrics
+        return (pairs.weight * sigmoid_loss(logit, label)).sum(), metrics
 
 
 def _pair_metrics(pairs: Pairs, rewards: Tensor, terms: Tensor) -> TensorMetrics:
-    """Means over the batch's pairs of rewards ``[S]``, of their difference, and of the right one being higher.
+    """Means over the batch's pairs of the rewards ``[S]``, their difference, and the accuracy.
 
-    ``terms [S]`` are what the rewards are differences of: they set the rounding within which two are equal.
+    ``terms [S]`` are the values that the rewards were computed from: their rounding error decides which pairs tie.
     """
     first, margin = pairs.first(rewards), pairs.difference(rewards)
     return {
@@ -267,8 +255,8 @@ def _pair_metrics(pairs: Pairs, rewards: Tensor, terms: Tensor) -> TensorMetrics
 
 
 def _right(gain: Tensor, scale: Tensor | float = 0.0) -> Tensor:
-    """1 above zero, 0 below; a tie is half right, so that a model that knows nothing has an accuracy of a half.
+    """1 above zero, 0 below, ½ for a tie, so that an untrained model has an accuracy of ½.
 
-    A policy and its reference differ by rounding before the first step, which is a tie and not an opinion.
+    Before the first step policy and reference differ by rounding only, which counts as a tie.
     """
     return (gain.sign() * (gain.abs() > ROUNDING * scale) + 1.0) / 2.0

@@ -1,4 +1,4 @@
-"""Published combinations as data: those of ``presets.toml``, and users' own. No torch."""
+"""Presets: published combinations of settings, in ``presets.toml`` or a user's file. No torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NEEDS: Mapping[str, str] = {
     "reward_weights": "each reward by itself",
     "teacher": "a teacher (`tunesmith distill`)",
 }
-"""What losses and estimators ask of the training loop, in words."""
+"""What losses and estimators need from the training loop, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """``settings`` are keys of ``[algorithm]``, as a run file would have them."""
+    """``settings`` are keys of ``[algorithm]`` in the form of a run file."""
 
     name: str
     source: str
@@ -35,7 +35,7 @@ class Preset:
 
     @property
     def origin(self) -> str:
-        """The reason for a setting that comes from it."""
+        """The reason for a setting of the preset."""
         return f"preset {self.name} ({self.source})" if self.source else f"preset {self.name}"
 
 
@@ -51,10 +51,10 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """A preset of the package by its name, or a user's by its file: ``mine.toml``, or a table ``mine.py:NAME``.
+    """A preset of the package by its name, or a user's: ``mine.toml``, or a table ``mine.py:NAME``.
 
     Raises:
-        ConfigError: there is none; the file cannot be read or holds no table.
+        ConfigError: there is no such preset; its file cannot be read or has no table.
     """
     if name in PRESETS:
         return PRESETS[name]
@@ -79,17 +79,17 @@ def _of_python(reference: str) -> Preset:
 
     table = load_object(reference, Path.cwd())
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{reference} is no table; a preset is a dict of keys of [algorithm]")
+        raise ConfigError(f"{reference} is not a table; a preset is a dict of keys of [algorithm]")
     return preset_of(reference, _absolute(cast(Mapping[str, Any], table), Path(reference.rpartition(":")[0]).parent))
 
 
 def _absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """With references to classes in files beside the preset's own."""
+    """The table with absolute references to classes in the preset's directory."""
 
     def located(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {**cast(Mapping[str, Any], value), **({"type": located(value["type"])} if "type" in value else {})}
-        beside = isinstance(value, str) and ".py:" in value and (folder / value.rpartition(":")[0]).is_file()
-        return str((folder / value).resolve()) if beside else value
+        is_local = isinstance(value, str) and ".py:" in value and (folder / value.rpartition(":")[0]).is_file()
+        return str((folder / value).resolve()) if is_local else value
 
     return {key: located(value) for key, value in table.items()}
