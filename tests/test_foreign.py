@@ -16,7 +16,7 @@ from documents import ROOT, blocks_of
 from foreign_names import counts, fields, frameworks, leaves, listed, options
 from tunesmith.config.describe import choices_at
 from tunesmith.config.foreign import EARLIER, FRAMEWORKS, foreign_values, meanings, meanings_of, value_of
-from tunesmith.config.kinds import KINDS, all_keys, command_of, commands_with
+from tunesmith.config.kinds import KINDS, all_keys, commands_with
 from tunesmith.config.load import load_config
 from tunesmith.config.problems import dotted, key_lines
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
@@ -270,7 +270,7 @@ def test_no_hint_is_better_than_a_wrong_one(wrong: str) -> None:
 def test_sections_of_other_commands_are_named_with_them() -> None:
     message = refused("reward.functions=['math']", kind=KINDS["dpo"])
     assert "[reward]" in message and "tunesmith dpo" in message and "tunesmith rl" in message
-    assert all(command_of(kind) == name for name, kind in KINDS.items())
+    assert all(kind.command == name for name, kind in KINDS.items())
 
 
 def test_the_lists_are_read_from_sources(tmp_path: Path) -> None:

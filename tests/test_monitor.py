@@ -232,7 +232,7 @@ def test_phases_add_up_to_the_wall_time() -> None:
     with clock.phase("rollout"):
         time.now += 1
     assert clock.lap() == {"rollout": 1, "other": 0}
-    assert clock.totals() == {"rollout": 1, "train": 10, "checkpoint": 4, "other": 17}
+    assert clock.totals == {"rollout": 1, "train": 10, "checkpoint": 4, "other": 17}
 
 
 def test_a_phase_that_fails_still_counts() -> None:

@@ -277,7 +277,7 @@ def test_the_watchdogs_thread_looks_by_itself_and_ends(hand: Hand) -> None:
     with Watchdog(timeline, 0.01, report):
         hand.time += 1
         assert told.wait(30)
-    assert "nobody is at work" in said[0]
+    assert "no work and no wait" in said[0]
     assert not any(t.name == "watchdog" for t in threading.enumerate())
 
 

@@ -15,7 +15,6 @@ from tunesmith.assembly.hub import open_hub
 from tunesmith.assembly.learning import learning_facts, unknown_share
 from tunesmith.assembly.sinks import open_sinks
 from tunesmith.config.generation import SamplingConfig
-from tunesmith.config.kinds import command_of
 from tunesmith.config.preference import RMConfig, ScoreConfig
 from tunesmith.config.resolved import Resolved, changes, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
@@ -146,7 +145,7 @@ def open_run(
     Raises:
         UserError: settings, files or the machine do not allow the run, or its directory holds another one.
     """
-    base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), command_of(kind))
+    base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), kind.command)
     with checked(kind, path, overrides) as config:
         directory, resume = config.run_dir, config.checkpoint.resume
         if isinstance(config, SamplingConfig):  # called again, these commands find out themselves what is left to do
@@ -331,7 +330,7 @@ def run_result(run: OpenRun[Any], session: Session) -> RunResult:
         run_dir.path,
         newest / "model",
         evaluations,
-        session.clock.totals(),
+        session.clock.totals,
         best,
         session.learning.end(),
         shown,

@@ -26,7 +26,7 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 
 
 class AlgorithmSection(Section):
-    """As a run file has it: what is left out comes from the preset (``resolve_algorithm``)."""
+    """Keys that are left out come from the preset (``resolve_algorithm``)."""
 
     families: ClassVar[Mapping[str, type[Choice]]] = {
         "advantage": Estimator, "loss": Loss, "kl": KL, "correction": Correction,
@@ -39,26 +39,26 @@ class AlgorithmSection(Section):
     loss: Loss = derived()
     """The policy loss."""
     aggregation: Aggregation = derived()
-    """How token losses become one number."""
+    """How token losses are averaged."""
     kl: KL = derived()
     """The KL to a reference: a term of the loss, a penalty in the reward, or none."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     correction: Correction = derived()
-    """Weight of each token for the difference between trainer and sampler (needs ``decoupled``)."""
+    """Weight of each token that corrects for the difference between trainer and sampler (needs ``decoupled``)."""
     decoupled: bool = derived()
-    """Let the trainer recompute the log-probabilities before the update; None: if there is a correction, or if
-    ``rollout.top_p`` and the like alter what is sampled."""
+    """Recompute the old log-probabilities with the trainer before the update; None: if there is a correction, or if
+    settings such as ``rollout.top_p`` alter what is sampled."""
     overlong: Annotated[
         OverlongRamp | Literal[False],
         BeforeValidator(on_is_a_table),
         Field(description="true, false, or a table with the keys buffer, factor"),
     ] = False
-    """Ramp the reward down over the last tokens before the length limit (DAPO)."""
+    """Lower the reward gradually over the last tokens before the length limit (DAPO)."""
     stop_properly: Annotated[float, Field(le=1)] | None = None
-    """What a rollout that hit the length limit keeps of its reward; a negative number replaces it (ProRL)."""
+    """Factor on the reward of a rollout that hit the length limit; a negative number replaces the reward (ProRL)."""
     reward_clip: tuple[float, float] | None = None
-    """Hold the reward within two bounds, before any baseline."""
+    """Clip the reward to two bounds, before any baseline."""
     mask_truncated: bool = False
     """Leave rollouts that hit the length limit out of the loss."""
     dynamic_filter: Annotated[
@@ -94,28 +94,28 @@ class AlgorithmSection(Section):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the training loop has to provide (keys of ``NEEDS``); of a resolved section."""
+        """What the training loop must provide (keys of ``NEEDS``); for a resolved section."""
         return self.advantage.needs | self.loss.needs
 
     @property
     def reference(self) -> ReferenceKL | None:
-        """The KL of a resolved section, where there is one: samples then need ``ref_logprobs``."""
+        """The KL of a resolved section, if there is one: samples then need ``ref_logprobs``."""
         return self.kl if isinstance(self.kl, ReferenceKL) else None
 
 
 class CriticSection(Section):
-    """The value model of an estimator that has one (``gae``, ``vapo``)."""
+    """``[critic]``: the value model of an estimator that needs one (``gae``, ``vapo``)."""
 
     path: str | None = None
-    """A language model, reward model or critic to start from; None: the policy's model, with a head of zero."""
+    """A language model, reward model or critic to start from; None: the policy's model, with a zero head."""
     shared_trunk: bool = False
-    """A value head on the policy itself instead of a model of its own; one backward pass trains both."""
+    """A value head on the policy instead of a separate model; one backward pass trains both."""
     value_coef: Annotated[float, Field(gt=0)] = derived()
-    """Weight of the value loss beside the policy's, with ``shared_trunk``."""
+    """With ``shared_trunk``: weight of the value loss relative to the policy's."""
     value_clip: Annotated[float, Field(ge=0)] = 0.5
-    """How far a value may move from the one before the update; 0 is off."""
+    """How far a value may move from its old value; 0 is off."""
     lr: Rate = derived()
-    """Of the critic, or of the head with ``shared_trunk``."""
+    """Learning rate of the critic, or of the head with ``shared_trunk``."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Share = 0.0
     warmup_steps: Count = 0

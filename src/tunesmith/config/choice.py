@@ -1,7 +1,7 @@
-"""Settings that are one of several types with fields of their own: ``loss = "sapo"``, or a table with ``type``.
+"""Settings that are one of several types, each with its own fields: ``loss = "sapo"``, or a table with ``type``.
 
-A family (``Loss``, ``Estimator``, ...) is a direct subclass of ``Choice``, and a type is a class below its family. The
-package's types have a ``name``; a user's own goes by its reference, ``file.py:Class``.
+A family (``Loss``, ``Estimator``, ...) is a direct subclass of ``Choice``, and a type is a subclass of its family. The
+package's types have a ``name``; the name of a user's type is its reference, ``file.py:Class``.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class Choice(Section):
     """One frozen class per type: its fields are the keys of its table."""
 
     what: ClassVar[str] = ""
-    """What the family is called in messages, such as "loss"; only a family says it."""
+    """The family's name in messages, such as "loss"; only a family has it."""
     types: ClassVar[dict[str, type[Any]]] = {}
     """The family's types in the package, by name."""
     usual: ClassVar[str] = ""
-    """The family's type of a table that names none, where its preset has none either."""
+    """The type of a table without ``type``, if the preset has none either."""
     family: ClassVar[type[Any]]
 
     name: ClassVar[str] = ""
-    """What a run file calls the type: a word, or the reference to a user's class."""
+    """The type in a run file: a word, or the reference to a user's class."""
     formula: ClassVar[str] = ""
     source: ClassVar[str] = ""
     use: ClassVar[str] = ""
-    """When to take it, in a few words."""
+    """When to use it, in a few words."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What it asks of the training loop (keys of ``presets.NEEDS``)."""
+    """What the training loop must provide (keys of ``presets.NEEDS``)."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -54,15 +54,15 @@ class Choice(Section):
         return core_schema.no_info_plain_validator_function(cls.chosen, serialization=dumped)
 
     def dumped(self, info: core_schema.SerializationInfo | None = None) -> dict[str, Any]:
-        """The table that makes this object."""
+        """The table of this object in a run file."""
         return {"type": self.name, **self.model_dump(mode=info.mode if info else "json")}
 
     @classmethod
     def chosen(cls, value: object, usual: str = "") -> Self:
-        """The object that a run file's name or table stands for.
+        """The object for a run file's name or table.
 
         Args:
-            usual: the type of a table without one; where there was one, ``model_fields_set`` has ``type``.
+            usual: the type of a table without ``type``; if the table has it, ``model_fields_set`` has it too.
 
         Raises:
             ValidationError: an unknown type; a key that the type does not have, or a bad value of one.
@@ -76,12 +76,12 @@ class Choice(Section):
         name: Any = table.pop("type", None)
         kind = cls.typed(name or (usual if usual not in ("", "none") else cls.usual))
         try:
-            made = kind.model_validate_json(json.dumps(table, default=str), strict=True)
+            choice = kind.model_validate_json(json.dumps(table, default=str), strict=True)
         except ValidationError as error:
             raise kind.explained(error) from None
         if name:
-            made.model_fields_set.add("type")
-        return made
+            choice.model_fields_set.add("type")
+        return choice
 
     @classmethod
     def typed(cls, name: object) -> type[Self]:
@@ -98,21 +98,21 @@ class Choice(Section):
     def _loaded(cls, reference: str) -> type[Self]:
         from tunesmith.usercode.loading import load_object
 
-        found = load_object(reference, Path.cwd())
+        kind = load_object(reference, Path.cwd())
         base = f"{cls.__module__}.{cls.__name__}"
-        if not isinstance(found, type):
+        if not isinstance(kind, type):
             raise ValueError(f"{reference} is no class; a {cls.what} is a subclass of {base}")
-        if not issubclass(found, cls):
-            raise ValueError(f"{_place(found)}: {found.__name__} is no {cls.what}; make it a subclass of {base}")
-        problem = cls._call_problem(found)
-        if problem:
-            raise ValueError(f"{_place(found)}: {problem}")
-        found.name = reference
-        return found
+        if problem := cls._problem_of(kind, base):
+            place = f"{inspect.getsourcefile(kind)}, line {inspect.getsourcelines(kind)[1]}"
+            raise ValueError(f"{place}: {problem}")
+        kind.name = reference
+        return kind
 
     @classmethod
-    def _call_problem(cls, kind: type[Any]) -> str:
-        """What is wrong with the signature of a user's ``__call__``."""
+    def _problem_of(cls, kind: type[Any], base: str) -> str:
+        """What is wrong with a user's class: its base, or the signature of its ``__call__``; empty if nothing is."""
+        if not issubclass(kind, cls):
+            return f"{kind.__name__} is no {cls.what}; make it a subclass of {base}"
         wanted = list(inspect.signature(vars(cls)["__call__"]).parameters)
         call = next(vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base))
         if call is vars(cls)["__call__"]:
@@ -125,7 +125,7 @@ class Choice(Section):
 
     @classmethod
     def explained(cls, error: ValidationError) -> ValidationError:
-        """The same error with what the type has in place of a key that it does not have."""
+        """The same error, with the valid keys for a key that the type does not have."""
         details: list[InitErrorDetails] = []
         for line in error.errors(include_url=False):
             kind: Any = line["type"]
@@ -146,16 +146,12 @@ class Choice(Section):
         return f"the {cls.what} '{cls.name}' has no key {key}; {has}{elsewhere}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A user's class is found by its reference in another process, where its module has no importable name."""
+        """Another process loads a user's class by its reference: it cannot import the class's module by name."""
         if ":" in self.name:
             return self.family.chosen, (self.dumped(),)
         return super().__reduce_ex__(protocol)
 
 
-def _place(kind: type[Any]) -> str:
-    return f"{inspect.getsourcefile(kind)}, line {inspect.getsourcelines(kind)[1]}"
-
-
 def on_is_a_table(value: object) -> object:
-    """``true`` switches a table on with its defaults."""
+    """``true`` is a table with its defaults."""
     return {} if value is True else value

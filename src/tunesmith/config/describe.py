@@ -24,13 +24,15 @@ _WORDS: dict[Any, str] = {
     str: "text in quotes",
     Path: "a path in quotes",
 }
+_BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "of at least"), (Lt, "lt", "below"), (Le, "le", "of at most"))
 
 
 def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     """``Annotated[int, Field(gt=0)] | None`` → ``"a whole number above 0"``."""
     if get_origin(annotation) is Annotated:
         inner, *notes = get_args(annotation)
-        return describe(inner, (*_flat(notes), *metadata))
+        constraints = [c for note in notes if isinstance(note, FieldInfo) for c in note.metadata]
+        return describe(inner, (*notes, *constraints, *metadata))
     if text := next((m.description for m in metadata if isinstance(m, FieldInfo) and m.description), None):
         return text
     if get_origin(annotation) in (Union, types.UnionType):
@@ -49,20 +51,21 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         return f"one of {', '.join(map(repr, names))}{own}, or a table with type"
     if is_section(annotation):
         return f"a table with the keys {', '.join(annotation.model_fields)}"
-    return _WORDS.get(annotation, "something else") + _bounds(metadata)
+    bounds = [f"{words} {getattr(m, n)}" for kind, n, words in _BOUNDS for m in metadata if isinstance(m, kind)]
+    return _WORDS.get(annotation, "something else") + (f" {' and '.join(bounds)}" if bounds else "")
 
 
 def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """The field that a path of keys leads to; None where it leads nowhere."""
-    return next(iter(fields_at(model, path)), None)
+    """The field that a path of keys leads to, if there is one."""
+    return next(iter(fields_at(model, path).values()), None)
 
 
-def fields_at(model: type[BaseModel], path: KeyPath) -> list[FieldInfo]:
-    """The fields that a path may lead to: several where types of a choice share a key."""
-    sections, fields = [model], list[FieldInfo]()
+def fields_at(model: type[BaseModel], path: KeyPath) -> dict[type[BaseModel], FieldInfo]:
+    """The fields that a path may lead to, by section: several where types of a choice share a key."""
+    sections, fields = [model], dict[type[BaseModel], FieldInfo]()
     for part in (part for part in path if not isinstance(part, int)):
-        fields = [s.model_fields[part] for s in sections if part in s.model_fields]
-        sections = [section for field in fields for section in sections_of(field.annotation)]
+        fields = {section: section.model_fields[part] for section in sections if part in section.model_fields}
+        sections = [inner for field in fields.values() for inner in sections_of(field.annotation)]
     return fields
 
 
@@ -82,8 +85,8 @@ def describe_at(model: type[BaseModel], path: KeyPath) -> str:
 
 def choices_at(model: type[BaseModel], path: KeyPath) -> list[str]:
     """The valid spellings where a value is one of a few."""
-    found = [a for field in fields_at(model, path) for a in alternatives(field.annotation)]
-    return [str(c) for a in found for c in (get_args(a) if get_origin(a) is Literal else names_of(a))]
+    types = [a for field in fields_at(model, path).values() for a in alternatives(field.annotation)]
+    return [str(c) for a in types for c in (get_args(a) if get_origin(a) is Literal else names_of(a))]
 
 
 def names_of(annotation: Any) -> list[str]:
@@ -125,19 +128,3 @@ def alternatives(annotation: Any) -> Iterator[Any]:
             yield from alternatives(part)
     else:
         yield annotation
-
-
-def _flat(notes: list[Any]) -> list[Any]:
-    """All constraints, including those inside ``Field(...)``."""
-    flat: list[Any] = []
-    for note in notes:
-        flat += [note, *note.metadata] if isinstance(note, FieldInfo) else [note]
-    return flat
-
-
-_BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "of at least"), (Lt, "lt", "below"), (Le, "le", "of at most"))
-
-
-def _bounds(metadata: tuple[Any, ...]) -> str:
-    bounds = [f"{words} {getattr(m, n)}" for kind, n, words in _BOUNDS for m in metadata if isinstance(m, kind)]
-    return f" {' and '.join(bounds)}" if bounds else ""

@@ -12,16 +12,16 @@ from tunesmith.config.section import Section, derived
 
 class TeacherSection(Section):
     path: str
-    """A directory or a hub name; its tokens have to be the student's."""
+    """A directory or a hub name; it must have the student's tokens."""
 
 
 class DistillSection(Section):
     mode: Literal["on_policy", "sampled", "offline"] = "on_policy"
     """Reverse KL on the student's samples; forward KL on the student's samples; forward KL on given answers."""
     top_k: PositiveInt = derived()
-    """The teacher's likeliest tokens that a forward KL compares one by one; the others count together."""
+    """How many of the teacher's likeliest tokens a forward KL compares one by one; the others count together."""
     alpha: Share = derived()
-    """Weight of the KL beside 1 − alpha of the given answers' negative log-probability, offline."""
+    """Offline: weight of the KL; 1 − alpha is the weight of the given answers' negative log-probability."""
 
 
 class OnPolicyAlgorithm(AlgorithmSection):
@@ -33,15 +33,16 @@ class SampledAlgorithm(OnPolicyAlgorithm):
 
 
 class DistillConfig(RLConfig):
-    """``tunesmith distill`` with ``mode = "on_policy"``."""
+    """``mode = "on_policy"``."""
 
+    command = "distill"
     teacher: TeacherSection
     distill: DistillSection = DistillSection()
     algorithm: OnPolicyAlgorithm = OnPolicyAlgorithm()  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class SampledDistillConfig(DistillConfig):
-    """``mode = "sampled"``: of the algorithm only how tokens are averaged."""
+    """``mode = "sampled"``: only ``aggregation`` is read of the algorithm."""
 
     algorithm: SampledAlgorithm = SampledAlgorithm()  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -49,6 +50,7 @@ class SampledDistillConfig(DistillConfig):
 class OfflineDistillConfig(SFTConfig):
     """``mode = "offline"``."""
 
+    command = "distill"
     teacher: TeacherSection
     distill: DistillSection = DistillSection()
 

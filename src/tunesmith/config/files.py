@@ -16,27 +16,29 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 ADAPTER_CONFIG = "adapter_config.json"
 
 Tree = dict[str, Any]
+Find = Callable[[str, list[Path]], str]
+"""Returns what a text in a run file names, searched in several directories."""
 
 
 class _NotFound(Exception):
-    """Carries the words of a problem."""
+    """A file is missing or cannot be what a setting needs; its text says why."""
 
 
-def locate_files(data: Tree, beside: Path | None, is_override: Callable[[KeyPath], bool]) -> list[Problem]:
+def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[KeyPath], bool]) -> list[Problem]:
     """Make the paths in ``data`` absolute, in place; a problem for each file that is not there.
 
     Args:
-        beside: directory of the run file.
+        run_directory: where the run file is.
         is_override: whether a key comes from the command line; then the working directory is searched first.
     """
     problems: list[Problem] = []
-    here = [Path.cwd()] if beside is None else [beside.absolute(), Path.cwd()]
+    here = [Path.cwd()] if run_directory is None else [run_directory.absolute(), Path.cwd()]
     for keys, find in _FILES.items():
         for holder, path in list(_texts_at(data, keys.split("."))):
             bases = list(dict.fromkeys(reversed(here) if is_override(path) else here))
             try:
                 if not holder[path[-1]]:
-                    raise _NotFound("it is empty; name what is meant, or leave it out")
+                    raise _NotFound("it is empty; give a value, or leave it out")
                 holder[path[-1]] = find(holder[path[-1]], bases)
             except (_NotFound, ConfigError) as problem:
                 problems.append(Problem(path, f"{dotted(path)}: {problem}"))
@@ -61,11 +63,6 @@ def _texts_at(node: Any, keys: Sequence[str], above: KeyPath = ()) -> Iterator[t
             yield node, (*above, name)
 
 
-def _output(text: str, bases: list[Path]) -> str:
-    del bases
-    return str(Path(text).expanduser().absolute())
-
-
 def _search(text: str, bases: list[Path]) -> Path | None:
     return next((p for base in bases if (p := base / Path(text).expanduser()).exists()), None)
 
@@ -84,10 +81,6 @@ def _existing(text: str, bases: list[Path]) -> str:
     if found := _search(text, bases):
         return str(found)
     raise _missing(text, bases)
-
-
-def _checkpoint(text: str, bases: list[Path]) -> str:
-    return text if text == "auto" else _existing(text, bases)
 
 
 def _model(text: str, bases: list[Path]) -> str:
@@ -112,7 +105,7 @@ def _model(text: str, bases: list[Path]) -> str:
 
 
 def _newest_model(directory: Path) -> Path | None:
-    """Of a run's directory or a checkpoint: the model in it; None where it is neither."""
+    """The newest model in a run's directory or a checkpoint; None if the directory is neither."""
     states = [*directory.glob("checkpoints/step-*/state.json"), *directory.glob("state.json")]
     newest = max(states, key=lambda p: (len(p.parent.name), p.parent.name), default=None)
     return newest and newest.with_name("model")
@@ -143,7 +136,7 @@ def _data(text: str, bases: list[Path]) -> str:
 
 
 def same_path(value: Any) -> Any:
-    """A setting's value without links and ``..`` in paths that exist (also ``file.py:name``), for comparisons."""
+    """A setting's value for comparisons: existing paths (also in ``file.py:name``) without links and ``..``."""
     if isinstance(value, list):
         return [same_path(item) for item in cast(list[Any], value)]
     if not isinstance(value, str) or "/" not in value or "\0" in value:
@@ -155,8 +148,8 @@ def same_path(value: Any) -> Any:
 def is_hub_name(text: str, kind: Literal["models", "datasets"]) -> bool:
     """Whether a text can be a name on the Hugging Face hub: ``owner/name``, or a bare name that is known here.
 
-    Bare names are from the hub's first years. Any directory that was mistyped looks like one, so that only those count
-    that are in the hub's cache, and GPT-2.
+    Bare names are from the hub's first years. A mistyped directory looks like one, so only GPT-2 and names in the
+    hub's cache count.
     """
     if not _HUB_NAME.fullmatch(text) or ".." in text or "--" in text or text.lower().endswith(DATA_SUFFIXES):
         return False
@@ -171,24 +164,21 @@ _HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
 _BARE_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")
 
 
-def _reward(text: str, bases: list[Path]) -> str:
-    """A function of the user's own code, or the name of a built-in reward, which is left as it is."""
-    if ":" not in text:
+def _reference(what: str) -> Find:
+    """Finds a function or class of the user's own code; the names of the package are left as they are."""
+
+    def find(text: str, bases: list[Path]) -> str:
+        if ":" in text:
+            return _code(text, bases)
         if text.endswith(".py"):
-            raise _NotFound(f"{text} names no function; write {text}:name")
+            raise _NotFound(f"{text} names no {what}; write {text}:name")
         return text
-    return _code(text, bases)
 
-
-def _choice(text: str, bases: list[Path]) -> str:
-    """A class of the user's own, or a name of the package's."""
-    if ":" not in text and text.endswith(".py"):
-        raise _NotFound(f"{text} names no class; write {text}:Name")
-    return _code(text, bases) if ":" in text else text
+    return find
 
 
 def _preset(text: str, bases: list[Path]) -> str:
-    return _existing(text, bases) if text.endswith(".toml") else _choice(text, bases)
+    return _existing(text, bases) if text.endswith(".toml") else _reference("preset")(text, bases)
 
 
 def _code(text: str, bases: list[Path]) -> str:
@@ -205,8 +195,8 @@ def _code(text: str, bases: list[Path]) -> str:
     return f"{found}:{name}"
 
 
-_FILES: dict[str, Callable[[str, list[Path]], str]] = {
-    "run_dir": _output,
+_FILES: dict[str, Find] = {
+    "run_dir": lambda text, _: str(Path(text).expanduser().absolute()),
     "model.path": _model,
     "model.chat_template": _existing,
     "critic.path": _model,
@@ -215,14 +205,18 @@ _FILES: dict[str, Callable[[str, list[Path]], str]] = {
     "system.draft_model": _model,
     "system.engine_python": _existing,
     "rft.few_shot": _existing,
-    "checkpoint.resume": _checkpoint,
+    "checkpoint.resume": lambda text, bases: text if text == "auto" else _existing(text, bases),
     **{f"data.{name}{inner}": _data for name in ("train", "eval") for inner in ("", ".path", ".[]", ".[].path")},
     "algorithm.name": _preset,
-    **{f"algorithm.{key}{inner}": _choice for key in ("advantage", "loss", "correction") for inner in ("", ".type")},
-    "reward.functions.[]": _reward,
+    **{
+        f"algorithm.{key}{inner}": _reference("class")
+        for key in ("advantage", "loss", "correction")
+        for inner in ("", ".type")
+    },
+    "reward.functions.[]": _reference("function"),
     "reward.models.[].path": _model,
     "environment.path": _code,
     "environment.path.{}": _code,
     "environment.tools.[]": _code,
 }
-"""Everything that may be a path, and how it is found."""
+"""Every key that may be a path, and how the path is found."""

@@ -1,6 +1,6 @@
 """What other frameworks (TRL, transformers, OpenRLHF, verl, StateSet Agents, DeepSpeed, accelerate) call the settings.
 
-The knowledge is data, in ``names/*.toml``; it is read when a name is first asked for.
+The data is in ``names/*.toml``; it is read when a name is first looked up.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ FRAMEWORKS: Mapping[str, str] = {
     "deepspeed": "DeepSpeed",
     "accelerate": "accelerate",
 }
-"""Their names in the data, and as people write them."""
+"""Their names in the data, and as they are usually written."""
 EARLIER = "tunesmith"
 """Names that settings had in earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What some spellings come to here: dotted ``keys``, or none and the reason ``why``.
+    """What some names of other frameworks correspond to: dotted ``keys``, or none and the reason ``why``.
 
-    A value is copied, unless one of these is given: ``how``, the rule; ``value``, what a flag that is on becomes;
-    ``inverted``, where true there is false here. ``note`` is a remark beside a value that is copied.
+    A value is copied, unless there is one of these: ``how``, a rule; ``value``, what a flag that is on becomes;
+    ``inverted``: true there is false here. ``note`` is a remark about a value that is copied.
     """
 
     names: Mapping[str, tuple[str, ...]]
-    """Spellings by framework; each also matches with more before it, and ``*`` stands for anything."""
+    """Names by framework; each also matches with a prefix, and ``*`` stands for anything."""
     keys: tuple[str, ...] = ()
     how: str = ""
     note: str = ""
@@ -44,24 +44,26 @@ class Meaning:
     inverted: bool = False
     why: str = ""
     fallback: bool = False
-    """Only where no other spelling fits: a family whose members mostly mean what they mean elsewhere."""
+    """Only if no other name fits: a family of names most of which have their own entries."""
 
 
 @cache
 def meanings() -> tuple[Meaning, ...]:
     """All that is known, in the order of the files."""
-    found: list[Meaning] = []
-    for keys, entries in _read("keys").items():
-        found += [Meaning(_names(e), tuple(keys.split()), **_rest(e)) for e in entries]
-    found += [Meaning(_names(e), **_rest(e)) for e in _read("absent")["absent"]]
-    return tuple(found)
+    renamed = [_meaning(e, keys) for keys, entries in _read("keys").items() for e in entries]
+    return (*renamed, *map(_meaning, _read("absent")["absent"]))
+
+
+def _meaning(entry: Mapping[str, Any], keys: str = "") -> Meaning:
+    names = {framework: tuple(entry[framework].split()) for framework in (*FRAMEWORKS, EARLIER) if framework in entry}
+    return Meaning(names, tuple(keys.split()), **{key: value for key, value in entry.items() if key not in names})
 
 
 def meanings_of(name: str) -> tuple[str, list[Meaning]]:
-    """What a name may mean, and the spelling that it was found by: a flag, a key or a dotted path.
+    """What a flag, a key or a dotted path may mean, and the known name that it ends with.
 
-    The longest end of the path that is known decides: ``critic.optim.lr`` before ``optim.lr``. Several meanings are
-    those of several frameworks or commands.
+    The longest known end of the path decides: ``critic.optim.lr`` before ``optim.lr``. Several meanings come from
+    several frameworks or commands.
 
     Example:
         >>> spelling, [meaning] = meanings_of("--actor_rollout_ref.actor.optim.lr")
@@ -72,8 +74,8 @@ def meanings_of(name: str) -> tuple[str, list[Meaning]]:
     ends = [".".join(parts[start:]) for start in range(len(parts))]
     for exact, patterns in _index():
         for end in ends:
-            if found := exact.get(end):
-                return end, found
+            if end in exact:
+                return end, exact[end]
             if fitting := [p for p in patterns if _fits(end, p)]:
                 best = max(fitting, key=len)
                 return best, patterns[best]
@@ -92,7 +94,7 @@ def spelled(name: str) -> str:
 
 
 def value_of(key: str, value: object) -> str | None:
-    """What another framework's value of one of our keys is here, as TOML; None where it is not known.
+    """Our value, as TOML, for another framework's value of one of our keys; None if it is not known.
 
     Example:
         >>> value_of("model.dtype", "bf16")
@@ -105,14 +107,14 @@ def value_of(key: str, value: object) -> str | None:
 
 
 def foreign_values() -> Mapping[str, Mapping[str, str]]:
-    """By key of ours: the value here, and what it is called elsewhere, separated by blanks."""
+    """By our key: our values, each with its names elsewhere, separated by blanks."""
     return _read("values")
 
 
 @cache
 def _index() -> tuple[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]], ...]:
-    """Meanings by exact spelling and by spelling with a ``*``; after them those to fall back on."""
-    found: list[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]]] = []
+    """Meanings by exact name and by name with a ``*``; then those to fall back on."""
+    levels: list[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]]] = []
     for fallback in (False, True):
         exact: dict[str, list[Meaning]] = {}
         patterns: dict[str, list[Meaning]] = {}
@@ -120,18 +122,10 @@ def _index() -> tuple[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]],
             if meaning.fallback == fallback:
                 for name in {spelled(name) for names in meaning.names.values() for name in names}:
                     (patterns if "*" in name else exact).setdefault(name, []).append(meaning)
-        found.append((exact, patterns))
-    return tuple(found)
+        levels.append((exact, patterns))
+    return tuple(levels)
 
 
 @cache
 def _read(file: str) -> dict[str, Any]:
     return tomllib.loads((Path(__file__).parent / "names" / f"{file}.toml").read_text(encoding="utf-8"))
-
-
-def _names(entry: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    return {framework: tuple(entry[framework].split()) for framework in (*FRAMEWORKS, EARLIER) if framework in entry}
-
-
-def _rest(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key not in (*FRAMEWORKS, EARLIER)}

@@ -26,22 +26,22 @@ class OutputSection(Section):
     """What is written: all completions; the best of each prompt; best against worst; the reward in the prompt;
     or rewards of completions that the data holds already."""
     logprobs: bool = False
-    """Also write token ids and the log-probability of each."""
+    """Also write the token ids, and the log-probability of each."""
     min_margin: Annotated[float, Field(ge=0)] | None = None
     """``pairs``: the best must be better than the worst by more than this."""
     min_reward: float | None = None
-    """``best`` and ``pairs``: the best completion must have at least this reward; None: any will do."""
+    """``best`` and ``pairs``: the best completion must have at least this reward; None: any reward."""
     reward_template: str | None = None
     """``conditional``: what the prompt becomes, with ``{prompt}`` and ``{reward}`` in it."""
     reward_levels: Annotated[int, Field(ge=2)] | None = None
-    """``conditional``: write the reward as one of so many equally filled levels, 1 the lowest; None: as a number."""
+    """``conditional``: write the reward as one of this many equally filled levels, 1 the lowest; None: as a number."""
 
 
 class RFTSection(Section):
     profile: Literal["conservative", "balanced", "aggressive"] = "balanced"
-    """Sets what is left out of ``[sampling]``, ``[train]``, ``[system]``, ``[monitor]`` and ``[checkpoint]``."""
+    """Fills in what is left out of ``[sampling]``, ``[train]``, ``[system]``, ``[monitor]`` and ``[checkpoint]``."""
     few_shot: Path | None = None
-    """Worked examples that stand before each question when the first round is sampled, and never in training."""
+    """Worked examples before each question when the first round is sampled, and never in training."""
     few_shot_separator: str | None = None
     """Between the examples of a plain text prompt; sampling stops at it."""
     select: Literal["first", "all", "shortest", "distinct"] = "distinct"
@@ -58,8 +58,9 @@ class RFTSection(Section):
 
 
 class GenerateConfig(RunConfig):
-    """``tunesmith generate``. ``data.train`` names the lines to answer."""
+    """``data.train`` names the lines to answer."""
 
+    command = "generate"
     supervised = False
     trains = False
     sampling: SamplingSection = SamplingSection()
@@ -72,8 +73,7 @@ class GenerateConfig(RunConfig):
 
 
 class RFTConfig(RunConfig):
-    """``tunesmith rft``."""
-
+    command = "rft"
     supervised = False
     reward: RewardSection
     sampling: SamplingSection = SamplingSection()

@@ -7,34 +7,26 @@ from collections.abc import Mapping
 from pydantic import BaseModel
 
 from tunesmith.config.describe import sections_of, tables_of
-from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
+from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 
 KINDS: Mapping[str, type[RunConfig]] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "rm": RMConfig,
-    "dpo": DPOConfig,
-    "kto": KTOConfig,
-    "prm": PRMConfig,
-    "distill": DistillConfig,
-    "rft": RFTConfig,
-    "generate": GenerateConfig,
+    kind.command: kind
+    for kind in (
+        RLConfig,
+        SFTConfig,
+        RMConfig,
+        DPOConfig,
+        KTOConfig,
+        PRMConfig,
+        DistillConfig,
+        RFTConfig,
+        GenerateConfig,
+    )
 }
-"""Command → what its run file may say. ``distill`` has two further forms, by ``distill.mode``."""
-
-_COMMANDS: Mapping[type[RunConfig], str] = {
-    **{kind: name for name, kind in KINDS.items()},
-    OfflineDistillConfig: "distill",
-    SampledDistillConfig: "distill",
-}
-
-
-def command_of(kind: type[RunConfig]) -> str:
-    """The command that reads a configuration."""
-    return _COMMANDS[kind]
+"""Configurations by command. ``distill`` has two further ones, by ``distill.mode``."""
 
 
 def commands_with(key: str) -> list[str]:

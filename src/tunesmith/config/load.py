@@ -9,7 +9,7 @@ import datetime
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -67,7 +67,7 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
 
 
 def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
-    """By the sections that only one command has; else ``RLConfig`` for a run with a reward, ``SFTConfig`` without."""
+    """The command's configuration, by the sections that only one has; ``SFTConfig`` if there is no such section."""
     data, _ = read_tree(path, overrides)
     for names, kind in (
         ({"rm"}, RMConfig),
@@ -108,7 +108,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def read_tree(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Origins]:
-    """The merged tree, and where each of its keys comes from."""
+    """The merged tree, and where each key comes from."""
     text = _read_text(path) if path else ""
     try:
         data = tomllib.loads(text)
@@ -132,7 +132,7 @@ def _read_text(path: Path) -> str:
         if path.is_dir():
             raise ConfigError(f"{path} is a directory; name a TOML run file")
         if not path.exists() and "=" in str(path):
-            raise ConfigError(f"'{path}' stands where the run file belongs: RUN.toml comes first, then '{path}'")
+            raise ConfigError(f"'{path}' is where the run file belongs: RUN.toml comes first, then '{path}'")
         if not path.exists():
             siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
             raise ConfigError(f"run file {path} does not exist.{nearest(str(path), siblings) if siblings else ''}")
@@ -149,7 +149,7 @@ def _syntax_error(path: Path | None, error: ValueError) -> ConfigError:
 
 
 def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | None:
-    """Set a key, adding tables on the way; returns the path of a value that is in the way, if any."""
+    """Set a key and add the tables above it; returns the path of a value that is in the way, if any."""
     node = data
     for depth, key in enumerate(keys[:-1], start=1):
         inner: Any = node.setdefault(key, {})
@@ -163,7 +163,7 @@ def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | Non
 
 
 def _opened(path: tuple[str, ...], value: Any) -> Tree | None:
-    """The table that the name of a choice stands for, or a table's ``true``; None of anything else."""
+    """The table that a choice's name or a table's ``true`` stands for; None for any other value."""
     field = field_at(RLConfig, path)
     if field is None or not tables_of(field.annotation):
         return None
@@ -173,35 +173,30 @@ def _opened(path: tuple[str, ...], value: Any) -> Tree | None:
 def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetails]) -> list[Problem]:
     problems: list[Problem] = []
     for error in errors:
-        path = _path_in(data, error["loc"])
-        if error["type"] == "extra_forbidden":
-            problems += explain_unknown(kind, path, _at(data, path))
-            continue
-        context = error.get("ctx", {})
-        if error["type"] == "choice_field":
-            text = _wrong_field(context, path, error["loc"][-1], data)
-        elif error["type"] == "missing" and isinstance(error["loc"][-1], str):
-            path = (*path, error["loc"][-1])
-            text = f"{dotted(path)} is missing: {describe_at(kind, path)}"
-        elif error["type"] == "value_error":
-            text = f"{dotted(path)}: {context.get('error', error['msg'])}"
-        elif error["type"] == "choice_key":
-            text = _unknown_to_choice(kind, path, error["msg"])
-        else:
-            text = _wrong_value(kind, path, _at(data, path))
+        path, context, last = _path_in(data, error["loc"]), error.get("ctx", {}), error["loc"][-1]
+        match error["type"]:
+            case "extra_forbidden":
+                problems += explain_unknown(kind, path, _at(data, path))
+                continue
+            case "missing":
+                path = (*path, last)
+                text = f"{dotted(path)} is missing: {describe_at(kind, path)}"
+            case "value_error":
+                text = f"{dotted(path)}: {context.get('error', error['msg'])}"
+            case "choice_key":
+                text = _unknown_to_choice(kind, path, error["msg"])
+            case "choice_field" if context["missing"]:  # what a choice's key may be depends on the type
+                text = f"{dotted((*path, last))} is missing: {describe_at(context['kind'], (last,))}"
+            case "choice_field":
+                text = _wrong_value(context["kind"], path, _at(data, path), path[-1:])
+            case _:
+                text = _wrong_value(kind, path, _at(data, path))
         problems.append(Problem(path, text))
     return problems
 
 
-def _wrong_field(context: Mapping[str, Any], path: KeyPath, key: str | int, data: Tree) -> str:
-    """Of a value in a choice's table: what it may be depends on the type."""
-    if context["missing"]:
-        return f"{dotted((*path, key))} is missing: {describe_at(context['kind'], (key,))}"
-    return _wrong_value(context["kind"], path, _at(data, path), path[-1:])
-
-
 def _unknown_to_choice(kind: type[RunConfig], path: KeyPath, text: str) -> str:
-    """Of a key that a choice's type does not have: another framework may call one of the table's keys so."""
+    """A key that a choice's type does not have: another framework may use the name for one of the table's keys."""
     name, table = dotted(path), dotted(path[:-1])
     known = find(kind, name).keys if name not in all_keys(kind) else ()
     called = answer(kind, name) if known and all(key.startswith(f"{table}.") for key in known) else None
@@ -209,31 +204,22 @@ def _unknown_to_choice(kind: type[RunConfig], path: KeyPath, text: str) -> str:
 
 
 def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath = ()) -> str:
-    """Args: inner: the path within ``kind``, where that is a part of the configuration."""
+    """Args: inner: the path within ``kind``, if that is a part of the configuration."""
     hint, inner = "", inner or path
     if isinstance(value, dict) and "type" in value:
         value = cast(Tree, value)["type"]
-    if isinstance(value, str):
-        choices = choices_at(kind, inner)
-        hint = nearest(value, choices) if choices else _unquoted(value)
-        hint = "" if hint.startswith(" Valid") else hint
     if ours := value_of(dotted(path), value):
         hint = f" Write {ours}."
+    elif isinstance(value, str) and (choices := choices_at(kind, inner)):
+        hint = nearest(value, choices)
+        hint = "" if hint.startswith(" Valid") else hint
+    elif isinstance(value, str) and re.fullmatch(r"true|false|-?[\d.]+(e-?\d+)?", value):
+        hint = f" Write {value} without quotes."
     return f"{dotted(path)} is {show(value)}; it must be {describe_at(kind, inner)}.{hint}"
 
 
-def _unquoted(text: str) -> str:
-    if text in ("true", "false"):
-        return f" Write {text} without quotes."
-    try:
-        number = float(text)
-    except ValueError:
-        return ""
-    return f" Write {number:g} without quotes."
-
-
 def _path_in(data: Tree, location: tuple[int | str, ...]) -> KeyPath:
-    """pydantic's location without the names of union branches it puts between the keys."""
+    """pydantic's location without the names of union branches between the keys."""
     node: Any = data
     path: list[int | str] = []
     for part in location:
@@ -254,7 +240,7 @@ def _at(data: Any, path: KeyPath) -> Any:
 
 
 def _deepest(problems: Sequence[Problem]) -> list[Problem]:
-    """One problem per place: of a union's many complaints, that of the branch that went furthest."""
+    """One problem per place: of a union's errors, the one of the branch that got furthest."""
     paths = {p.path for p in problems}
     inner = {path[:n] for path in paths for n in range(len(path))}
     unique = {p.path: p for p in reversed(problems) if p.path not in inner}

@@ -1,4 +1,4 @@
-"""What a run shows and keeps beside its checkpoints."""
+"""``[monitor]``: what a run shows and records."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tunesmith.config.values import Count, PositiveInt, SinkName, Size, Text
 
 class MonitorSection(Section):
     sinks: tuple[SinkName, ...] = ()
-    """Besides metrics.jsonl, which is always written: a service, or a class of one's own."""
+    """Services or your own classes that also get the metrics; metrics.jsonl is always written."""
     run_name: Text | None = None
-    """What sinks call the run; None: the name of its directory."""
+    """The run's name in the sinks; None: the name of its directory."""
     project: Text | None = None
-    """What W&B and trackio call a project and MLflow an experiment; None: as the service's environment variable says,
-    or ``tunesmith``."""
+    """The project in W&B and trackio, the experiment in MLflow; None: the service's environment variable, or
+    ``tunesmith``."""
     tags: tuple[Text, ...] = ()
-    """Of the run, in the sinks."""
+    """The run's tags in the sinks."""
     progress: bool | None = None
-    """Live display; None: when standard output is a terminal."""
+    """Whether progress is a live display; None: if standard output is a terminal."""
     every: PositiveInt = 1
     """Steps between plain progress lines and between points in the sinks; metrics.jsonl has every step."""
     samples: Count = 2
-    """Groups of each step whose rollouts are kept in rollouts.jsonl; of each evaluation four times as many prompts."""
+    """Groups of each step whose rollouts are kept in rollouts.jsonl; four times as many prompts of each evaluation."""
     rollouts_size: Size = "1GB"
-    """Of rollouts.jsonl and rollouts-older.jsonl together; the oldest rollouts give way."""
+    """Of rollouts.jsonl and rollouts-older.jsonl together; the oldest rollouts are dropped."""
     trace_steps: tuple[PositiveInt, ...] = ()
-    """Steps of which a timeline is written to trace/."""
+    """Steps whose timeline is written to trace/."""
     profile_steps: tuple[PositiveInt, ...] = ()
-    """Steps of which torch's profiler writes every operator and kernel to profile/."""
+    """Steps whose operators and kernels torch's profiler writes to profile/."""
     stall_after: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds without progress until the run reports who waits for whom; 0: never."""
+    """Seconds without progress before the run reports who waits for whom; 0: never."""

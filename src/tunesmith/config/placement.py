@@ -1,4 +1,4 @@
-"""``[system.placement]``: what each process of a run is given on a cluster."""
+"""``[system.placement]``: CPUs and GPUs of each process on a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Resources(Section):
 
 
 class PlacementSection(Section):
-    """By role, for each of its processes; None: 1 CPU and, where ``system.device`` is a GPU, 1 of them."""
+    """For each process of a role; None: 1 CPU and, where ``system.device`` is a GPU, 1 GPU."""
 
     actor: Resources = Resources()
     """The trainer."""

@@ -1,4 +1,4 @@
-"""Adding to an error where the settings it names are: lines of the run file, overrides."""
+"""Adds to an error the places of the settings it names: lines of the run file, overrides."""
 
 from __future__ import annotations
 

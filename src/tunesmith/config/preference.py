@@ -27,7 +27,7 @@ class ReferenceSection(Section):
 class DPOSection(ReferenceSection):
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs that are taken to be labelled wrongly (cDPO)."""
+    """Share of the pairs that are assumed to be labelled wrongly (cDPO)."""
     nll_coef: Weight = 0.0
     """Weight of the chosen answer's mean negative log-probability."""
 
@@ -39,39 +39,35 @@ class KTOSection(ReferenceSection):
 
 class PRMSection(Section):
     separator: Annotated[str, Field(min_length=1)] = "\n"
-    """Text after each step; the label is predicted at its last token."""
+    """Text after each step; its last token predicts the label."""
     good: str = "+"
-    """The token that stands for a good step."""
+    """The label of a good step, one token."""
     bad: str = "-"
 
 
 class ScoreConfig(RunConfig):
-    """A command whose samples hold one token more than their sequences: what is predicted at the end."""
+    """A command that trains a score model: a sample has one token more than its sequence, for what is predicted."""
 
 
 class RMConfig(ScoreConfig):
-    """``tunesmith rm``."""
-
+    command = "rm"
     goal = "pairs"
     rm: RMSection = RMSection()
 
 
 class DPOConfig(RunConfig):
-    """``tunesmith dpo``."""
-
+    command = "dpo"
     goal = "pairs"
     dpo: DPOSection = DPOSection()
 
 
 class KTOConfig(RunConfig):
-    """``tunesmith kto``."""
-
+    command = "kto"
     goal = "judged"
     kto: KTOSection = KTOSection()
 
 
 class PRMConfig(ScoreConfig):
-    """``tunesmith prm``."""
-
+    command = "prm"
     goal = "steps"
     prm: PRMSection = PRMSection()

@@ -18,12 +18,12 @@ _KEY = re.compile(r"""((?:"(?:\\.|[^"\\])*"|'[^']*'|[A-Za-z0-9_-]+|[.\t ])+)="""
 _TOKEN = re.compile(
     r'''"""(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\])*"|#[^\n]*|[\[\]{}\n]|''' r"""'''.*?'{3,5}|'[^']*'""", re.DOTALL
 )
-"""What decides where a TOML statement ends: texts, comments, brackets and line ends."""
+"""The tokens that decide where a TOML statement ends: texts, comments, brackets and line ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``text`` states what is wrong with the key at ``path``, what is valid and what to do."""
+    """``text``: what is wrong with the key at ``path``, what is valid and what to do."""
 
     path: KeyPath
     text: str
@@ -87,7 +87,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Every statement with its first line; texts and brackets may span lines."""
+    """Every statement with the number of its first line; texts and brackets may span lines."""
     start, number, depth = 0, 1, 0
     for token in _TOKEN.finditer(f"{text}\n"):
         depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tunesmith.config.choice import Choice
-from tunesmith.config.describe import describe_at, is_section, sections_of
+from tunesmith.config.describe import describe_at, fields_at, is_section
 from tunesmith.config.kinds import KINDS, all_keys
 from tunesmith.config.section import DERIVED
 from tunesmith.config.toml import toml_value
@@ -48,53 +48,45 @@ def settings_of(what: str = "") -> list[Setting]:
     for command, kind in KINDS.items():
         for key in all_keys(kind):
             commands.setdefault(key, []).append(command)
-    return [
-        Setting(key, *(rows.get(key) or _of_schema(KINDS[of[0]], key)), tuple(of))
-        for key, of in commands.items()
-        if what in ("", key, *of) or key.startswith(f"{what}.")
-    ]
+    found: list[Setting] = []
+    for key, of in commands.items():
+        if what in ("", key, *of) or key.startswith(f"{what}."):
+            kind, default, meaning = rows.get(key) or _of_schema(KINDS[of[0]], key)
+            found.append(Setting(key, kind, default, meaning, tuple(of)))
+    return found
 
 
 @cache
-def _rows() -> dict[str, tuple[str, str, str]]:
+def _rows() -> dict[str, tuple[str, ...]]:
     """Kind, default and meaning by key, without markup."""
-    found: dict[str, tuple[str, str, str]] = {}
+    rows: dict[str, tuple[str, ...]] = {}
     for page in _PAGES:
         parts = re.split(r"^#+ (.+)$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
         for heading, body in zip(parts[1::2], parts[2::2], strict=True):
             section = re.fullmatch(r"\[(.*)\]", heading)
             prefix = f"{section[1]}." if section else _HEADINGS.get(heading)
             if prefix is not None:
-                found |= {f"{prefix}{key}": _plain(*cells) for key, *cells in _ROW.findall(body)}
-    return found
+                body = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", body)
+                rows |= {prefix + key: tuple(map(_plain, cells)) for key, *cells in _ROW.findall(body)}
+    return rows
 
 
-def _plain(kind: str, default: str, meaning: str) -> tuple[str, str, str]:
-    first, second, third = (
-        re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text).replace("`", "").replace("\\|", "|")
-        for text in (kind, default, meaning)
+def _plain(cell: str) -> str:
+    return cell.replace("`", "").replace("\\|", "|")
+
+
+def _of_schema(kind: type[BaseModel], key: str) -> tuple[str, ...]:
+    """The same for a key in no table, from the schema and its docstring; for a choice's key, by type."""
+    fields, last = fields_at(kind, tuple(key.split("."))), key.rpartition(".")[2]
+    names = [str(getattr(section, "name", "")) if issubclass(section, Choice) else "" for section in fields]
+    kinds = [describe_at(section, (last,)) for section in fields]
+    defaults = [_default(field) for field in fields.values()]
+    meanings = [_meaning(section, last) for section in fields]
+    return (
+        _together(names, kinds, "{1} ({0})"),
+        _together(names, defaults, "{1} ({0})"),
+        _together(names, meanings, "{0}: {1}", always=True),
     )
-    return first, second, third
-
-
-def _of_schema(kind: type[BaseModel], key: str) -> tuple[str, str, str]:
-    """The same of a key that no table has, with its docstring; of a choice's key, by the types that have it."""
-    path = tuple(key.split("."))
-    sections: list[type[BaseModel]] = [kind]
-    for part in path[:-1]:
-        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
-        sections = [inner for field in fields for inner in sections_of(field.annotation)]
-    last = path[-1]
-    having = [section for section in sections if last in section.model_fields]
-    defaults = [(_name(section), _default(section.model_fields[last])) for section in having]
-    meanings = [(_name(section), _meaning(section, last)) for section in having]
-    kinds = [(_name(section), describe_at(section, (last,))) for section in having]
-    return _together(kinds, "{1} ({0})"), _together(defaults, "{1} ({0})"), _together(meanings, "{0}: {1}", always=True)
-
-
-def _name(section: type[BaseModel]) -> str:
-    """Of a choice's type; empty for other sections."""
-    return str(getattr(section, "name", "")) if issubclass(section, Choice) else ""
 
 
 def _default(field: FieldInfo) -> str:
@@ -104,27 +96,23 @@ def _default(field: FieldInfo) -> str:
 
 
 def _meaning(section: type[BaseModel], key: str) -> str:
-    texts = (dict(_documented(base)) for base in section.__mro__ if _ours(base))
-    return next((found[key] for found in texts if key in found), "").replace("``", "")
+    ours = (base for base in section.__mro__ if is_section(base) and base.__module__.startswith("tunesmith."))
+    return next((texts[key] for base in ours if key in (texts := dict(_documented(base)))), "").replace("``", "")
 
 
-def _together(texts: Sequence[tuple[str, str]], form: str, *, always: bool = False) -> str:
-    """What several types say of a key: each text once, with the types that it is of."""
+def _together(names: Sequence[str], texts: Sequence[str], form: str, *, always: bool = False) -> str:
+    """The texts of several types for one key: each text once, with the names of its types."""
     by_text: dict[str, list[str]] = {}
-    for name, text in texts:
+    for name, text in zip(names, texts, strict=True):
         by_text.setdefault(text, []).append(name)
-    if len(by_text) == 1 and not (always and texts[0][0]):
-        return texts[0][1]
-    return "; ".join(form.format(", ".join(names), text.rstrip(".")) for text, names in by_text.items()) + always * "."
+    if len(by_text) == 1 and not (always and names[0]):
+        return texts[0]
+    return "; ".join(form.format(", ".join(types), text.rstrip(".")) for text, types in by_text.items()) + always * "."
 
 
-def _ours(made: type) -> bool:
-    return is_section(made) and made.__module__.startswith("tunesmith.")
-
-
-def _documented(made: type) -> Iterator[tuple[str, str]]:
-    """Fields of a class, each with the text that stands below it."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(made))).body[0]
+def _documented(section: type) -> Iterator[tuple[str, str]]:
+    """Fields of a class, each with the docstring below it."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(tree, ast.ClassDef)
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         match field, below:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -35,7 +35,7 @@ class Derived:
 class Resolved(Generic[C]):
     """``given`` is what file and overrides set, by dotted key; ``notes`` are remarks, not errors.
 
-    ``reasons`` holds the keys of ``given`` that another command filled in, with the reasons.
+    ``reasons``: why another command set some of the keys in ``given``.
     """
 
     config: C
@@ -51,22 +51,22 @@ def settings(config: RunConfig, *, given_only: bool = False) -> dict[str, Any]:
 
 
 def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, given_only: bool) -> dict[str, Any]:
-    """A table in a section is spelt out key by key, but for one that holds tables itself, which is one value.
+    """A table in a section is listed key by key, unless it holds tables itself: then it is one value.
 
     A choice is its name, and a table that can be switched off is ``true``; their keys follow.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, info in type(section).model_fields.items():
         value, name = getattr(section, key, None), prefix + key
         given = key in section.model_fields_set
         is_table = isinstance(value, BaseModel) and not (prefix and any(isinstance(v, BaseModel) for _, v in value))
         if isinstance(value, Choice):
-            found |= {} if given_only and not (given and "type" in value.model_fields_set) else {name: value.name}
+            values |= {} if given_only and not (given and "type" in value.model_fields_set) else {name: value.name}
         elif not is_table or (prefix and Literal[False] in alternatives(info.annotation)):
-            found |= {} if given_only and not given else {name: True if is_table else dumped.get(key)}
+            values |= {} if given_only and not given else {name: True if is_table else dumped.get(key)}
         if isinstance(value, BaseModel) and is_table:
-            found |= _by_key(value, dumped[key], f"{name}.", given_only)
-    return found
+            values |= _by_key(value, dumped[key], f"{name}.", given_only)
+    return values
 
 
 def print_resolved(resolved: Resolved[Any]) -> None:
@@ -78,7 +78,7 @@ def print_resolved(resolved: Resolved[Any]) -> None:
     given = ((key, value) for key, value in resolved.given.items() if key not in changed)
     rows = [(key, value, resolved.reasons.get(key, "as you said")) for key, value in given]
     rows += [(entry.key, entry.value, entry.reason) for entry in resolved.derived]
-    shown = [(key, printable(_in_short(value)), printable(reason)) for key, value, reason in rows]
+    shown = [(key, printable(_shown(value, shown_path)), printable(reason)) for key, value, reason in rows]
     keys, values = (max((len(row[i]) for row in shown), default=0) for i in (0, 1))
     console = Console()
     columns = console.width if console.is_terminal else None
@@ -93,19 +93,11 @@ def print_resolved(resolved: Resolved[Any]) -> None:
         console.print(Text(printable(f"note: {note}"), style="yellow"), soft_wrap=True)
 
 
-def _in_short(value: Any) -> str:
-    """As ``_shown``, with paths from the working directory."""
-    if isinstance(value, list | tuple):
-        return _shown([shown_path(item) if isinstance(item, str) else item for item in value])
-    return _shown(shown_path(value) if isinstance(value, str) else value)
-
-
 def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
     """Write ``config.toml`` (runs again as it is) and ``resolved.json`` (every value and its source).
 
-    Both are readable by their owner only, and secrets are hidden in them: the real ones are in the run file that
-    the run was started with.
-    A ``config.toml`` that says something else, of a run that is being resumed, stays as ``config-1.toml``.
+    Only their owner can read them, and secrets are hidden in them; the run file of the user has the real ones. When a
+    run is resumed with other settings, the earlier ``config.toml`` is kept as ``config-1.toml``.
 
     Raises:
         StorageError: they cannot be written.
@@ -117,15 +109,17 @@ def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
             while (old := directory / f"config-{number}.toml").exists():
                 number += 1
             config.rename(old)
-        for file, written in ((config, text), (directory / "resolved.json", _json(resolved))):
+        saved = {"settings": _entries(resolved), "notes": list(resolved.notes)}
+        document = json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
+        for file, content in ((config, text), (directory / "resolved.json", document)):
             with open(file, "w", encoding="utf-8", opener=open_private) as out:
-                out.write(written)
+                out.write(content)
 
 
 def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
-    """What differs from the run that was begun in a directory, as ``key: before → now``; nothing in a new one.
+    """What differs from the run that was started in a directory, as ``key: before → now``; nothing for a new run.
 
-    What only this run of it is told (``checkpoint``, ``monitor``) and what follows from the machine is left out.
+    ``checkpoint`` and ``monitor``, which may change from call to call, and what follows from the machine are left out.
     """
     file = directory / "resolved.json"
     if not file.exists():
@@ -146,7 +140,8 @@ def config_text(resolved: Resolved[Any]) -> str:
     """A run file of the given settings, with the derived values as comments."""
     given = {k: toml_value(redact_values(v)) for k, v in resolved.given.items() if v is not None}
     tables = {key.rpartition(".")[0] for key in given} & given.keys()
-    written = _by_section({f"{k}.type" if k in tables else k: v for k, v in given.items() if (k, v) not in _on(tables)})
+    switched_on = {(table, "true") for table in tables}  # which the table's own header says
+    written = _by_section({f"{k}.type" if k in tables else k: v for k, v in given.items() if (k, v) not in switched_on})
     derived = _by_section({d.key: f"{_shown(d.value)}  # {d.reason}" for d in resolved.derived}, written)
     lines: list[str] = []
     for section in dict.fromkeys(["", *written, *derived]):
@@ -157,32 +152,25 @@ def config_text(resolved: Resolved[Any]) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _on(tables: Iterable[str]) -> set[tuple[str, str]]:
-    """``table = true``, which the table's own header says."""
-    return {(table, "true") for table in tables}
-
-
 def _by_section(values: Mapping[str, str], opened: Collection[str] | None = None) -> dict[str, dict[str, str]]:
-    """By table; with ``opened``, keys of a table in a section that is not open are dotted keys of that section."""
-    found: dict[str, dict[str, str]] = {}
+    """Values by table; with ``opened``, the keys of other tables are dotted keys of the table above."""
+    sections: dict[str, dict[str, str]] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         if opened is not None and section not in opened and "." in section:
             section, _, above = section.rpartition(".")
             name = f"{above}.{name}"
-        found.setdefault(section, {})[name] = value
-    return found
+        sections.setdefault(section, {})[name] = value
+    return sections
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, text: Callable[[str], str] = str) -> str:
+    """A value as TOML without secrets; its texts, alone or in a list, as ``text`` makes them."""
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, str | list | tuple):
+        value = text(value) if isinstance(value, str) else [text(v) if isinstance(v, str) else v for v in value]
     return "none" if value is None else toml_value(redact_values(value))
-
-
-def _json(resolved: Resolved[Any]) -> str:
-    saved = {"settings": _entries(resolved), "notes": list(resolved.notes)}
-    return json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
 
 
 def _entries(resolved: Resolved[Any]) -> dict[str, dict[str, Any]]:

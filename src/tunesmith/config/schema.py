@@ -1,8 +1,8 @@
-"""What a run file may say. Frozen models, unknown keys refused; a key left out is derived.
+"""The sections of a run file. Frozen models, unknown keys refused; a key left out is derived.
 
-``[model] [lora] [data] [reward] [environment] [algorithm] [critic] [rollout] [train] [eval]`` say what is learned.
-``[system]`` says how fast, and never changes what is learned. ``[monitor] [checkpoint]`` say what is kept.
-``None`` means "derive it"; ``resolve`` fills such keys in and gives the reason for each.
+``[model] [lora] [data] [reward] [environment] [algorithm] [critic] [rollout] [train] [eval]`` decide what is learned.
+``[system]`` decides how fast, and never changes what is learned. ``[monitor] [checkpoint]`` decide what is kept.
+``derived()`` keys have no value until ``resolve`` fills them in and gives the reason for each.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class ModelSection(Section):
     path: str
     """A directory or a hub name, in Hugging Face format."""
     dtype: Literal["float32", "bfloat16", "float16"] = derived()
-    """Of computation. With bfloat16 the optimizer keeps float32 master weights. float16 is for batch inference."""
+    """Of computation. With bfloat16 the optimizer keeps float32 master weights. float16 is for batch inference only."""
     trust_remote_code: bool = False
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own template."""
     quantize: Literal["int8", "nf4"] | None = None
-    """Keep the frozen weights under an adapter in 8 or 4 bits (bitsandbytes); needs ``lora``."""
+    """Keep the frozen weights of an adapter's base in 8 or 4 bits (bitsandbytes); needs ``lora``."""
 
 
 class LoraSection(Section):
@@ -51,11 +51,11 @@ class LoraSection(Section):
     alpha: Annotated[float, Field(gt=0)] | None = None
     targets: Literal["all-linear"] | tuple[Text, ...] | None = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of the adapter's input, in supervised training only."""
+    """Of the adapter's input; supervised training only."""
     path: Path | None = None
     """A saved adapter to continue, with its rank, alpha and targets."""
     save_merged: bool = False
-    """Write the whole model, with the adapter merged in, beside each checkpoint's adapter."""
+    """Also write the whole model, with the adapter merged in, to each checkpoint."""
 
     @property
     def on(self) -> bool:
@@ -68,7 +68,7 @@ class Source(Section):
     path: str
     """A .jsonl, .json, .parquet or .csv file, a directory, or a Hugging Face dataset name."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Share of the draws, against the other sources' weights; None for all: by their sizes."""
+    """Share of the draws, relative to the other sources' weights; None for all: by size."""
     split: Text = "train"
     subset: Text | None = None
 
@@ -80,9 +80,9 @@ class DataSection(Section):
     train: str | Source | Sources
     eval: str | Source | Sources | None = None
     prompt: Text | None = None
-    """Name of the prompt column; None finds it (``prompt``, ``question``, ``instruction``, ``messages``)."""
+    """Name of the prompt column; None: recognised (``prompt``, ``question``, ``instruction``, ``messages``)."""
     completion: Text | None = None
-    """Name of the completion column (supervised training); None finds it."""
+    """Name of the completion column (supervised training); None: recognised."""
     system_prompt: str | None = None
     chat: bool | None = None
     """Whether text prompts go through the chat template; None: yes if the tokenizer has one."""
@@ -115,18 +115,18 @@ class RemoteReward(Section):
     """A reward behind HTTP: ``[[reward.remote]]``."""
 
     urls: tuple[Url, ...]
-    """Servers that give the same reward; each request goes to the one with the fewest outstanding."""
+    """Servers of the same reward; each request goes to the one with the fewest open requests."""
     name: Text = "remote"
     weight: float = 1.0
     protocol: Literal["tunesmith", "openrlhf"] = "tunesmith"
     batch_size: PositiveInt = 64
-    """Completions in one request, at most."""
+    """Most completions in one request."""
     token_env: Text | None = None
-    """The environment variable with the token that is sent as ``Authorization: Bearer``."""
+    """The environment variable whose value is sent as ``Authorization: Bearer``."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that one attempt may take."""
     retries: Count = 3
-    """Further attempts after a failed connection, an overrun or an answer of 5xx, with growing pauses."""
+    """Further attempts after a failed connection, a timeout or an answer of 5xx, with growing pauses."""
 
 
 class RewardSection(Section):
@@ -139,9 +139,9 @@ class RewardSection(Section):
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that one call of a reward may take."""
     isolation: Literal["process", "thread"] | None = None
-    """Where your functions run: in a process that can be killed, or in the run's own."""
+    """Where your functions run: in a process that can be killed, or in the process of the run."""
     memory: Size | None = None
-    """Of the process of your functions, beside what they import; None: half of the machine's."""
+    """Memory of your functions' process, in addition to what they import; None: half of the machine's."""
     max_failed_share: Share = 0.1
     """The run stops when more than this share of a step's rollouts failed."""
     answer: Text = "answer"
@@ -151,13 +151,13 @@ class RewardSection(Section):
 
     @property
     def given(self) -> bool:
-        """Whether the section names any reward."""
+        """Whether there is any reward."""
         return bool(self.functions or self.models or self.remote)
 
 
 class EnvironmentSection(Section):
     path: Annotated[str | dict[str, str] | None, Field(description="'file.py:name', or a table of such by name")] = None
-    """The class or agent that plays every task; or several by name, of which ``column`` chooses."""
+    """The class or agent that plays every task; or several by name, chosen by ``column``."""
     column: Text = "environment"
     """The column that says which environment plays a task, where there are several."""
     tools: tuple[Text, ...] = ()
@@ -169,13 +169,13 @@ class EnvironmentSection(Section):
     timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that one call of ``reset``, ``step`` or a tool may take; an episode has ``rollout.timeout``."""
     isolation: Literal["process", "thread"] | None = None
-    """Where environments and tools run: each episode in a process that can be killed, or on a thread of the run."""
+    """Where environments and tools run: each episode in a process that can be killed, or in a thread of the run."""
     memory: Size | None = None
-    """Of an episode's process, beside what your files import; None: half of the machine's."""
+    """Memory of an episode's process, in addition to what your files import; None: half of the machine's."""
     concurrency: PositiveInt = 128
     """Episodes that are played at once."""
     bad_call: Literal["tell", "end"] = "tell"
-    """Whether the policy is told what was wrong with a tool call, or the episode ends."""
+    """After a bad tool call: tell the policy what was wrong with it, or end the episode."""
 
     @property
     def used(self) -> bool:
@@ -212,7 +212,7 @@ class TrainSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Share = 0.0
     warmup_steps: Count = derived()
-    """Optimizer steps; give this or ``warmup_ratio``."""
+    """Optimizer steps; set this or ``warmup_ratio``."""
     warmup_ratio: Share | None = None
     weight_decay: Annotated[float, Field(ge=0), at_most(100)] = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
@@ -235,9 +235,9 @@ class EvalSection(Section):
     pass_at: tuple[PositiveInt, ...] | None = None
     max_prompts: PositiveInt | None = None
     metric: Text | None = None
-    """What the best checkpoint is judged by; None: ``eval/reward`` (RL) or ``eval/loss`` (supervised)."""
+    """What decides which checkpoint is best; None: ``eval/reward`` (RL) or ``eval/loss`` (supervised)."""
     target: float | None = None
-    """End the run when an evaluation's ``metric`` is this good."""
+    """End the run once an evaluation's ``metric`` is this good."""
     use_ema: bool = False
     """Evaluate the average of the weights that ``train.ema_decay`` keeps."""
 
@@ -246,29 +246,30 @@ class CheckpointSection(Section):
     every: PositiveInt | Literal["epoch"] = derived()
     """Steps between checkpoints, or one after each pass over the data; None: at the end, and every ``minutes``."""
     minutes: Annotated[float, Field(gt=0)] | None = None
-    """Between checkpoints, besides those of ``every``; None: 15 where ``every`` is left out."""
+    """Minutes between checkpoints, in addition to ``every``; None: 15 where ``every`` is left out."""
     keep: PositiveInt = 2
     model_only: bool | Literal["last"] = False
     """Leave out what only a resumption needs (optimizer, random state): of every checkpoint, or of the last one of a
-    finished run. A signal's checkpoint has it in any case."""
+    finished run. A checkpoint written after a signal always has it."""
     push_to_hub: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
-    """The repository on the Hugging Face hub that takes the model, with a card; it is made where there is none."""
+    """The repository on the Hugging Face hub for the model and its card; created if it does not exist."""
     push: Literal["last", "all"] = "last"
-    """Which checkpoints' models go there; "last": the one at the end."""
+    """Which checkpoints' models are uploaded; "last": the one at the end."""
     hub_private: bool = True
-    """Whether a repository that is made is private."""
+    """Whether a repository that is created is private."""
     resume: bool | Literal["auto"] | Path = False
-    """True: from the newest checkpoint of ``run_dir``; "auto": that too, or a new run where there is none; a path:
-    from that one."""
+    """True: continue from the newest checkpoint of ``run_dir``; "auto": the same, or start a new run where there is
+    none; a path: start from that checkpoint."""
 
 
 class RunConfig(Section):
     """What every command shares."""
 
+    command: ClassVar[str]
     goal: ClassVar[Literal["rl", "sft", "pairs", "judged", "steps"]] = "sft"
-    """What its lines of data hold."""
+    """What the lines of data hold."""
     supervised: ClassVar[bool] = True
-    """Whether the lines hold what is to be learned, so that nothing is sampled."""
+    """Whether the lines of data hold what is learned, so that nothing is sampled."""
     trains: ClassVar[bool] = True
 
     run_dir: Path | None = None
@@ -293,8 +294,7 @@ class RunConfig(Section):
 
 
 class RLConfig(RunConfig):
-    """``tunesmith rl``."""
-
+    command = "rl"
     goal = "rl"
     supervised = False
     reward: RewardSection = RewardSection()
@@ -309,4 +309,4 @@ class RLConfig(RunConfig):
 
 
 class SFTConfig(RunConfig):
-    """``tunesmith sft``."""
+    command = "sft"

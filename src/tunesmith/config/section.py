@@ -18,8 +18,8 @@ DERIVED = _Derived()
 def derived() -> Any:
     """The default of a key that ``resolve`` fills in when the run file leaves it out.
 
-    The field has the type of the resolved value. Until then the key has no value, and reading it raises
-    ``AttributeError``; ``known`` reads keys that may still be open.
+    The field has the type of the resolved value. Before ``resolve`` the key has no value, and reading it raises
+    ``AttributeError``; ``known`` reads keys that may have no value yet.
     """
     return Field(default=DERIVED, validate_default=False)
 

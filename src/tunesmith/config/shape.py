@@ -1,4 +1,4 @@
-"""A first pass over a run file's values before the schema: lists of one item, and values that no setting takes."""
+"""A first pass over a run file's values, before the schema: lists of one item, and values that no setting takes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, cast, get_args, get_origin
 
 from pydantic import BaseModel
 
-from tunesmith.config.describe import alternatives, choices_at, describe_at, field_at, show
+from tunesmith.config.describe import alternatives, choices_at, describe_at, field_at, sections_of, show
 from tunesmith.config.problems import KeyPath, Problem, dotted
 from tunesmith.redact import is_redacted
 
 DEEPEST = 32
-"""Levels of lists and tables in each other."""
+"""Most levels of nested lists and tables."""
 LARGEST_INT = 2**53
 LARGEST_FLOAT, LEAST_FLOAT = 1e9, 1e-30
-"""Larger numbers overflow once they are multiplied, also as seconds; smaller ones are 0 in float32."""
+"""Larger numbers overflow when they are multiplied, also as seconds; smaller ones are 0 in float32."""
 
 
 def shape_problems(kind: type[BaseModel], data: dict[str, Any]) -> list[Problem]:
-    """Make a single value a list of one where only a list is meant, in place; a problem for each unusable value."""
+    """Make a single value a list of one where only a list is possible, in place; a problem for each unusable value."""
     problems: list[Problem] = []
     for holder, path, value in list(_leaves(data)):
         if isinstance(value, dict | list):
@@ -29,14 +29,16 @@ def shape_problems(kind: type[BaseModel], data: dict[str, Any]) -> list[Problem]
             problems.append(Problem(path, f"{dotted(path)} {problem}"))
         elif _wants_list(kind, path) and value not in choices_at(kind, path):
             if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
-                problems.append(Problem(path, _unquoted_items(dotted(path), value)))
+                items = ", ".join(f'"{item.strip()}"' for item in value[1:-1].split(",") if item.strip())
+                text = f"is {value}; texts in a list need quotes, in a shell: '{dotted(path)}=[{items}]'"
+                problems.append(Problem(path, f"{dotted(path)} {text}"))
             else:
                 holder[path[-1]] = [value]
     return problems
 
 
 def _leaves(node: Any, above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath, Any]]:
-    """Every value that is no list or table, or that is nested too deeply, with what holds it."""
+    """Every value that is no list or table, or that is nested too deeply, with its container and path."""
     items = cast(dict[str, Any], node).items() if isinstance(node, dict) else enumerate(cast(list[Any], node))
     for key, value in items:
         path = (*above, key)
@@ -47,7 +49,7 @@ def _leaves(node: Any, above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath, Any]
 
 
 def _odd(kind: type[BaseModel], path: KeyPath, value: Any) -> str:
-    """What is wrong with a value in any place."""
+    """What is wrong with a value wherever it is."""
     if isinstance(value, str):
         if "\0" in value:
             return f"is {show(value)}, with a NUL character in it; take it out"
@@ -73,17 +75,8 @@ def _is_int(annotation: Any) -> bool:
 
 
 def _wants_list(kind: type[BaseModel], path: KeyPath) -> bool:
-    """Whether a single value at ``path`` can only be meant as a list of one."""
+    """Whether a single value at ``path`` must be meant as a list of one."""
     field = field_at(kind, path) if path and isinstance(path[-1], str) else None
-    found = [a for a in alternatives(field.annotation) if a is not type(None)] if field else []
-    lists = [a for a in found if get_origin(a) is tuple and get_args(a)[-1] is Ellipsis]
-    return bool(lists) and not any(a is str for a in found) and _scalar_items(lists[0])
-
-
-def _scalar_items(annotation: Any) -> bool:
-    return all(not (isinstance(a, type) and issubclass(a, BaseModel)) for a in alternatives(get_args(annotation)[0]))
-
-
-def _unquoted_items(key: str, value: str) -> str:
-    items = ", ".join(f'"{item.strip()}"' for item in value[1:-1].split(",") if item.strip())
-    return f"{key} is {value}; texts in a list stand in quotes, in a shell as: '{key}=[{items}]'"
+    types = list(alternatives(field.annotation)) if field else []
+    lists = [a for a in types if get_origin(a) is tuple and get_args(a)[-1] is Ellipsis]
+    return bool(lists) and str not in types and not list(sections_of(lists[0]))

@@ -35,12 +35,12 @@ def parse_size(text: str) -> int:
 
 
 def megabytes(size: int) -> str:
-    """A number of bytes as a run file says it, rounded up."""
+    """A number of bytes as a run file has it, rounded up."""
     return f"{max(1, ceil(size / 10**6))}MB"
 
 
 def format_size(size: float) -> str:
-    """About three digits and a decimal unit, in the form that ``parse_size`` reads: ``"1.61GB"``."""
+    """About three digits and a decimal unit, as ``parse_size`` reads them: ``"1.61GB"``."""
     for unit in ("TB", "GB", "MB", "KB"):
         if size >= _UNITS[unit]:
             amount = size / _UNITS[unit]

@@ -1,4 +1,4 @@
-"""Writing TOML: the few forms that a run file needs."""
+"""Writes TOML values and keys."""
 
 from __future__ import annotations
 

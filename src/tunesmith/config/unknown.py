@@ -1,4 +1,4 @@
-"""Keys that do not exist: what they are called here, where they belong, or what is spelled nearly so."""
+"""Unknown keys: their name here, the section or command they belong to, or the nearest spelling."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, cast
 
 from tunesmith.config.describe import field_at, sections_of
 from tunesmith.config.foreign import Meaning, meanings_of, spelled
-from tunesmith.config.kinds import KINDS, all_keys, command_of, commands_with
+from tunesmith.config.kinds import KINDS, all_keys, commands_with
 from tunesmith.config.problems import KeyPath, Problem, dotted
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import closest
 
 SAME_SECTION, OTHER_SECTION = 0.7, 0.85
-"""How alike two words are at least that may be meant for each other; a wrong hint is worse than none."""
+"""How similar two words must be for a hint; a wrong hint is worse than none."""
 
 
 def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list[Problem]:
-    """What is wrong with a key that ``kind`` does not have, and what there is instead; for each key of a table."""
+    """Problems with a key that ``kind`` does not have, or with each key of such a table, and what to write instead."""
     if len(path) == 1 and (text := _section_of_others(kind, str(path[0]))):
         return [Problem(path, text)]
     leaves = list(_leaves(path, cast(Mapping[str, Any], value))) if isinstance(value, Mapping) and value else []
@@ -31,9 +31,9 @@ def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What there is here for a name: ``keys`` with the ``meanings`` that lead to them, or the reason ``why`` none is.
+    """What a name corresponds to: ``keys`` with the ``meanings`` that lead there, or the reason ``why`` there are none.
 
-    ``sure`` is false where the name is only the last word of the keys, ``elsewhere`` are keys of other commands.
+    ``sure`` is false if the name is only the last word of the keys; ``elsewhere`` are keys of other commands.
     """
 
     keys: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Found:
 
 
 def find(kind: type[RunConfig] | None, name: str) -> Found:
-    """What there is for a key, or a flag of another framework, in run files of ``kind`` (None: of any command)."""
+    """What a key, or a flag of another framework, corresponds to in run files of ``kind`` (None: of any command)."""
     keys = all_keys(kind) if kind else list(dict.fromkeys(key for of in KINDS.values() for key in all_keys(of)))
     name, last = spelled(name), spelled(name).rpartition(".")[2]
     if name in keys:
@@ -62,7 +62,7 @@ def find(kind: type[RunConfig] | None, name: str) -> Found:
 
 
 def answer(kind: type[RunConfig], name: str) -> str | None:
-    """``find``, in words; None where nothing is known of the name."""
+    """``find``, in words; None if the name is not known."""
     found, name = find(kind, name), name.lstrip("+~")
     last = name.rpartition(".")[2]
     if found.keys and (not found.meanings or all(key.rpartition(".")[2] == last for key in found.keys)):
@@ -79,21 +79,20 @@ def answer(kind: type[RunConfig], name: str) -> str | None:
 
 
 def rule_of(meaning: Meaning) -> str:
-    """How the value is converted, or what else is worth knowing of it."""
+    """How the value is converted, or a remark about it."""
     if meaning.inverted:
         return "true there is false here"
     return f'"{meaning.value}" where it is on' if meaning.value else meaning.how or meaning.note
 
 
 def _section_of_others(kind: type[RunConfig], word: str) -> str | None:
-    """Of a section that other commands' run files have."""
+    """The error for a section that only other commands' run files have."""
     if word == "rollout" and "sampling" in kind.model_fields:
         return "[rollout] is called [sampling] here, and its group_size n."
     if word in kind.model_fields or not (commands := commands_with(word)):
         return None
-    mine = command_of(kind)
     return (
-        f"[{word}] has no meaning in a run file of tunesmith {mine}: it belongs to {_commands(commands)}. "
+        f"[{word}] has no meaning in a run file of tunesmith {kind.command}: it belongs to {_commands(commands)}. "
         f"Remove it, or use {'that command' if len(commands) == 1 else 'one of those commands'}."
     )
 
@@ -103,7 +102,7 @@ def _commands(names: list[str]) -> str:
 
 
 def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
-    """A clause that offers a key spelled nearly so, in the same section if there is one; else lists what is valid."""
+    """A hint at the key with the nearest spelling, first in the same section; else the valid keys."""
     above, word = field_at(kind, path[:-1]), str(path[-1])
     sections = [kind] if above is None else list(sections_of(above.annotation))
     valid = [name for section in sections for name in section.model_fields]
@@ -116,7 +115,7 @@ def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
 
 
 def _nearest_known(kind: type[RunConfig], leaf: KeyPath, least: int) -> tuple[KeyPath, str | None]:
-    """A key in a table, or the table around it that something is known of, and what there is instead."""
+    """A key, or the nearest table around it that is known, and what to write instead."""
     for length in range(len(leaf), least - 1, -1):
         if text := answer(kind, dotted(leaf[:length])):
             return leaf[:length], text

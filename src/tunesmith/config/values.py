@@ -13,11 +13,7 @@ from tunesmith.redact import redact
 
 
 def checked_url(text: str) -> str:
-    """The same text.
-
-    Raises:
-        ValueError: it is no http address with a host.
-    """
+    """The same text; ValueError if it is no http address with a host."""
     try:
         parts = urlsplit(text)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -32,7 +28,7 @@ LARGEST_COUNT = 2**31 - 1
 
 
 def at_most(largest: float) -> AfterValidator:
-    """A very high bound, which messages mention only if a value exceeds it."""
+    """A very high bound; messages mention it only if a value exceeds it."""
 
     def check(number: float) -> float:
         if number > largest:
@@ -44,7 +40,7 @@ def at_most(largest: float) -> AfterValidator:
 
 def _not_empty(text: str) -> str:
     if not text:
-        raise ValueError("it is empty; name what is meant, or leave it out")
+        raise ValueError("it is empty; give a value, or leave it out")
     return text
 
 
@@ -64,11 +60,7 @@ SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 def checked_sink(text: str) -> str:
-    """The same text.
-
-    Raises:
-        ValueError: it is neither a sink nor a reference to a class.
-    """
+    """The same text; ValueError if it is neither a sink nor a reference to a class."""
     if text not in SINKS and ":" not in text:
         raise ValueError(f"there is no sink '{text}'.{nearest(text, SINKS)} One of your own is 'file.py:Class'")
     return text

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Divides wall time among phases. The time of an inner phase does not count in the outer one.
+    """Divides wall time among phases. An inner phase's time does not count for the outer one.
 
     Phases belong to the thread that runs the loop. Work that overlaps another phase, such as rewards computed while
     other rollouts still generate, costs no extra wall time and is not a phase.
@@ -23,11 +23,12 @@ class Clock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+        self.now = now
+        self.totals: dict[str, float] = {}
+        """Seconds by phase over all finished laps."""
         self._since = now()
         self._open: list[str] = []
         self._lap: dict[str, float] = {}
-        self._totals: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -41,10 +42,6 @@ class Clock:
             ended = self._open.pop()
             assert ended == name, f"phase {name} ended inside phase {ended}"
 
-    def now(self) -> float:
-        """Seconds since some moment."""
-        return self._now()
-
     @property
     def current(self) -> str:
         """The innermost open phase."""
@@ -55,14 +52,10 @@ class Clock:
         self._charge()
         lap, self._lap = self._lap, {}
         for name, seconds in lap.items():
-            self._totals[name] = self._totals.get(name, 0.0) + seconds
+            self.totals[name] = self.totals.get(name, 0.0) + seconds
         return lap
 
-    def totals(self) -> dict[str, float]:
-        """Seconds by phase over all finished laps."""
-        return dict(self._totals)
-
     def _charge(self) -> None:
-        now = self._now()
+        now = self.now()
         self._lap[self.current] = self._lap.get(self.current, 0.0) + now - self._since
         self._since = now

@@ -1,4 +1,4 @@
-"""Metrics on disk: one JSON object per line in ``metrics.jsonl``, and the same to the sinks."""
+"""Metrics on disk: one JSON object per line in ``metrics.jsonl``; the sinks get the same."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class JsonLines:
     def write(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(_finite(plain(record)), ensure_ascii=False, allow_nan=False)
         with boundary(StorageError, f"cannot write {self.path}; free space and resume", OSError):
-            if not self._is_there():
+            if not self._in_place():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file.close()
                 self._file = self.path.open("a", encoding="utf-8")
-                print(f"warning: {self.path} was deleted or replaced; what follows goes into a new one", flush=True)
+                print(f"warning: {self.path} was deleted or replaced; the rest goes into a new file", flush=True)
             self._file.write(line + "\n")
             self._file.flush()
 
-    def _is_there(self) -> bool:
+    def _in_place(self) -> bool:
         """Whether the open file is still the one at the path."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
@@ -58,7 +58,7 @@ class JsonLines:
 
 
 class MetricsLog:
-    """Where the numbers of a run go. Use as a context manager.
+    """Writes the numbers of a run to a file and to sinks. Use as a context manager.
 
     Args:
         path: the ``metrics.jsonl`` to append to.
@@ -79,7 +79,7 @@ class MetricsLog:
         """Record a step. Values that are not finite become ``null`` in the file.
 
         Args:
-            always: give them to the sinks regardless of ``every``; for evaluations and the last step.
+            always: the sinks get them regardless of ``every``; for evaluations and the last step.
         """
         self._lines.write({"step": step, "time": round(time.time(), 3), **metrics})
         if always or step % self._every == 0:
@@ -126,7 +126,7 @@ def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
 def drop_after(path: Path, step: int) -> None:
     """Truncate a file whose lines are ordered by ``step`` before the first one that is later or damaged.
 
-    Where nothing is kept, the file itself is removed, because it may be a link to a file outside the run.
+    If no line is kept, the file itself is removed, because it may be a link to a file outside the run.
     """
     if step < 0:
         with boundary(StorageError, f"cannot write {path}", OSError):

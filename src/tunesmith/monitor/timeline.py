@@ -1,4 +1,4 @@
-"""Who did what, and when: idle shares, traces and the watchdog are all read from this record."""
+"""Records who did what and when; idle shares, traces and the watchdog read this record."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def engine_lane(number: int) -> str:
 class Timeline:
     """Records spans and levels of the current step. All methods may be called from any thread.
 
-    An actor is idle while its lane has no open span of work. Idle shares are reported for the trainer and for every
-    engine that takes part. They leave out the time of the loop's phases in ``outside``.
+    A lane is idle while it has no open span of work. Idle shares are reported for the trainer and for every engine
+    that takes part. The time of the loop's phases in ``outside`` does not count.
 
     Args:
         directory: where traces are written; created with the first one.
@@ -55,7 +55,9 @@ class Timeline:
         self._spans: list[Span] = []
         self._levels: dict[str, list[tuple[float, float]]] = {}
         self._engines: set[str] = set()
-        self._since = self._moved = now()
+        self._since = now()
+        self.moved = self._since
+        """When a span last began or ended, or a level changed."""
 
     @contextmanager
     def span(self, lane: str, name: str, *, waits_for: str | None = None, **details: Any) -> Generator[dict[str, Any]]:
@@ -68,14 +70,14 @@ class Timeline:
         try:
             yield details
         finally:
-            span.stop = self._moved = self.now()
+            span.stop = self.moved = self.now()
 
     def add(self, lane: str, name: str, start: float, stop: float, **details: Any) -> None:
         """A span measured elsewhere, by this timeline's clock (``now``)."""
         self._record(Span(lane, name, start, stop, None, details))
 
     def level(self, name: str, value: float) -> None:
-        """Set something that has a value at any time, such as the length of a queue.
+        """Set a quantity that always has a value, such as the length of a queue.
 
         A step's metrics report its mean over time and its maximum.
         """
@@ -84,8 +86,8 @@ class Timeline:
         self.progress()
 
     def progress(self) -> None:
-        """Tell the watchdog of progress that is neither a span nor a level."""
-        self._moved = self.now()
+        """Report progress that is neither a span nor a level to the watchdog."""
+        self.moved = self.now()
 
     def enter(self, engine: str) -> None:
         """An engine takes part: from now on its idle time counts."""
@@ -96,18 +98,13 @@ class Timeline:
         with self._lock:
             self._engines.discard(engine)
 
-    @property
-    def moved(self) -> float:
-        """When a span last began or ended, or a level changed."""
-        return self._moved
-
     def open_spans(self) -> list[Span]:
         """Oldest first."""
         with self._lock:
             return [span for span in self._spans if span.stop is None]
 
     def finish_step(self, number: int) -> dict[str, float]:
-        """The metrics of the time since the last call. Writes the step's trace if it was asked for.
+        """The metrics of the time since the last call. Writes the step's trace if it is one of ``steps``.
 
         Returns:
             ``idle/trainer``, ``idle/engine`` (the mean of all; ``idle/engine/0``, ... where there are several),

@@ -1,7 +1,7 @@
 """A step in Chrome's trace format, which chrome://tracing and ui.perfetto.dev display.
 
 Format: Trace Event Format (Google), JSON object with ``traceEvents``; times in microseconds. Spans of one row
-must not overlap there, so an actor that does several things at once is a group ("process") of several rows.
+must not overlap, so a lane that does several things at once is a group ("process") of several rows.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def chrome_trace(step: FinishedStep) -> dict[str, Any]:
             tid += 1
     for name, changes in step.levels.items():
         for moment, value in changes:
-            events.append(_event("C", name, 0, 0, ts=_micro(moment - step.start), args={"value": value}))
+            events.append(_event("C", name, 0, 0, ts=round((moment - step.start) * 1e6, 3), args={"value": value}))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step.number}}
 
 
 def in_rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """The spans in rows without overlap; each span is put into the first row that is free."""
+    """The spans in rows without overlap; each span goes into the first free row."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: (s.start, s.stop)):
         for row in rows:
@@ -68,19 +68,15 @@ def in_rows(spans: Sequence[Span]) -> list[list[Span]]:
 
 def _complete(span: Span, start: float, pid: int, tid: int) -> Event:
     assert span.stop is not None, "a span of a finished step is cut at its end"
-    begin = _micro(span.start - start)
+    begin = round((span.start - start) * 1e6, 3)
     args = dict(span.details) if span.waits_for is None else {**span.details, "waits for": span.waits_for}
     # The end is rounded, not the duration, so that consecutive spans do not overlap.
-    duration = round(_micro(span.stop - start) - begin, 3)
+    duration = round((span.stop - start) * 1e6 - begin, 3)
     return _event("X", span.name, pid, tid, cat=span.lane, ts=begin, dur=duration, args=args)
 
 
 def _event(phase: str, name: str, pid: int, tid: int, **more: Any) -> Event:
     return {"ph": phase, "name": name, "pid": pid, "tid": tid, **more}
-
-
-def _micro(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
 
 
 def _place(lane: str) -> tuple[int, str, int]:

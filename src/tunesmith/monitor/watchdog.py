@@ -1,4 +1,4 @@
-"""Reports who waits for whom when nothing moves. It stops nothing: that is up to the reader."""
+"""Reports who waits for whom when nothing moves. It stops nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Watchdog:
         self._timeline, self._stall_after, self._report = timeline, stall_after, report
         self._next = stall_after
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def check(self) -> None:
         """Report if a report is due."""
@@ -47,7 +47,7 @@ class Watchdog:
         self._stop.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self._stall_after / 4)):
             self.check()
 
@@ -70,19 +70,15 @@ def stall_report(spans: Sequence[Span], now: float, still: float) -> str:
         if at_work:
             oldest = min(at_work, key=lambda s: s.start)
             which = f"{len(at_work)} in flight, the oldest: " if len(at_work) > 1 else ""
-            lines.append(f"  {lane}: {which}{described(oldest)} ({duration(now - oldest.start)})")
+            details = "".join(f", {name} {value}" for name, value in oldest.details.items())
+            lines.append(f"  {lane}: {which}{oldest.name}{details} ({duration(now - oldest.start)})")
     if len(lines) == 1:
-        lines.append("  nobody is at work or waits for anything on record")
-    return "\n".join([*lines, *threads_at(), "  The run goes on waiting (monitor.stall_after)."])
-
-
-def described(span: Span) -> str:
-    """``generate, prompt 12``."""
-    return ", ".join([span.name, *(f"{name} {value}" for name, value in span.details.items())])
+        lines.append("  no work and no wait is on record")
+    return "\n".join([*lines, *threads_at(), "  The run keeps waiting (monitor.stall_after)."])
 
 
 def threads_at() -> list[str]:
-    """Where each thread is that may block the run; without background threads and idle ones."""
+    """Where each thread is that may block the run; background and idle threads are left out."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     lines: list[str] = []
     for thread in threading.enumerate():
