@@ -170,7 +170,7 @@ def test_one_value_where_a_list_is_meant_is_a_list_of_one(capsys: pytest.Capture
 
 @pytest.mark.usefixtures("folder")
 def test_overrides_without_a_run_file_are_told_apart_from_it() -> None:
-    with pytest.raises(UserError, match="run_dir=x' stands where the run file belongs"):
+    with pytest.raises(UserError, match="run_dir=x' is where the run file belongs"):
         show_config(Path("run_dir=x"), [])
 
 

@@ -137,7 +137,7 @@ def test_what_is_no_override_is_refused(text: str) -> None:
         ("[train]\ngroup_size = 5\n", "unknown key train.group_size; did you mean rollout.group_size?"),
         ("[train]\nsteps = 0\n", "train.steps is 0; it must be a whole number above 0."),
         ("[train]\nsteps = 1.5\n", "train.steps is 1.5; it must be a whole number above 0."),
-        ('[train]\nlr = "1e-4"\n', "a number above 0. Write 0.0001 without quotes."),
+        ('[train]\nlr = "1e-4"\n', "a number above 0. Write 1e-4 without quotes."),
         ("[train]\nlr = inf\n", "train.lr is Infinity; it must be a number above 0."),
         ("[train]\nlr = true\n", "train.lr is true; it must be a number above 0."),
         ('[train]\nschedule = "cosin"\n', "one of 'constant', 'linear', 'cosine'. Did you mean 'cosine'?"),

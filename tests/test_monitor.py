@@ -262,7 +262,7 @@ def test_every_second_is_counted_once(events: list[tuple[str, float]]) -> None:
             laps += sum(clock.lap().values())
     laps += sum(clock.lap().values())
     assert laps == pytest.approx(time.now - started)
-    assert sum(clock.totals().values()) == pytest.approx(laps)
+    assert sum(clock.totals.values()) == pytest.approx(laps)
 
 
 def test_where_the_time_went(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,12 +26,12 @@ def check(
     checkpoints = [path] if single else [runs.path(step) for step in runs.steps()]
     if not checkpoints:
         raise CheckpointError(f"{path} is no checkpoint, and no directory of a run that has one")
-    found = {checkpoint: damages(checkpoint) for checkpoint in checkpoints}
-    for checkpoint, damage in found.items():
+    damaged = {checkpoint: damages(checkpoint) for checkpoint in checkpoints}
+    for checkpoint, damage in damaged.items():
         print("\n  ".join([f"{checkpoint}: {'damaged' if damage else 'whole'}", *damage]))
-    if any(found.values()):
-        whole = next((str(c) for c in reversed(checkpoints) if not found[c]), None)
+    if any(damaged.values()):
+        whole = next((str(c) for c in reversed(checkpoints) if not damaged[c]), None)
         raise CheckpointError(
-            f"{sum(map(bool, found.values()))} of {len(found)} checkpoints are damaged; "
+            f"{sum(map(bool, damaged.values()))} of {len(damaged)} checkpoints are damaged; "
             + (f"the newest whole one is {whole}" if whole else "none is whole")
         )

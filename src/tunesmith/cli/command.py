@@ -1,4 +1,4 @@
-"""How commands read their arguments: other frameworks' options are answered with ours, and mistyped commands too."""
+"""How commands read their arguments: unknown options and commands are answered with the right ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MEANT: Mapping[str, str] = {
 
 
 class Command(TyperCommand):
-    """A command whose unknown options are answered, whose description is not cut, and whose run file comes first."""
+    """A command that answers unknown options and a missing run file; its description is not cut."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {option for p in self.get_params(ctx) for option in (*p.opts, *p.secondary_opts)}
@@ -52,23 +52,23 @@ class Group(TyperGroup):
     """The commands, with suggestions for one that does not exist."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in self.commands and not args[0].startswith("-"):
-            self._refuse(ctx, args[0])
+        word = args[0]
+        if word not in self.commands and not word.startswith("-"):
+            ctx.fail(f"No such command '{word}'.{self._hint(word)} All commands: tunesmith --help")
         return super().resolve_command(ctx, args)
 
-    def _refuse(self, ctx: Any, word: str) -> None:
+    def _hint(self, word: str) -> str:
         meant = [name for name, words in _MEANT.items() if word.lower() in words.split()]
         near = {other: name for name, words in _MEANT.items() for other in words.split()}
         close = closest(word, [*self.commands, *near], 0.75)
         if not meant and close:
             meant = [name for name, words in _MEANT.items() if close in words.split()] or [close]
-        hint = f" Did you mean {_either([f'tunesmith {name}' for name in meant])}?" if meant else ""
-        ctx.fail(f"No such command '{word}'.{hint} All commands: tunesmith --help")
+        return f" Did you mean {' or '.join(f'tunesmith {name}' for name in meant)}?" if meant else ""
 
 
 def _unknown(args: Sequence[str], known: set[str]) -> list[tuple[str, list[str]]]:
     """Long options that a command does not have, each with the values that follow it."""
-    found: list[tuple[str, list[str]]] = []
+    unknown: list[tuple[str, list[str]]] = []
     for position, text in enumerate(args):
         option, equals, value = text.partition("=")
         if text == "--":
@@ -80,12 +80,12 @@ def _unknown(args: Sequence[str], known: set[str]) -> list[tuple[str, list[str]]
             if following.startswith("--") or following.endswith(".toml") or "=" in following:
                 break
             values.append(following)
-        found.append((option, values))
-    return found
+        unknown.append((option, values))
+    return unknown
 
 
 def _about_options(command: str, options: Sequence[tuple[str, list[str]]], known: set[str]) -> str:
-    """A message that answers each unknown option; ``known`` are the command's own."""
+    """A message with the right setting for each unknown option; ``known`` are the command's own options."""
     from tunesmith.config.kinds import KINDS
 
     lines: list[str] = []
@@ -102,7 +102,7 @@ def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
 
     found = find(kind, option)
     if found.keys and not found.sure:
-        return f"did you mean {_either([f'{key}=...' for key in found.keys])}?"
+        return f"did you mean {' or '.join(f'{key}=...' for key in found.keys)}?"
     if found.keys:
         rules = "; or ".join(dict.fromkeys(rule_of(m) for m in found.meanings if rule_of(m) and not m.value))
         if any(m.how for m in found.meanings):
@@ -114,19 +114,15 @@ def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
     if found.elsewhere:
         from tunesmith.config.kinds import commands_with
 
-        return "it is " + _either([f"{key} of tunesmith {'/'.join(commands_with(key))}" for key in found.elsewhere])
+        return "it is " + " or ".join(f"{key} of tunesmith {'/'.join(commands_with(key))}" for key in found.elsewhere)
     return "unknown; tunesmith keys lists the settings"
 
 
 def _value(meanings: Sequence[Any], values: Sequence[str]) -> str:
-    """As it stands in an override; an option without a value is a flag that is on."""
+    """The value of an override; an option without a value is a flag that is on."""
     if fixed := [m.value for m in meanings if m.value]:
         return fixed[0]
-    said = values[0] if len(values) == 1 else f"[{', '.join(values)}]" if values else "true"
-    if any(m.inverted for m in meanings) and said.lower() in ("true", "false"):
-        return "false" if said.lower() == "true" else "true"
-    return said
-
-
-def _either(words: Sequence[str]) -> str:
-    return " or ".join(words)
+    value = values[0] if len(values) == 1 else f"[{', '.join(values)}]" if values else "true"
+    if any(m.inverted for m in meanings) and value.lower() in ("true", "false"):
+        return "false" if value.lower() == "true" else "true"
+    return value

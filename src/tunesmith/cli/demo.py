@@ -1,4 +1,4 @@
-"""``tunesmith demo``: the whole way on a tiny model, without a file to write."""
+"""``tunesmith demo``: a complete training on a tiny model, without a run file."""
 
 from __future__ import annotations
 

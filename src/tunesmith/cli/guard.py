@@ -1,4 +1,4 @@
-"""From exceptions to exit codes and words."""
+"""Turns exceptions into exit codes and messages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ P = ParamSpec("P")
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """Let a command end with an exit code: 2 for what the user can mend, 1 for our faults, 128 + n for signal n.
+    """Make a command end with an exit code: 2 for what the user can fix, 1 for our faults, 128 + n for signal n.
 
-    Errors made on purpose are told in a few words, unexpected ones with their traceback, on standard error.
+    Standard error gets the message of a Tunesmith error, and the traceback of any other.
     """
 
     @wraps(command)
@@ -31,10 +31,10 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             with lasting_output(), handled(may_exit=True):
                 command(*args, **kwargs)
         except TunesmithError as error:
-            _tell(f"error: {error}", error)
+            _report(f"error: {error}", error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
-            _tell(f"interrupted by {interrupt}" if str(interrupt) else "interrupted", interrupt)
+            _report(f"interrupted by {interrupt}" if str(interrupt) else "interrupted", interrupt)
             raise typer.Exit(interrupt.exit_code if isinstance(interrupt, Interrupted) else 130) from None
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
@@ -45,8 +45,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-def _tell(text: str, error: BaseException) -> None:
-    """The message in red where standard error is a terminal, then how to go on."""
+def _report(text: str, error: BaseException) -> None:
+    """Print the message, in red on a terminal, then the error's notes on how to continue."""
     typer.secho(printable(redact(text)), fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
     for note in getattr(error, "__notes__", ()):
         typer.echo(printable(redact(note)), err=True)

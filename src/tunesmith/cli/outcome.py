@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_outcome(outcome: RunResult) -> None:
-    """Where the time went, the evaluations' first and last values, and where the model lies."""
+    """Where the time went, the evaluations' first and last values, and where the model is."""
     print_examples(outcome.examples)
     facts: dict[str, str] = {}
     if outcome.evaluations:
@@ -42,17 +42,17 @@ def print_usage(usage: Mapping[str, float], earlier: float, facts: Mapping[str, 
     from tunesmith.config.sizes import format_size
     from tunesmith.offline.usage import seconds_of
 
-    found = {"earlier calls": duration(earlier)} if earlier else {}
+    rows = {"earlier calls": duration(earlier)} if earlier else {}
     for name, metric in (
         ("memory", "memory/host_peak"),
         ("GPU memory", "memory/device_peak"),
         ("KV memory", "kv_peak"),
     ):
         if metric in usage:
-            found[name] = f"{format_size(usage[metric])} at most"
+            rows[name] = f"{format_size(usage[metric])} at most"
     if "kv_used" in usage:
-        found["KV memory"] += f", {share(usage['kv_used'])} of system.kv_memory"
-    print_summary(seconds_of(usage), found | dict(facts))
+        rows["KV memory"] += f", {share(usage['kv_used'])} of system.kv_memory"
+    print_summary(seconds_of(usage), rows | dict(facts))
 
 
 def print_examples(examples: Sequence[Example]) -> None:
@@ -64,5 +64,5 @@ def print_examples(examples: Sequence[Example]) -> None:
 
 
 def _number(value: float | None) -> str:
-    """None stands in the metrics for what is not finite."""
+    """In the metrics, None is a value that is not finite."""
     return "nan" if value is None else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""``tunesmith keys``, ``models`` and ``presets``: what can be said in a run file, read from the code itself."""
+"""``tunesmith keys``, ``models`` and ``presets``: what a run file may have, read from the code itself."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from tunesmith.cli.arguments import Overrides, RunFile
 
 
 def show_config(run: RunFile, overrides: Overrides = None) -> None:
-    """Check a run file as its command does, and print every setting that was said or derived and the memory planned.
+    """Check a run file as its command does, and print every setting that was given or derived, and the planned memory.
 
     Nothing is loaded. Of the data, it reads each local source's first line. What depends on all of it, such as the
     number of steps, is derived when the run starts.

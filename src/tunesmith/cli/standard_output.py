@@ -1,76 +1,67 @@
-"""A standard output that may be closed without ending the run: by ``| head``, or by a person's own code."""
+"""A standard output that may be closed without ending the run: by ``| head``, or by the user's code."""
 
 from __future__ import annotations
 
-import io
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 
-class LastingOutput(io.TextIOBase):
-    """Writes to ``stream`` as long as that is possible; then says so once on standard error and drops the rest."""
+class LastingOutput:
+    """Writes to ``stream`` while that is possible; then reports it once on standard error and drops the rest."""
+
+    closed = False
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._gone = False
+        self._broken = False
 
     def write(self, text: str, /) -> int:
         self._try(self._stream.write, text)
         return len(text)
 
+    def writelines(self, lines: Iterable[str], /) -> None:
+        self.write("".join(lines))
+
     def flush(self) -> None:
         self._try(self._stream.flush)
 
     def close(self) -> None:
-        """Stays open: what closes it is not the command itself."""
+        """Stays open: only code other than the command's own closes it."""
+
+    def isatty(self) -> bool:
+        return not (self._broken or self._stream.closed) and self._stream.isatty()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._stream.encoding
-
-    @property
-    def closed(self) -> bool:
-        return False
-
-    def isatty(self) -> bool:
-        return not (self._gone or self._stream.closed) and self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def writable(self) -> bool:
-        return True
-
     def _try(self, action: Any, *args: Any) -> None:
-        if self._gone:
+        if self._broken:
             return
         try:
             action(*args)
         except UnicodeEncodeError:
             self._try(action, *(text.encode("ascii", "backslashreplace").decode() for text in args))
         except (OSError, ValueError) as error:
-            self._gone = True
+            self._broken = True
             with suppress(OSError, ValueError):
                 print(f"standard output cannot be written any more ({error}); the command goes on", file=sys.stderr)
 
 
 @contextmanager
 def lasting_output() -> Generator[None]:
-    """Inside, ``sys.stdout`` is a ``LastingOutput`` on a file descriptor of its own, where there is one."""
+    """Inside, ``sys.stdout`` is a ``LastingOutput``, on its own file descriptor where there is one."""
     before = sys.stdout
     try:
         own = os.fdopen(os.dup(before.fileno()), "w", encoding=before.encoding, errors=before.errors, buffering=1)
-    except (OSError, ValueError, AttributeError):  # a test's, a notebook's
+    except (OSError, ValueError, AttributeError):  # in a test or a notebook
         own = None
     with suppress(OSError, ValueError):
         before.flush()
-    sys.stdout = lasting = LastingOutput(own or before)
+    lasting = LastingOutput(own or before)
+    sys.stdout = cast(TextIO, lasting)
     try:
         yield
     finally:

@@ -171,7 +171,7 @@ def _reference(what: str) -> Find:
         if ":" in text:
             return _code(text, bases)
         if text.endswith(".py"):
-            raise _NotFound(f"{text} names no {what}; write {text}:name")
+            raise _NotFound(f"{text} names no {what}; write {text}:{'name' if what == 'function' else 'Name'}")
         return text
 
     return find

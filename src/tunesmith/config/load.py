@@ -173,12 +173,12 @@ def _opened(path: tuple[str, ...], value: Any) -> Tree | None:
 def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetails]) -> list[Problem]:
     problems: list[Problem] = []
     for error in errors:
-        path, context, last = _path_in(data, error["loc"]), error.get("ctx", {}), error["loc"][-1]
+        path, context, last = _path_in(data, error["loc"]), error.get("ctx", {}), ("", *error["loc"])[-1]
         match error["type"]:
             case "extra_forbidden":
                 problems += explain_unknown(kind, path, _at(data, path))
                 continue
-            case "missing":
+            case "missing" if isinstance(last, str):
                 path = (*path, last)
                 text = f"{dotted(path)} is missing: {describe_at(kind, path)}"
             case "value_error":

@@ -19,12 +19,12 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process (SIGKILL) when its parent dies, however that dies; on Linux only.
+    """Have the kernel kill this process (SIGKILL) when its parent dies for any reason; on Linux only.
 
-    A program calls it first thing, with the ``os.getpid()`` that its parent handed over, for instance as an
-    argument. It also reaches a process that is stopped, or that holds its interpreter and reads no closed pipe.
+    A program calls it first, with its parent's ``os.getpid()``, for example from its arguments. It also works for a
+    process that is stopped, or that does not read from a closed pipe.
 
-    The kernel watches the *thread* that started the process: start it from one that lives as long as it is needed.
+    The kernel watches the *thread* that started the process: that thread must live as long as the process is needed.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -35,7 +35,7 @@ def end_with_parent(parent: int) -> None:
 
 
 _removers: dict[int, subprocess.Popen[bytes]] = {}
-"""By the process they watch: a forked process needs its own."""
+"""By process number: a forked process needs its own remover."""
 
 
 def remove_at_end(directory: Path) -> None:
@@ -53,7 +53,7 @@ def remove_at_end(directory: Path) -> None:
             cwd="/",
         )
     assert remover.stdin is not None
-    with suppress(OSError):  # somebody killed it: what is left is removed by the next run
+    with suppress(OSError):  # the remover was killed: the next run removes the directory
         remover.stdin.write(os.fsencode(directory) + b"\n")
         remover.stdin.flush()
 
@@ -66,19 +66,19 @@ def owned_name(prefix: str) -> str:
 def remove_stale(parent: Path, prefix: str) -> list[Path]:
     """Remove directories in ``parent`` that killed processes of this machine created with ``owned_name``.
 
-    The start time tells a reused process number apart. Directories of other machines or containers that share the
-    disk or the memory stay, because their processes cannot be seen.
+    The start time distinguishes processes with the same number. Directories of other machines or containers that
+    share the disk or the memory stay, because their processes are not visible.
 
     Returns:
         The removed directories.
     """
     removed: list[Path] = []
-    for found in parent.glob(f"{prefix}{_machine()}-*"):
-        number, _, rest = found.name.removeprefix(f"{prefix}{_machine()}-").partition("-")
+    for directory in parent.glob(f"{prefix}{_machine()}-*"):
+        number, _, rest = directory.name.removeprefix(f"{prefix}{_machine()}-").partition("-")
         started = rest.partition("-")[0]
         if number.isdecimal() and started != _started(int(number)):
-            rmtree(found, ignore_errors=True)
-            removed.append(found)
+            rmtree(directory, ignore_errors=True)
+            removed.append(directory)
     return removed
 
 
@@ -87,7 +87,7 @@ def _machine() -> str:
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
         return f"{boot}{os.stat('/proc/self/ns/pid').st_ino}"
-    return f"{os.uname().nodename}"
+    return os.uname().nodename
 
 
 def _started(process: int) -> str:

@@ -1,11 +1,11 @@
 """Signals that ask a command to end, and sections of work that they must not interrupt.
 
 SIGINT, SIGTERM and SIGHUP raise ``Interrupted`` in the main thread, except inside ``held`` and between ``commit`` and
-``settle``, where they wait. A second SIGINT or SIGTERM ends the process at once. Signals that the shell has set to be
-ignored (SIGINT in a background job, SIGHUP under nohup) stay ignored.
+``settle``, where they wait. A second SIGINT or SIGTERM ends the process at once. Signals that the shell
+ignores (SIGINT in a background job, SIGHUP under nohup) stay ignored.
 
-The main thread may be busy in native code, such as a long backward pass. If it has not reacted within ``GRACE``
-seconds, another thread saves what can be saved and ends the process.
+The main thread may be busy in native code, such as a long backward pass. If it does not react within ``GRACE`` seconds,
+another thread saves what can be saved and ends the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 GRACE = 10.0
-"""Seconds that a step which has changed weights may take to finish, and that a busy main thread may take to react."""
+"""Seconds for a step that has changed weights to finish, and for a busy main thread to react."""
 TEARDOWN = 10.0
 """Seconds for closing everything, once all is saved."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -93,7 +93,7 @@ def elsewhere() -> Generator[None]:
 
 
 def commit() -> None:
-    """The step is about to change weights: from here on a signal waits for its end."""
+    """The step is about to change weights: from now on a signal waits for its end."""
     if not _state.committed:
         check()
         _state.committed = True
@@ -106,7 +106,7 @@ def settle() -> None:
 
 
 def torn() -> bool:
-    """Whether a step was interrupted between ``commit`` and ``settle``: its state is neither old nor new."""
+    """Whether a step was interrupted between ``commit`` and ``settle``, so that the weights are neither old nor new."""
     return _state.committed
 
 
@@ -147,7 +147,7 @@ def keep_now() -> str | None:
 
 
 def own_process() -> None:
-    """This process runs one command and then ends, so that a command that does not react may end it."""
+    """Declare that this process runs only one command, so that a command that does not react may end it."""
     global _own
     _own = True
 
@@ -170,7 +170,7 @@ def handled(*, may_exit: bool = False) -> Generator[None]:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     waker = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    threading.Thread(target=_look_after, args=(reading, _state), name="signals", daemon=True).start()
+    threading.Thread(target=_watch, args=(reading, _state), name="signals", daemon=True).start()
     try:
         for number in taken:
             signal.signal(number, _on_signal)
@@ -187,12 +187,12 @@ def handled(*, may_exit: bool = False) -> Generator[None]:
 def _on_signal(number: int, frame: FrameType | None) -> None:
     """Python's handler: runs in the main thread between two instructions."""
     del frame
-    if _asks(_state, number):
+    if _record(_state, number):
         _obey()
 
 
-def _asks(state: _State, number: int) -> bool:
-    """Note a signal; the handler and the watching thread both call this. Whether it must raise ``Interrupted``."""
+def _record(state: _State, number: int) -> bool:
+    """Record a signal, from the handler and the watching thread. Returns whether ``Interrupted`` must be raised."""
     if number == signal.SIGHUP:
         _leave_terminal()
     if state.asked is None:
@@ -201,7 +201,7 @@ def _asks(state: _State, number: int) -> bool:
     return not state.kept and state.closing_since is None and state.asked == number
 
 
-def _look_after(reading: int, state: _State) -> None:
+def _watch(reading: int, state: _State) -> None:
     """The watching thread: the system's handler writes the number of each signal into its pipe."""
     counted = 0
     with os.fdopen(reading, "rb", buffering=0) as pipe:
@@ -210,7 +210,7 @@ def _look_after(reading: int, state: _State) -> None:
                 continue
             counted += number[0] != signal.SIGHUP or counted == 0  # a terminal that closes sends several
             first = state.asked is None or counted == 1
-            _asks(state, number[0])
+            _record(state, number[0])
             if counted > 1 and state.may_exit:
                 _exit(state, "ended at once")
             if first:
@@ -245,7 +245,7 @@ def _say(text: str) -> None:
 
 
 def _leave_terminal() -> None:
-    """Writing to a closed terminal fails: redirect the output to nowhere."""
+    """Redirect output to the null device, because writing to a closed terminal fails."""
     nowhere: Any = None
     for number in (1, 2):
         with suppress(OSError):

@@ -59,7 +59,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "grad_norm": ("grad norm", number),
     "lr": ("lr", number),
 }
-"""The metrics shown where a step reports them: label and format."""
+"""The metrics that are shown if a step has them: label and format."""
 WATCHED = ("reward", "loss")
 """The sparkline follows the first of these."""
 
@@ -88,10 +88,10 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class Progress(Protocol):
-    """Shows the steps of a run. Use as a context manager."""
+    """Shows the steps of a run. Use it as a context manager."""
 
     def phase(self, name: str) -> None:
-        """What the run is doing now."""
+        """The phase that the run enters."""
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """A step is done; ``seconds`` is its wall time."""
@@ -103,7 +103,7 @@ class Progress(Protocol):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Leave the display as it is."""
+        """Stop the display; what it shows stays."""
 
 
 def open_progress(
@@ -196,7 +196,7 @@ class LivePanel(Progress):
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def render(self) -> Table:
-        """The panel as it stands now."""
+        """The current panel."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text

@@ -95,9 +95,9 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
         try:
             yield RunDir(path)
         except BaseException as error:
-            begun = has_checkpoint(path) or (isinstance(error, Interrupted) and holds_run(path))
+            newest = newest_checkpoint(path)
+            begun = newest or (isinstance(error, Interrupted) and holds_run(path))
             if begun and not isinstance(error, CheckpointError):
-                newest = newest_checkpoint(path)
                 if newest and isinstance(error, StorageError) and "last good checkpoint" not in str(error):
                     error.add_note(f"the last good checkpoint is {newest}")
                 error.add_note(how_to_continue(path))
@@ -105,11 +105,11 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
 
 
 def how_to_continue(path: Path) -> str:
-    """How to continue the run in a directory. Without a checkpoint, ``resume=auto`` starts it again."""
-    resume = f"checkpoint.resume={'true' if has_checkpoint(path) else 'auto'}"
+    """How to continue the run in a directory. Without a checkpoint, ``resume=auto`` starts it anew."""
+    resume = f"checkpoint.resume={'true' if newest_checkpoint(path) else 'auto'}"
     if (words := own_command()) is None:
         return f"Continue with the same command and run_dir={shlex.quote(str(path))} {resume}"
-    if words[1:2] in (["rft"], ["generate"]):  # these find out themselves what is done
+    if words[1:2] in (["rft"], ["generate"]):  # these commands continue by themselves
         return f"Continue with: {shown_command(words)}"
     kept = [word for word in words if not word.startswith(("run_dir=", "checkpoint.resume="))]
     return f"Continue with: {shown_command([*kept, f'run_dir={path}', resume])}"
@@ -176,10 +176,6 @@ def point(link: Path, target: Path) -> None:
         new.replace(link)
 
 
-def has_checkpoint(path: Path) -> bool:
-    return newest_checkpoint(path) is not None
-
-
 def newest_checkpoint(path: Path) -> Path | None:
     """The newest whole checkpoint in a run directory."""
     folder = path / "checkpoints"
@@ -188,9 +184,9 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether there is something to lose: metrics or a checkpoint."""
+    """Whether a directory has metrics or a checkpoint."""
     metrics = path / "metrics.jsonl"
-    return has_checkpoint(path) or (metrics.exists() and metrics.stat().st_size > 0)
+    return newest_checkpoint(path) is not None or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def numbered_directory(parent: Path, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Text for a terminal: a model's output cannot control it, and paths are short."""
+"""Text for a terminal: control characters are escaped, and paths are short."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""All control characters but tab and new line, and marks that turn the direction of text."""
+"""All control characters but tab and new line, and marks that change the direction of text."""
 
 
 def printable(text: str) -> str:
-    """Control characters as their escapes: ``\\x1b[31m`` is five characters and no colour."""
+    """Control characters as their escapes: ``\\x1b[31m`` is printed as five characters and sets no colour."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def shown_path(path: Path | str) -> str:
-    """Relative to the working directory where it lies below it, else unchanged."""
+    """Relative to the working directory if it is below it, else unchanged."""
     text, here = str(path), os.getcwd()
     return text[len(here) + 1 :] if here != "/" and text.startswith(here + "/") else text
 
@@ -56,7 +56,7 @@ def beside_or_below(first: str, second: str, columns: int | None) -> str:
 
 
 def last_message(prompt: str | list[Mapping[str, Any]]) -> str:
-    """What a prompt asks: its text, or the last message of a conversation."""
+    """A prompt's text, or the last message of a conversation."""
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "") if prompt else ""
 
 

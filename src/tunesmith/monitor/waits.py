@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, count
 
 AFTER = (10.0, 30.0, 60.0)
-"""Seconds until the first lines; then there is one per minute."""
+"""Seconds until the first reports; then there is one per minute."""
 
 
 @contextmanager
@@ -23,21 +23,21 @@ def long_wait(
 
     Args:
         report: None prints.
-        after: when to report, in seconds since the start; after the last one, at its interval. None is ``AFTER``.
+        after: when to report, in seconds since the start; then again at intervals of the last. None is ``AFTER``.
     """
     report, after = report or partial(print, flush=True), after or AFTER
     ended, begun = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def report_times() -> None:
         for moment in chain(after, count(2 * after[-1], after[-1])):
             if ended.wait(begun + moment - time.monotonic()):
                 return
             report(f"still {doing}: {moment:g} s")
 
-    teller = threading.Thread(target=tell, name="long wait", daemon=True)
-    teller.start()
+    reporter = threading.Thread(target=report_times, name="long wait", daemon=True)
+    reporter.start()
     try:
         yield
     finally:
         ended.set()
-        teller.join()
+        reporter.join()
