@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from tunesmith.errors import ConfigError
 from tunesmith.offline.rounds import Round, select_answers
 from tunesmith.offline.selection import (
-    Choice,
     accuracy,
+    best,
+    conditional,
     correct_answers,
     interval,
     level,
     level_borders,
+    pair,
     reasoning_path,
     select,
 )
@@ -32,29 +34,28 @@ def line(*rewards: float | None, **columns: Any) -> dict[str, Any]:
     return {"prompt": "p", **columns, "completions": [completion(f"c{i}", r) for i, r in enumerate(rewards)]}
 
 
-def test_best_takes_the_first_of_the_highest_and_counts_lines_without_a_reward() -> None:
-    choice = Choice()
-    (best,) = choice.best(iter([line(0.5, 2.0, None, 2.0, gold="g"), line(None)]))
-    assert best == {"prompt": "p", "gold": "g", **completion("c1", 2.0)}
-    assert choice.skipped == {"without a reward": 1}
+def test_best_takes_the_first_of_the_highest() -> None:
+    assert best(line(0.5, 2.0, None, 2.0, gold="g")) == [{"prompt": "p", "gold": "g", **completion("c1", 2.0)}]
+    assert best(line(None)) == "without a reward"
 
 
 def test_pairs_skip_ties_and_lines_without_two_rewards() -> None:
-    choice = Choice()
-    lines = [line(0.0, 1.0, 0.5), line(1.0, 1.0), line(None, 1.0), line(0.4, 0.6)]
-    pairs = list(choice.pairs(iter(lines), 0.25))
-    assert pairs == [{"prompt": "p", "chosen": "c1", "rejected": "c0", "chosen_reward": 1.0, "rejected_reward": 0.0}]
-    assert choice.skipped == {"tied": 2, "without two rewards": 1}
+    chosen = {"prompt": "p", "chosen": "c1", "rejected": "c0", "chosen_reward": 1.0, "rejected_reward": 0.0}
+    assert pair(line(0.0, 1.0, 0.5), 0.25) == [chosen]
+    assert pair(line(1.0, 1.0), 0.25) == pair(line(0.4, 0.6), 0.25) == "tied"
+    assert pair(line(None, 1.0), 0.25) == "without two rewards"
 
 
 def test_the_reward_is_written_into_the_prompt_or_the_last_user_message() -> None:
     template = "{prompt} <rm_score>: {reward} "
     talk: list[dict[str, Any]] = [{"role": "system", "content": "s"}, {"role": "user", "content": "a {reward}"}]
-    lines = [line(0.126), {**line(1.0), "prompt": talk}]
-    made = list(Choice().conditional(iter(lines), template, None))
-    assert made[0] == {"prompt": "p <rm_score>: 0.13 ", "completion": "c0", "reward": 0.126}
-    assert made[1]["prompt"] == [talk[0], {"role": "user", "content": "a {reward} <rm_score>: 1.00 "}]
+    made = conditional(line(0.126), template, None)
+    assert made == [{"prompt": "p <rm_score>: 0.13 ", "completion": "c0", "reward": 0.126}]
+    [talked] = conditional({**line(1.0), "prompt": talk}, template, None)
+    assert isinstance(talked, dict)
+    assert talked["prompt"] == [talk[0], {"role": "user", "content": "a {reward} <rm_score>: 1.00 "}]
     assert talk[1]["content"] == "a {reward}", "the data is left as it was"
+    assert conditional(line(None), template, None) == "without a reward"
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=40), st.integers(2, 6))
@@ -153,15 +154,10 @@ def test_nothing_right_is_refused_with_the_highest_reward(tmp_path: Path) -> Non
     assert (tmp_path / "yield.json").exists(), "the report is there to look at"
 
 
-def test_a_best_answer_that_is_not_good_enough_is_left_out_and_counted() -> None:
-    def line(*rewards: float) -> dict[str, Any]:
-        return {"prompt": "a", "completions": [{"completion": str(r), "reward": r} for r in rewards]}
-
-    lines = [line(0.0, 1.0), line(0.0, 0.5), line(0.0, 0.0)]
-    choice = Choice()
-    assert [made["reward"] for made in choice.best(iter(lines), 1.0)] == [1.0]
-    assert choice.skipped["below min_reward"] == 2
-    choice = Choice()
-    assert [made["chosen_reward"] for made in choice.pairs(iter(lines), 0.0, 1.0)] == [1.0]
-    assert choice.skipped == {"below min_reward": 1, "tied": 1}
-    assert len(list(Choice().best(iter(lines)))) == 3
+def test_a_best_answer_that_is_not_good_enough_is_left_out() -> None:
+    assert best(line(0.0, 1.0), 1.0) == [{"prompt": "p", **completion("c1", 1.0)}]
+    assert best(line(0.0, 0.5), 1.0) == best(line(0.0, 0.0), 1.0) == "below min_reward"
+    [chosen] = pair(line(0.0, 1.0), 0.0, 1.0)
+    assert isinstance(chosen, dict) and chosen["chosen_reward"] == 1.0
+    assert (pair(line(0.0, 0.5), 0.0, 1.0), pair(line(0.0, 0.0), 0.0, 1.0)) == ("below min_reward", "tied")
+    assert isinstance(best(line(0.0, 0.0)), list)

@@ -179,21 +179,6 @@ def _checked(key: str, rows: Rows) -> Iterator[dict[str, Any]]:
 
 def _toml(key: str, value: Any) -> str:
     try:
-        return toml_value(_plain(value))
+        return toml_value(value)
     except TypeError:
         raise ConfigError(f"{key} is of type {type(value).__name__}, which no setting can be") from None
-
-
-def _plain(value: Any) -> Any:
-    """The value with paths as strings, and tuples, mappings and NumPy numbers as plain types."""
-    match value:
-        case Path():
-            return str(value)
-        case Mapping():
-            return {str(k): _plain(v) for k, v in cast("Mapping[Any, Any]", value).items()}
-        case list() | tuple():
-            return [_plain(v) for v in cast("Sequence[Any]", value)]
-        case _ if hasattr(value, "item"):
-            return value.item()
-        case _:
-            return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -305,11 +305,9 @@ def open_rollout_log(run: ReadyRun[Any, Any], step: int | None) -> RolloutLog | 
     return RolloutLog(run.directory.rollouts, monitor.samples, size, decode, tokenizer.decode, step)
 
 
-@contextmanager
-def kept_on_interrupt(run: OpenRun[Any], keep: Callable[[], str]) -> Generator[None]:
+def kept_on_interrupt(run: OpenRun[Any], keep: Callable[[], str]) -> AbstractContextManager[None]:
     """If a signal ends the code inside, ``keep`` saves what it can; its report and how to continue are shown."""
-    with keeping(lambda: f"{keep()}\n{how_to_continue(run.directory.path)}"):
-        yield
+    return keeping(lambda: f"{keep()}\n{how_to_continue(run.directory.path)}")
 
 
 def run_result(run: OpenRun[Any], session: Session) -> RunResult:

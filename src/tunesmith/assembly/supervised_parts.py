@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
 from tunesmith.algorithms.objective import DistillationObjective, Objective, SFTObjective
@@ -106,12 +106,20 @@ def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     learner = setup.learner(partial(_reward_model, padding=padding), keep_groups=True)
     objective = RewardObjective(margins=config.rm.loss == "sigmoid")
     parts = setup.parts(learner, objective, preference.pair_batch, preference.with_reward_std)
-    if parts.evaluate is None:
+    if (measure := parts.evaluate) is None:
         return parts
-    latest = preference.Latest(parts.evaluate, learner.backend)
+
+    @lru_cache(maxsize=1)
+    def measure_after(_: int) -> Metrics:
+        """The metrics after so many optimizer steps: an evaluation and the checkpoint after it share them."""
+        return measure()
+
+    def latest() -> Metrics:
+        return measure_after(learner.backend.optimizer_steps)
+
     # The statistics are those of the saved weights, not of their average.
-    measure = parts.evaluate if config.eval.use_ema else latest
-    return replace(parts, evaluate=latest, describe=partial(preference.write_reward_stats, measure, STATS_FILE))
+    stats = partial(preference.write_reward_stats, measure if config.eval.use_ema else latest, STATS_FILE)
+    return replace(parts, evaluate=latest, describe=stats)
 
 
 def padding_token(tokenizer: Any, items: Sequence[Comparison]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 
@@ -14,6 +15,10 @@ def toml_value(value: Any) -> str:
         TypeError: TOML has no such value.
     """
     match value:
+        case Path():
+            return toml_value(str(value))
+        case _ if hasattr(value, "item"):  # a NumPy number
+            return toml_value(value.item())
         case bool():
             return "true" if value else "false"
         case int() | float():
@@ -23,8 +28,8 @@ def toml_value(value: Any) -> str:
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return f"[{', '.join(map(toml_value, cast(Sequence[Any], value)))}]"
-        case dict():
-            pairs = [(k, v) for k, v in cast(Mapping[str, Any], value).items() if v is not None]
+        case Mapping():
+            pairs = [(str(k), v) for k, v in cast(Mapping[Any, Any], value).items() if v is not None]
             return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in pairs) + "}"
         case _:
             raise TypeError(f"TOML has no {type(value).__name__}")

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from tunesmith.algorithms.preference import REFERENCE, add_kto_columns, add_reference
-from tunesmith.backends.base import Metrics, TrainBackend
+from tunesmith.backends.base import Metrics
 from tunesmith.data.batch import Batch, Floats
 from tunesmith.data.loader import fingerprint_of
 from tunesmith.data.preference import Comparison, Solution
@@ -90,21 +90,6 @@ def with_margin(metrics: Metrics) -> Metrics:
     if not {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
         return metrics
     return {**metrics, "margin": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
-
-
-@dataclass(slots=True)
-class Latest:
-    """Runs an evaluation once for each version of the weights."""
-
-    measure: Callable[[], Metrics]
-    backend: TrainBackend
-    version: int = -1
-    metrics: Metrics = field(default_factory=dict[str, float])
-
-    def __call__(self) -> Metrics:
-        if self.version != self.backend.optimizer_steps:
-            self.metrics, self.version = self.measure(), self.backend.optimizer_steps
-        return self.metrics
 
 
 def write_reward_stats(evaluation: Callable[[], Metrics], file: str, checkpoint: Path) -> None:

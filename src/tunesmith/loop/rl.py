@@ -1,4 +1,4 @@
-"""Reinforcement learning: collect, compare, learn, again."""
+"""Reinforcement learning: collect rollouts, estimate advantages, learn, repeat."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
             with session.phase("train"):
                 learned = await rollouts.run_training(partial(learn, parts, groups, session.step))
             if not groups:
-                session.note(f"step {session.step + 1} had no group that something could be learned from")
+                session.note(f"step {session.step + 1} had no group to learn from")
             attainable = learned.pop("attainable_seconds", 0.0)
             if "attainable_seconds" in metrics:
                 metrics["attainable_seconds"] += attainable
@@ -90,7 +90,7 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
         objective = parts.critic.join(objective) if parts.critic else objective
         passes = config.train.passes_per_batch
         metrics |= parts.learner.update(batch, objective, batch_size=batch_size, passes=passes, seed=seed)
-        if isinstance(config, DistillConfig) and "ref_kl" in metrics:  # there the reference is the teacher
+        if isinstance(config, DistillConfig) and "ref_kl" in metrics:  # the teacher takes the reference's place
             metrics["teacher_kl"] = metrics.pop("ref_kl")
         if parts.kl.target is not None:
             metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], batch.num_rollouts)

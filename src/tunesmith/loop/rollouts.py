@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Protocol
 
 from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.loop.buffer import Buffer, Started
@@ -24,40 +23,19 @@ from tunesmith.plan.weights import weights_apart
 from tunesmith.types import RolloutGroup, Task
 
 
-class RolloutSource(Protocol):
-    """What the training loop needs from the sampling side."""
-
-    async def sync(self) -> None:
-        """Give the engine the trainer's weights, with the session's step as their version."""
-        ...
-
-    async def next(self) -> tuple[list[RolloutGroup], Metrics]:
-        """The groups of the session's step."""
-        ...
-
-    async def run_training(self, work: Callable[[], Metrics]) -> Metrics:
-        """Run the trainer's work; meanwhile the engine is idle, or samples on if it has its own weights."""
-        ...
-
-    def evaluating(self) -> AbstractAsyncContextManager[Collector]:
-        """The collector for an evaluation; the engine holds the trainer's current weights. ``sync`` ends it."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class SyncRollouts:
-    """Every step plays its own groups, with the newest policy: ``max_staleness = 0``."""
+    """Plays the groups of each step in the step, with the newest policy: ``max_staleness = 0``."""
 
     parts: RLParts
     session: Session
 
     async def sync(self) -> None:
+        """Give the engine the trainer's weights, with the session's step as their version."""
         await load_engine(self.parts, self.parts.engine.load_weights, self.session.step)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
-        """Play and reward the step's groups.
+        """Play and reward the groups of the session's step.
 
         With dynamic filtering (DAPO, arXiv:2503.14476, section 3.2) new tasks replace groups without contrast until
         the batch is full or as many groups were tried as the data has tasks. ``rollout.oversample`` tries more at
@@ -80,11 +58,13 @@ class SyncRollouts:
         return kept[:wanted], metrics | {"groups_kept": len(kept) / len(played)}
 
     async def run_training(self, work: Callable[[], Metrics]) -> Metrics:
+        """Run the trainer's work; meanwhile the engine is idle."""
         await hand_device_to_trainer(self.parts)
         return work()
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
+        """The collector for an evaluation; the engine holds the trainer's current weights. ``sync`` ends it."""
         await load_engine(self.parts, self.parts.engine.load_weights, self.session.step)
         yield self.parts.collector
 
@@ -146,6 +126,7 @@ class AsyncRollouts:
         return batch, metrics | {"groups_kept": len(batch) / len(played)}
 
     async def run_training(self, work: Callable[[], Metrics]) -> Metrics:
+        """Run the trainer's work; meanwhile the engine is idle, or samples on if it has its own weights."""
         if not weights_apart(self.parts.config):
             await self.gate.hold()
             await hand_device_to_trainer(self.parts)
@@ -192,6 +173,10 @@ class AsyncRollouts:
     def _ended(self, player: asyncio.Task[None]) -> None:
         if player.cancelled() or player.exception() is None:
             self._players.discard(player)
+
+
+RolloutSource = SyncRollouts | AsyncRollouts
+"""The sampling side of a run. Both have the same methods."""
 
 
 async def hand_device_to_trainer(parts: RLParts) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 
 from tunesmith.assembly.opening import announce
@@ -14,7 +15,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.offline.lines import Json, LineWriter, claim, read_lines, records_of, write_whole
 from tunesmith.offline.sampling import answer_tasks, identity, open_sampling, resolve_sampling
 from tunesmith.offline.scoring import score
-from tunesmith.offline.selection import OVERWRITTEN, Choice, level_borders, usable
+from tunesmith.offline.selection import OVERWRITTEN, Selected, best, conditional, level_borders, pair, usable
 from tunesmith.offline.usage import Usage, total_of
 from tunesmith.storage import read_json, write_json
 
@@ -69,26 +70,36 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
 
 def _selected(config: GenerateConfig, run_dir: Path, out: Path) -> Generated:
     """Write the file that ``output.kind`` selects from the completions in ``out``, and count."""
-    output, choice, kept = config.output, Choice(), out
-    if output.kind in ("completions", "score"):
-        count = sum(1 for _ in read_lines(out))
-    else:
-        kept = run_dir / f"{output.kind}.jsonl"
-        count = write_whole(kept, _choose(config, choice, out))
-    return Generated(run_dir, kept, count, _counts(out) | {k: v for k, v in choice.skipped.items() if v})
+    kind, skipped = config.output.kind, Counter[str]()
+    if kind in ("completions", "score"):
+        return Generated(run_dir, out, sum(1 for _ in read_lines(out)), _counts(out))
+    select = _selection(config, out)
+
+    def lines() -> Iterator[Json]:
+        for line in read_lines(out):
+            selected = select(line)
+            if isinstance(selected, str):
+                skipped[selected] += 1
+            else:
+                yield from selected
+
+    kept = run_dir / f"{kind}.jsonl"
+    count = write_whole(kept, lines())
+    return Generated(run_dir, kept, count, {**_counts(out), **skipped})
 
 
-def _choose(config: GenerateConfig, choice: Choice, out: Path) -> Iterator[Json]:
-    output, lines = config.output, read_lines(out)
+def _selection(config: GenerateConfig, out: Path) -> Callable[[Json], Selected]:
+    output = config.output
+    min_reward = -inf if output.min_reward is None else output.min_reward
     if output.kind == "best":
-        return choice.best(lines, output.min_reward)
+        return partial(best, min_reward=min_reward)
     if output.kind == "pairs":
-        return choice.pairs(lines, output.min_margin or 0.0, output.min_reward)
+        return partial(pair, min_margin=output.min_margin or 0.0, min_reward=min_reward)
     rewards = [record["reward"] for line in read_lines(out) for record in usable(line)]
     if not rewards:
         raise ConfigError(f"no completion in {out} has a reward, so that none can be written into a prompt")
     borders = level_borders(rewards, output.reward_levels) if output.reward_levels else None
-    return choice.conditional(lines, output.reward_template or "", borders)
+    return partial(conditional, template=output.reward_template or "", borders=borders)
 
 
 def _counts(out: Path) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from typing import Any, cast
 
 from tunesmith.loop.evaluate import ROUNDING
@@ -25,6 +25,9 @@ OVERWRITTEN = {
 }
 """Columns of the data that a file of each kind cannot keep, because it has its own of that name."""
 
+Selected = list[Json] | str
+"""The lines that a line gives, or the reason why it gives none."""
+
 
 def usable(line: Mapping[str, Any]) -> list[Json]:
     """The completions that have a reward."""
@@ -36,56 +39,37 @@ def _columns(line: Mapping[str, Any]) -> Json:
     return {k: v for k, v in line.items() if k not in WRITTEN}
 
 
-@dataclass(slots=True)
-class Choice:
-    """Selects lines from lines of completions, and counts those that gave none by the reason."""
-
-    skipped: Counter[str] = field(default_factory=Counter[str])
-
-    def best(self, lines: Iterator[Json], min_reward: float | None = None) -> Iterator[Json]:
-        """Best-of-n: each line with its completion of the highest reward, the first of equals."""
-        for line in lines:
-            best = max(usable(line), key=lambda r: r["reward"], default=None)
-            if best is None:
-                self.skipped["without a reward"] += 1
-            elif _too_low(best, min_reward):
-                self.skipped["below min_reward"] += 1
-            else:
-                yield _columns(line) | best
-
-    def pairs(self, lines: Iterator[Json], min_margin: float, min_reward: float | None = None) -> Iterator[Json]:
-        """Preference pairs for iterative DPO: the best completion against the worst."""
-        for line in lines:
-            scored = sorted(usable(line), key=lambda r: r["reward"])
-            if len(scored) < 2:
-                self.skipped["without two rewards"] += 1
-            elif not scored[-1]["reward"] - scored[0]["reward"] > min_margin:
-                self.skipped["tied"] += 1
-            elif _too_low(scored[-1], min_reward):
-                self.skipped["below min_reward"] += 1
-            else:
-                worst, best = scored[0], max(scored, key=lambda r: r["reward"])
-                yield _columns(line) | {
-                    "chosen": best["completion"],
-                    "rejected": worst["completion"],
-                    "chosen_reward": best["reward"],
-                    "rejected_reward": worst["reward"],
-                }
-
-    def conditional(self, lines: Iterator[Json], template: str, borders: Sequence[float] | None) -> Iterator[Json]:
-        """Conditional SFT: every completion, with its reward written into the prompt (OpenRLHF's ``csft``)."""
-        for line in lines:
-            scored = usable(line)
-            self.skipped["without a reward"] += not scored
-            for record in scored:
-                value = record["reward"]
-                word = f"{value:.2f}" if borders is None else str(level(value, borders))
-                prompt = _with_reward(line["prompt"], template, word)
-                yield _columns(line) | {"prompt": prompt, "completion": record["completion"], "reward": value}
+def best(line: Json, min_reward: float = -inf) -> Selected:
+    """Best-of-n: the line with its completion of the highest reward, the first of equals."""
+    record = max(usable(line), key=lambda r: r["reward"], default=None)
+    if record is None:
+        return "without a reward"
+    return [_columns(line) | record] if record["reward"] >= min_reward - ROUNDING else "below min_reward"
 
 
-def _too_low(record: Json, min_reward: float | None) -> bool:
-    return min_reward is not None and record["reward"] < min_reward - ROUNDING
+def pair(line: Json, min_margin: float, min_reward: float = -inf) -> Selected:
+    """A preference pair for iterative DPO: the best completion against the worst."""
+    records = usable(line)
+    if len(records) < 2:
+        return "without two rewards"
+    chosen, rejected = (choose(records, key=lambda r: r["reward"]) for choose in (max, min))
+    if not chosen["reward"] - rejected["reward"] > min_margin:
+        return "tied"
+    if chosen["reward"] < min_reward - ROUNDING:
+        return "below min_reward"
+    texts = {"chosen": chosen["completion"], "rejected": rejected["completion"]}
+    return [_columns(line) | texts | {"chosen_reward": chosen["reward"], "rejected_reward": rejected["reward"]}]
+
+
+def conditional(line: Json, template: str, borders: Sequence[float] | None) -> Selected:
+    """Conditional SFT: every completion, with its reward written into the prompt (OpenRLHF's ``csft``)."""
+    selected: list[Json] = []
+    for record in usable(line):
+        reward = record["reward"]
+        word = f"{reward:.2f}" if borders is None else str(level(reward, borders))
+        prompt = _with_reward(line["prompt"], template, word)
+        selected.append(_columns(line) | {"prompt": prompt, "completion": record["completion"], "reward": reward})
+    return selected or "without a reward"
 
 
 def _with_reward(prompt: Prompt, template: str, word: str) -> Prompt:
