@@ -55,6 +55,14 @@ def test_costs_are_evened_out() -> None:
     assert len(bins) % 4 == 0 and max(loads) < 1.02 * min(loads)
 
 
+def test_ranks_keep_siblings_together() -> None:
+    rng = random.Random(0)
+    samples = [completion([p] * 400, rng.randrange(50, 150)) for p in range(10) for _ in range(8)]
+    alone, ranked = (pack(Batch.of(samples), 900, multiple_of=ranks) for ranks in (1, 8))
+    assert len(alone) == 23 and 16 < len(ranked) <= 24
+    assert sum(tokens(samples, ranked)) < 1.05 * sum(tokens(samples, alone))
+
+
 def test_costs_follow_the_formula() -> None:
     cost = CostModel.of_decoder(parameters=10, layers=2, heads=3, head_dim=4, vocabulary=7, hidden=5)
     assert cost.prefix(1) == 6 * 10 + 12 * 2 * 3 * 4

@@ -6,11 +6,11 @@ swaps even out the costs, because ranks wait for each other. The result is deter
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +51,7 @@ def pack(
 
     Args:
         keep_groups: put the samples of a ``group`` into one micro-batch, for a loss that compares them.
-        multiple_of: the number of ranks; the number of micro-batches is a multiple of it if there are enough samples.
+        multiple_of: the number of ranks: the batch is spread over a multiple of it, if there are enough samples.
 
     Returns:
         Indices of samples, ascending in each micro-batch. The costliest micro-batch is first, so that a lack of memory
@@ -70,10 +70,11 @@ def pack(
     if keep_groups:
         prefixes = _grouped(batch, prefixes, share)
     sizes = _Sizes(batch, prefixes, cost or CostModel(), keep_groups)
-    bins = _best_fit(sizes, _items(sizes, max_tokens), max_tokens)
+    bins = _place(sizes, _items(sizes, max_tokens), max_tokens) or []
     if missing := -len(bins) % multiple_of:
-        bins = _shared_out(sizes, bins, len(bins) + missing, max_tokens)
+        bins = _spread(sizes, bins, len(bins) + missing, max_tokens)
     _equalise(sizes, bins, max_tokens)
+    bins = [b for b in bins if b.items]
     bins.sort(key=lambda b: (-b.cost, b.items[0].low))
     return [sorted(sizes.order[r] for item in b.items for r in range(item.low, item.high)) for b in bins]
 
@@ -191,67 +192,55 @@ def _cut(sizes: _Sizes, low: int, high: int, at: int) -> list[tuple[int, int]]:
     return list(pairwise([low, *cuts, high])) if high > low else []
 
 
-def _best_fit(sizes: _Sizes, items: list[_Item], cap: int) -> list[_Bin]:
-    """Put each item into the bin of a near relative where it adds fewest tokens, else into the fullest with room.
+def _place(sizes: _Sizes, items: list[_Item], cap: int, count: int = 0) -> list[_Bin] | None:
+    """Put each item into the bin of a near relative where it adds fewest tokens, else into another with room.
 
-    The largest goes first, but the children of a split node follow each other, before other items fill their bins.
+    That is the cheapest of ``count`` bins or, with ``count = 0``, the fullest or a new one. The largest item goes
+    first, but the children of a split node follow each other, before other items fill their bins.
+
+    Returns:
+        None if an item has no room in ``count`` bins.
     """
-    bins: list[_Bin] = []
-    fill: list[tuple[int, int]] = []  # (tokens, bin), ascending
+    size = attrgetter("cost" if count else "tokens")
+    bins = [_Bin() for _ in range(count)]
+    fill: list[tuple[float, int]] = [(0, index) for index in range(count)]  # (size, bin), ascending
     placed: list[tuple[int, int]] = []  # (rank, bin), ascending
-    for item in sorted(items, key=lambda i: (-i.split[0], i.split[1], -i.tokens, i.low)):
+    for item in sorted(items, key=lambda i: (-i.split[0], i.split[1], -size(i), i.low)):
         near = bisect_left(placed, (item.low, -1))
         homes = {home for _, home in placed[max(0, near - RELATIVES) : near + RELATIVES]}
-        joins = [(sizes.join([*bins[home].items, item]), home) for home in sorted(homes)]
-        relatives = [
-            (joined.tokens - bins[home].tokens, home, joined)
-            for joined, home in joins
-            if joined.tokens <= cap and joined.tokens < bins[home].tokens + item.tokens - sizes.shared_by_all
-        ]
-        if relatives:
-            _, chosen, joined = min(relatives, key=lambda r: r[:2])
+        added = {home: sizes.join([*bins[home].items, item]).tokens - bins[home].tokens for home in sorted(homes)}
+        sharing = [home for home, tokens in added.items() if tokens < item.tokens - sizes.shared_by_all]
+        sharing = [home for home in sharing if bins[home].tokens + added[home] <= cap]
+        if sharing:
+            chosen = min(sharing, key=added.__getitem__)
+        elif count:
+            with_room = (i for _, i in fill if sizes.join([*bins[i].items, item]).tokens <= cap)
+            if (chosen := next(with_room, -1)) < 0:
+                return None
         elif place := bisect_left(fill, (cap - item.tokens + sizes.shared_by_all + 1, -1)):
             chosen = fill[place - 1][1]
-            joined = sizes.join([*bins[chosen].items, item])
         else:
-            chosen, joined = len(bins), sizes.join([item])
+            chosen = len(bins)
             bins.append(_Bin())
             insort(fill, (0, chosen))
-        del fill[bisect_left(fill, (bins[chosen].tokens, chosen))]
-        bins[chosen] = joined
-        insort(fill, (joined.tokens, chosen))
+        del fill[bisect_left(fill, (size(bins[chosen]), chosen))]
+        bins[chosen] = sizes.join([*bins[chosen].items, item])
+        insort(fill, (size(bins[chosen]), chosen))
         insort(placed, (item.low, chosen))
     return bins
 
 
-def _spread(sizes: _Sizes, items: list[_Item], cap: int, count: int) -> list[_Bin] | None:
-    """Put the costliest item first, each into the cheapest bin with room; None if an item finds no room in 32 bins."""
-    bins = [_Bin() for _ in range(count)]
-    heap = [(0.0, i) for i in range(count)]
-    for item in sorted(items, key=lambda item: (-item.cost, item.low)):
-        full: list[tuple[float, int]] = []
-        while heap and len(full) < 32:
-            cheapest = heap[0][1]
-            joined = sizes.join([*bins[cheapest].items, item])
-            if joined.tokens <= cap:
-                bins[cheapest] = joined
-                heapq.heapreplace(heap, (joined.cost, cheapest))
-                break
-            full.append(heapq.heappop(heap))
-        else:
-            return None
-        for entry in full:
-            heapq.heappush(heap, entry)
-    return bins
-
-
-def _shared_out(sizes: _Sizes, bins: list[_Bin], count: int, cap: int) -> list[_Bin]:
-    """Spread smaller subtrees over ``count`` bins; the same bins if those have no room."""
+def _spread(sizes: _Sizes, bins: list[_Bin], count: int, cap: int) -> list[_Bin]:
+    """``count`` bins of smaller subtrees, with as little room in each as suffices; the same bins if none does."""
     runs = [list(run) for _, run in groupby(range(len(sizes.order)), sizes.groups.__getitem__)]
     longest = max(sizes.item(run[0], run[-1] + 1, (0, 0)).tokens for run in runs)
-    even = -(-sum(b.tokens for b in bins) // count)
-    items = _items(sizes, min(cap, max(longest, even)))
-    return _spread(sizes, items, cap, min(count, len(items))) or bins
+    room = max(longest, -(-sum(b.tokens for b in bins) // count))
+    while True:
+        items = _items(sizes, room)
+        spread = _place(sizes, items, room, min(count, len(items)))
+        if spread or room >= cap:
+            return spread or bins
+        room = min(cap, room + room // 16 + 1)
 
 
 def _equalise(sizes: _Sizes, bins: list[_Bin], cap: int) -> None:
