@@ -98,9 +98,9 @@ def test_gpus_have_the_names_they_go_by_here() -> None:
 @pytest.mark.parametrize(
     ("said", "gpus", "words"),
     [
-        (("system.engines=3",), 3, "each beside the trainer take 4 GPUs, and this process sees 3, with room for 2"),
+        (("system.engines=3",), 3, "each and the trainer take 4 GPUs, and this process sees 3, with room for 2"),
         (("system.engines=3",), 3, "system.hybrid = true"),
-        (("system.engines=2", *vllm(2)), 4, "2 of 2 GPUs each beside the trainer take 5 GPUs"),
+        (("system.engines=2", *vllm(2)), 4, "2 of 2 GPUs each and the trainer take 5 GPUs"),
         (("system.engines=2", "system.hybrid=true", *vllm(2)), 3, "each take 4 GPUs, and this process sees 3"),
         (('system.weight_plane="nccl"',), 1, "engine and trainer share one"),
         (('system.weight_plane="nccl"', "system.hybrid=true"), 2, "engine and trainer share one"),
@@ -223,7 +223,7 @@ def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
 
     here = ("system.engine_python=" + f'"{sys.executable}"',)
     assert planned()[0] == "29000MB"  # (60 GB - 2 of weights) / 2
-    assert planned()[1].startswith("on a GPU of its own, half of the free memory; 1024 requests at once would take")
+    assert planned()[1].startswith("on its own GPU, half of the free memory; 1024 requests at once would take")
     assert planned(*vllm(2), *here)[0] == "29500MB"  # 1 GB of weights on each rank
     # A quarter of 60 GB - 18 of weights, gradients and optimizer - 2 of the engine's own weights - 1.3 of the head.
     for said, gpus in (((), 1), (('system.weight_plane="ipc"',), 3)):

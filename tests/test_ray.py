@@ -303,7 +303,7 @@ def test_what_ray_does_not_know_or_cannot_be_any_more(settings: Any, kind: Any, 
 @pytest.mark.usefixtures("cluster")
 def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
     config = resolved(tmp_path, system__engines=3, system__placement__rollout__gpus=1, system__placement__actor__gpus=1)
-    with pytest.raises(ClusterError, match="a trainer of 1 GPU and 3 engines of 1 GPU need 4 GPUs; the cluster has 0"):
+    with pytest.raises(ClusterError, match=r"4 GPUs are needed \(1 × trainer 1, 3 × engine 1\), and the cluster has 0"):
         RayCluster.open(config.system, bundles(config))
 
 
@@ -446,10 +446,10 @@ def test_what_is_missing() -> None:
     assert missing(wanted, [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 2.0}]) is None
     said = missing(wanted, [{"CPU": 1.0, "GPU": 2.0}])
     assert said is not None
-    assert "a trainer of 1 CPU and an engine of 1 CPU need 2 CPUs; the cluster has 1" in said
-    assert "a trainer of 1 GPU and an engine of 2 GPUs need 3 GPUs; the cluster has 2" in said
+    assert "2 CPUs are needed (1 × trainer 1, 1 × engine 1), and the cluster has 1" in said
+    assert "3 GPUs are needed (1 × trainer 1, 1 × engine 2), and the cluster has 2" in said
     said = missing(wanted, [{"CPU": 4.0, "GPU": 1.0}] * 4)
-    assert said is not None and "an engine needs 2 GPUs on one machine; the largest has 1" in said
+    assert said is not None and "engine needs 2 GPUs on one machine, and the largest has 1" in said
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.lists(st.integers(0, 6), min_size=1, max_size=4))

@@ -213,7 +213,7 @@ def test_the_same_run_on_a_cluster_that_runs_already(tmp_path: Path) -> None:
         crowd = Run(tmp_path, "crowd", "", {**key, "RAY_ADDRESS": address}, **RAY, system__engines=4)
         said, _ = crowd.process.communicate(timeout=200)
         assert crowd.process.returncode == 2
-        assert "a trainer of 1 CPU and 4 engines of 1 CPU need 5 CPUs; the cluster has 2" in said.decode()
+        assert "5 CPUs are needed (1 × trainer 1, 4 × engine 1), and the cluster has 2" in said.decode()
         stranger = Run(tmp_path, "stranger", **RAY, system__ray_address=address)
         said, _ = stranger.process.communicate(timeout=200)
         assert stranger.process.returncode == 2 and "set RAY_AUTH_MODE=token" in said.decode()

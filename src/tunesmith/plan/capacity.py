@@ -31,20 +31,20 @@ from tunesmith.plan.memory import (
     planned_elsewhere,
     trainer_memory,
 )
-from tunesmith.plan.weights import engines_apart, weights_apart
+from tunesmith.plan.weights import engines_apart, loads_model, weights_apart
 
 MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
-"""Larger micro-batches are no faster: every matrix product is long enough by then."""
+"""Larger micro-batches are no faster: every matrix product is large enough."""
 
 UNKNOWN_MODEL_TOKENS = 4096
 LEAST_KV_BYTES = 16 * 10**6
 BLOCK = 16
-"""Tokens by which the local engine allocates memory to a prompt or a completion."""
+"""The local engine allocates memory to a prompt or a completion in blocks of this many tokens."""
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 
 
 def device_problem(device: str, gpus: tuple[Gpu, ...]) -> str | None:
-    """Why a device cannot be used, as far as that shows without torch."""
+    """Why a device cannot be used; checked without torch."""
     match = _DEVICE.fullmatch(device)
     if not match:
         return f"system.device = '{device}' is not a device; use 'cpu', 'cuda' or 'cuda:0'"
@@ -65,7 +65,7 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     _derive_ranks(filling, facts)
     here, gpu = on_gpu(filling.config), gpu_of(filling.config, facts)
     _derive_threads(filling, machine.cores, 1 if here else filling.config.system.trainer_ranks)
-    # A GPU that nvidia-smi does not list is assumed to be a current one.
+    # A GPU that nvidia-smi does not list is assumed to be a recent one.
     name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
     if native:
         filling.fill("model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32")
@@ -77,52 +77,50 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
     if isinstance(filling.config, RLConfig):
         _derive_hybrid(filling, facts)
     config = filling.config
-    budget = max(0, trainer_memory(config, facts) - _taken(config, facts))
+    budget = max(0, trainer_memory(config, facts) - _reserved(config, facts))
     _derive_microbatch(filling, facts, budget, "cuda" if here else "cpu")
-    if isinstance(config, RLConfig) and not config.system.served:
-        derive_kv_memory(filling, facts, *_kv_share(config, facts, budget))
+    if config.drawing and not config.system.served:
+        _derive_kv_memory(filling, facts, *_kv_share(config, facts, budget))
 
 
 def _derive_ranks(filling: Filling[Any], facts: Facts) -> None:
-    """Refuse more trainer ranks on this machine than GPUs, and let engines have processes beside them.
-
-    Raises:
-        ConfigError: there are too few GPUs.
-    """
+    """Refuse (ConfigError) more trainer ranks than this machine has GPUs, and put engines into processes."""
     config, gpus = filling.config, len(facts.hardware.gpus)
     ranks = config.system.trainer_ranks
     if ranks == 1 or config.system.cluster != "none":
         return
     if on_gpu(config) and 0 < gpus < ranks:
         raise ConfigError(
-            f"system.trainer_ranks = {ranks} takes {ranks} GPUs, one for each rank, and this machine has {gpus}. Say "
+            f"system.trainer_ranks = {ranks} takes {ranks} GPUs, one for each rank, and this machine has {gpus}. Set "
             f"system.trainer_ranks = {gpus}"
         )
     if isinstance(config, RLConfig) and not config.system.engine_process:
-        filling.set("system.engine_process", True, "the trainer's ranks are processes, and none is the run's own")
+        filling.set("system.engine_process", True, "each trainer rank is a process, and so are the engines")
 
 
-def _taken(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> int:
+def _reserved(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> int:
     """Bytes that are not available to activations, keys and values while the policy trains."""
     if facts.model is None:
         return 0
     layout = layout_of(config, facts)
     turns = layout.turns if turns is None else turns
-    found = price(facts.model, replace(layout, turns=turns, tokens=longest_sample(config, facts) or LEAST_ROWS))
-    return found.training - found.activations
+    planned = price(facts.model, replace(layout, turns=turns, tokens=longest_sample(config, facts) or LEAST_ROWS))
+    return planned.training - planned.activations
 
 
 def _kv_share(config: RunConfig, facts: Facts, budget: int) -> tuple[int, str]:
-    """Bytes that the engines of one device may use for keys and values, and which part of the free memory that is."""
-    free = free_memory(config, facts)
+    """Bytes for the keys and values of one device's engines, and which part of the free memory that is."""
+    free, model = free_memory(config, facts), facts.model
     if engines_elsewhere(config, facts):
         # The engines' GPUs are assumed to be like the trainer's.
         engine = planned_elsewhere(config, facts)
-        return (free - (engine.engine if engine else 0)) // 2, "on a GPU of its own, half"
-    if known(config.system, "hybrid") and facts.model is not None:
-        return (
-            free - price(facts.model, layout_of(config, facts)).sampling
-        ) // 2, "while the policy does not train, half"
+        return (free - (engine.engine if engine else 0)) // 2, "on its own GPU, half"
+    layout = layout_of(config, facts)
+    if not isinstance(config, RLConfig):  # nothing is trained while it samples
+        layout = replace(layout, trains=False, holds_model=loads_model(config))
+        return (free - (price(model, layout).sampling if model else 0)) // 2, "half"
+    if known(config.system, "hybrid") and model is not None:
+        return (free - price(model, layout).sampling) // 2, "while the policy does not train, half"
     return budget // 4, "a quarter"
 
 
@@ -156,7 +154,7 @@ def _derive_checkpointing(filling: Filling[Any], facts: Facts) -> None:
         filling.fill(key, False, "the longest sample's size is not known" if model else "the model's size is not known")
         return
     per_token = activation_bytes(model, bytes_per_number(config), checkpointing=False)
-    room = max(0, trainer_memory(config, facts) - _taken(config, facts, turns=True))
+    room = max(0, trainer_memory(config, facts) - _reserved(config, facts, turns=True))
     short = longest * per_token > room // 2
     kept = f"{format_size(longest * per_token)} of activations of the longest sample"
     filling.fill(key, short, f"{kept} {'are too much' if short else 'fit'}: {format_size(room)} are free for them")
@@ -172,7 +170,7 @@ def _derive_hybrid(filling: Filling[Any], facts: Facts) -> None:
     if model is None or model.parameters is None or longest is None:
         filling.fill(key, True, "engine and trainer share the GPU")
         return
-    budget = trainer_memory(config, facts) - _taken(config, facts, turns=False)
+    budget = trainer_memory(config, facts) - _reserved(config, facts, turns=False)
     per_token = activation_bytes(model, bytes_per_number(config), config.system.gradient_checkpointing)
     wanted = _wanted_kv(config, facts, model, longest, 1)[1]
     short = wanted > budget // 4 or longest * per_token > budget // 2
@@ -200,8 +198,8 @@ def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: s
     filling.fill(key, tokens, f"{reason} ({format_size(per_token)} of activations per token)")
 
 
-def derive_kv_memory(filling: Filling[Any], facts: Facts, share: int, part: str) -> None:
-    """KV memory of each engine: enough for its concurrent requests, but at most its part of ``share``.
+def _derive_kv_memory(filling: Filling[Any], facts: Facts, share: int, part: str) -> None:
+    """KV memory of each engine: enough for its concurrent requests, but no more than its part of ``share``.
 
     Args:
         share: bytes for the engines of one device together, a ``part`` of what is free.
@@ -233,7 +231,7 @@ def _wanted_kv(config: Any, facts: Facts, model: ModelFacts, longest: int, engin
         asked = (facts.train_size or together) * (config.sampling.n or 1)
     together = min(together, ceil(asked / engines))
     # On a CPU the local engine keeps float32 keys and values. It allocates blocks that are only partly full, and one
-    # plane more than it has keys and values to keep.
+    # plane in addition to those for keys and values.
     exact = config.system.engine == "local" and not on_gpu(config)
     per_token = model.kv_bytes_per_token(4 if exact else bytes_per_number(config)) * (1 + 1 / (2 * model.layers))
     return together, max(LEAST_KV_BYTES, ceil(1.1 * together * (longest + 2 * BLOCK) * per_token))

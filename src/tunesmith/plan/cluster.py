@@ -1,4 +1,4 @@
-"""Placing the processes of a run on a cluster: bundles of CPUs and GPUs, and what a cluster lacks for them."""
+"""Places the processes of a run on a cluster: bundles of CPUs and GPUs, and what a cluster lacks for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Processes that are placed together on one machine, by role, and the CPUs and GPUs they need in all."""
+    """Processes that are placed together on one machine, by role, and their CPUs and GPUs in total."""
 
     roles: tuple[Role, ...]
     cpus: float
@@ -100,13 +100,9 @@ def _check_shared(config: RLConfig) -> Iterator[str]:
 
 
 def _side_by_side(config: RLConfig, role: Role) -> int:
-    """How many places have a process of a role."""
-    several: dict[Role, int] = {
-        "actor": config.system.trainer_ranks,
-        "critic": config.system.trainer_ranks,
-        "rollout": config.system.engines,
-    }
-    return several.get(role, 1)
+    """Places with a process of this role."""
+    ranks = config.system.trainer_ranks
+    return {"actor": ranks, "critic": ranks, "rollout": config.system.engines}.get(role, 1)
 
 
 def _places(config: RLConfig, group: Sequence[Role]) -> int:
@@ -141,14 +137,14 @@ def bundles(config: RLConfig) -> list[Bundle]:
     for name in (*placement.model_fields_set - {"colocate"}, *(r for group in placement.colocate for r in group)):
         if name not in count:
             raise ConfigError(f"system.placement names '{name}', and this run has none; leave it out")
-    made: list[Bundle] = []
+    shared: list[Bundle] = []
     for group in placement.colocate:
         places = _places(config, group)
         roles: tuple[Role, ...] = tuple(role for role in group for _ in range(count.pop(role) // places))
         cpus, gpus = zip(*(_needs(config, role, default) for role in roles), strict=True)
-        made += [Bundle(roles, sum(cpus), max(gpus))] * places
+        shared += [Bundle(roles, sum(cpus), max(gpus))] * places
     alone = [role for role in get_args(Role) for _ in range(count.get(role, 0))]
-    return [*made, *(Bundle((role,), *_needs(config, role, default)) for role in alone)]
+    return [*shared, *(Bundle((role,), *_needs(config, role, default)) for role in alone)]
 
 
 def _needs(config: RLConfig, role: Role, gpus: float) -> tuple[float, float]:
@@ -159,50 +155,25 @@ def _needs(config: RLConfig, role: Role, gpus: float) -> tuple[float, float]:
 
 
 def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -> str | None:
-    """What the machines of a cluster lack for the bundles, in words with numbers; None if they suffice.
+    """What the machines of a cluster lack for the bundles, with numbers; None if they suffice.
 
     Args:
         machines: ``CPU`` and ``GPU`` of each.
     """
     lacking: list[str] = []
     for place, unit in enumerate(_UNITS):
-        needs = [(bundle, (bundle.cpus, bundle.gpus)[place]) for bundle in wanted]
+        needs = [(" with ".join(NAMES[role] for role in b.roles), (b.cpus, b.gpus)[place]) for b in wanted]
         total, available = sum(n for _, n in needs), sum(machine.get(unit, 0.0) for machine in machines)
         largest = max((machine.get(unit, 0.0) for machine in machines), default=0.0)
+        who, most = max(needs, key=lambda need: need[1])
         if total > available + _EPS:
-            lacking.append(f"{_listed(needs, unit)} need {_amount(total, unit)}; the cluster has {available:g}")
-        for bundle, n in needs:
-            if n > largest + _EPS and total <= available + _EPS:
-                lacking.append(
-                    f"{_one(_who(bundle))} needs {_amount(n, unit)} on one machine; the largest has {largest:g}"
-                )
-                break
+            listed = ", ".join(f"{times} × {who} {n:g}" for (who, n), times in Counter(needs).items() if n)
+            lacking.append(f"{total:g} {unit}s are needed ({listed}), and the cluster has {available:g}")
+        elif most > largest + _EPS:
+            lacking.append(f"{who} needs {most:g} {unit}s on one machine, and the largest has {largest:g}")
     if not lacking:
         return None
-    cure = (
-        "Lower system.engines, system.trainer_ranks or system.placement, let roles share with "
-        "system.placement.colocate, or add machines"
+    return (
+        f"the cluster has too few resources: {'; '.join(lacking)}. Lower system.engines, system.trainer_ranks or "
+        "system.placement, let roles share with system.placement.colocate, or add machines"
     )
-    return f"the cluster has too few resources: {'; '.join(lacking)}. {cure}"
-
-
-def _listed(needs: Sequence[tuple[Bundle, float]], unit: str) -> str:
-    """``3 engines of 1 GPU and a trainer of 1 GPU``."""
-    alike = Counter((_who(bundle), n) for bundle, n in needs if n)
-    parts = [
-        f"{_one(who)} of {_amount(n, unit)}" if times == 1 else f"{times} {who}s of {_amount(n, unit)}"
-        for (who, n), times in alike.items()
-    ]
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def _who(bundle: Bundle) -> str:
-    return " with ".join(NAMES[role] for role in bundle.roles)
-
-
-def _one(who: str) -> str:
-    return f"{'an' if who[0] in 'aeiou' else 'a'} {who}"
-
-
-def _amount(n: float, unit: str) -> str:
-    return f"{n:g} {unit}{'' if n == 1 else 's'}"

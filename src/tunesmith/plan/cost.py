@@ -13,14 +13,14 @@ QUANTISED_BYTES = {"int8": 1.05, "nf4": 0.56}
 """Per number of a quantised linear module, with its scales."""
 USUAL_RANK = 16
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Logits of one chunk. On a CPU they should not leave the cache before they are used."""
+"""Logits of one chunk. On a CPU they should stay in the cache until they are used."""
 LEAST_ROWS = 128
 """Fewer rows would read the head's weight too often for the work they do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What decides how much memory a run takes on one device."""
+    """The settings that decide how much memory a run needs on one device."""
 
     bytes_per_number: int
     """Of weights and activations."""
@@ -52,7 +52,7 @@ class Layout:
     kv_bytes: int = 0
     """Of all engines here."""
     turns: bool = False
-    """Engines free their memory while the policy trains; the optimizer's state is in host memory while they sample."""
+    """Engines free their memory while the policy trains; the optimizer state is in host memory while they sample."""
 
 
 @dataclass(frozen=True, slots=True)

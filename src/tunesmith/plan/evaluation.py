@@ -1,4 +1,4 @@
-"""Valid values of ``eval.metric``, so that a misspelled one is refused before the first evaluation."""
+"""Valid values of ``eval.metric``: a misspelled one is refused before the run starts."""
 
 from __future__ import annotations
 

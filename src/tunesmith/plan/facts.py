@@ -1,4 +1,4 @@
-"""What is known about machine, model and data before a run: the input of every derivation."""
+"""Facts about machine, model and data that are known before a run: the input of every derivation."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """None where not known yet: what depends on it is then left underived.
+    """A fact is None while it is unknown; what depends on it is then not derived.
 
     ``train_size`` counts tasks or examples; ``longest`` is the longest prompt (reinforcement learning) or
-    sequence (supervised) of the data, in tokens; ``together`` the most tokens that have to share a micro-batch,
-    where a loss compares sequences.
+    sequence (supervised) of the data, in tokens; ``together`` the most tokens that must share a micro-batch,
+    if the loss compares sequences.
     """
 
     hardware: Hardware
@@ -64,7 +64,7 @@ class Facts:
 
 
 def read_model_facts(directory: Path) -> ModelFacts | None:
-    """Facts of a local model; None where its configuration names its sizes in an unknown way.
+    """Facts of a local model; None if its configuration has unknown names for the sizes.
 
     Raises:
         ModelError: ``config.json`` or a weight file is missing or damaged.
@@ -73,12 +73,12 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
     with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)):
         whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _check_sizes(path, whole.get("text_config") or whole)
-    found = facts_of(whole)
-    return replace(found, parameters=count_parameters(directory)) if found else None
+    facts = facts_of(whole)
+    return replace(facts, parameters=count_parameters(directory)) if facts else None
 
 
 def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
-    """Facts that a model's configuration tells, without its ``parameters``."""
+    """Facts in a model's configuration; ``parameters`` is None."""
     config: Mapping[str, Any] = whole.get("text_config") or whole
     size = {name: _first(config, *names) for name, names in _SIZES.items()}
     hidden, heads, layers, vocabulary = (size[name] for name in ("hidden_size", "heads", "layers", "vocab_size"))
@@ -101,13 +101,13 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
 
 
 def _switch(config: Mapping[str, Any]) -> int | None:
-    """Of the rotary embedding, under its name in transformers 5 or the older one, for all layers or by their kinds."""
+    """``switch`` of the rotary embedding, under its name in transformers 5 or the older one."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
-    rope: Mapping[str, Any] = given if isinstance(given, dict) else {}  # transformers itself refuses what is none
+    rope: Mapping[str, Any] = given if isinstance(given, dict) else {}  # transformers refuses other values itself
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
-    found = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")]
+    switching = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")]
     name = "original_max_position_embeddings"
-    return min((n for kind in found if (n := _first(config, name) or _first(kind, name))), default=None)
+    return min((n for kind in switching if (n := _first(config, name) or _first(kind, name))), default=None)
 
 
 def count_parameters(directory: Path) -> int | None:
@@ -123,7 +123,7 @@ def _count_in_file(path: Path) -> int:
         start = file.read(8)
         (length,) = struct.unpack("<Q", start)
         if start == _LFS_POINTER:
-            raise ValueError("it is a Git LFS pointer and no weights; get them with: git lfs pull")
+            raise ValueError("it is a Git LFS pointer instead of weights; fetch them with: git lfs pull")
         if length > path.stat().st_size:
             raise ValueError("it is damaged, or no safetensors file")
         header: dict[str, Any] = json.loads(file.read(length))
@@ -143,16 +143,16 @@ _SIZES = {
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse (ModelError) sizes that no decoder has; transformers divides by some of them without a look."""
+    """Refuse (ModelError) sizes that no decoder has; transformers divides by some of them unchecked."""
     for name in (name for names in _SIZES.values() for name in names):
         value = config.get(name)
         if isinstance(value, str | float) or (isinstance(value, int) and not 0 < value < 2**31):
             raise ModelError(f"{path}: {name} is {value!r}; it must be a whole number above 0")
     hidden, heads, kv_heads = (_first(config, *_SIZES[name]) for name in ("hidden_size", "heads", "kv_heads"))
     if hidden and heads and not config.get("head_dim") and hidden % heads:
-        raise ModelError(f"{path}: {hidden} of hidden_size cannot be shared out to {heads} heads")
+        raise ModelError(f"{path}: hidden_size = {hidden} is not divisible by {heads} attention heads")
     if heads and kv_heads and heads % kv_heads:
-        raise ModelError(f"{path}: {heads} heads cannot share {kv_heads} num_key_value_heads evenly")
+        raise ModelError(f"{path}: {heads} attention heads are not divisible by num_key_value_heads = {kv_heads}")
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:

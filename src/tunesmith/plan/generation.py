@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from tunesmith.config.generation import RFTConfig, SamplingConfig
 from tunesmith.config.resolved import settings
-from tunesmith.plan.capacity import derive_kv_memory
-from tunesmith.plan.cost import price
-from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
-from tunesmith.plan.memory import engines_elsewhere, free_memory, layout_of, planned_elsewhere
-from tunesmith.plan.weights import loads_model
 
 TEMPLATE = "{prompt} <rm_score>: {reward} "
 SEPARATOR = "\n\n"
@@ -33,7 +27,7 @@ def profile_values(name: str) -> dict[str, tuple[Any, str]]:
 
 
 def derive_sampling(filling: Filling[Any]) -> None:
-    """Number of samples and temperature; for RFT everything that its profile sets."""
+    """Number of samples and temperature; for RFT everything in its profile."""
     config: SamplingConfig = filling.config
     if isinstance(config, RFTConfig):
         _derive_profile(filling, config)
@@ -63,7 +57,7 @@ def _derive_profile(filling: Filling[Any], config: RFTConfig) -> None:
 
 
 def derive_rft_warmup(config: RFTConfig, given: Mapping[str, Any], samples: int) -> tuple[int, str] | None:
-    """Warm-up steps and the reason, once the number of samples is known; None: as in the run file."""
+    """Warm-up steps and the reason, once the number of samples is known; None: the run file's own."""
     train, warmed = config.train, {"train.warmup_steps", "train.warmup_ratio"} & given.keys()
     if config.rft.profile == "conservative" or warmed or "train.schedule" in given:
         return None
@@ -71,17 +65,3 @@ def derive_rft_warmup(config: RFTConfig, given: Mapping[str, Any], samples: int)
     if steps >= 10 * WARMUP:
         return WARMUP, f"profile {config.rft.profile}"
     return steps // 10, f"profile {config.rft.profile}: {WARMUP}, but no more than a tenth of {steps} steps"
-
-
-def derive_sampler_memory(filling: Filling[Any], facts: Facts) -> None:
-    """KV memory of the sampler: only the weights are in memory with it."""
-    config: SamplingConfig = filling.config
-    if config.drawing and not config.system.served:
-        free, taken = free_memory(config, facts), 0
-        if engines_elsewhere(config, facts):
-            engine = planned_elsewhere(config, facts)
-            taken = engine.engine if engine else 0
-        elif facts.model is not None:
-            layout = replace(layout_of(config, facts), trains=False, holds_model=loads_model(config))
-            taken = price(facts.model, layout).sampling
-        derive_kv_memory(filling, facts, (free - taken) // 2, "half")

@@ -1,4 +1,4 @@
-"""Which GPUs of one machine each engine process is given."""
+"""The GPUs of one machine that each engine process gets."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ def visible_names(variable: str | None, count: int) -> list[str]:
 
 
 def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ...]] | None:
-    """The GPUs of each engine, for as many engines as there is room for; None if all share the trainer's.
+    """The GPUs of each engine, for as many engines as there are GPUs; None if all share the trainer's.
 
-    The trainer does not share its GPU, unless it takes turns with the engines (``system.hybrid``) or does not train
-    while they sample. A single GPU is shared, and so is the trainer's if engines read the weights in its memory
-    (CUDA IPC).
+    The trainer shares its GPU only if it takes turns with the engines (``system.hybrid``) or does not train while they
+    sample. A single GPU is always shared, and so is the trainer's if engines read its weights by CUDA IPC.
     """
     system, ranks = config.system, ranks_per_engine(config)
     if not _apart_on_gpus(config) or len(visible) < 2 or system.weight_plane == "ipc":
@@ -40,12 +39,12 @@ def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ..
 
 
 def has_own_devices(config: RunConfig, gpus: int) -> bool:
-    """Whether engines have some of this machine's ``gpus`` to themselves."""
+    """Whether engines have their own GPUs among this machine's ``gpus``."""
     return own_devices(config, visible_names(None, gpus)) is not None
 
 
 def engines_together(config: RunConfig, gpus: int) -> int:
-    """How many engines share the memory of one device: of one of this machine's ``gpus``, or of the CPU."""
+    """How many engines share the memory of one of this machine's ``gpus``, or of the CPU."""
     alone = config.system.cluster != "none" or has_own_devices(config, gpus)
     return 1 if alone else config.system.engines
 
@@ -56,11 +55,11 @@ def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
     places = own_devices(config, visible_names(None, gpus))
     if places is not None and len(places) < system.engines:
         each = f"{'1 GPU' if ranks == 1 else f'{ranks} GPUs'} each"
-        beside, own = ("", 0) if _shares(config) else (" beside the trainer", system.trainer_ranks)
+        others, own = ("", 0) if _shares(config) else (" and the trainer", system.trainer_ranks)
         at_once = not isinstance(config, RLConfig) or known(system, "hybrid") or config.rollout.max_staleness
         turns = ", or let engines and trainer take turns: system.hybrid = true"
         yield (
-            f"system.engines = {system.engines} of {each}{beside} take {system.engines * ranks + own} GPUs, and this "
+            f"system.engines = {system.engines} of {each}{others} take {system.engines * ranks + own} GPUs, and this "
             f"process sees {gpus}, with room for {len(places)}. Lower system.engines or the ranks of each"
             f"{'' if at_once or system.engines * ranks > gpus else turns}"
         )

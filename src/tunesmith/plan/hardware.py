@@ -45,7 +45,7 @@ class Hardware:
 
 
 def read_hardware() -> Hardware:
-    """Facts of this machine. Takes some milliseconds, and a tenth of a second where ``nvidia-smi`` exists."""
+    """Facts of this machine. Takes milliseconds, or a tenth of a second if there is ``nvidia-smi``."""
     cpu = _cpu_info()
     total, available = memory()
     flags = set((cpu.get("flags") or cpu.get("Features") or "").split())
@@ -60,7 +60,7 @@ def read_hardware() -> Hardware:
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that ``nvidia-smi`` lists and ``CUDA_VISIBLE_DEVICES`` lets through; none where it fails."""
+    """The GPUs that ``nvidia-smi`` lists and ``CUDA_VISIBLE_DEVICES`` allows; none if it fails."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
@@ -82,30 +82,30 @@ def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
     """GPUs of a listing ``index, uuid, name, MiB total, MiB free, capability``, in CUDA's order.
 
     Args:
-        visible: ``CUDA_VISIBLE_DEVICES``: indices or (beginnings of) UUIDs; None lets all through.
+        visible: ``CUDA_VISIBLE_DEVICES``: indices or (beginnings of) UUIDs; None allows all.
     """
-    found: dict[str, tuple[str, Gpu]] = {}
+    listed: dict[str, tuple[str, Gpu]] = {}
     for line in listing.splitlines():
         try:
             index, uuid, name, total, free, capability = (part.strip() for part in line.split(","))
             major, _, minor = capability.partition(".")
             gpu = Gpu(name, int(total) * 2**20, int(free) * 2**20, (int(major), int(minor or 0)))
-        except ValueError:  # another number of fields, or "[N/A]" on devices that do not say
+        except ValueError:  # another number of fields, or "[N/A]"
             continue
-        found[index] = uuid, gpu
+        listed[index] = uuid, gpu
     if visible is None:
-        return tuple(gpu for _, gpu in found.values())
+        return tuple(gpu for _, gpu in listed.values())
     chosen: list[Gpu] = []
     for word in (part.strip() for part in visible.split(",")):
-        index = word if word in found else next((i for i, (uuid, _) in found.items() if uuid.startswith(word)), None)
+        index = word if word in listed else next((i for i, (uuid, _) in listed.items() if uuid.startswith(word)), None)
         if index is None or not word:
             break  # CUDA ignores everything from the first name it does not know
-        chosen.append(found[index][1])
+        chosen.append(listed[index][1])
     return tuple(chosen)
 
 
 def _cpu_info() -> dict[str, str]:
-    """The first processor of ``/proc/cpuinfo``; empty where there is none."""
+    """The first processor in ``/proc/cpuinfo``; empty if there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -115,7 +115,7 @@ def _cpu_info() -> dict[str, str]:
 
 
 def _cores() -> int:
-    """Physical cores, at most what scheduler, container quota and OMP_NUM_THREADS leave to this process."""
+    """Physical cores, within the limits of scheduler, container quota and OMP_NUM_THREADS."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or allowed
     wanted = os.environ.get("OMP_NUM_THREADS", "")

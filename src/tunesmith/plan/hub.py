@@ -13,7 +13,7 @@ from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.facts import ModelFacts, count_parameters, facts_of, read_model_facts
 
 PATIENCE = 5.0
-"""Seconds to wait for the hub; after them the run continues without the model's size."""
+"""Seconds to wait for the hub; then the run continues without the model's size."""
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -29,40 +29,39 @@ def known_model_facts(path: str) -> ModelFacts | None:
 
 
 def known_parameters(path: str) -> int | None:
-    """The number of a model's parameters, found as in ``known_model_facts``."""
+    """A model's number of parameters, from the same places as ``known_model_facts``."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return count_parameters(directory)
-    found = _hub_facts(path)
-    return found.parameters if found else None
+    facts = _hub_facts(path)
+    return facts.parameters if facts else None
 
 
 @cache
 def _hub_facts(name: str) -> ModelFacts | None:
-    """Parameters are counted in the safetensors file if it is in the cache, or read from the index of several files."""
-    found = _file(name, CONFIG)
-    if found is None:
+    """Parameters are counted in a cached safetensors file, or read from the index of several files."""
+    file = _file(name, CONFIG)
+    if file is None:
         return None
-    with boundary(ModelError, f"cannot read {found}", (OSError, ValueError)):
-        config: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+    with boundary(ModelError, f"cannot read {file}", (OSError, ValueError)):
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     facts = facts_of(config)
     if facts is None:
         return None
     index = _file(name, INDEX)
-    whole = found.parent / WEIGHTS
     parameters: int | None = None
     if index is not None:
         with boundary(ModelError, f"cannot read {index}", (OSError, ValueError)):
-            told: dict[str, Any] = json.loads(index.read_text(encoding="utf-8")).get("metadata") or {}
+            metadata: dict[str, Any] = json.loads(index.read_text(encoding="utf-8")).get("metadata") or {}
         size = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
-        parameters = told.get("total_parameters") or (size and told.get("total_size", 0) // size) or None
-    elif whole.exists():
-        parameters = count_parameters(found.parent)
+        parameters = metadata.get("total_parameters") or (size and metadata.get("total_size", 0) // size) or None
+    elif (file.parent / WEIGHTS).exists():
+        parameters = count_parameters(file.parent)
     return replace(facts, parameters=parameters or estimated_parameters(config, facts))
 
 
 def estimated_parameters(config: dict[str, Any], facts: ModelFacts) -> int:
-    """Of a Llama-shaped decoder, with experts where it has some; biases and a router's weights are left out."""
+    """Parameters of a Llama-shaped decoder, with its experts if it has any; biases and routers do not count."""
     config = config.get("text_config") or config
     hidden = facts.hidden_size
     attention = 2 * hidden * (facts.heads + facts.kv_heads) * facts.head_dim
@@ -80,21 +79,21 @@ def _file(name: str, file: str) -> Path | None:
 
     try:
         cached = try_to_load_from_cache(name, file)
-    except HFValidationError:  # no hub name at all
+    except HFValidationError:  # not a hub name
         return None
     if isinstance(cached, str):
         return Path(cached)
-    if cached is not None or constants.HF_HUB_OFFLINE:  # known not to be there
+    if cached is not None or constants.HF_HUB_OFFLINE:  # the cache knows that it does not exist
         return None
-    found: list[str] = []
+    downloaded: list[str] = []
 
     def download() -> None:
         try:
-            found.append(hf_hub_download(name, file, etag_timeout=PATIENCE))
-        except Exception:  # whatever is wrong is told when the model loads
+            downloaded.append(hf_hub_download(name, file, etag_timeout=PATIENCE))
+        except Exception:  # loading the model reports what is wrong
             return
 
     thread = Thread(target=download, daemon=True)
     thread.start()
     thread.join(PATIENCE)
-    return Path(found[0]) if found else None
+    return Path(downloaded[0]) if downloaded else None

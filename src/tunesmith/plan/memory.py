@@ -1,9 +1,9 @@
-"""What a run takes of its devices' memory, by its settings; and what is refused because it cannot fit."""
+"""How much memory of its devices a run needs, by its settings; a run that cannot fit is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -14,6 +14,7 @@ from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
+from tunesmith.config.toml import toml_value
 from tunesmith.plan.cost import USUAL_RANK, Layout, Price, copy_bytes, price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
@@ -24,7 +25,7 @@ from tunesmith.plan.weights import loads_model, weights_apart
 MARGIN = 1.1
 """A run is refused if it needs more than this many times the free memory; both numbers are estimates."""
 LEAST_TOKENS = 64
-"""Length of a sample whose length is known neither from the data nor from the settings."""
+"""Assumed length of a sample if neither data nor settings tell it."""
 
 
 def on_gpu(config: RunConfig) -> bool:
@@ -82,7 +83,7 @@ def longest_sample(config: RunConfig, facts: Facts) -> int | None:
 
 
 def engines_elsewhere(config: RunConfig, facts: Facts) -> bool:
-    """Whether engines have GPUs to themselves."""
+    """Whether engines have their own GPUs."""
     if config.system.cluster != "none":
         return on_gpu(config) and not _shares_trainer_device(config, "rollout")
     return not known(config.system, "hybrid") and has_own_devices(config, len(facts.hardware.gpus))
@@ -158,11 +159,11 @@ def memory_table(config: RunConfig, facts: Facts) -> list[tuple[str, list[str]]]
     if elsewhere is not None:
         columns.append(("each engine's GPU", elsewhere, free_memory(config, facts)))
     rows = [("memory planned", [name for name, *_ in columns])]
-    for part in fields(Price):
-        amounts = [getattr(found, part.name) for _, found, _ in columns]
-        if part.name != "turns" and any(amounts):
-            rows.append((PARTS[part.name], [format_size(n) if n else "" for n in amounts]))
-    rows.append(("at most, at once", [format_size(found.peak) for _, found, _ in columns]))
+    for part, words in PARTS.items():
+        amounts = [getattr(planned, part) for _, planned, _ in columns]
+        if any(amounts):
+            rows.append((words, [format_size(n) if n else "" for n in amounts]))
+    rows.append(("at most, at once", [format_size(planned.peak) for _, planned, _ in columns]))
     rows.append(("free", [format_size(free) for *_, free in columns]))
     return rows
 
@@ -177,6 +178,7 @@ PARTS = {
     "engine": "the engines' weights",
     "kv": "keys and values",
 }
+"""The parts of a ``Price`` in words."""
 
 
 def least(config: RunConfig, facts: Facts) -> Price | None:
@@ -193,7 +195,7 @@ def least(config: RunConfig, facts: Facts) -> Price | None:
 
 
 def memory_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """What does not fit, with the numbers and the nearest change that fits."""
+    """Problems with what does not fit, with the numbers and the nearest change that fits."""
     needed, free = least(config, facts), trainer_memory(config, facts)
     if needed is not None and needed.peak > MARGIN * free:
         yield _does_not_fit(config, needed, free, _remedy(config, facts, free))
@@ -213,8 +215,7 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
 
 
 def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where: str | None = None) -> str:
-    parts = [(PARTS[f.name], getattr(needed, f.name)) for f in fields(Price) if f.name != "turns"]
-    listed = ", ".join(f"{name} {format_size(n)}" for name, n in parts if n)
+    listed = ", ".join(f"{words} {format_size(n)}" for part, words in PARTS.items() if (n := getattr(needed, part)))
     return (
         f"{config.model.path} does not fit on {where or config.system.device}: it needs at least "
         f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free. {cure[0].upper()}{cure[1:]}. If "
@@ -223,15 +224,17 @@ def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where:
 
 
 def _remedy(config: RunConfig, facts: Facts, free: int) -> str:
-    """The nearest change after which the run fits, or else the largest run that would fit."""
+    """The nearest change after which the run fits, or else the largest run that fits."""
+    always: dict[str, Any] = {"system.gradient_checkpointing": True} if config.trains else {}
     peaks: list[int] = []
-    for words, changes in _changes(config, facts):
-        price_after = least(with_values(config, changes), facts)
-        if price_after is None:
+    for changes in _changes(config, facts):
+        changed = least(with_values(config, always | changes), facts)
+        if changed is None:
             continue
-        if price_after.peak <= free:
-            return f"what fits: {words} ({format_size(price_after.peak)})"
-        peaks.append(price_after.peak)
+        if changed.peak <= free:
+            words = " and ".join(f"{key} = {toml_value(value)}" for key, value in changes.items())
+            return f"what fits: {words} ({format_size(changed.peak)})"
+        peaks.append(changed.peak)
     if shorter := _longest_that_fits(config, facts, free):
         return f"what fits: samples of at most {shorter} tokens"
     parameters = (facts.model and facts.model.parameters) or 0
@@ -239,39 +242,31 @@ def _remedy(config: RunConfig, facts: Facts, free: int) -> str:
     return f"a model of this shape may have {largest / 1e9:.2g}B parameters at most, with the least memory there is"
 
 
-def _changes(config: RunConfig, facts: Facts) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Descriptions and settings, the nearest first; each with gradient checkpointing if something is trained."""
-    tight: dict[str, Any] = {}
+def _changes(config: RunConfig, facts: Facts) -> Iterator[dict[str, Any]]:
+    """Settings that need less memory, the nearest first."""
     if config.trains:
-        tight = {"system.gradient_checkpointing": True}
         if not config.system.gradient_checkpointing:
-            yield "system.gradient_checkpointing = true", tight
+            yield {"system.gradient_checkpointing": True}
         if has_critic(config):
-            yield "critic.shared_trunk = true", {**tight, "critic.shared_trunk": True}
+            yield {"critic.shared_trunk": True}
         if isinstance(config, DPOConfig | KTOConfig):
-            key = f"{'dpo' if isinstance(config, DPOConfig) else 'kto'}.precompute_reference"
-            yield f"{key} = true", {**tight, key: True}
+            yield {f"{config.command}.precompute_reference": True}
         if not config.lora.on:
-            yield f"lora.rank = {USUAL_RANK}", {**tight, "lora.rank": USUAL_RANK}
-    local = config.system.engine == "local"
-    if config.model.quantize is None and local and not isinstance(config, ScoreConfig):
+            yield {"lora.rank": USUAL_RANK}
+    engine = config.system.engine
+    if config.model.quantize is None and engine == "local" and not isinstance(config, ScoreConfig):
         lora = {} if not config.trains or config.lora.on else {"lora.rank": USUAL_RANK}
-        rank = [f"{key} = {value}" for key, value in lora.items()]
-        for name in ("int8", "nf4"):
-            yield " and ".join([*rank, f'model.quantize = "{name}"']), {**tight, **lora, "model.quantize": name}
-    gpus = len(facts.hardware.gpus)
-    if not local and config.system.engine == "vllm" and isinstance(config, SamplingConfig):
-        for ranks in (2, 4, 8):
-            if ranks <= gpus:
-                words = f"system.vllm.tensor_parallel_size = {ranks} with system.engine_process = true"
-                yield words, {"system.vllm.tensor_parallel_size": ranks, "system.engine_process": True}
+        yield from ({**lora, "model.quantize": name} for name in ("int8", "nf4"))
+    if engine == "vllm" and isinstance(config, SamplingConfig):
+        for ranks in (n for n in (2, 4, 8) if n <= len(facts.hardware.gpus)):
+            yield {"system.vllm.tensor_parallel_size": ranks, "system.engine_process": True}
 
 
 def _longest_that_fits(config: RunConfig, facts: Facts, free: int) -> int | None:
-    longest, layout = longest_sample(config, facts), replace(layout_of(config, facts), checkpointing=True)
-    if longest is None or facts.model is None:
+    """The longest sample, divided by a power of two, with which the run fits."""
+    tokens, layout = longest_sample(config, facts), replace(layout_of(config, facts), checkpointing=True)
+    if tokens is None or facts.model is None:
         return None
-    tokens = longest
     while (tokens := tokens // 2) >= LEAST_TOKENS:
         kv = tokens * facts.model.kv_bytes_per_token(layout.bytes_per_number)
         if price(facts.model, replace(layout, tokens=tokens, kv_bytes=kv)).peak <= free:

@@ -1,4 +1,4 @@
-"""Filling in what was left out, with the reason for each value. Pure: facts come in as an argument."""
+"""Derives the settings that were left out, with the reason for each value. Pure: facts are an argument."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from math import ceil
 from typing import Any, TypeVar
 
-from tunesmith.config.generation import GenerateConfig, SamplingConfig
+from tunesmith.config.distillation import OfflineDistillConfig, SampledDistillConfig
+from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
@@ -14,10 +15,9 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
 from tunesmith.plan.capacity import derive_system
 from tunesmith.plan.checks import check, contradictions, raise_all
-from tunesmith.plan.distillation import derive_distill
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
-from tunesmith.plan.generation import derive_sampler_memory, derive_sampling
+from tunesmith.plan.generation import derive_sampling
 from tunesmith.plan.memory import longest_sample, memory_notes
 from tunesmith.plan.situation import optimizer_steps, resolved_algorithm, rollout_samples
 from tunesmith.plan.vllm import derive_vllm
@@ -29,46 +29,47 @@ SFT_LR, SFT_SIZE, SFT_LARGEST_LR = 2e-5, 1e8, 1e-3
 RL_LR, RL_SIZE, RL_LARGEST_LR = 1e-6, 5e8, 3e-4
 RM_LR = 1e-5
 LORA_LR_RATIO = 10
-"""An adapter learns best at about ten times the rate of the whole model (Thinking Machines, "LoRA Without Regret")."""
+"""An adapter learns best at about ten times the whole model's rate (Thinking Machines, "LoRA Without Regret")."""
 SFT_BATCH = 32
 LEAST_ANSWER = 128
-"""Tokens that an environment's answer to a turn is taken to have, where turns are no longer than that."""
+"""Assumed tokens of an environment's answer to a turn, if turns are not longer."""
 CRITIC_LR_RATIO = 10
+DISTILL_TOP_K = 64
 CHECKPOINT_MINUTES = 15.0
 
 
 def resolve(config: C, facts: Facts) -> Resolved[C]:
-    """Check a configuration and fill every key that can be derived from ``facts``.
+    """Check a configuration and derive every key that follows from ``facts``.
 
-    What depends on a fact that is not known yet stays None.
+    A key that depends on an unknown fact stays without a value.
 
     Raises:
         ConfigError: settings contradict each other or the facts; all of them are listed.
     """
     check(config)
     filling = Filling(config)
-    samples_only, sampling = isinstance(config, GenerateConfig), isinstance(config, SamplingConfig)
-    if sampling:
+    if isinstance(config, SamplingConfig):
         derive_sampling(filling)
     _derive_algorithm(filling, facts)
-    if not samples_only:
+    if config.trains:
         _derive_length(filling, facts)
         if (rank := config.lora.rank) is not None:
             filling.fill("lora.alpha", 2.0 * rank, "twice lora.rank")
             filling.fill("lora.targets", "all-linear", "every linear module of the decoder")
-        derive_distill(filling)
+        if isinstance(config, SampledDistillConfig | OfflineDistillConfig):
+            filling.fill("distill.top_k", DISTILL_TOP_K, "these usually have nearly all of the probability")
+        if isinstance(config, OfflineDistillConfig):
+            filling.fill("distill.alpha", 0.5, "equal weight for the teacher and the given answers")
         _derive_lr(filling, facts)
         _derive_critic(filling)
         _derive_intervals(filling)
     _derive_episode(filling, facts)
     _derive_isolation(filling, facts)
-    # Before the limits, which are often far above what the data needs.
+    # Before the limits, which are often far higher than the data needs.
     derive_system(filling, facts)
     derive_weights(filling)
     derive_vllm(filling, facts)
-    if sampling:
-        derive_sampler_memory(filling, facts)
-    if not samples_only:
+    if config.trains:
         _derive_limits(filling, facts)
     raise_all([*contradictions(filling.config, facts)])
     given = settings(config, given_only=True)
@@ -117,7 +118,7 @@ def _derive_length(filling: Filling[Any], facts: Facts) -> None:
 
 
 def _derive_lr(filling: Filling[Any], facts: Facts) -> None:
-    """Inversely proportional to the size of the model, as small ones bear and need larger steps.
+    """Inversely proportional to the size of the model: small models allow and need larger steps.
 
     Anchors: 1e-6 for reinforcement learning of half a billion parameters and more (TRL's and verl's default),
     as for DPO and KTO; 1e-5 for reward models (OpenRLHF's 9e-6, TRL's 1e-5 for process reward models); 2e-5 for
@@ -134,12 +135,12 @@ def _derive_lr(filling: Filling[Any], facts: Facts) -> None:
         anchor, largest = LORA_LR_RATIO * anchor, LORA_LR_RATIO * largest
     parameters = facts.model.parameters if facts.model else None
     if parameters is None:
-        filling.fill("train.lr", anchor, "the usual one for large models; this model's size is not known")
+        filling.fill("train.lr", anchor, "the usual rate for large models; this model's size is not known")
         return
     lr = float(f"{min(largest, anchor * max(1.0, size / max(1, parameters))):.2g}")
     millions = f"{parameters / 1e6:,.3g}M parameters"
     if parameters >= size:
-        reason = f"the usual one for models as large as this ({millions})"
+        reason = f"the usual rate for models of this size ({millions})"
     else:
         reason = f"{anchor:g} × {size / 1e6:g}M / {millions}, at most {largest:g}: small models need larger steps"
     filling.fill("train.lr", lr, reason)
@@ -150,9 +151,9 @@ def _derive_critic(filling: Filling[Any]) -> None:
     if not isinstance(config, RLConfig) or "critic" not in config.algorithm.needs:
         return
     lr = float(f"{CRITIC_LR_RATIO * filling.get('train.lr'):.2g}")
-    filling.fill("critic.lr", lr, f"{CRITIC_LR_RATIO} × train.lr, as verl has it: values have further to go")
+    filling.fill("critic.lr", lr, f"{CRITIC_LR_RATIO} × train.lr, as in verl: values have further to move")
     if config.critic.shared_trunk:
-        filling.fill("critic.value_coef", 0.1, "as TRL's vf_coef")
+        filling.fill("critic.value_coef", 0.1, "TRL's vf_coef")
     else:
         filling.fill("critic.passes_per_batch", config.train.passes_per_batch, "train.passes_per_batch")
 
@@ -172,7 +173,7 @@ def _derive_intervals(filling: Filling[Any]) -> None:
 
 
 def _derive_episode(filling: Filling[Any], facts: Facts) -> None:
-    """The longest conversation: micro-batches and the sampler's memory have to take it."""
+    """The longest conversation, which must fit a micro-batch and the sampler's memory."""
     config = filling.config
     if not isinstance(config, RLConfig) or not config.environment.used or facts.longest is None:
         return
@@ -184,7 +185,7 @@ def _derive_episode(filling: Filling[Any], facts: Facts) -> None:
 
 
 def _derive_isolation(filling: Filling[Any], facts: Facts) -> None:
-    """Where the user's code runs; what of ``[reward]`` is built in keeps processes of its own."""
+    """Where the user's code runs; built-in rewards have their own processes."""
     config = filling.config
     reward: RewardSection | None = getattr(config, "reward", None)
     used = {
@@ -192,9 +193,9 @@ def _derive_isolation(filling: Filling[Any], facts: Facts) -> None:
         "environment": isinstance(config, RLConfig) and config.environment.used,
     }
     half = format_size(facts.hardware.memory_total // 2)
-    kind, reason = "process", "code that hangs, crashes or eats memory fails its own rollouts and not the run"
+    kind, reason = "process", "code that hangs, crashes or fills the memory fails its own rollouts and not the run"
     if facts.instances_for:
-        kind, reason = "thread", f"{facts.instances_for} takes `environments`, the instances that played"
+        kind, reason = "thread", f"{facts.instances_for} takes `environments`, which stay in the process of the run"
     for section in (name for name, is_used in used.items() if is_used):
         filling.fill(f"{section}.isolation", kind, reason)
         if filling.get(f"{section}.isolation") == "process":
@@ -202,7 +203,7 @@ def _derive_isolation(filling: Filling[Any], facts: Facts) -> None:
 
 
 def _room(config: RunConfig, facts: Facts) -> list[tuple[int, str]]:
-    """What bounds a sequence, as far as it is known, and by how many tokens."""
+    """The known limits of a sequence: tokens, and what limits it."""
     context = facts.model.context if facts.model else None
     cap = known(config.system, "max_tokens_per_microbatch")
     return [(n, what) for n, what in ((context, "the model's context"), (cap, "a micro-batch's size")) if n]
@@ -226,7 +227,7 @@ def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
 
 
 def _notes(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """What is allowed but worth knowing."""
+    """Remarks about settings that are allowed."""
     if isinstance(config, RLConfig):
         rollout = config.rollout
         if facts.train_size is not None and rollout.prompts_per_step > facts.train_size:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -20,45 +22,15 @@ from tunesmith.types import altering
 
 SUPPORTED = (0, 32)
 """The minor version that the adapter is tested with. vLLM's internals change between minor versions."""
-OWN_ARGUMENTS: dict[str, str] = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "max_num_seqs": "system.max_running",
-    "kv_cache_memory_bytes": "system.kv_memory",
-    "gpu_memory_utilization": "system.vllm.memory_share",
-    "enable_sleep_mode": "system.hybrid",
-    "data_parallel_size": "system.engines",
-    "speculative_config": "system.speculative",
-    "spec_method": "system.speculative",
-    "spec_model": "system.draft_model",
-    "spec_tokens": "system.speculative_tokens",
-    "max_model_len": "system.vllm.max_model_len",
-    "max_num_batched_tokens": "system.vllm.max_batched_tokens",
-    "enable_chunked_prefill": "system.vllm.chunked_prefill",
-    "enable_prefix_caching": "system.vllm.prefix_caching",
-    "enforce_eager": "system.vllm.eager",
-    "tensor_parallel_size": "system.vllm.tensor_parallel_size",
-    "pipeline_parallel_size": "system.vllm.pipeline_parallel_size",
-    "quantization": "system.vllm.quantization",
-    "cudagraph_capture_sizes": "system.vllm.cuda_graph_sizes",
-}
-"""vLLM's engine arguments that have a key here."""
-FIXED_ARGUMENTS: dict[str, str] = {
-    "logprobs_mode": "log-probabilities have to be of the distribution that tokens are drawn from",
-    "generation_config": "only [rollout] and [sampling] set how tokens are drawn",
-    "override_generation_config": "only [rollout] and [sampling] set how tokens are drawn",
-    "async_scheduling": "weights are replaced between two steps",
-    "distributed_executor_backend": "an engine's ranks are processes on one machine",
-    "load_format": "sampling starts from the model's own weights",
-    "disable_log_stats": "the run's metrics are made of them",
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+OWN_ARGUMENTS: Mapping[str, str] = _TABLES["own"]
+"""vLLM's engine arguments that have a key in a run file."""
+FIXED_ARGUMENTS: Mapping[str, str] = _TABLES["fixed"]
 """vLLM's engine arguments that cannot be changed, and why."""
 LARGEST_BLOCK = 32
 """The largest number of tokens in a block of KV memory."""
 LEAST_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures above 0 to this one, and log-probabilities would be of another temperature."""
+"""vLLM raises lower temperatures above 0 to this one, and the log-probabilities would then not match."""
 
 
 def version_problem(found: str) -> str | None:
@@ -71,7 +43,7 @@ def version_problem(found: str) -> str | None:
 
 
 def extra_problem(extra: Iterable[str], known: Sequence[str], found: str) -> str | None:
-    """Why engine arguments cannot be passed on to vLLM of a version; ``known`` are its ``EngineArgs``."""
+    """Why arguments cannot be passed to this version of vLLM; ``known`` are its ``EngineArgs``."""
     for name in extra:
         if name not in known:
             near = get_close_matches(name, known, n=1)
@@ -118,7 +90,7 @@ def _check_installed() -> Iterator[str]:
     if find_spec("vllm") is None:
         yield (
             'system.engine = "vllm": vLLM is not installed in this environment. Install it, or name the interpreter '
-            "of one that has it and Tunesmith: system.engine_process = true, system.engine_python = "
+            "of an environment that has both vLLM and Tunesmith: system.engine_process = true, system.engine_python = "
             '".venv-vllm/bin/python"'
         )
         return
@@ -132,7 +104,7 @@ def _check_installed() -> Iterator[str]:
 
 
 def derive_vllm(filling: Filling[Any], facts: Facts) -> None:
-    """Prefix caching, compilation and the longest sequence, if vLLM samples."""
+    """Prefix caching, compilation and the longest sequence, if vLLM is the engine."""
     config = filling.config
     if config.system.engine != "vllm":
         return
@@ -151,7 +123,7 @@ def derive_vllm(filling: Filling[Any], facts: Facts) -> None:
         caching, reason = False, "each prompt is completed once"
     filling.fill("system.vllm.prefix_caching", caching, reason)
     on_cpu = config.system.device == "cpu"
-    why = "compiling takes longer than most runs gain on a CPU" if on_cpu else "CUDA graphs save kernel launches"
+    why = "on a CPU, compiling takes longer than most runs gain" if on_cpu else "CUDA graphs save kernel launches"
     filling.fill("system.vllm.eager", on_cpu, why)
 
 

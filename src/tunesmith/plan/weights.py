@@ -1,4 +1,4 @@
-"""How engines and trainer work together: who has a copy of the weights, how it is updated, who waits for whom."""
+"""How engines and trainer work together: who has a copy of the weights, and how it is updated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def colocated(config: RunConfig) -> bool:
 
 
 def loads_model(config: RunConfig) -> bool:
-    """Whether a run that only samples loads the model in its own process; other engines read the model's files."""
+    """Whether a run that only samples loads the model in its own process."""
     return not weights_apart(config) or config.lora.on or config.system.served
 
 
