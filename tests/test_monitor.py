@@ -19,9 +19,8 @@ from tunesmith.errors import CheckpointError, ConfigError, StorageError
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, MetricsLog, drop_after, read_metrics
 from tunesmith.monitor.progress import (
-    Eta,
     LivePanel,
-    PlainLines,
+    Progress,
     count,
     duration,
     each_once,
@@ -296,10 +295,10 @@ def test_sparklines() -> None:
 
 
 def test_time_left_is_the_median_step_times_what_is_left() -> None:
-    eta = Eta(total=10, start=2)
+    eta = Progress(total=10, start=2)
     assert eta.remaining is None
     for step, seconds in ((3, 1.0), (4, 100.0), (5, 2.0)):
-        eta.update(step, seconds)
+        eta.step(step, {}, seconds)
     assert eta.remaining == 2.0 * 5
 
 
@@ -311,7 +310,7 @@ METRICS = {
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with open_progress(9, start=1, live=None, every=3) as progress:
-        assert isinstance(progress, PlainLines), "standard output is no terminal here"
+        assert type(progress) is Progress, "standard output is no terminal here"
         for step in range(2, 10):
             progress.phase("train")
             progress.step(step, METRICS, 2.0)
@@ -331,7 +330,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_supervised_runs_show_what_they_have(capsys: pytest.CaptureFixture[str]) -> None:
-    PlainLines(2).step(1, {"loss": 2.5, "lr": 1e-5}, 1.0)
+    Progress(2).step(1, {"loss": 2.5, "lr": 1e-5}, 1.0)
     assert capsys.readouterr().out == "step 1/2  loss 2.5  lr 1e-05  1.0s  ETA 1.0s\n"
 
 
@@ -359,7 +358,7 @@ def test_the_live_panel_shows_the_rewards_course() -> None:
 def test_what_a_model_writes_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     text = "a\x1b[2J\x9b1mb\rc\u202ed\n\té"
     assert printable(text) == "a\\x1b[2J\\x9b1mb\\rc\\u202ed\n\té"
-    PlainLines(1).note(text)
+    Progress(1).note(text)
     print_summary({}, {"answer": text})
     assert not set(capsys.readouterr().out) & set("\x1b\x9b\r\u202e")
 
@@ -399,7 +398,7 @@ def test_a_run_faster_than_its_limit_leaves_the_share_out(tmp_path: Path, capsys
 
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         session = Session(
-            3, EvalSection(), CheckpointSection(), metrics, PlainLines(3), Checkpoints(tmp_path, 1),
+            3, EvalSection(), CheckpointSection(), metrics, Progress(3), Checkpoints(tmp_path, 1),
             Best("eval/loss", False), None,
         )  # fmt: skip
         for attainable in (1e-9, 1e9, 1e-9):

@@ -7,14 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from tunesmith.monitor.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 50
@@ -87,81 +86,44 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BARS[round((v - low) * scale)] if abs(v) < float("inf") else " " for v in values)
 
 
-class Progress(Protocol):
-    """Shows the steps of a run. Use it as a context manager."""
+class Progress:
+    """Shows steps ``start + 1 ... total`` of a run, one line per step. Use it as a context manager.
+
+    Args:
+        every: steps between lines; the first and the last are always shown.
+    """
+
+    def __init__(self, total: int, start: int = 0, every: int = 1) -> None:
+        self.total, self.done = total, start
+        self._first, self._every = start + 1, every
+        self._seconds: deque[float] = deque(maxlen=20)
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds left, from the median of the latest steps, so that one slow step has little effect; None at first."""
+        return median(self._seconds) * max(0, self.total - self.done) if self._seconds else None
 
     def phase(self, name: str) -> None:
-        """The phase that the run enters."""
+        """The run enters a phase."""
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """A step is done; ``seconds`` is its wall time."""
+        self.done = step
+        self._seconds.append(seconds)
+        if step % self._every == 0 or step in (self._first, self.total):
+            parts = [f"{label} {text}" for label, text in _shown(metrics)]
+            times = [duration(seconds), f"ETA {duration(self.remaining or 0)}"]
+            print("  ".join([f"step {step}/{self.total}", *parts, *times]), flush=True)
 
     def note(self, text: str) -> None:
         """Show a message: an evaluation, a checkpoint, a smaller micro-batch."""
+        print(printable(text), flush=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
         """Stop the display; what it shows stays."""
-
-
-def open_progress(
-    total: int, *, start: int = 0, live: bool | None = None, every: int = 1, console: Console | None = None
-) -> Progress:
-    """A display for steps ``start + 1 ... total``.
-
-    Args:
-        live: True for a live panel, False for lines, None for a panel in a terminal or a notebook.
-        every: steps between lines; the first and last are always shown.
-    """
-    if live if live is not None else sys.stdout.isatty() or in_notebook():
-        return LivePanel(total, start, console)
-    return PlainLines(total, start, every)
-
-
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython and ipython.get_ipython()
-    return shell is not None and "IPKernelApp" in shell.config
-
-
-class Eta:
-    """Time left, from the median of the latest steps, so that one slow step does not spoil it."""
-
-    def __init__(self, total: int, start: int) -> None:
-        self.total, self.done = total, start
-        self._seconds: deque[float] = deque(maxlen=20)
-
-    def update(self, step: int, seconds: float) -> None:
-        self.done = step
-        self._seconds.append(seconds)
-
-    @property
-    def remaining(self) -> float | None:
-        """Seconds; None before the first step."""
-        return median(self._seconds) * max(0, self.total - self.done) if self._seconds else None
-
-
-class PlainLines(Progress):
-    """One line per step on standard output, for logs and pipes."""
-
-    def __init__(self, total: int, start: int = 0, every: int = 1) -> None:
-        self._eta = Eta(total, start)
-        self._first, self._every = start + 1, every
-
-    def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        self._eta.update(step, seconds)
-        total = self._eta.total
-        if step % self._every and step not in (self._first, total):
-            return
-        parts = [f"{label} {shown}" for label, shown in _shown(metrics)]
-        times = [duration(seconds), f"ETA {duration(self._eta.remaining or 0)}"]
-        print("  ".join([f"step {step}/{total}", *parts, *times]), flush=True)
-
-    def note(self, text: str) -> None:
-        print(printable(text), flush=True)
 
 
 class LivePanel(Progress):
@@ -171,7 +133,7 @@ class LivePanel(Progress):
         from rich.console import Console
         from rich.live import Live
 
-        self._eta = Eta(total, start)
+        super().__init__(total, start)
         self._metrics: Mapping[str, float] = {}
         self._watched: str | None = None
         self._phase, self._since = "starting", time.monotonic()
@@ -186,7 +148,8 @@ class LivePanel(Progress):
             self._phase, self._since = name, time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        self._eta.update(step, seconds)
+        self.done = step
+        self._seconds.append(seconds)
         self._metrics, self._since = metrics, time.monotonic()
         self._watched = next((name for name in WATCHED if name in metrics), None)
         if self._watched:
@@ -201,31 +164,26 @@ class LivePanel(Progress):
         from rich.table import Table
         from rich.text import Text
 
-        eta, total = self._eta, self._eta.total
-        left = "" if eta.remaining is None else f"  {duration(eta.remaining)} left"
+        left = "" if self.remaining is None else f"  {duration(self.remaining)} left"
         busy = f"{self._phase} {duration(time.monotonic() - self._since)}"
         top = Table.grid(padding=(0, 1))
         top.add_row(
-            Text(f"step {eta.done}/{total}", style="bold"),
-            ProgressBar(total=total, completed=eta.done, width=30),
+            Text(f"step {self.done}/{self.total}", style="bold"),
+            ProgressBar(total=self.total, completed=self.done, width=30),
             Text(left + "  "),
             Text(busy, style="dim"),
         )
         numbers = Text()
         for label, shown in _shown(self._metrics):
             numbers.append(f"{label}\xa0", style="dim").append(shown, style="bold").append("   ")  # wraps between two
+        course = Text()
+        if self._watched is not None and len(self._course) > 1:
+            course.append(f"{self._watched} ", style="dim").append(f"{number(self._course[0])} ")
+            course.append(sparkline(list(self._course)), style="green").append(f" {number(self._course[-1])}")
         panel = Table.grid()
-        for row in (top, numbers, self._course_line()):
+        for row in (top, numbers, course):
             panel.add_row(row)
         return panel
-
-    def _course_line(self) -> Text:
-        from rich.text import Text
-
-        if self._watched is None or len(self._course) < 2:
-            return Text()
-        line = Text().append(f"{self._watched} ", style="dim").append(f"{number(self._course[0])} ")
-        return line.append(sparkline(list(self._course)), style="green").append(f" {number(self._course[-1])}")
 
     def __enter__(self) -> Self:
         self._live.start(refresh=True)
@@ -233,6 +191,27 @@ class LivePanel(Progress):
 
     def __exit__(self, *raised: object) -> None:
         self._live.stop()
+
+
+def open_progress(
+    total: int, *, start: int = 0, live: bool | None = None, every: int = 1, console: Console | None = None
+) -> Progress:
+    """A display for steps ``start + 1 ... total``.
+
+    Args:
+        live: True for a live panel, False for lines, None for a panel in a terminal or a notebook.
+        every: steps between lines.
+    """
+    if live if live is not None else sys.stdout.isatty() or in_notebook():
+        return LivePanel(total, start, console)
+    return Progress(total, start, every)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
 
 
 def time_table(totals: Mapping[str, float]) -> list[str]:
