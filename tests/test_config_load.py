@@ -241,7 +241,7 @@ def test_a_reward_has_no_meaning_for_supervised_training(folder: Path) -> None:
         ("[model\n", "run.toml, line 1, column 7: not valid TOML"),
         (
             "[model]\npath = org/model\n",
-            "run.toml, line 2, column 8: not valid TOML: Invalid value. Text stands in quotes",
+            "run.toml, line 2, column 8: not valid TOML: Invalid value. Text needs quotes",
         ),
         ("[model]\npath = 1\npath = 2\n", "run.toml, line 3, column 9: not valid TOML"),
     ],
@@ -285,7 +285,7 @@ def test_files_that_are_not_there(folder: Path) -> None:
 )
 def test_paths_that_no_system_can_look_for(folder: Path, said: str, told: str) -> None:
     message = refused(folder, said)
-    assert f"{said.partition('=')[0]} is no path that can be read: " in message and told in message
+    assert f"{said.partition('=')[0]} cannot be read as a path: " in message and told in message
 
 
 @pytest.mark.parametrize(

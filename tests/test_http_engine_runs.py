@@ -97,7 +97,7 @@ FAR = 'system.engine_urls=["http://node7:30000"]'
             "Start a server with: python -m sglang.launch_server --model-path org/m --port 30000",
         ),
         ([HERE], 'system.engine_urls has no effect with system.engine = "local"'),
-        (["system.engine=sglang", "system.engine_urls=['127.0.0.1:30000']"], "is no URL"),
+        (["system.engine=sglang", "system.engine_urls=['127.0.0.1:30000']"], "is not a URL"),
         (["system.engine=sglang", 'system.engine_urls=["http://a:1", "http://a:1"]'], "names a server twice"),
         (["system.engine=sglang", HERE, "system.kv_memory=1GB"], "system.kv_memory has no effect"),
         (["system.engine=sglang", HERE, "system.engine_process=true"], "system.engine_process has no effect"),

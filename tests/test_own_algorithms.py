@@ -150,7 +150,7 @@ def test_another_process_finds_the_class_by_its_reference(folder: Path) -> None:
         ('loss = "mine.py:Scalde"', ["line 8", "algorithm.loss", "Did you mean 'Scaled'"]),
         ('loss = "mine.py"', ["line 8", "mine.py:Name"]),
         ('loss = "mine.py:Unrelated"', ["mine.py, line 42", "subclass of tunesmith.algorithms.losses.Loss"]),
-        ('loss = "mine.py:Half"', ["Half is no loss"]),
+        ('loss = "mine.py:Half"', ["Half is not a loss"]),
         ('loss = "mine.py:NotCallable"', ["NotCallable has no __call__(self, batch)"]),
         ('loss = "mine.py:TakesTwo"', ["mine.py, line 37", "TakesTwo.__call__ has to take (self, batch)"]),
         ('loss = "mine.py:PRESET"', ["is no class"]),

@@ -258,8 +258,8 @@ def test_sections_that_cannot_work_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ('[{urls = ["localhost:80"]}]', ["reward.remote[0].urls", "'localhost:80' is no URL"]),
-        ('[{urls = ["http://localhost:99999/"]}]', ["is no URL"]),
+        ('[{urls = ["localhost:80"]}]', ["reward.remote[0].urls", "'localhost:80' is not a URL"]),
+        ('[{urls = ["http://localhost:99999/"]}]', ["is not a URL"]),
         ('[{urls = ["http://a/"], retry = 3}]', ["reward.remote[0].retry", "retries"]),
         ('[{urls = ["http://a/"], protocol = "trl"}]', ["reward.remote[0].protocol", "'tunesmith', 'openrlhf'"]),
         ("[{}]", ["reward.remote[0].urls is missing"]),

@@ -25,7 +25,7 @@ def check(
     single = (path / STATE_FILE).exists() or has_manifest(path)
     checkpoints = [path] if single else [runs.path(step) for step in runs.steps()]
     if not checkpoints:
-        raise CheckpointError(f"{path} is no checkpoint, and no directory of a run that has one")
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run's directory with one")
     damaged = {checkpoint: damages(checkpoint) for checkpoint in checkpoints}
     for checkpoint, damage in damaged.items():
         print("\n  ".join([f"{checkpoint}: {'damaged' if damage else 'whole'}", *damage]))

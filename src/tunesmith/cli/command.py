@@ -100,21 +100,21 @@ def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
     """What to write for an option with its values."""
     from tunesmith.config.unknown import find, rule_of
 
-    found = find(kind, option)
-    if found.keys and not found.sure:
-        return f"did you mean {' or '.join(f'{key}=...' for key in found.keys)}?"
-    if found.keys:
-        rules = "; or ".join(dict.fromkeys(rule_of(m) for m in found.meanings if rule_of(m) and not m.value))
-        if any(m.how for m in found.meanings):
-            return f"it is {' and '.join(found.keys)} here: {rules}"
-        written = [shlex.quote(f"{key}={_value(found.meanings, values)}") for key in found.keys]
+    ours = find(kind, option)
+    if ours.keys and not ours.sure:
+        return f"did you mean {' or '.join(f'{key}=...' for key in ours.keys)}?"
+    if ours.keys:
+        rules = "; or ".join(dict.fromkeys(rule_of(m) for m in ours.meanings if rule_of(m) and not m.value))
+        if any(m.how for m in ours.meanings):
+            return f"it is {' and '.join(ours.keys)} here: {rules}"
+        written = [shlex.quote(f"{key}={_value(ours.meanings, values)}") for key in ours.keys]
         return f"write {' '.join(written)}{f' ({rules})' if rules else ''}"
-    if found.why:
-        return f"there is no such setting: {found.why}"
-    if found.elsewhere:
+    if ours.why:
+        return f"there is no such setting: {ours.why}"
+    if ours.elsewhere:
         from tunesmith.config.kinds import commands_with
 
-        return "it is " + " or ".join(f"{key} of tunesmith {'/'.join(commands_with(key))}" for key in found.elsewhere)
+        return "it is " + " or ".join(f"{key} of tunesmith {'/'.join(commands_with(key))}" for key in ours.elsewhere)
     return "unknown; tunesmith keys lists the settings"
 
 

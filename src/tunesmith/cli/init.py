@@ -28,23 +28,23 @@ def init(
     """
     from tunesmith.recipes.start import STARTS, copy_example, examples, write_start
 
-    found = examples()
+    complete = examples()
     if task is None:
         for name, text in [
             *((name, start.text) for name, start in STARTS.items()),
             ("", "complete examples:"),
-            *found.items(),
+            *complete.items(),
         ]:
             print(f"{name:16} {text}".rstrip())
         print("\nWrite one of them with: tunesmith init TASK DIR")
         return
     directory = directory or Path(task)
-    if task in found:
+    if task in complete:
         if model or tiny_model:
             raise ConfigError(f"'{task}' is an example that makes its own model; leave --model and --tiny-model out")
         for file in copy_example(task, directory):
             print(f"wrote {file}")
-        print(f"{directory / 'README.md'} says how to go on")
+        print(f"{directory / 'README.md'} describes how to continue")
         return
     for file in write_start(task, directory, model, tiny_model):
         print(f"wrote {file}")

@@ -25,5 +25,5 @@ def merge(
     """
     from tunesmith.assembly import run_merge
 
-    found = run_merge(adapter, out, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
-    print(f"{out}: {found} with {adapter} merged in")
+    base_name = run_merge(adapter, out, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
+    print(f"{out}: {base_name} with {adapter} merged in")

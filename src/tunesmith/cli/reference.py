@@ -29,11 +29,11 @@ def keys(
     rows = settings_of(what or "")
     if not rows:
         wanted = what or ""
-        found = find(None, wanted)
+        ours = find(None, wanted)
         names = [*KINDS, *dict.fromkeys(row.key.partition(".")[0] for row in settings_of(""))]
-        if found.why:
-            raise ConfigError(f"there is no {wanted}: {found.why}")
-        rows = [row for key in found.keys or found.elsewhere for row in settings_of(key)]
+        if ours.why:
+            raise ConfigError(f"there is no {wanted}: {ours.why}")
+        rows = [row for key in ours.keys or ours.elsewhere for row in settings_of(key)]
         if not rows:
             raise ConfigError(f"there is no command, section or key '{wanted}'.{nearest(wanted, names)}")
     for row in rows:

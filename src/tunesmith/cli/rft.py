@@ -29,7 +29,7 @@ def rft(
     done = run_rft(step, run, overrides or ())
     print_examples(done.examples)
     print()
-    for name, found in done.evaluations.items():
-        print(describe(name, found))
+    for name, result in done.evaluations.items():
+        print(describe(name, result))
     facts = {"run": shown_path(done.run_dir)} | ({"model": shown_path(done.model)} if done.model else {})
     print_usage(done.usage, done.earlier, facts)

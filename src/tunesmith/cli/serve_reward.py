@@ -26,7 +26,7 @@ def serve_reward(
         typer.Option(help="Holds the token that requests must send; else TUNESMITH_REWARD_TOKEN.", show_default=False),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"{_MODEL}: tokens scored at a time.", show_default="by the device")
+        int | None, typer.Option(min=1, help=f"{_MODEL}: tokens scored at once.", show_default="by the device")
     ] = None,
     normalize: Annotated[
         bool | None, typer.Option("--normalize", help=f"{_MODEL}: (score - mean) / std of its reward_stats.json.")

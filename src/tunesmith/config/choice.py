@@ -89,7 +89,7 @@ class Choice(Section):
         if isinstance(name, str) and ":" in name:
             return cls._loaded(name)
         if not name:
-            raise ValueError(f"the table has no type; say type = one of {', '.join(map(repr, cls.types))}")
+            raise ValueError(f"the table has no type; set type to one of {', '.join(map(repr, cls.types))}")
         if not isinstance(name, str) or name not in cls.types:
             raise PydanticCustomError("choice_type", "unknown type", {"name": name})
         return cls.types[name]
@@ -101,7 +101,7 @@ class Choice(Section):
         kind = load_object(reference, Path.cwd())
         base = f"{cls.__module__}.{cls.__name__}"
         if not isinstance(kind, type):
-            raise ValueError(f"{reference} is no class; a {cls.what} is a subclass of {base}")
+            raise ValueError(f"{reference} is not a class; a {cls.what} is a subclass of {base}")
         if problem := cls._problem_of(kind, base):
             place = f"{inspect.getsourcefile(kind)}, line {inspect.getsourcelines(kind)[1]}"
             raise ValueError(f"{place}: {problem}")
@@ -112,7 +112,7 @@ class Choice(Section):
     def _problem_of(cls, kind: type[Any], base: str) -> str:
         """What is wrong with a user's class: its base, or the signature of its ``__call__``; empty if nothing is."""
         if not issubclass(kind, cls):
-            return f"{kind.__name__} is no {cls.what}; make it a subclass of {base}"
+            return f"{kind.__name__} is not a {cls.what}; make it a subclass of {base}"
         wanted = list(inspect.signature(vars(cls)["__call__"]).parameters)
         call = next(vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base))
         if call is vars(cls)["__call__"]:

@@ -115,7 +115,7 @@ def is_section(annotation: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """A value as it could stand in the file, without secrets, cut when long."""
+    """A value as in a run file, without secrets; a long one is cut."""
     return shortened(json.dumps(redact_values(value), ensure_ascii=False, default=str), 60)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from tunesmith.config.problems import KeyPath, Problem, dotted
 from tunesmith.config.user_functions import check_defined
-from tunesmith.errors import ConfigError, nearest, shortened
+from tunesmith.errors import ConfigError, closest, shortened
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -43,7 +43,7 @@ def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[
             except (_NotFound, ConfigError) as problem:
                 problems.append(Problem(path, f"{dotted(path)}: {problem}"))
             except (OSError, RuntimeError, ValueError) as error:  # too long a name, not allowed, no such user, NUL
-                problems.append(Problem(path, f"{dotted(path)} is no path that can be read: {shortened(str(error))}"))
+                problems.append(Problem(path, f"{dotted(path)} cannot be read as a path: {shortened(str(error))}"))
     return problems
 
 
@@ -71,37 +71,35 @@ def _missing(text: str, bases: list[Path], hub: str = "") -> _NotFound:
     """Args: hub: a name on the hub, to show what such names look like where one may be meant."""
     folders = list(dict.fromkeys(str((base / Path(text).expanduser()).parent) for base in bases))
     siblings = {p.name for folder in folders if Path(folder).is_dir() for p in Path(folder).iterdir()}
-    close = nearest(Path(text).name, siblings)
-    hint = close if close.startswith(" Did") else ""
+    close = closest(Path(text).name, siblings, 0.6)
+    hint = f" Did you mean '{close}'?" if close else ""
     other = f", and on the hub names have an owner, such as {hub}" if hub and "/" not in text else ""
     return _NotFound(f"{text} does not exist (looked in {' and '.join(folders)}){other}.{hint}")
 
 
 def _existing(text: str, bases: list[Path]) -> str:
-    if found := _search(text, bases):
-        return str(found)
-    raise _missing(text, bases)
+    if (path := _search(text, bases)) is None:
+        raise _missing(text, bases)
+    return str(path)
 
 
 def _model(text: str, bases: list[Path]) -> str:
     """A directory, or the name of a model on the hub."""
-    found = _search(text, bases)
-    if found and not found.is_dir():
+    directory = _search(text, bases)
+    if directory is None:
+        return _hub_name(text, bases, "models", "Qwen/Qwen3-0.6B")
+    if not directory.is_dir():
         raise _NotFound(f"{text} is a file; name the model's directory")
-    if found and not (found / "config.json").exists():
-        found = _newest_model(found) or found
-    if found and not (found / "config.json").is_file():
-        if (found / ADAPTER_CONFIG).is_file():
-            raise _NotFound(
-                f"{found} holds a LoRA adapter and no whole model. Name its base here and the adapter as lora.path, "
-                f"or merge the two: tunesmith merge {text} OUT_DIR"
-            )
-        raise _NotFound(f"{found} holds no model: there is no config.json in it")
-    if found:
-        return str(found)
-    if not is_hub_name(text, "models"):
-        raise _missing(text, bases, "Qwen/Qwen3-0.6B")
-    return text
+    if not (directory / "config.json").exists():
+        directory = _newest_model(directory) or directory
+    if (directory / "config.json").is_file():
+        return str(directory)
+    if (directory / ADAPTER_CONFIG).is_file():
+        raise _NotFound(
+            f"{directory} holds a LoRA adapter and no whole model. Name its base here and the adapter as lora.path, "
+            f"or merge the two: tunesmith merge {text} OUT_DIR"
+        )
+    raise _NotFound(f"{directory} holds no model: there is no config.json in it")
 
 
 def _newest_model(directory: Path) -> Path | None:
@@ -112,26 +110,32 @@ def _newest_model(directory: Path) -> Path | None:
 
 
 def _adapter(text: str, bases: list[Path]) -> str:
-    found = Path(_existing(text, bases))
-    found = (None if (found / ADAPTER_CONFIG).exists() else _newest_model(found)) or found
-    if not (found / ADAPTER_CONFIG).is_file():
-        raise _NotFound(f"{found} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it")
-    if not any(found.glob("*.safetensors")):
+    directory = Path(_existing(text, bases))
+    if not (directory / ADAPTER_CONFIG).exists():
+        directory = _newest_model(directory) or directory
+    if not (directory / ADAPTER_CONFIG).is_file():
+        raise _NotFound(f"{directory} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it")
+    if not any(directory.glob("*.safetensors")):
         raise _NotFound(
-            f"{found} holds no adapter weights as safetensors; pickled ones can run code when loaded. Save them "
+            f"{directory} holds no adapter weights as safetensors; pickled ones can run code when loaded. Save them "
             "with peft's save_pretrained"
         )
-    return str(found)
+    return str(directory)
 
 
 def _data(text: str, bases: list[Path]) -> str:
     """A file, a directory, or the name of a data set on the hub."""
-    if found := _search(text, bases):
-        if found.is_file() and found.stat().st_size == 0:
-            raise _NotFound(f"{found} is empty")
-        return str(found)
-    if not is_hub_name(text, "datasets"):
-        raise _missing(text, bases, "openai/gsm8k")
+    path = _search(text, bases)
+    if path is None:
+        return _hub_name(text, bases, "datasets", "openai/gsm8k")
+    if path.is_file() and path.stat().st_size == 0:
+        raise _NotFound(f"{path} is empty")
+    return str(path)
+
+
+def _hub_name(text: str, bases: list[Path], kind: Literal["models", "datasets"], example: str) -> str:
+    if not is_hub_name(text, kind):
+        raise _missing(text, bases, example)
     return text
 
 
@@ -188,11 +192,11 @@ def _code(text: str, bases: list[Path]) -> str:
         raise _NotFound(f"{text} names nothing in a file; write file.py:name")
     if not file.endswith(".py") and "/" not in file:
         return text
-    found = _search(file, bases)
-    if not found or not found.is_file():
+    path = _search(file, bases)
+    if not path or not path.is_file():
         raise _missing(file, bases)
-    check_defined(found, name)
-    return f"{found}:{name}"
+    check_defined(path, name)
+    return f"{path}:{name}"
 
 
 _FILES: dict[str, Find] = {

@@ -28,7 +28,7 @@ from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import Section
 from tunesmith.config.shape import DEEPEST, shape_problems
 from tunesmith.config.unknown import answer, explain_unknown, find
-from tunesmith.errors import ConfigError, boundary, nearest, shortened
+from tunesmith.errors import ConfigError, boundary, closest, nearest, shortened
 
 C = TypeVar("C", bound=RunConfig)
 Tree = dict[str, Any]
@@ -102,7 +102,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     except ValueError:
         return parts, value
     except RecursionError:
-        raise ConfigError(f"override '{shortened(text)}' has too many lists and tables in each other") from None
+        raise ConfigError(f"override '{shortened(text)}' has lists and tables that are nested too deeply") from None
     is_text = isinstance(parsed["value"], datetime.date | datetime.time) or parsed.keys() != {"value"}
     return parts, value if is_text else parsed["value"]
 
@@ -115,15 +115,15 @@ def read_tree(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Origin
     except ValueError as error:  # a TOMLDecodeError, or a number of thousands of digits
         raise _syntax_error(path, error) from None
     except RecursionError:
-        raise ConfigError(f"{path} has too many lists and tables in each other") from None
+        raise ConfigError(f"{path} has lists and tables that are nested too deeply") from None
     problems: list[Problem] = []
     given: dict[KeyPath, str] = {}
     parsed = [(*parse_override(override), override) for override in overrides]
     for keys, value, override in sorted(parsed, key=lambda one: len(one[0])):  # a table before the keys in it
         given[keys] = override
         if blocked := _put(data, keys, value):
-            found = show(_at(data, blocked))
-            problems.append(Problem(keys, f"{dotted(blocked)} is {found}, so it has no key {keys[len(blocked)]}"))
+            in_the_way = show(_at(data, blocked))
+            problems.append(Problem(keys, f"{dotted(blocked)} is {in_the_way}, so it has no key {keys[len(blocked)]}"))
     return data, Origins(path, key_lines(text), given, problems)
 
 
@@ -144,7 +144,7 @@ def _syntax_error(path: Path | None, error: ValueError) -> ConfigError:
     spot = re.search(r" \(at (.*)\)$", message)
     reason = message[: spot.start()] if spot else message
     where = re.sub(r"(line \d+), (column \d+)", r"\1, \2", spot[1]) if spot else "somewhere"
-    hint = '. Text stands in quotes: name = "value"' if reason.startswith("Invalid value") else ""
+    hint = '. Text needs quotes: name = "value"' if reason.startswith("Invalid value") else ""
     return ConfigError(f"{path}, {where}: not valid TOML: {reason}{hint}")
 
 
@@ -211,8 +211,8 @@ def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath 
     if ours := value_of(dotted(path), value):
         hint = f" Write {ours}."
     elif isinstance(value, str) and (choices := choices_at(kind, inner)):
-        hint = nearest(value, choices)
-        hint = "" if hint.startswith(" Valid") else hint
+        close = closest(value, choices, 0.6)
+        hint = f" Did you mean '{close}'?" if close else ""
     elif isinstance(value, str) and re.fullmatch(r"true|false|-?[\d.]+(e-?\d+)?", value):
         hint = f" Write {value} without quotes."
     return f"{dotted(path)} is {show(value)}; it must be {describe_at(kind, inner)}.{hint}"

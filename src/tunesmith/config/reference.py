@@ -48,12 +48,12 @@ def settings_of(what: str = "") -> list[Setting]:
     for command, kind in KINDS.items():
         for key in all_keys(kind):
             commands.setdefault(key, []).append(command)
-    found: list[Setting] = []
+    chosen: list[Setting] = []
     for key, of in commands.items():
         if what in ("", key, *of) or key.startswith(f"{what}."):
             kind, default, meaning = rows.get(key) or _of_schema(KINDS[of[0]], key)
-            found.append(Setting(key, kind, default, meaning, tuple(of)))
-    return found
+            chosen.append(Setting(key, kind, default, meaning, tuple(of)))
+    return chosen
 
 
 @cache

@@ -83,7 +83,7 @@ def print_resolved(resolved: Resolved[Any]) -> None:
     console = Console()
     columns = console.width if console.is_terminal else None
     for key, value, reason in shown:
-        # Values stand in a column as long as that leaves room for reasons beside them.
+        # Values are aligned in a column while that leaves room for the reasons.
         pad = min(values, 24 if columns is None else max(0, min(24, columns - keys - 30)))
         line = Text(beside_or_below(f"{key:{keys}}  {value:{pad}}", reason, columns))
         line.stylize("bold", keys + 2, keys + 2 + len(value))

@@ -159,7 +159,7 @@ class EnvironmentSection(Section):
     path: Annotated[str | dict[str, str] | None, Field(description="'file.py:name', or a table of such by name")] = None
     """The class or agent that plays every task; or several by name, chosen by ``column``."""
     column: Text = "environment"
-    """The column that says which environment plays a task, where there are several."""
+    """The column with the name of a task's environment, if there are several."""
     tools: tuple[Text, ...] = ()
     """``file.py:function`` of typed functions with docstrings that the policy may call."""
     max_turns: PositiveInt = 8
@@ -218,7 +218,7 @@ class TrainSection(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0), at_most(1)] = 1e-8
     max_grad_norm: GradNorm = 1.0
-    """Gradients of a larger norm are scaled down to it; 0 in a run file (None here) is no clipping."""
+    """Gradients with a larger norm are scaled down to it; 0 in a run file (None here) is no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an average of the weights that moves by ``1 − ema_decay`` of the difference per optimizer step."""
     seed: Seed = 0

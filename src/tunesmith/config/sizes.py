@@ -24,7 +24,7 @@ def parse_size(text: str) -> int:
     """``"512MB"`` → 512,000,000; ``"1.5GiB"`` → 1,610,612,736; a bare number is bytes.
 
     Raises:
-        ValueError: it is no positive size.
+        ValueError: it is not a positive size.
     """
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None

@@ -30,7 +30,7 @@ def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Equivalent:
     """What a name corresponds to: ``keys`` with the ``meanings`` that lead there, or the reason ``why`` there are none.
 
     ``sure`` is false if the name is only the last word of the keys; ``elsewhere`` are keys of other commands.
@@ -43,37 +43,37 @@ class Found:
     why: str = ""
 
 
-def find(kind: type[RunConfig] | None, name: str) -> Found:
+def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     """What a key, or a flag of another framework, corresponds to in run files of ``kind`` (None: of any command)."""
     keys = all_keys(kind) if kind else list(dict.fromkeys(key for of in KINDS.values() for key in all_keys(of)))
     name, last = spelled(name), spelled(name).rpartition(".")[2]
     if name in keys:
-        return Found((name,))
+        return Equivalent((name,))
     spelling, known = meanings_of(name)
     here = tuple(m for m in known if any(key in keys for key in m.keys))
     ours = tuple(dict.fromkeys(key for m in here for key in m.keys if key in keys))
     same = [key for key in keys if key.rpartition(".")[2] == last]
     if same and "." not in spelling and not any(key in same for key in ours):
-        return Found(tuple(dict.fromkeys([*same, *ours])), sure=len(same) == 1 and not ours)
+        return Equivalent(tuple(dict.fromkeys([*same, *ours])), sure=len(same) == 1 and not ours)
     if here:
-        return Found(ours, here)
+        return Equivalent(ours, here)
     reasons = "; or ".join(m.why for m in known if m.why)
-    return Found(why=reasons, elsewhere=tuple(dict.fromkeys(key for m in known for key in m.keys)))
+    return Equivalent(why=reasons, elsewhere=tuple(dict.fromkeys(key for m in known for key in m.keys)))
 
 
 def answer(kind: type[RunConfig], name: str) -> str | None:
     """``find``, in words; None if the name is not known."""
-    found, name = find(kind, name), name.lstrip("+~")
+    ours, name = find(kind, name), name.lstrip("+~")
     last = name.rpartition(".")[2]
-    if found.keys and (not found.meanings or all(key.rpartition(".")[2] == last for key in found.keys)):
-        return f"unknown key {name}; did you mean {' or '.join(found.keys)}?"
-    if found.keys:
-        rules = "; or ".join(dict.fromkeys(rule for m in found.meanings if (rule := rule_of(m))))
-        return f"{name} is called {' and '.join(found.keys)} here{': ' if rules else ''}{rules}."
-    if found.why:
-        return f"there is no {name}: {found.why}."
-    if found.elsewhere:
-        places = [f"{key} ({_commands(commands_with(key))})" for key in found.elsewhere]
+    if ours.keys and (not ours.meanings or all(key.rpartition(".")[2] == last for key in ours.keys)):
+        return f"unknown key {name}; did you mean {' or '.join(ours.keys)}?"
+    if ours.keys:
+        rules = "; or ".join(dict.fromkeys(rule for m in ours.meanings if (rule := rule_of(m))))
+        return f"{name} is called {' and '.join(ours.keys)} here{': ' if rules else ''}{rules}."
+    if ours.why:
+        return f"there is no {name}: {ours.why}."
+    if ours.elsewhere:
+        places = [f"{key} ({_commands(commands_with(key))})" for key in ours.elsewhere]
         return f"{name} is called {' and '.join(places)}, and has no meaning in this run file."
     return None
 

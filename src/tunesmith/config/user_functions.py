@@ -50,6 +50,6 @@ def definitions_in(file: Path) -> Definitions:
 
 def check_defined(file: Path, name: str) -> None:
     """Refuse (ConfigError) a name that a file does not define; the message offers the nearest one."""
-    found = definitions_in(file)
-    if name not in found.names and not found.open_ended:
-        raise ConfigError(f"{file} has no function '{name}'.{nearest(name, found.functions)}")
+    defined = definitions_in(file)
+    if name not in defined.names and not defined.open_ended:
+        raise ConfigError(f"{file} has no function '{name}'.{nearest(name, defined.functions)}")

@@ -13,14 +13,14 @@ from tunesmith.redact import redact
 
 
 def checked_url(text: str) -> str:
-    """The same text; ValueError if it is no http address with a host."""
+    """The same text; ValueError if it is not an http address with a host."""
     try:
         parts = urlsplit(text)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # a port that is not a number
         valid = False
     if not valid:
-        raise ValueError(f"{redact(text)!r} is no URL; write it in full, such as 'http://127.0.0.1:8100/reward'")
+        raise ValueError(f"{redact(text)!r} is not a URL; write it in full, such as 'http://127.0.0.1:8100/reward'")
     return text
 
 
@@ -62,7 +62,7 @@ SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 def checked_sink(text: str) -> str:
     """The same text; ValueError if it is neither a sink nor a reference to a class."""
     if text not in SINKS and ":" not in text:
-        raise ValueError(f"there is no sink '{text}'.{nearest(text, SINKS)} One of your own is 'file.py:Class'")
+        raise ValueError(f"there is no sink '{text}'.{nearest(text, SINKS)} Your own sink is 'file.py:Class'")
     return text
 
 

@@ -37,7 +37,7 @@ _EXACT_FIRST = sorted((m for kind in CATALOGUE.values() for m in kind), key=lamb
 
 
 def find(name: str) -> Metric | None:
-    """The metric of a name, as it stands in a run's ``metrics.jsonl``."""
+    """The metric of a name, as in a run's ``metrics.jsonl``."""
     return next((metric for metric in _EXACT_FIRST if metric.match(name)), None)
 
 

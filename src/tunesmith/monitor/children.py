@@ -91,7 +91,7 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str:
-    """When a process started, in clock ticks since boot; ``gone`` where there is no such process."""
+    """When a process started, in clock ticks since boot; ``gone`` if there is no such process."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -120,7 +120,7 @@ def keeping(keep: Callable[[], str | None]) -> Generator[None]:
     """Call ``keep`` once when a signal ends the work inside.
 
     Args:
-        keep: saves what would be lost and returns a message that says how to continue.
+        keep: saves what would be lost and returns a message on how to continue.
     """
     before, _state.keep, _state.kept, _state.committed = _state.keep, keep, False, False
     try:

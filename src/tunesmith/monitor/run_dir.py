@@ -147,7 +147,7 @@ def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
         CheckpointError: there is no run to resume.
     """
     if resume is True and not run_dir.is_dir():
-        raise CheckpointError(f"checkpoint.resume = true: there is no run to resume in {run_dir}: it is no directory")
+        raise CheckpointError(f"checkpoint.resume = true: there is no run to resume: {run_dir} is not a directory")
     with boundary(ConfigError, f"run_dir = '{run_dir}' cannot be used", (OSError, ValueError)):
         above = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
         if not above.is_dir():
@@ -166,7 +166,7 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
 
 
 def point(link: Path, target: Path) -> None:
-    """Point a symbolic link to a directory. Where ``link`` exists and is no link, nothing happens."""
+    """Point a symbolic link to a directory. Nothing happens if ``link`` exists and is not a link."""
     if link.exists() and not link.is_symlink():
         return
     new = link.with_name(f".{link.name}.{os.getpid()}")

@@ -17,7 +17,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 def printable(text: str) -> str:
     """Control characters as their escapes: ``\\x1b[31m`` is printed as five characters and sets no colour."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda mark: mark[0].encode("unicode_escape").decode(), text)
 
 
 def shown_path(path: Path | str) -> str:

@@ -148,10 +148,10 @@ def bundles(config: RLConfig) -> list[Bundle]:
 
 
 def _needs(config: RLConfig, role: Role, gpus: float) -> tuple[float, float]:
-    given: Resources = getattr(config.system.placement or PlacementSection(), role)
+    wanted: Resources = getattr(config.system.placement or PlacementSection(), role)
     if role == "rollout":
         gpus *= ranks_per_engine(config)
-    return (1.0 if given.cpus is None else given.cpus), (gpus if given.gpus is None else given.gpus)
+    return (1.0 if wanted.cpus is None else wanted.cpus), (gpus if wanted.gpus is None else wanted.gpus)
 
 
 def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -> str | None:

@@ -15,7 +15,7 @@ USUAL_RANK = 16
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Logits of one chunk. On a CPU they should stay in the cache until they are used."""
 LEAST_ROWS = 128
-"""Fewer rows would read the head's weight too often for the work they do."""
+"""With fewer rows the head's weight would be read too often for the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Layout:
     tokens: int = 0
     """Of a micro-batch."""
     chunk: int | None = None
-    """Rows of the head that are computed at a time."""
+    """Rows of the head that are computed at once."""
     engines: int = 0
     """Copies of the weights that engines hold here."""
     ranks: int = 1
@@ -107,10 +107,10 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     if not layout.trains:
         return Price(weights=held, frozen=frozen, engine=engine, kv=kv, turns=layout.turns)
     trained = numbers if layout.lora_rank is None else adapter_numbers(model, layout.lora_rank)
-    apart = 0 if layout.lora_rank is None else trained * layout.bytes_per_number
+    adapter = 0 if layout.lora_rank is None else trained * layout.bytes_per_number
     kept = (8 if wide else 12) + (4 if layout.ema else 0)
     return Price(
-        weights=layout.models * (held + apart),
+        weights=layout.models * (held + adapter),
         gradients=layout.models * 4 * trained,
         optimizer=layout.models * kept * trained,
         frozen=frozen,
@@ -199,7 +199,7 @@ class PeakRates:
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """What one forward pass of a decoder reads and computes."""
+    """Bytes that one forward pass of a decoder reads, and what it computes."""
 
     weight_bytes: int
     """Of every parameter that a token passes through: the head is included, the embedding table is not."""

@@ -20,7 +20,7 @@ _LFS_POINTER = b"version "
 class ModelFacts:
     """Sizes of a decoder, from its ``config.json`` and the headers of its weight files.
 
-    ``parameters`` is None where there are no safetensors files to count in.
+    ``parameters`` is None if there are no safetensors files to count in.
     """
 
     parameters: int | None
@@ -102,8 +102,8 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
 
 def _switch(config: Mapping[str, Any]) -> int | None:
     """``switch`` of the rotary embedding, under its name in transformers 5 or the older one."""
-    given = config.get("rope_parameters") or config.get("rope_scaling")
-    rope: Mapping[str, Any] = given if isinstance(given, dict) else {}  # transformers refuses other values itself
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    rope: Mapping[str, Any] = scaling if isinstance(scaling, dict) else {}  # transformers refuses other values itself
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
     switching = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")]
     name = "original_max_position_embeddings"

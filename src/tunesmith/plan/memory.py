@@ -98,7 +98,7 @@ def _shares_trainer_device(config: RunConfig, role: Role) -> bool:
 
 
 def layout_of(config: RunConfig, facts: Facts) -> Layout:
-    """What decides the memory of the trainer's device, or of the sampler's if nothing is trained."""
+    """The layout of the trainer's device, or of the sampler's if nothing is trained."""
     system = config.system
     here = config.drawing is not None and not system.served and not engines_elsewhere(config, facts)
     together = engines_together(config, len(facts.hardware.gpus)) if here else 0

