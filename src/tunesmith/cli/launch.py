@@ -16,7 +16,7 @@ from tunesmith.errors import ConfigError, StorageError, boundary
 
 
 def launch(
-    scheduler: Annotated[Literal["slurm"], typer.Argument(help="What runs jobs.", show_default=False)],
+    scheduler: Annotated[Literal["slurm"], typer.Argument(metavar="slurm", help="What runs jobs.", show_default=False)],
     run: RunFile,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
