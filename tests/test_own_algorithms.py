@@ -153,7 +153,7 @@ def test_another_process_finds_the_class_by_its_reference(folder: Path) -> None:
         ('loss = "mine.py:Half"', ["Half is not a loss"]),
         ('loss = "mine.py:NotCallable"', ["NotCallable has no __call__(self, batch)"]),
         ('loss = "mine.py:TakesTwo"', ["mine.py, line 37", "TakesTwo.__call__ has to take (self, batch)"]),
-        ('loss = "mine.py:PRESET"', ["is no class"]),
+        ('loss = "mine.py:PRESET"', ["is not a class"]),
         ('loss = { type = "mine.py:Scaled", beta = 1 }', ["has no key beta; it has alpha"]),
         ('loss = { type = "mine.py:Scaled", alpha = -1 }', ["algorithm.loss.alpha is -1", "a number of at least 0"]),
         ('name = "mine.py:NOPE"', ["algorithm.name", "NOPE"]),
