@@ -162,7 +162,7 @@ def test_a_server_that_is_down_is_a_failure_that_names_it() -> None:
     played = score([a, b], ["x", "y"], retries=3)
     for r in played:
         assert r.status is Status.REWARD_FAILED and r.reward is None and not r.rewards
-        assert r.error and "could not be had from" in r.error and a in r.error and b in r.error
+        assert r.error and "had no answer from" in r.error and a in r.error and b in r.error
         assert "4 attempts" in r.error and "the reward 'remote'" in r.error
 
 

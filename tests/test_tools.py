@@ -231,5 +231,5 @@ def test_what_cannot_be_a_tool_is_refused(section: dict[str, Any], words: str, t
 def test_a_template_without_a_place_for_tools_is_refused(tmp_path: Path) -> None:
     plain = byte_level(template("chatml"))
     environments = load(tmp_path, TOOLS, tools=ALL)
-    with pytest.raises(ConfigError, match="the chat template has no place for them"):
+    with pytest.raises(ConfigError, match="the chat template does not take tools"):
         play(environments, plain, [made_task(plain)], said([]))

@@ -71,7 +71,7 @@ class Sleeper(Protocol):
 
 
 class RolloutEngine(Engine, Pausable, Sleeper, Protocol):
-    """What training needs of an engine."""
+    """An engine that can be trained with."""
 
 
 class Member(Sampler, Pausable, Sleeper, Protocol):

@@ -1,4 +1,4 @@
-"""A completion that is being written, as every engine keeps it."""
+"""An unfinished completion, and a request with the rules that end it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Request(PartialCompletion):
 
     @property
     def length(self) -> int:
-        """Of prompt and completion so far."""
+        """Tokens of the prompt and of the completion so far."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     def append(self, token: int, logprob: float, version: int) -> FinishReason | None:

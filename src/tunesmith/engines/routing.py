@@ -19,7 +19,7 @@ class Prefixes:
         self._seen: OrderedDict[int, None] = OrderedDict()
 
     def known(self, blocks: Sequence[int]) -> int:
-        """How many of these the engine has seen, from the first one on."""
+        """How many of the first blocks the engine has seen."""
         return sum(1 for _ in takewhile(self._seen.__contains__, blocks))
 
     def add(self, blocks: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What engines count."""
+"""An engine's counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine has counted since it started; times in seconds, memory in bytes."""
+    """An engine's counters since its start; times in seconds, memory in bytes."""
 
     sampled_tokens: int = 0
     prefilled_tokens: int = 0
@@ -18,7 +18,7 @@ class EngineStats:
     prefill_seconds: float = 0.0
     preemptions: int = 0
     drafted_tokens: int = 0
-    """Guessed by speculative decoding and verified; ``accepted_tokens`` of them were kept."""
+    """Tokens guessed by speculative decoding and verified; ``accepted_tokens`` of them were kept."""
     accepted_tokens: int = 0
     peak_running: int = 0
     peak_kv_bytes: int = 0
@@ -28,7 +28,7 @@ class EngineStats:
     0 where the hardware's limits are not known."""
 
     def since(self, earlier: EngineStats) -> EngineStats:
-        """What was counted after ``earlier``. Peaks and budgets are those of the whole time."""
+        """The counts since ``earlier``; peaks and budgets are those of the whole time."""
 
         def value(name: str) -> Any:
             return getattr(self, name) - (0 if name in _PEAKS else getattr(earlier, name))

@@ -31,7 +31,7 @@ class OutOfRoom(EpisodeError):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSettings:
-    """What all episodes of a run have in common."""
+    """Settings that all episodes of a run share."""
 
     renderer: Renderer
     prompt_of: Callable[[Task], list[Message]]
@@ -73,7 +73,7 @@ class _Place:
     key: tuple[str, ...]
     """The messages so far, for comparison."""
     messages: tuple[Message, ...]
-    """The same for the chat template, with the policy's turns verbatim."""
+    """The messages so far, for the chat template, with the policy's turns verbatim."""
 
 
 @dataclass(slots=True)

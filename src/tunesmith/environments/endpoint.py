@@ -20,7 +20,7 @@ from tunesmith.environments.conversation import OutOfRoom
 from tunesmith.environments.openai_answers import Event, chat_events, response_events, text_events
 from tunesmith.environments.openai_api import EpisodeApi
 from tunesmith.errors import EpisodeError, TunesmithError
-from tunesmith.rewards.http_limits import Gate, Limits, guarded, listening
+from tunesmith.rewards.http_limits import Gate, Limits, bearer_of, guarded, listening
 
 T = TypeVar("T")
 
@@ -81,9 +81,7 @@ class Endpoint:
         return app
 
     def _episode(self, request: web.Request) -> EpisodeApi | None:
-        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        key = request.match_info.get("key") or (bearer.strip() if kind.lower() == "bearer" else "")
-        return self._episodes.get(key)
+        return self._episodes.get(request.match_info.get("key") or bearer_of(request))
 
     async def _models(self, request: web.Request) -> web.Response:
         """The list of models, which has one, or that model."""

@@ -229,7 +229,7 @@ class EnvironmentSet:
                 )
             if template is not None and one.schemas and not template.takes_tools:
                 raise ConfigError(
-                    f"'{one.reference}' has tools, and the chat template has no place for them: name one that has "
+                    f"'{one.reference}' has tools, and the chat template does not take tools: name one that does "
                     "with model.chat_template."
                 )
         return template
@@ -252,6 +252,6 @@ class EnvironmentSet:
         return IsolatedGames(self.section, self._base_dir)
 
     def close(self) -> None:
-        for name in ("_isolated", "_endpoint"):  # a later episode starts them anew
+        for name in ("_isolated", "_endpoint"):  # a later episode starts new ones
             if name in vars(self):
                 vars(self).pop(name).close()

@@ -43,7 +43,7 @@ class MultiTurn:
     """Opens an episode; the argument is the deadline of one call in seconds."""
     setting: EpisodeSettings
     schemas: Tools = None
-    """Of the game's tools, which the prompts of its tasks include."""
+    """Descriptions of the game's tools, which the prompts of its tasks include."""
     keeps: bool = False
     """Whether the user's instance stays on the rollout, for the reward functions."""
 

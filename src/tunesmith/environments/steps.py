@@ -1,4 +1,4 @@
-"""What an environment returns for a turn, and checks of what user code returned as such."""
+"""The result of an environment's turn, and checks of user code that returns one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Observation = str | list[Message] | None
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment returns for a turn.
+    """The result of an environment's turn.
 
     ``observation`` becomes a user message, or is a list of messages; it may be None only when ``done``. A ``reward``
     of None leaves the turn without one.

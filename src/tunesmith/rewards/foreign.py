@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,10 +33,6 @@ def hint(name: str) -> str:
     """A clause for an argument that is not a column of the data; empty for an unknown argument."""
     instead = INSTEAD.get(name)
     return f" Other code's '{name}' is called {instead} here: a list with one entry per completion." if instead else ""
-
-
-def is_verl(function: Callable[..., Any]) -> bool:
-    return inspect.signature(function).parameters.keys() >= VERL
 
 
 def from_verl(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What a reward function is, the arguments of a call, and the values that it may return."""
+"""Reward functions: the arguments of a call, and the values that it may return."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def required_columns(function: Callable[..., Any], reference: str) -> frozenset[
 
 @dataclass(slots=True)
 class Notes:
-    """What one call logged with ``log_extra`` and ``log_metric``."""
+    """Values that one call logged with ``log_extra`` and ``log_metric``."""
 
     size: int
     """Completions of the call."""

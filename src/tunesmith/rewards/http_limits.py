@@ -10,8 +10,8 @@ import asyncio
 import hmac
 import logging
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, cast
@@ -58,22 +58,10 @@ class Gate:
         loop = asyncio.get_running_loop()
         return await loop.create_server(lambda: _Connection(self, factory()), host, port, backlog=backlog)
 
-    def body_begins(self, transport: asyncio.BaseTransport | None) -> None:
-        """The head of a request has arrived: limit the time for its body, plus the time to send a refusal."""
-        if transport and (connection := self._inside.get(transport)):
-            connection.wait_for(self.limits.body_seconds + REFUSAL_SECONDS)
-
-    @contextmanager
-    def busy(self, transport: asyncio.BaseTransport | None) -> Generator[None]:
-        """Keep the connection open while a complete request is answered."""
+    def timer(self, transport: asyncio.BaseTransport | None) -> Callable[[float | None], None]:
+        """Sets the seconds after which a connection is closed; None: it stays open."""
         connection = self._inside.get(transport) if transport else None
-        if connection is not None:
-            connection.wait_for(None)
-        try:
-            yield
-        finally:
-            if connection is not None:
-                connection.wait_for(self.limits.idle_seconds)
+        return connection.wait_for if connection else lambda _: None
 
     def enter(self, transport: asyncio.Transport, connection: _Connection) -> bool:
         if len(self._inside) >= self._most:
@@ -150,7 +138,8 @@ def guarded(
                 raise web.HTTPMisdirectedRequest(text=f"this server is not {request.host!a}")
             if token is not None and request.path not in open_paths and not has_token(request, token):
                 raise web.HTTPUnauthorized(text="send the server's token, as Authorization: Bearer TOKEN")
-            gate.body_begins(request.transport)
+            close_after = gate.timer(request.transport)
+            close_after(gate.limits.body_seconds + REFUSAL_SECONDS)
             try:
                 async with asyncio.timeout(gate.limits.body_seconds):
                     await request.read()
@@ -162,8 +151,11 @@ def guarded(
                 raise
             except Exception as error:  # such as a broken encoding
                 raise web.HTTPBadRequest(text=f"the request's body cannot be read: {error!a}") from None
-            with gate.busy(request.transport):
+            close_after(None)
+            try:
                 return await handler(request)
+            finally:
+                close_after(gate.limits.idle_seconds)
         except web.HTTPException as error:
             answer = refusal(error.status, error.text or error.reason)
         except (ConnectionError, asyncio.CancelledError):
@@ -202,9 +194,13 @@ async def listening(
 
 
 def has_token(request: web.Request, token: str) -> bool:
-    kind, _, key = request.headers.get("Authorization", "").partition(" ")
-    sent = key.strip().encode(errors="replace")
-    return hmac.compare_digest(sent, token.encode()) and kind.lower() == "bearer"
+    return hmac.compare_digest(bearer_of(request).encode(errors="replace"), token.encode())
+
+
+def bearer_of(request: web.Request) -> str:
+    """The token of ``Authorization: Bearer``; empty where there is none."""
+    kind, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
 
 
 def host_name(request: web.Request) -> str:

@@ -82,9 +82,9 @@ class IsolatedRewards:
         self._worker = None
 
     async def _ask(self, question: tuple[Any, ...], timeout: float, *, coroutine: bool) -> Any:
-        """The answer. A call whose process ended under several is repeated alone, in its own process.
+        """The answer. If the process ends while several calls run in it, each is repeated alone, in its own process.
 
-        That tells the call that ends its process from those that ran at the same time.
+        This shows which of them ends its process.
         """
         try:
             if self._worker is None or not self._worker.alive:

@@ -23,7 +23,7 @@ from typing import Any
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError, nearest
 from tunesmith.rewards.builtin import BUILTINS, check_builtins
-from tunesmith.rewards.foreign import VERL, VERL_GOLD, from_verl, is_verl
+from tunesmith.rewards.foreign import VERL, VERL_GOLD, from_verl
 from tunesmith.rewards.function import INSTANCES, RewardFunction, required_columns
 from tunesmith.rewards.reward_set import ENVIRONMENT, RewardSet
 from tunesmith.rewards.stats import check_reward_model
@@ -140,10 +140,10 @@ def user_reward(name: str, reference: str, function: Callable[..., Any], instanc
     Args:
         instances: it may need ``environments``, which are in this process.
     """
-    columns = required_columns(function, reference)
-    if is_verl(function):
+    columns, parameters = required_columns(function, reference), inspect.signature(function).parameters
+    if parameters.keys() >= VERL:
         return RewardFunction(name, reference, from_verl(function), columns - VERL, one_of=VERL_GOLD)
-    parameter = inspect.signature(function).parameters.get(INSTANCES)
+    parameter = parameters.get(INSTANCES)
     need = None if parameter is None else "needed" if parameter.default is parameter.empty else "optional"
     if need == "needed" and not instances:
         raise ConfigError(f"'{reference}' needs '{INSTANCES}'. {INSTANCES_NEED}")

@@ -66,7 +66,7 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
 
 
 def request_headers(entry: RemoteReward) -> dict[str, str]:
-    """With the token, where there is one."""
+    """With the token, if there is one."""
     headers = {"Content-Type": "application/json"}
     if entry.token_env is not None:
         headers["Authorization"] = f"Bearer {os.environ[entry.token_env].strip()}"
@@ -74,7 +74,7 @@ def request_headers(entry: RemoteReward) -> dict[str, str]:
 
 
 def tunesmith_body(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:
-    """What a reward function is called with, but for tokens."""
+    """The arguments of a reward function, without tokens."""
     return {
         "prompts": [r.task.prompt for r in rollouts],
         "completions": completions_of(rollouts, texts),
@@ -149,7 +149,7 @@ class RewardClient:
                 elif isinstance(error, Unavailable):
                     reason = str(error)
                 else:
-                    reason = f"could not be had from {url}: {error or type(error).__name__}"
+                    reason = f"had no answer from {url}: {error or type(error).__name__}"
             finally:
                 server.outstanding -= 1
         if len(tried) > 1:

@@ -77,7 +77,6 @@ class RewardSet:
                     f"the reward '{f.reference}' needs one of the columns {', '.join(sorted(f.one_of))}, and {key} "
                     f"has none of them.{nearest(min(f.one_of), available)}"
                 )
-        for f in self.functions:
             if f.check_gold is None:
                 continue
             (column,) = f.columns

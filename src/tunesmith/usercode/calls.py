@@ -55,7 +55,7 @@ class FarFunction:
     asynchronous: bool
 
     def __call__(self, **_: Any) -> Any:
-        raise AssertionError("it is called in its own process")
+        raise AssertionError("this function is called in its worker process")
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str] | None:

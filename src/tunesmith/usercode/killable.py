@@ -52,7 +52,7 @@ class WorkerLost(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What workers run: a function of a file, or what it returns for ``arguments``. Results have to survive JSON."""
+    """A function of a file, or the object it returns for ``arguments``, that workers call. Results go through JSON."""
 
     file: Path
     function: str
@@ -83,28 +83,25 @@ class ForkServer:
         try:
             with suppress(OSError):
                 self._pipe.send_bytes(pickle.dumps({**setup, "alone": program.alone, "path": sys.path}))
-            self._wait_until_loaded(program)
+            if not self._pipe.poll(program.startup):
+                raise WorkerError(f"{program.file.name} did not start within {program.startup:g} s")
+            try:
+                ready = json.loads(self._pipe.recv_bytes())
+            except (EOFError, OSError):
+                raise self._loss() from None
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._listen, name="fork server", daemon=True).start()
-
-    def _wait_until_loaded(self, program: Program) -> None:
-        if not self._pipe.poll(program.startup):
-            raise WorkerError(f"{program.file.name} did not start within {program.startup:g} s")
-        try:
-            ready = json.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError):
-            raise self._loss() from None
         self.description: Any = ready["value"]
         self.forks: bool = ready["forks"]
+        threading.Thread(target=self._listen, name="fork server", daemon=True).start()
 
     @property
     def alive(self) -> bool:
         return self._process.popen.poll() is None
 
     def worker(self) -> Worker:
-        """A new worker: a fork; where the program cannot be forked, this process or, once that is used, another one."""
+        """A new worker: a fork; if the program cannot be forked, this process, or another one once this is used."""
         if self.forks:
             return Worker(self, *self._order(fork=True))
         with self._lock:
@@ -145,7 +142,7 @@ class ForkServer:
         return code.result() if code.done() else -signal.SIGKILL
 
     def close(self) -> None:
-        """End the server and its workers, of which it has to collect the exit codes."""
+        """End the workers, collect their exit codes, and end the server."""
         for number, code in list(self._codes.items()):
             if not code.done():
                 with suppress(ProcessLookupError):

@@ -28,7 +28,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def main(pipe: int, parent: int) -> None:
-    """Load what the first message names, then fork a worker for every further one."""
+    """Load the program that the first message names, then fork a worker for every further message."""
     asking = Connection(pipe)
     setup = pickle.loads(asking.recv_bytes())
     sys.path[:] = setup["path"]

@@ -256,7 +256,8 @@ class SglangEngine:
             )
 
     async def _complete(self, request: _Request) -> None:
-        await self._load_first()
+        if not self._weights.tag:  # the server may have the weights of another run
+            await self._load_again(self._weights, "")
         sampling, written = request.sampling, request.token_ids
         # Without a seed the server would take the same one for each request.
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % (1 << 63)
@@ -305,24 +306,19 @@ class SglangEngine:
                 return
         request.finish_reason = answer.finish_reason
 
-    async def _load_first(self) -> None:
-        """Load this run's weights before the first request: the server may have those of another run."""
+    async def _load_again(self, before: _Weights, tag: str) -> None:
+        """Load the offered weights, unless others were loaded since ``before``; the server has those of ``tag``."""
         async with self._loading:
-            if self._weights.tag:
-                return
-            if not self._offered[1]:
-                raise EngineError(f"{self.name} was given no weights")
-            await self._load()
-
-    async def _load_again(self, sent: _Weights, tag: str) -> None:
-        async with self._loading:
-            if self._weights == sent:
-                self._report(f"{self.name} has lost its weights (it has '{tag}'): they are loaded again")
+            if self._weights == before:
+                if before.tag:
+                    self._report(f"{self.name} has lost its weights (it has '{tag}'): they are loaded again")
                 await self._load()
 
     async def _load(self) -> None:
         """Have the server load the offered weights. Raises EngineError."""
         version, offer = self._offered
+        if not offer:
+            raise EngineError(f"{self.name} has no weights of this run: load_weights comes first")
         tag = f"{self._run}-{next(self._loads)}-version-{version}"
         self._not_loading.clear()
         try:

@@ -39,7 +39,7 @@ class Refused(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the server wrote after some tokens; ``tag`` names the weights that it has."""
+    """The server's continuation of some tokens; ``tag`` names the weights that it has."""
 
     token_ids: list[Any]
     logprobs: list[Any]
@@ -65,7 +65,7 @@ class SglangServer:
         self._aborts: set[asyncio.Task[Any]] = set()
 
     async def info(self, name: str, patience: float | None = None) -> dict[str, Any]:
-        """What the server tells about itself (``model_info``, ``server_info``), also under its older name."""
+        """The server's description of itself (``model_info``, ``server_info``), also under its older name."""
         try:
             answer = await self.ask(f"/{name}", patience=patience)
         except Refused as refused:
@@ -77,7 +77,7 @@ class SglangServer:
         return cast("dict[str, Any]", answer)
 
     async def generate(self, input_ids: Sequence[int], settings: dict[str, Any]) -> Answer:
-        """What the server writes after these tokens; cancelling aborts it there."""
+        """The server's continuation of these tokens; cancelling aborts it there."""
 
         async def attempt() -> Answer:
             name = uuid.uuid4().hex

@@ -197,7 +197,7 @@ class LocalEngine:
             id=next(self._ids),
             uniforms=Uniforms(sampling.seed),
         )
-        request.done.set_running_or_notify_cancel()  # the caller may be cancelled, this future not
+        request.done.set_running_or_notify_cancel()  # cancelling the caller does not cancel this future
         needed, total = self._pool.needed(prompt, request.kv_length), self._pool.total
         if needed > total:
             raise UserError(

@@ -18,7 +18,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What one token of a model needs."""
+    """The keys and values of one token of a model."""
 
     layers: int
     kv_heads: int

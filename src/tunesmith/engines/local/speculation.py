@@ -40,7 +40,7 @@ class Speculation:
         """Refuse an assistant that does not fit the model.
 
         Raises:
-            UserError: no tokens are wanted, or the assistant has another vocabulary or a shorter context.
+            UserError: ``tokens`` is below 1, or the assistant has another vocabulary or a shorter context.
         """
         if self.tokens < 1:
             raise UserError(f"speculative_tokens = {self.tokens} guesses nothing: use at least 1")

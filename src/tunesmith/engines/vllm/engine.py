@@ -97,7 +97,7 @@ class VllmEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self._check(len(prompt_ids), sampling)
         name, request = str(next(self._numbers)), _Request()
-        request.done.set_running_or_notify_cancel()  # the caller may be cancelled, this future not
+        request.done.set_running_or_notify_cancel()  # cancelling the caller does not cancel this future
         self._requests[name] = request
         self._peak = max(self._peak, len(self._requests))
         prompt, parameters = list(prompt_ids), _parameters(sampling)

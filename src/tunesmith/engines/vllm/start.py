@@ -27,7 +27,7 @@ _CPU_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """What vLLM is started with; memory in bytes, of each rank."""
+    """vLLM's settings; memory is in bytes, of each rank."""
 
     model: str
     dtype: str
