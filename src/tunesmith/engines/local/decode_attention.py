@@ -37,24 +37,22 @@ class Grouping:
     @classmethod
     def of(cls, prompt_rows: Sequence[int], prompt_lengths: list[int], kv_heads: int, device: torch.device) -> Grouping:
         """``prompt_rows[i]`` is the prompt of row ``i``; prompts in use are numbered without gaps."""
-        count = max(prompt_rows) + 1
-        rows = len(prompt_rows)
-        groups: list[list[int]] = [[] for _ in range(count)]
+        rows, places = len(prompt_rows), list[int]()
+        groups: list[list[int]] = [[] for _ in range(max(prompt_rows) + 1)]
         for row, prompt in enumerate(prompt_rows):
+            places.append(len(groups[prompt]))
             groups[prompt].append(row)
         members = max(map(len, groups))
         if groups == [[i] for i in range(rows)]:
-            return cls(rows, count, 1, prompt_lengths, None, None)
-        gather: list[int] = []
-        scatter = [0] * (rows * kv_heads)
-        for group in groups:
-            for head in range(kv_heads):
-                for row in group:
-                    scatter[row * kv_heads + head] = len(gather)
-                    gather.append(row * kv_heads + head)
-                gather.extend([group[0] * kv_heads] * (members - len(group)))
-        index = torch.tensor(gather, device=device), torch.tensor(scatter, device=device)
-        return cls(rows, count, members, prompt_lengths, *index)
+            return cls(rows, rows, 1, prompt_lengths, None, None)
+        padded = torch.tensor([group + group[:1] * (members - len(group)) for group in groups])  # [A, M]
+        prompts, place = torch.tensor(prompt_rows).unsqueeze(1), torch.tensor(places).unsqueeze(1)  # [B, 1]
+        heads = torch.arange(kv_heads)
+        gather = padded.unsqueeze(1) * kv_heads + heads.unsqueeze(1)  # [A, K, M]
+        scatter = (prompts * kv_heads + heads) * members + place  # [B, K]
+        return cls(
+            rows, len(groups), members, prompt_lengths, gather.flatten().to(device), scatter.flatten().to(device)
+        )
 
 
 WORTH_A_PART = {"cpu": 1024}
