@@ -192,12 +192,12 @@ class EnginePool:
     async def _load(self, seats: Sequence[_Seat]) -> list[Any]:
         for seat in seats:  # prefixes cached with other weights cannot be used
             seat.prefixes = Prefixes()
-        assert self._published_version is not None, "nothing was published"
-        return await self._give([seat.member for seat in seats], self._published_version)
+        return await self._give([seat.member for seat in seats])
 
-    async def _give(self, members: Sequence[Member], version: int) -> list[Any]:
+    async def _give(self, members: Sequence[Member]) -> list[Any]:
         """Offer the published weights; a member that fails does not keep the others waiting."""
-        offers = await self._plane.offer(len(members))
+        version, offers = self._published_version, await self._plane.offer(len(members))
+        assert version is not None, "nothing was published"
 
         async def take(member: Member, offer: Offer) -> None:
             try:
@@ -215,7 +215,7 @@ class EnginePool:
             member = await self._start(number)
             async with self._publishing:
                 if self._published_version is not None:
-                    [failure] = await self._give([member], self._published_version)
+                    [failure] = await self._give([member])
                     if failure:
                         raise failure
             seat = _Seat(number, member)

@@ -182,9 +182,8 @@ class UserCalls:
 
     def close(self) -> None:
         """End the idle threads; abandoned ones end with their call or with the process."""
-        for thread in (self._thread, self._loop):
-            if thread is not None:
-                thread.stop()
+        for thread in filter(None, (self._thread, self._loop)):
+            thread.stop()
         self._thread = self._loop = None
 
     async def _run_plain(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
