@@ -18,10 +18,23 @@ from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status,
 SAMPLING = Sampling(max_new_tokens=6)
 
 
+class Counting(FakeEngine):
+    """Counts the requests in flight."""
+
+    running = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self.running += 1
+        try:
+            return await super().generate(prompt_ids, sampling)
+        finally:
+            self.running -= 1
+
+
 class Scorer:
     """Rewards the length; remembers what it was called with, and how much had been sampled by then."""
 
-    def __init__(self, engine: FakeEngine | None = None) -> None:
+    def __init__(self, engine: Counting | None = None) -> None:
         self.calls: list[tuple[str, list[str]]] = []
         self.running: list[int] = []
         self.engine = engine
@@ -29,7 +42,7 @@ class Scorer:
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
         self.calls.append((rollouts[0].task.id, list(texts)))
         if self.engine is not None:
-            self.running.append(self.engine._running)  # pyright: ignore[reportPrivateUsage]
+            self.running.append(self.engine.running)
         for rollout in rollouts:
             rollout.reward = float(rollout.num_sampled)
 
@@ -176,7 +189,7 @@ def test_finished_groups_are_scored_while_others_still_run() -> None:
     def script(prompt_ids: Sequence[int], sampling: Sampling) -> list[int]:  # noqa: ARG001
         return [5] * (2 if prompt_ids[-1] == 10 else 6)
 
-    engine = FakeEngine(lambda p, s: [*script(p, s)[:-1], 2])
+    engine = Counting(lambda p, s: [*script(p, s)[:-1], 2])
     scorer = Scorer(engine)
     collect(collector(engine, scorer), tasks(2))
     assert [task for task, _ in scorer.calls] == ["t0", "t1"]

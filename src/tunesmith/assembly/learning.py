@@ -11,7 +11,7 @@ from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.data.preference import Comparison
 from tunesmith.monitor.learning import Facts
 from tunesmith.plan.situation import optimizer_steps
-from tunesmith.types import Sample, Task
+from tunesmith.types import Task
 
 LOOKED_AT = 200
 """Items of which the unknown tokens are counted."""
@@ -49,15 +49,9 @@ def unknown_share(tokenizer: Any, items: Iterable[Any]) -> float:
 
 
 def _tokens(item: Any) -> Sequence[int]:
-    match item:
-        case Task():
-            return item.prompt_ids
-        case Sample():
-            return item.token_ids
-        case Comparison():
-            return item.samples[0].token_ids
-        case _:
-            return item.token_ids
+    if isinstance(item, Task):
+        return item.prompt_ids
+    return (item.samples[0] if isinstance(item, Comparison) else item).token_ids
 
 
 def _full_reward(section: RewardSection) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tunesmith.config.distillation import OfflineDistillConfig
@@ -19,22 +20,22 @@ from tunesmith.errors import ConfigError
 from tunesmith.types import Sample
 
 
-def _load_rm(config: RMConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
+def _load_pairs(
+    config: RMConfig | DPOConfig, tokenizer: Tokenizer, data: DataSection, source: Sources
+) -> Prepared[Comparison]:
+    room, share = known(config.system, "max_tokens_per_microbatch"), config.system.share_prompts
+    read = partial(load_pairs, data, source, tokenizer, room=room, share=share)
+    if isinstance(config, DPOConfig):
+        return read()
     from tunesmith.models.score_model import whole_sequence
 
-    room, share = known(config.system, "max_tokens_per_microbatch"), config.system.share_prompts
-    pairs = load_pairs(data, source, tokenizer, room=room, share=share, shape=lambda s: whole_sequence(s.token_ids))
+    pairs = read(shape=lambda s: whole_sequence(s.token_ids))
     if config.rm.loss == "logexp" and any(item.values["margin"][0] for item in pairs.items):
         raise ConfigError(
             "rm.loss = 'logexp' knows no margin, and the data has a column 'margin'; say rm.loss = 'sigmoid', "
             "or take the column out"
         )
     return pairs
-
-
-def _load_dpo(config: DPOConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Comparison]:
-    room, share = known(config.system, "max_tokens_per_microbatch"), config.system.share_prompts
-    return load_pairs(data, source, tokenizer, room=room, share=share)
 
 
 def _load_prm(config: PRMConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Solution]:
@@ -91,8 +92,8 @@ _ANSWERS = TrainingData(
 TRAINING_DATA: dict[type[RunConfig], TrainingData] = {
     SFTConfig: _ANSWERS,
     OfflineDistillConfig: _ANSWERS,
-    RMConfig: TrainingData(_load_rm, _pair_sizes),
-    DPOConfig: TrainingData(_load_dpo, _pair_sizes),
+    RMConfig: TrainingData(_load_pairs, _pair_sizes),
+    DPOConfig: TrainingData(_load_pairs, _pair_sizes),
     KTOConfig: TrainingData(lambda _, tokenizer, data, source: load_judged(data, source, tokenizer), _single_sizes),
     PRMConfig: TrainingData(_load_prm, _step_sizes),
 }

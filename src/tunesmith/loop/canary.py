@@ -54,7 +54,14 @@ class Canary:
         differences = dict(zip(written, self._differences(list(written.values())), strict=True))
         worst = max(differences, key=lambda name: differences[name] if isfinite(differences[name]) else float("inf"))
         if not differences[worst] <= self.tolerance:
-            raise EngineError(self._reason(worst, version, differences[worst]))
+            raise EngineError(
+                f"engine and trainer disagree: after version {version} of the weights went {self.way}, {worst} gives a "
+                f"token a log-probability that differs by {differences[worst]:.3g} from the trainer's; rounding "
+                f"explains at most {self.tolerance:g}. Likely causes: weights that the engine does not load or keeps "
+                "under other names (a tied head, fused projections, an adapter), a cache of older weights, an engine "
+                'with another model or number format. Compare with system.engine = "local" and '
+                "system.engine_process = false; system.canary = false turns this check off."
+            )
         return {"canary": differences[worst]}
 
     async def _ask(self, engine: Sampler) -> Completion | None:
@@ -74,13 +81,3 @@ class Canary:
         )
         gaps = np.abs(self.learner.score(batch) - np.concatenate([done.logprobs for done in written]))
         return [float(own.max()) for own in batch.split(gaps)]
-
-    def _reason(self, name: str, version: int, difference: float) -> str:
-        return (
-            f"engine and trainer disagree: after version {version} of the weights went {self.way}, {name} gives a "
-            f"token a log-probability that differs by {difference:.3g} from the trainer's; rounding explains at most "
-            f"{self.tolerance:g}. The run stops, because what it samples is not what it trains. Likely causes: weights "
-            "that the engine does not load or keeps under other names (a tied head, fused projections, an adapter), a "
-            "cache that outlived its weights, or an engine with another model or number format. Compare with "
-            'system.engine = "local" and system.engine_process = false; system.canary = false turns this check off.'
-        )
