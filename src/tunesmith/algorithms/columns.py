@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tunesmith.algorithms.corrections import Correction, NoCorrection, correction_weights
+from tunesmith.algorithms.corrections import NoCorrection, correction_weights
 from tunesmith.algorithms.losses import SelectingLoss
 from tunesmith.data.batch import Batch, Floats
 
@@ -27,17 +27,13 @@ def prepare_columns(batch: Batch, algorithm: AlgorithmSection, seed: int) -> Non
     """
     loss = algorithm.loss
     if not isinstance(algorithm.correction, NoCorrection):
-        batch.add("correction", _correction(batch, algorithm.correction))
+        old, sampler = (batch.split(batch.columns[name]) for name in ("old_logprobs", "behaviour_logprobs"))
+        weights = [correction_weights(algorithm.correction, *pair) for pair in zip(old, sampler, strict=True)]
+        batch.add("correction", np.concatenate([np.zeros(0), *weights]))
     if "group_logprobs" in loss.needs:
         batch.add("group_logprob", _group_logprobs(batch))
     if isinstance(loss, SelectingLoss):
         batch.add("selected", _selection(batch, loss, seed))
-
-
-def _correction(batch: Batch, correction: Correction) -> Floats:
-    old, sampler = (batch.split(batch.columns[n]) for n in ("old_logprobs", "behaviour_logprobs"))
-    weights = [correction_weights(correction, *pair) for pair in zip(old, sampler, strict=True)]
-    return np.concatenate([np.zeros(0), *weights])
 
 
 def group_logprob(sequence_logprobs: Floats) -> float:

@@ -92,7 +92,15 @@ class PolicyObjective:
         )
         token = self.loss(batch)
         total = token.loss if correction is None else token.loss * correction
-        metrics = _policy_metrics(batch, token, tokens) | {"policy_loss": (weight * total.detach()).sum()}
+        d = batch.log_ratio.detach()
+        ratio = d.exp()
+        metrics = {
+            "ratio": tokens.mean(ratio),
+            "ratio_over_2": tokens.mean(ratio > 2.0),
+            "policy_kl": tokens.mean(ratio - 1.0 - d),  # the k3 estimate of KL(old ‖ new)
+            **tokens.clipped(token),
+            "policy_loss": (weight * total.detach()).sum(),
+        }
         if reference is not None:
             metrics["ref_kl"] = tokens.mean(kl_loss(batch.logprobs.detach(), reference, "k3"))
         if self.kl_coef:
@@ -116,18 +124,6 @@ def policy_objective(algorithm: AlgorithmSection, *, kl_coef: float | None = Non
     if isinstance(kl, KLInLoss):
         return PolicyObjective(algorithm.loss, kl.coef if kl_coef is None else kl_coef, kl.estimator, bonus)
     return PolicyObjective(algorithm.loss, entropy_coef=bonus)
-
-
-def _policy_metrics(batch: PolicyBatch, token: TokenLoss, tokens: _Tokens) -> TensorMetrics:
-    """``policy_kl`` is the k3 estimate of KL(old ‖ new): ρ − 1 − d."""
-    d = batch.log_ratio.detach()
-    ratio = d.exp()
-    return {
-        "ratio": tokens.mean(ratio),
-        "ratio_over_2": tokens.mean(ratio > 2.0),
-        "policy_kl": tokens.mean(ratio - 1.0 - d),
-        **tokens.clipped(token),
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,10 @@ OPENING = 40
 """A turn's content may begin with up to this many characters from the end of the generation prompt."""
 MOST_TURNS = 500
 """Limit of learned assistant turns per conversation; the work is quadratic in their number."""
+REMEDY = (
+    "Name a template with {% generation %} tags with model.chat_template, or give prompt and completion as text with "
+    "data.chat = false"
+)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -61,8 +65,7 @@ class ChatTemplate:
         """The template of ``tokenizer``; a ConfigError if it has none, or does not read its ``options_of``."""
         if not tokenizer.chat_template:
             raise ConfigError(
-                "this tokenizer has no chat template. Name a template file with model.chat_template, or "
-                "train on text prompts with data.chat = false."
+                "this tokenizer has no chat template: name a file with model.chat_template, or set data.chat = false"
             )
         source = tokenizer.get_chat_template()
         special = {token for token in tokenizer.all_special_tokens if token}
@@ -172,9 +175,7 @@ class ChatTemplate:
         try:
             self.whole(messages, prompt=True)
         except DataError as error:
-            raise ConfigError(
-                f"system messages (data.system_prompt) do not work with this tokenizer: {error}."
-            ) from error
+            raise ConfigError(f"system messages (data.system_prompt) do not work here: {error}") from error
 
     def learned(self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0) -> list[Rendered]:
         """Texts in which each assistant turn from message ``first`` on is learned exactly once.
@@ -208,9 +209,8 @@ class ChatTemplate:
         content, before = messages[-1]["content"], rendered.text[: rendered.spans[0][0]]
         if not _holds(_squash(written), _squash(content), _squash(before[-2 * OPENING :])):
             raise DataError(
-                f"the chat template changes or drops part of the assistant's turn in message "
-                f"{len(messages)}: {_short(content)} became {_short(written)}. Name a template that keeps "
-                "it with model.chat_template, or give prompt and completion as text with data.chat = false"
+                f"the chat template changes or drops part of the assistant's turn in message {len(messages)}: "
+                f"{_short(content)} became {_short(written)}. {REMEDY}"
             )
         self._check_parts(messages, tools, turn=True)
         return rendered
@@ -227,19 +227,15 @@ class ChatTemplate:
             if (opened := self._opened(before, before[same:].strip(), messages[-1])) is not None:
                 return opened
             raise DataError(
-                f"the chat template renders the assistant's turn in message {number} as "
-                f"{_short(text[same:])}, but asks the model to continue after {_short(before[same:])}: what "
-                "would be learned is not what is sampled. Begin the turn's content with that, name a template with "
-                "{% generation %} tags with model.chat_template, or give prompt and completion as text with "
-                "data.chat = false"
+                f"the chat template renders the assistant's turn in message {number} as {_short(text[same:])}, but the "
+                f"model continues after {_short(before[same:])}: begin the turn's content with that. {REMEDY}"
             )
         written = text[len(before) :].lstrip()
         content = messages[-1]["content"].strip()
         if not self.has_generation_prompt and not written.startswith(content[:20]):
             raise DataError(
-                "the chat template has no generation prompt, yet writes a header before the assistant's turn "
-                f"in message {number} ({_short(written)}). Name a template that uses add_generation_prompt "
-                "with model.chat_template"
+                "the chat template has no generation prompt but writes a header before the assistant's turn in message "
+                f"{number} ({_short(written)}). Name one that uses add_generation_prompt with model.chat_template"
             )
         return Rendered(text, ((len(before), self._end_of_turn(text, number)),))
 
@@ -259,11 +255,8 @@ class ChatTemplate:
         body = text.rstrip()
         if body.endswith(self.special):
             return len(body)
-        raise DataError(
-            f"the chat template ends the assistant's turn in message {number} in an unknown way "
-            f"({_short(text[-40:])}), so the end of the turn cannot be determined. Name a template with "
-            "{% generation %} tags with model.chat_template"
-        )
+        end = _short(text[-40:])
+        raise DataError(f"the end of the assistant's turn in message {number} cannot be determined ({end}). {REMEDY}")
 
     def _marked_turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
         """The turn's spans according to the template's ``{% generation %}`` tags."""

@@ -113,10 +113,6 @@ class PromptEncoder:
         examples = [Example(f"prompt {i}", "", prompt=prompt) for i, prompt in enumerate(prompts)]
         return cls(section, tokenizer, choose_template(section, tokenizer, examples), separator)
 
-    def as_seen(self, prompt: Prompt) -> Prompt:
-        """The prompt as messages with the system prompt if there is a chat template, else unchanged."""
-        return with_system(self.section, prompt) if self.template else prompt
-
     def ids(self, prompt: Prompt, tools: list[Any] | None = None, shots: Shots = ()) -> list[int]:
         """Token ids of a prompt; see ``text``."""
         return self.encode([self.text(prompt, tools, shots)])[0]

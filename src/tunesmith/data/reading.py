@@ -13,7 +13,7 @@ from tunesmith.config.schema import DataSection, Source
 from tunesmith.data.chat import ChatTemplate, Rendered
 from tunesmith.data.formats import Example, Format, Goal, convert, detect
 from tunesmith.data.loader import Loader, Part, fingerprint_of
-from tunesmith.data.prompts import PromptEncoder, choose_template
+from tunesmith.data.prompts import PromptEncoder, choose_template, with_system
 from tunesmith.data.report import Report
 from tunesmith.data.sources import BadLine, Row, read
 from tunesmith.data.tokens import Encoded, Tokenizer, decode, encode_with_offsets, leading_ids, mask_spans, with_leading
@@ -148,7 +148,8 @@ class Reading:
         Plain text is cut by tokens and decoded again. In a conversation the last user message is shortened, so that
         the template around it stays complete.
         """
-        prompt, limit = encoder.as_seen(cast("Prompt", example.prompt)), self.section.max_prompt_tokens
+        prompt, limit = cast("Prompt", example.prompt), self.section.max_prompt_tokens
+        prompt = with_system(self.section, prompt) if self.template else prompt
         if limit is None or len(ids) <= limit:
             return prompt, ids
         reason = f"the prompt has {len(ids)} tokens, the limit is {limit} (data.max_prompt_tokens)"
