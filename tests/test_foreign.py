@@ -112,14 +112,13 @@ MEANT = {
     "log_completions": "monitor.samples",
     "assistant_model": "system.speculative system.draft_model",
     "num_processes": "system.trainer_ranks",
+    "ds.zero_stage": "system.zero_stage",
+    "zero_optimization.stage": "system.zero_stage",
 }
 ABSENT = {
-    "zero_stage": "not sharded",
-    "ds.zero_stage": "not sharded",
-    "zero_optimization.stage": "not sharded",
-    "fsdp": "not sharded",
-    "actor_rollout_ref.actor.fsdp_config.forward_prefetch": "not sharded",
-    "ulysses_sequence_parallel_size": "not sharded",
+    "fsdp": "system.zero_stage",
+    "actor_rollout_ref.actor.fsdp_config.forward_prefetch": "system.zero_stage",
+    "ulysses_sequence_parallel_size": "no sequence",
     "packing_samples": "packed",
     "use_remove_padding": "packed",
     "micro_train_batch_size": "micro-batches",
@@ -235,7 +234,7 @@ def test_every_key_of_a_table_is_answered_at_its_line(tmp_path: Path) -> None:
         load_config(RLConfig, run)
     lines = str(caught.value).splitlines()[1:]
     assert [line.strip().partition(":")[0] for line in lines] == ["line 8", "line 9", "line 10", "line 12"]
-    assert "algorithm.loss.clip_low" in lines[0] and "train.lr" in lines[1] and "not sharded" in lines[3]
+    assert "algorithm.loss.clip_low" in lines[0] and "train.lr" in lines[1] and "system.zero_stage" in lines[3]
 
 
 def test_a_table_is_answered_by_its_keys_or_as_a_whole() -> None:
@@ -310,7 +309,7 @@ def test_options_of_other_frameworks_are_answered_with_overrides(capsys: pytest.
     assert "monitor.progress=false" in lines["--disable_tqdm"]
     assert lines["--clip_ratio"].endswith("write algorithm.loss.clip_low=0.2 algorithm.loss.clip_high=0.2")
     assert "algorithm.loss.clip_low and algorithm.loss.clip_high" in lines["--actor.eps_clip_low_high"]
-    assert "not sharded" in lines["--ds.zero_stage"] and "unknown" in lines["--nonsense"]
+    assert "system.zero_stage" in lines["--ds.zero_stage"] and "unknown" in lines["--nonsense"]
 
 
 def test_a_command_s_own_options_are_suggested_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ FLOORS = {
     "api": 6,
 }
 ADAPTER_ROOMS = ("engines", "backends", "weights")
-SHARED = ("base", "flat", "partial", "stats", "step_thread", "stopping", "timed")
+SHARED = ("base", "flat", "memory", "partial", "passes", "state_files", "stats", "step_thread", "stopping", "timed")
 """Ports of those rooms, and parts that several adapters use."""
 HEAVY = ("torch", "transformers")
 LIGHT = [room for room, floor in FLOORS.items() if floor <= 1]
@@ -157,7 +157,6 @@ def adapter(module: tuple[str, ...]) -> tuple[str, str] | None:
 
 # Modules beside an adapter that serve one adapter only, by the adapter they belong to.
 PARTS = {
-    ("backends", "memory"): "torch",
     ("backends", "optimizer"): "torch",
     ("engines", "routing"): "pool",
 }

@@ -13,6 +13,7 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.checks import check
+from tunesmith.plan.cost import Layout, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import device_problems, own_devices
 from tunesmith.plan.hardware import Gpu, Hardware
@@ -103,3 +104,33 @@ def test_settings_that_contradict_the_launcher(
     launched(monkeypatch, **environment)
     with pytest.raises(ConfigError, match=words):
         with_launched_ranks(config(RLConfig, said))
+
+
+@pytest.mark.parametrize(
+    ("said", "place"),
+    [
+        (("system.zero_stage=3",), "system.trainer_ranks = 2"),
+        (("system.zero_stage=3", "system.trainer_ranks=2", "lora.rank=8", 'model.quantize="nf4"'), "model.quantize"),
+        (("system.zero_stage=4", "system.trainer_ranks=2"), "system.zero_stage"),
+    ],
+)
+def test_what_cannot_be_sharded(said: tuple[str, ...], place: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolved(SFTConfig, *said)
+    assert "system.zero_stage" in str(error.value) and place in str(error.value)
+
+
+def test_a_model_that_fits_no_gpu_fits_several_that_shard_it() -> None:
+    large = replace(MODEL, parameters=7 * 10**9)
+    facts = Facts(replace(CPU, gpus=(GPU,) * 8), large, train_size=100, longest=40)
+    with pytest.raises(ConfigError, match=r"does not fit.*system\.trainer_ranks = 2 and system\.zero_stage = 3"):
+        resolve(config(SFTConfig), facts)
+    found = resolve(config(SFTConfig, "system.trainer_ranks=4", "system.zero_stage=3"), facts).config
+    assert found.system.max_tokens_per_microbatch >= 40
+
+
+def test_each_stage_keeps_less() -> None:
+    layouts = [Layout(2, shards=8, zero_stage=stage) for stage in (1, 2, 3)]
+    whole, *found = [price(MODEL, layout) for layout in (Layout(2), *layouts)]
+    assert whole.peak > found[0].peak > found[1].peak > found[2].peak
+    assert found[2].optimizer == 8 * 10**9 // 8 and found[2].weights < 0.7 * 10**9 + 4 * 10**9 // 8

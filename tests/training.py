@@ -85,3 +85,10 @@ def whole(samples: Sequence[Sample], indices: Sequence[int] | None = None) -> Pa
     batch = Batch.of(samples)
     weigh(batch, "token_mean")
     return Packing((build_forest(batch, indices),), batch.num_predictions, batch)
+
+
+def weighed(samples: Sequence[Sample]) -> Batch:
+    """A batch with the weights that an objective reads."""
+    batch = Batch.of(samples)
+    weigh(batch, "token_mean")
+    return batch

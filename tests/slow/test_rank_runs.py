@@ -72,7 +72,8 @@ def same(one: assembly.RunResult, other: assembly.RunResult) -> None:
     assert len(seen[0]) == len(seen[1]) >= 3
     for ours, theirs in zip(*seen, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
-    [(ours, theirs)] = [tuple(load_file(result.checkpoint / "model.safetensors") for result in (one, other))]
+    [file] = [path.name for path in one.checkpoint.glob("*model.safetensors")]
+    ours, theirs = (load_file(result.checkpoint / file) for result in (one, other))
     for name, tensor in ours.items():
         assert float((theirs[name] - tensor).abs().mean()) < 1e-5, name
 
@@ -149,3 +150,22 @@ def test_under_a_launcher(launcher: str, model: Path, tmp_path: Path) -> None:
     assert "the processes" in out or "trainer_ranks" in out
     launched = tmp_path / "launched"
     same(alone, assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))
+
+
+@pytest.mark.parametrize(
+    ("command", "stage", "changed"),
+    [
+        *((command, 3, {}) for command in COMMANDS),
+        ("sft", 1, {}),
+        ("rl", 2, {"train__ema_decay": 0.9}),
+        ("sft", 3, {"system__gradient_checkpointing": True}),
+        ("dpo", 3, {"lora__rank": 4}),
+        ("rl", 3, {"lora__rank": 4}),
+    ],
+)
+def test_ranks_that_shard_the_model_end_as_one(
+    command: str, stage: int, changed: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    run, settings = COMMANDS[command]
+    sharded = settings(tmp_path, model, "2", system__trainer_ranks=2, system__zero_stage=stage, **changed)
+    same(run(None, settings(tmp_path, model, "1", **changed)), run(None, sharded))

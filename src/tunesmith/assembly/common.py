@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tunesmith.loop.session import Session
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.models.decoder import Decoder
+    from tunesmith.models.sharding import Sharding
 
     M = TypeVar("M", bound=Decoder)
 
@@ -47,7 +48,7 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
     """The run's model, or another one at ``path``, with the adapter that ``[lora]`` asks for.
 
     Args:
-        frozen: it samples and is never trained.
+        frozen: it is never trained.
     """
     import torch
 
@@ -65,6 +66,8 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
             trust_remote_code=trust_remote_code,
             tokenizer=tokenizer,
             quantize=config.model.quantize,
+            sharding=_sharding(config),
+            trains=not frozen and not lora.on,
         )
     if lora.on:
         from tunesmith.models import adapters
@@ -77,6 +80,21 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
         trained, total = adapter.counts()
         print(f"LoRA: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})", flush=True)
     return model
+
+
+def _sharding(config: RunConfig) -> Sharding | None:
+    """How the model is sharded; None outside the ranks of a trainer."""
+    import torch.distributed as dist
+
+    if not config.system.zero_stage or not dist.is_initialized():
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from tunesmith.models.sharding import Sharding
+
+    return Sharding(
+        init_device_mesh(config.system.device.partition(":")[0], (dist.get_world_size(),)), config.system.zero_stage
+    )
 
 
 def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,29 @@ class NoPlane:
     async def close(self) -> None: ...
 
 
+class PublishingRank:
+    """Of a rank of a sharded model but the first: it takes part when the first one gathers the weights."""
+
+    def __init__(self, tensors: NamedTensors) -> None:
+        self._tensors = tensors
+
+    async def publish(self, version: int) -> None:
+        del version
+        await asyncio.to_thread(lambda: deque(self._tensors(), maxlen=0))
+
+    async def offer(self, takers: int) -> list[Offer]:
+        raise AssertionError(f"the first rank makes the offers, not this one to {takers}")
+
+    async def withdraw(self, offers: Sequence[Offer]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def make_publishing(config: RunConfig, model: Decoder) -> PublishingRank:
+    """What a rank of a sharded model but the first has in the plane's place."""
+    return PublishingRank(published(model, merged=config.system.adapter_sync != "adapter"))
+
+
 def make_plane(config: RunConfig, model: Decoder) -> Plane:
     """The trainer's side, for engines with weights of their own."""
     system = config.system
@@ -41,7 +67,10 @@ def make_plane(config: RunConfig, model: Decoder) -> Plane:
         from tunesmith.weights.broadcast import BroadcastPlane
 
         return BroadcastPlane(tensors, system.weight_plane, own_address(config), str(model.device))
-    return file_plane(tensors, system.engine_directory if system.weight_plane == "disk" else None)
+    directory = system.engine_directory if system.weight_plane == "disk" else None
+    sharded = model.module.state_dict().values() if model.sharding else None
+    size = sum(t.numel() for t in sharded) * model.dtype.itemsize if sharded else None
+    return file_plane(tensors, directory, size)
 
 
 def own_address(config: RunConfig) -> str:
@@ -53,11 +82,16 @@ def own_address(config: RunConfig) -> str:
     return node_address()
 
 
-def file_plane(tensors: NamedTensors, directory: Path | None = None) -> Plane:
-    """Files in a directory; None: in this machine's memory, or on its disk where there is no room."""
+def file_plane(tensors: NamedTensors, directory: Path | None = None, num_bytes: int | None = None) -> Plane:
+    """Files in a directory; None: in this machine's memory, or on its disk where there is no room.
+
+    Args:
+        num_bytes: of all tensors; None: they are counted.
+    """
     from tunesmith.weights.files import FilePlane, shared_directory
 
-    return FilePlane(tensors, shared_directory(sum(t.nbytes for _, t in tensors()), directory))
+    size = sum(t.nbytes for _, t in tensors()) if num_bytes is None else num_bytes
+    return FilePlane(tensors, shared_directory(size, directory))
 
 
 def published(model: Decoder, *, merged: bool = True, as_stored: bool = False) -> NamedTensors:
@@ -71,9 +105,12 @@ def published(model: Decoder, *, merged: bool = True, as_stored: bool = False) -
     """
     from tunesmith.models.loading import stored_weights
     from tunesmith.models.quantised import is_quantised
+    from tunesmith.models.sharding import whole_weights
 
     if model.adapter is not None:
         named: NamedTensors = model.adapter.merged_weights if merged else model.adapter.own_weights
+    elif model.sharding is not None:
+        named = partial(whole_weights, model.module, model.dtype)
     else:
         named = dict[str, Any]().items if is_quantised(model.module) else model.module.state_dict().items
     return (lambda: stored_weights(model.module, named())) if as_stored else named

@@ -30,7 +30,7 @@ def policy_backend(
     frozen = reference and config.algorithm.reference is not None and not config.lora.on
     teacher = load_teacher(config, tokenizer) if isinstance(config, DistillConfig) else None
     # Distilling on the student's samples is a KL penalty in the reward: the teacher takes the reference's place.
-    reference_model = teacher or (load_model(CausalLM, config, tokenizer) if frozen else None)
+    reference_model = teacher or (load_model(CausalLM, config, tokenizer, frozen=True) if frozen else None)
     head = make_value_head(config, model)
     predict = policy_predict(config, head)
     if teacher and isinstance(config, SampledDistillConfig):

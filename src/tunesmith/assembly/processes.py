@@ -48,14 +48,18 @@ MakeBackend = Callable[[Any, Any], "TorchBackend[Any]"]
 
 @dataclass(slots=True)
 class TrainerHost:
-    """In each process of a trainer or a critic; the first rank has what is needed once."""
+    """In each process of a trainer or a critic; ``build`` is called before anything else is used."""
 
-    backend: TorchBackend[Any]
+    config: RunConfig
+    make: MakeBackend
+    publishes: bool
+    """Whether engines are given its weights."""
     address: str
     """This machine's, as the other ranks reach it."""
-    limits: PeakRates | None = None
-    """Of the device there."""
-    plane: Plane | None = None
+    backend: TorchBackend[Any] = field(init=False)
+    limits: PeakRates | None = field(default=None, init=False)
+    """Of the device, on the first rank."""
+    plane: Plane | None = field(default=None, init=False)
     store: Any = field(default=None, init=False)
 
     def open_store(self) -> tuple[str, int]:
@@ -66,14 +70,36 @@ class TrainerHost:
         self.store = open_store(self.address, PATIENCE)
         return self.address, self.store.port
 
-    def join(self, rank: int, world: int, host: str, port: int) -> None:
-        from tunesmith.distributed.rank_group import RankGroup, reach_store
+    def build(self, rank: int, world: int, place: tuple[str, int] | None) -> None:
+        """Join the other ranks and load the model.
 
-        store = self.store or reach_store(host, port)
-        self.backend.join(RankGroup(store, rank, world, self.address, self.backend.model.device))
+        Args:
+            place: the result of ``open_store`` on the first rank; None where this is the only one.
+        """
+        from tunesmith.assembly.planes import make_plane, make_publishing
+        from tunesmith.distributed.rank_group import RankGroup, join_default_group, reach_store
+
+        group, device = None, self.config.system.device
+        if place:
+            store = self.store or reach_store(*place)
+            group = RankGroup(store, rank, world, self.address, device)
+            if self.config.system.zero_stage:
+                join_default_group(store, rank, world, self.address, device)
+        with redirect_stdout(None) if rank else nullcontext():  # all ranks would print the same
+            self.backend = self.make(self.config, load_tokenizer(self.config))
+        if group:
+            self.backend.join(group)
+        if self.publishes and (rank == 0 or self.config.system.zero_stage):
+            self.plane = (make_publishing if rank else make_plane)(self.config, self.backend.model)
+        self.limits = None if rank else limits_of(self.config)
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.cpu() for name, tensor in self.backend.model.module.state_dict().items()}
+        """All weights, on the first rank; of a sharded model all ranks call this together."""
+        from tunesmith.models.sharding import whole_weights
+
+        model, first = self.backend.model, self.backend.group is None or self.backend.group.rank == 0
+        named = whole_weights(model.module, model.dtype) if first or model.sharding else ()
+        return {name: tensor.cpu() for name, tensor in named if first}
 
 
 @dataclass(slots=True)
@@ -84,9 +110,9 @@ class ReferenceHost:
     predict: Callable[[CausalLM, Forest], Predictions]
 
     def score(self, packing: Packing, of: Quantity) -> Floats:
-        from tunesmith.backends.torch import score
+        from tunesmith.backends.passes import Passes
 
-        return score(self.model, self.predict, packing, of)
+        return Passes(self.model, self.predict).score(packing, of)
 
     def take(self, weights: dict[str, Tensor]) -> None:
         self.model.module.load_state_dict(weights)
@@ -100,21 +126,10 @@ class ReferenceHost:
         load_weights(self.model, directory)
 
 
-def host_trainer(config: RunConfig, make: MakeBackend, rank: int, *, publishes: bool) -> TrainerHost:
-    """Build a rank.
+def host_trainer(config: RunConfig, make: MakeBackend, *, publishes: bool) -> TrainerHost:
+    from tunesmith.assembly.planes import own_address
 
-    Args:
-        publishes: engines are given its weights.
-    """
-    from tunesmith.assembly.planes import make_plane, own_address
-
-    address = own_address(config)
-    with redirect_stdout(None) if rank else nullcontext():  # all ranks would print the same
-        backend = make(config, load_tokenizer(config))
-    if rank:
-        return TrainerHost(backend, address)
-    plane = make_plane(config, backend.model) if publishes else None
-    return TrainerHost(backend, address, limits_of(config), plane)
+    return TrainerHost(config, make, publishes, own_address(config))
 
 
 def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
@@ -129,7 +144,8 @@ def host_reference(config: RLConfig) -> ReferenceHost:
     from tunesmith.assembly.policy import policy_predict
     from tunesmith.models.causal_lm import CausalLM
 
-    return ReferenceHost(load_model(CausalLM, config, load_tokenizer(config)), policy_predict(config))
+    model = load_model(CausalLM, config, load_tokenizer(config), frozen=True)
+    return ReferenceHost(model, policy_predict(config))
 
 
 def _separate_reference(config: RLConfig) -> bool:
@@ -166,10 +182,9 @@ def remote_trainer(
     ranks = [processes.spawn(role, TrainerLostError) for _ in range(world)]
     host = partial(host_trainer, config, make, publishes=publishes)
     with long_wait(f"starting {world} processes of the {NAMES[role]}"):
-        gather(far.make(partial(host, rank=rank)) for rank, far in enumerate(ranks))
-    if world > 1:
-        place = ranks[0].call("open_store")
-        gather(far.submit("join", rank, world, *place) for rank, far in enumerate(ranks))
+        gather(far.make(host) for far in ranks)
+        place = ranks[0].call("open_store") if world > 1 else None
+        gather(far.submit("build", rank, world, place) for rank, far in enumerate(ranks))
     reference = None
     if publishes and isinstance(config, RLConfig) and _separate_reference(config):
         reference = processes.spawn("ref", TrainerLostError)

@@ -102,7 +102,8 @@ def _learner_and_engine(
     config, tokenizer = run.config, run.tokenizer
     if processes:
         backend, limits = remote_trainer(processes, config, make_policy)
-        engine = make_engines(processes, config, FarPlane(backend.first), session.note, session.timeline)
+        publishing = backend.replicas if config.system.zero_stage else backend.replicas[:1]
+        engine = make_engines(processes, config, FarPlane(*publishing), session.note, session.timeline)
     else:
         model = load_model(CausalLM, config, tokenizer)
         backend, limits = policy_backend(config, tokenizer, model), None

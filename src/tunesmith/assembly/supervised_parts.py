@@ -178,7 +178,7 @@ def _reference_parts(
 
 def _language_model(config: RunConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
     model = load_model(CausalLM, config, tokenizer)
-    reference = load_model(CausalLM, config, tokenizer) if keeps_reference(config) else None
+    reference = load_model(CausalLM, config, tokenizer, frozen=True) if keeps_reference(config) else None
     return make_backend(config, model, partial(CausalLM.predict, chunk=config.system.logprob_chunk), reference)
 
 

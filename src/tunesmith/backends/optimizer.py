@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tunesmith.models.sharding import first_row, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class MasterAdamW:
     A parameter of float32 or wider is its own master. A narrower one (bfloat16) gets a float32 master:
     each micro-batch's gradient is added to the master's in float32, the step is taken there, and the
     result is rounded into the parameter. Matrices decay, vectors (norms, biases) do not.
+    The master of a parameter that is sharded over ranks is this rank's rows of it.
 
     A ``head`` trains beside the module, undecayed, at ``head_lr_ratio`` times its learning rate.
     """
@@ -36,6 +41,7 @@ class MasterAdamW:
         beside = {f"value_head.{name}": p for name, p in head.named_parameters()} if head else {}
         self.parameters = {**own, **beside}
         self.masters = {name: self._master_of(p) for name, p in self.parameters.items()}
+        self.sharded = {name for name, p in own.items() if isinstance(p, DTensor)}
         decay = [m for name, m in self.masters.items() if name in own and m.ndim >= 2]
         others = [m for name, m in self.masters.items() if name in own and m.ndim < 2]
         groups: list[dict[str, Any]] = [
@@ -49,6 +55,8 @@ class MasterAdamW:
 
     @staticmethod
     def _master_of(parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, DTensor):
+            return nn.Parameter(local(parameter.detach()))
         if parameter.dtype in (torch.float32, torch.float64):
             return parameter
         master = nn.Parameter(parameter.detach().float())
@@ -70,13 +78,18 @@ class MasterAdamW:
             self.masters[name].grad = None
 
     @torch.no_grad()
-    def step(self, lr: float) -> dict[str, float]:
+    def step(self, lr: float, over_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
         """Clip, step, round into the parameters, clear gradients.
 
         A gradient that is not finite is dropped whole: ``skipped_steps`` is then 1 and nothing moves.
+
+        Args:
+            over_ranks: sums a number over the ranks that shard the parameters.
         """
-        grads = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        for name in self.sharded:
+            grad = self.parameters[name].grad
+            self.masters[name].grad = None if grad is None else local(grad)
+        norm = self._norm(over_ranks)
         finite = bool(torch.isfinite(norm))
         if finite:
             if self.settings.max_grad_norm is not None:
@@ -85,17 +98,36 @@ class MasterAdamW:
                 group["lr"] = lr * group.get("lr_ratio", 1.0)
             self.adamw.step()
             for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter:
+                if self.masters[name] is not parameter and name not in self.sharded:
                     parameter.copy_(self.masters[name])
         self.zero_grad()
         return {"grad_norm": float(norm), "skipped_steps": float(not finite)}
 
+    def _norm(self, over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """Of the whole gradient, also where each rank has a part of it."""
+        grads = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+        if over_ranks is None:
+            return torch.nn.utils.get_total_norm(list(grads.values()))
+        squares = [
+            torch.nn.utils.get_total_norm(
+                [g for name, g in grads.items() if (name in self.sharded) == sharded]
+            ).double()
+            ** 2
+            for sharded in (True, False)
+        ]
+        return (over_ranks(squares[0]) + squares[1]).sqrt().float()
+
     @torch.no_grad()
     def not_finite(self) -> str | None:
         """The first parameter with a value that is not finite. Reads each once, and waits for the device once."""
-        if torch.nn.utils.get_total_norm([p.detach() for p in self.parameters.values()], math.inf).isfinite():
+        own = {name: local(p.detach()) for name, p in self.parameters.items()}
+        if torch.nn.utils.get_total_norm([p for p in own.values() if p.numel()], math.inf).isfinite():
             return None
-        return next(name for name, p in self.parameters.items() if not p.isfinite().all())
+        return next(name for name, p in own.items() if not p.isfinite().all())
+
+    def first_row(self, name: str) -> int | None:
+        """The first row of a parameter that this rank has; None where it has all of a parameter or this is none."""
+        return first_row(self.parameters[name]) if name in self.sharded else None
 
     @torch.no_grad()
     def move(self, device: torch.device | str) -> None:
@@ -104,7 +136,7 @@ class MasterAdamW:
             slot: dict[str, Any] = self.adamw.state.get(master, {})
             for key, value in slot.items():
                 slot[key] = value.to(device)
-            if master is not self.parameters[name]:
+            if master is not self.parameters[name] and name not in self.sharded:
                 master.data = master.data.to(device)
 
     def state(self) -> dict[str, Tensor]:
@@ -113,7 +145,7 @@ class MasterAdamW:
         for name, master in self.masters.items():
             for key, value in self.adamw.state.get(master, {}).items():
                 tensors[f"{key}:{name}"] = value
-            if master is not self.parameters[name]:
+            if master is not self.parameters[name]:  # or its rows
                 tensors[f"master:{name}"] = master.detach()
         return tensors
 
@@ -121,7 +153,7 @@ class MasterAdamW:
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Continue from ``state()``. Masters that are not in it, as after float32 training, come from the weights."""
         for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
+            if self.masters[name] is not parameter and name not in self.sharded:
                 self.masters[name].copy_(parameter)
         for key, value in tensors.items():
             kind, name = key.split(":", 1)

@@ -102,7 +102,7 @@ class RankedBackend:
         if self.reference is None:
             self._each("backend.refresh_reference")
             return
-        self.reference.call("take", self.first.call("weights"))
+        self.reference.call("take", self._each("weights"))
         self._reference_is_new = True
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:

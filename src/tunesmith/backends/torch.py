@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.base import Metrics, Quantity
 from tunesmith.backends.memory import memory_boundary
 from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
+from tunesmith.backends.passes import Passes, Sums
+from tunesmith.backends.state_files import OPTIMIZER_FILE, StateFiles, write_state
 from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.distributed.rank_group import RankGroup
-from tunesmith.errors import CheckpointError, DivergedError, boundary
+from tunesmith.errors import CheckpointError, DivergedError, ModelError, boundary
 from tunesmith.models.cost import training_cost
 from tunesmith.models.decoder import Decoder
-from tunesmith.monitor import interrupts
+from tunesmith.models.loading import read_shards
+from tunesmith.models.sharding import local
 from tunesmith.plan.cost import CostModel
 
-OPTIMIZER_FILE = "optimizer.safetensors"
 MODEL_DIRECTORY = "model"
 AVERAGE_DIRECTORY, REFERENCE_DIRECTORY = "ema", "reference"
 HEAD_FILE = "value_head.safetensors"
@@ -45,8 +46,9 @@ class TorchBackend(Generic[M]):
     A ``value_head`` that it uses is trained and saved beside the model. With ``ema_decay`` a float32 average of
     the weights, ``a ← decay·a + (1 − decay)·w``, follows every optimizer step.
 
-    One that has joined a ``group`` is a replica: gradients are summed over the ranks at each step, which all of them
-    take, and each draws random numbers of its own.
+    One that has joined a ``group`` is one of several ranks, and each draws random numbers of its own. It has a copy of
+    the weights, whose gradients are summed over the ranks at each step; or, where the model is sharded
+    (``models/sharding.py``), some rows of all of it.
     """
 
     ranks = 1
@@ -64,7 +66,9 @@ class TorchBackend(Generic[M]):
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
-        self.model, self.reference, self.predict = model, reference, predict
+        self.model, self.reference = model, reference
+        self.passes = Passes(model, predict)
+        self.reference_passes = None if reference is None else Passes(reference, predict)
         self.value_head, self.ema_decay = value_head, ema_decay
         self.optimizer = MasterAdamW(model.module, settings, value_head, head_lr_ratio)
         masters = self.optimizer.masters if ema_decay is not None else {}
@@ -85,8 +89,10 @@ class TorchBackend(Generic[M]):
         Raises:
             ModelError: they do not have the same weights.
         """
-        group.check_equal(self.model.module.parameters())
-        self.group = group
+        group.check_equal(p for p in self.optimizer.parameters.values() if not isinstance(p, DTensor))
+        self.group = self.passes.group = group
+        if self.reference_passes is not None:
+            self.reference_passes.group = group
         torch.manual_seed(torch.initial_seed() + group.rank)
         self._settled = self._random_state()
 
@@ -99,53 +105,59 @@ class TorchBackend(Generic[M]):
         return training_cost(cast(Any, self.model))
 
     def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
-        model, inside = self._scored(reference)
+        passes, inside = self._scored(reference)
         with inside:
-            return score(model, self.predict, packing, of)
+            return passes.score(packing, of)
 
-    def _scored(self, reference: bool) -> tuple[M, AbstractContextManager[None]]:
+    def _scored(self, reference: bool) -> tuple[Passes[M], AbstractContextManager[None]]:
         """The model to run, and how: the reference of one with an adapter is the same model without it."""
-        if not reference or self.reference is not None:
-            return (self.reference if reference and self.reference is not None else self.model), nullcontext()
+        if not reference:
+            return self.passes, nullcontext()
+        if self.reference_passes is not None:
+            return self.reference_passes, nullcontext()
         assert self.model.adapter is not None, "this run has no reference model"
-        return self.model, self.model.adapter.reference()
+        return self.passes, self.model.adapter.reference()
 
     def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
         # A failed backward leaves some gradients added and some not, so every call starts from none.
         self.optimizer.zero_grad()
         self.model.module.train()
-        sums = _Sums()
-        for forest in packing:
-            interrupts.check()
-            with memory_boundary(f"a micro-batch of {forest.num_tokens} tokens"):
-                there = forest.to(self.model.device)
-                loss, metrics = objective(there, self.predict(self.model, there))
-                loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        sums, sharding = Sums(), self.model.sharding
+
+        def one(forest: Forest) -> None:
+            loss, metrics = objective(forest, self.passes.predict(forest))
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
             sums.add({"loss": loss, **metrics})
-            del loss, metrics, there  # with the graph, before the next one grows
+
+        def sum_gradients(index: int) -> bool:
+            last = index == len(packing) - 1
+            return sharding is not None and sharding.sum_gradients(self.model.module, last=last)
+
+        self.passes.each("a micro-batch", packing, one, sum_gradients)
         return sums.read()
 
     @torch.no_grad()
     def evaluate(self, packing: Packing, objective: Objective) -> Metrics:
         self.model.module.eval()
-        sums = _Sums()
-        for forest in packing:
-            interrupts.check()
-            with memory_boundary(f"evaluating {forest.num_tokens} tokens"):
-                there = forest.to(self.model.device)
-                predictions = self.predict(self.model, there)
-                loss, metrics = objective(there, predictions)
+        sums = Sums()
+
+        def one(forest: Forest) -> None:
+            predictions = self.passes.predict(forest)
+            loss, metrics = objective(forest, predictions)
             read = (predictions.logprobs, predictions.values)
             broken = sum((~t.isfinite()).sum() for t in read if t is not None)
             sums.add({"loss": loss, **metrics, "broken": torch.as_tensor(broken)})
+
+        self.passes.each("evaluating a micro-batch", packing, one)
         total = sums.read()
         return dict.fromkeys(total, math.nan) if total.pop("broken", 0.0) else total
 
     def step(self, lr: float) -> dict[str, float]:
         with memory_boundary("the optimizer step"):
+            sharded = self.optimizer.sharded
             if self.group:
-                self.group.sum_gradients(self.optimizer.masters.values())
-            metrics = self.optimizer.step(lr)
+                self.group.sum_gradients(m for name, m in self.optimizer.masters.items() if name not in sharded)
+            metrics = self.optimizer.step(lr, self.group.sum if self.group and sharded else None)
             self._check_finite(lr, metrics["grad_norm"])
             self._update_ema()
         self._optimizer_steps += 1
@@ -177,7 +189,7 @@ class TorchBackend(Generic[M]):
     @contextmanager
     def ema_weights(self) -> Generator[None]:
         assert self.ema, "this run keeps no average"
-        parameters = {name: p.detach() for name, p in self.optimizer.parameters.items()}
+        parameters = {name: local(p.detach()) for name, p in self.optimizer.parameters.items()}
         self._held = {name: p.to("cpu", copy=True) for name, p in parameters.items()}
         try:
             self._put(self.ema)
@@ -189,13 +201,13 @@ class TorchBackend(Generic[M]):
     def _put(self, weights: dict[str, Tensor]) -> None:
         """In place: a sampler in this process reads the same memory."""
         for name, weight in weights.items():
-            self.optimizer.parameters[name].detach().copy_(weight)
+            local(self.optimizer.parameters[name].detach()).copy_(weight)
 
     @torch.no_grad()
     def refresh_reference(self) -> None:
         assert self.reference is not None, "this run has no reference model"
         for ours, theirs in zip(self.model.module.parameters(), self.reference.module.parameters(), strict=True):
-            theirs.copy_(ours)
+            local(theirs).copy_(local(ours))
         self._reference_is_new = True
 
     def offload(self) -> None:
@@ -211,27 +223,31 @@ class TorchBackend(Generic[M]):
         self.ema = {name: a.to(device) for name, a in self.ema.items()}
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
-        """As the port says; of several ranks the first writes all but the others' random states."""
+        """As the port says; of several ranks the first writes what all have, and each its part of what is sharded."""
         directory.mkdir(parents=True, exist_ok=True)  # whichever rank is the first here
-        if self.group and self.group.rank and model_only:
-            return
-        if self.group and self.group.rank:
-            save_file(self._random_state(), directory / RANDOM_FILE.format(rank=self.group.rank))
-            return
-        self.model.save(directory / MODEL_DIRECTORY)
-        if self.ema:
-            with self.ema_weights():
-                self.model.save(directory / AVERAGE_DIRECTORY)
+        rank = self.group.rank if self.group else 0
+        if rank == 0 or self.model.sharding:
+            self.model.save(directory / MODEL_DIRECTORY)
+            if self.ema:
+                with self.ema_weights():
+                    self.model.save(directory / AVERAGE_DIRECTORY)
+            if self._reference_is_new and self.reference is not None and not model_only:
+                self.reference.save(directory / REFERENCE_DIRECTORY)
         if model_only:
             return
-        if self._reference_is_new and self.reference is not None:
-            self.reference.save(directory / REFERENCE_DIRECTORY)
-        if self.value_head is not None:
+        if rank == 0 and self.value_head is not None:
             save_file({n: t.cpu() for n, t in self.value_head.state_dict().items()}, directory / HEAD_FILE)
         tensors = self.optimizer.state() | {f"ema:{name}": t for name, t in self.ema.items()}
-        tensors |= self._random_state()
-        contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        save_file(contiguous, directory / OPTIMIZER_FILE, metadata={"version": str(self._optimizer_steps)})
+        sharded = {
+            key: first for key in tensors if (first := self.optimizer.first_row(key.split(":", 1)[1])) is not None
+        }
+        if rank:
+            save_file(self._random_state(), directory / RANDOM_FILE.format(rank=rank))
+            tensors = {key: tensors[key] for key in sharded}
+        else:
+            tensors |= self._random_state()
+        if tensors:
+            write_state(directory, tensors, sharded, self._optimizer_steps, rank)
 
     def load(self, directory: Path) -> None:
         load_weights(self.model, directory / MODEL_DIRECTORY)
@@ -242,7 +258,8 @@ class TorchBackend(Generic[M]):
             with boundary(CheckpointError, f"cannot read the value head {directory / HEAD_FILE}", Exception):
                 self.value_head.load_state_dict(load_file(directory / HEAD_FILE))
         with boundary(CheckpointError, f"cannot read {directory / OPTIMIZER_FILE}", Exception):
-            tensors = load_file(directory / OPTIMIZER_FILE)
+            files = StateFiles(directory)
+            tensors = {key: self._own_rows(files, key) for key in files.names}
         self._load_random_state(
             directory, {key: tensors.pop(key) for key in list(tensors) if key.startswith("random:")}
         )
@@ -256,8 +273,16 @@ class TorchBackend(Generic[M]):
         self.optimizer.load_state(tensors)
         for name, average in self.ema.items():
             average.copy_(averages[name])
-        self._optimizer_steps = int(_metadata(directory / OPTIMIZER_FILE)["version"])
+        self._optimizer_steps = files.version
         self._settled = self._random_state()
+
+    def _own_rows(self, files: StateFiles, key: str) -> Tensor:
+        """A tensor of a checkpoint, or this rank's rows of it."""
+        kind, name = key.split(":", 1)
+        master = self.optimizer.masters.get(name)
+        if kind in ("random", "step") or master is None or not master.dim():
+            return files.tensor(key)
+        return files.rows(key, self.optimizer.first_row(name) or 0, len(master))
 
     def _random_state(self) -> dict[str, Tensor]:
         states = {"random:cpu": torch.get_rng_state()}
@@ -291,41 +316,6 @@ class TorchBackend(Generic[M]):
             )
 
 
-class _Sums:
-    """Metrics of micro-batches, added up on the device and read once."""
-
-    def __init__(self) -> None:
-        self.total: dict[str, Tensor] = {}
-
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        for name, value in metrics.items():
-            value = value.detach().double()
-            self.total[name] = self.total[name] + value if name in self.total else value
-
-    def read(self) -> Metrics:
-        values: list[float] = torch.stack(list(self.total.values())).tolist() if self.total else []
-        return dict(zip(self.total, values, strict=True))
-
-
-@torch.no_grad()
-def score(model: M, predict: Callable[[M, Forest], Predictions], packing: Packing, of: Quantity) -> Floats:
-    """What a model says at each prediction, as ``Scorer.score``."""
-    model.module.eval()
-    found = np.zeros(packing.num_predictions)
-    for forest in packing.forests:
-        interrupts.check()
-        with memory_boundary(f"scoring {forest.num_tokens} tokens"):
-            values = getattr(predict(model, forest.to(model.device)), of)
-        assert isinstance(values, Tensor), f"the model gives no {of}"
-        found[forest.predictions.numpy()] = values.double().cpu().numpy()
-    return found
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    with safe_open(path, framework="pt") as opened:
-        return dict(opened.metadata())
-
-
 def load_weights(model: Decoder, directory: Path) -> None:
     """Put the weights that ``model.save`` wrote, or its adapter's, in place.
 
@@ -334,6 +324,10 @@ def load_weights(model: Decoder, directory: Path) -> None:
     """
     if model.adapter is not None:
         model.adapter.load(directory)
+        return
+    if model.sharding is not None:
+        with boundary(CheckpointError, f"{directory} holds another model than this run's", ModelError):
+            read_shards(model.module, directory)
         return
     saved = type(model).load(directory, dtype=model.module.dtype, device="cpu").module.state_dict()
     current = model.module.state_dict()

@@ -56,6 +56,8 @@ class SystemSection(Section):
     trainer_ranks: PositiveInt = 1
     """Processes that share the micro-batches of each step; a separate critic has the same number. Under ``torchrun``
     they are its processes."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """What the trainer's ranks shard: nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
     trainer_restarts: Count = 3
     """How often the run resumes by itself after a process of its trainer, reference or critic dies."""
     placement: PlacementSection | None = None

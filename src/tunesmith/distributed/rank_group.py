@@ -3,12 +3,14 @@
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +35,24 @@ def reach_store(host: str, port: int) -> dist.TCPStore:
         store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=REACHING))
     store.set_timeout(timedelta(seconds=PATIENCE))
     return store
+
+
+def join_default_group(store: dist.TCPStore, rank: int, world: int, host: str, device: str) -> None:
+    """Make torch.distributed's default group, which sharded models use. A process makes one only.
+
+    Args:
+        host: this machine's address; gloo listens on its interface alone.
+    """
+    if dist.is_initialized():
+        return
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address == host for found in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    kind = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=PATIENCE)
+    dist.init_process_group(kind, store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=limit)
 
 
 class RankGroup:
@@ -71,11 +91,11 @@ class RankGroup:
         """
         every = list(parameters)
         there = torch.tensor([float(p.grad is not None) for p in every], device=self.device)
-        self._sum(there)
+        self.sum(there)
         for bucket in _buckets([p for p, n in zip(every, there.tolist(), strict=True) if n]):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = grads[0].contiguous().view(-1) if len(grads) == 1 else torch.cat([g.flatten() for g in grads])
-            self._sum(flat)
+            self.sum(flat)
             for parameter, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 parameter.grad = piece.view_as(parameter)
 
@@ -85,15 +105,21 @@ class RankGroup:
         for tensor in tensors:
             digest = zlib.crc32((checksum(tensor) % 2**64).to_bytes(8, "little"), digest)
         total = torch.tensor([digest], device=self.device)
-        self._sum(total)
+        self.sum(total)
         if int(total) != self.world * digest:
             raise ModelError(
                 "the ranks of a trainer have different weights: the model has to be the same on every machine"
             )
 
-    def _sum(self, tensor: Tensor) -> None:
-        with self._lost("waited for"):
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        with self.waiting():
             self._group.allreduce([tensor]).wait()
+        return tensor
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Where ranks wait for each other."""
+        return self._lost("waited for")
 
     @contextmanager
     def _lost(self, what: str) -> Generator[None]:

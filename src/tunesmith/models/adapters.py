@@ -35,6 +35,7 @@ from tunesmith.models.decoder import Decoder
 from tunesmith.models.loading import check_names, load_config
 from tunesmith.models.quantised import num_weights
 from tunesmith.models.score_model import ScoreModel
+from tunesmith.models.sharding import unshard_trained, whole
 
 WEIGHTS = "adapter_model.safetensors"
 TRAINED, START = "default", "start"
@@ -82,12 +83,13 @@ class LoraAdapter:
         """The weights of base and adapter together, under the base's names; the module is not changed.
 
         Each sum ``W + scale · B A`` is computed in float32 and rounded to the base's dtype. Sums are on the CPU: all of
-        them together would be a second model on the GPU.
+        them together would be a second model on the GPU. The ranks of a sharded base iterate together.
         """
         module = self.peft.get_base_model()
         adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
-        for name, tensor in module.state_dict().items():
+        for name, part in module.state_dict().items():
             owner, is_adapted, rest = name.partition(".base_layer.")
+            tensor = part if ".lora_" in name else whole(part)
             if is_adapted:
                 if rest == "weight":
                     delta = cast(Any, adapted[owner]).get_delta_weight(TRAINED)
@@ -151,6 +153,7 @@ def attach(
     """
     kind = "SEQ_CLS" if isinstance(model, ScoreModel) else "CAUSAL_LM"
     peft = _fresh(model, section, kind) if path is None else _continued(model, section, kind, path, frozen)
+    unshard_trained(peft)
     model.adapter = LoraAdapter(peft, section.save_merged, trust_remote_code)
     return model.adapter
 

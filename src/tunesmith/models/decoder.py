@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from tunesmith.data.forest import Forest
 from tunesmith.models.attention import AttentionContext
 from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.models.lean import LeanDecoder
-from tunesmith.models.loading import load_config, load_module, load_tokenizer
+from tunesmith.models.loading import load_config, load_module, load_tokenizer, stored_weights
 from tunesmith.models.quantised import Quantize
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
+from tunesmith.models.shard_files import save_weights
+from tunesmith.models.sharding import Sharding
 
 
 class Adapter(Protocol):
@@ -64,6 +66,8 @@ class Decoder:
     """The decoder in fewer operations, if its family allows it; None: the Hugging Face modules run."""
     adapter: Adapter | None = field(default=None, repr=False)
     """Weights that are trained instead of the module's own; see ``adapters.attach``."""
+    sharding: Sharding | None = field(default=None, repr=False)
+    """How the weights are sharded over ranks; None: they are whole."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
     """Which sequence lengths share rotary frequencies, if these depend on the length."""
 
@@ -80,12 +84,16 @@ class Decoder:
         trust_remote_code: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
         quantize: Quantize | None = None,
+        sharding: Sharding | None = None,
+        trains: bool = True,
     ) -> Self:
         """Load from a directory or a hub name; safetensors only, dropout off.
 
         Args:
             tokenizer: the tokenizer, if it is loaded already.
             quantize: the format of the linear modules' weights, which are then frozen.
+            sharding: shard the weights over ranks.
+            trains: whether a sharded model is trained, and so has float32 weights.
 
         Raises:
             ModelError: the model does not exist, is incomplete, or its family is not supported.
@@ -103,9 +111,12 @@ class Decoder:
             quantize=quantize,
             initialised=initialised,
             dropped=dropped,
+            sharding=sharding,
+            trains=trains,
             **cls.settings,
         )
-        model = cls(module, tokenizer, LeanDecoder.of(module.base_model))
+        lean = LeanDecoder.of(module.base_model) if sharding is None else None
+        model = cls(module, tokenizer, lean, sharding=sharding)
         model.complete(config)
         return model
 
@@ -127,7 +138,8 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.module.dtype
+        """The type of its computation. The weights of a sharded model that trains are float32."""
+        return self.module.dtype if self.sharding is None else cast(torch.dtype, self.module.config.dtype)
 
     def hidden(
         self,
@@ -165,8 +177,12 @@ class Decoder:
 
     def save(self, directory: str | Path) -> None:
         """Write model and tokenizer in Hugging Face format; if the model has an adapter, only the adapter."""
-        self.tokenizer.save_pretrained(directory)  # first: ``LoraAdapter.save`` may merge, and reads it there
-        if self.adapter is None:
-            self.module.save_pretrained(directory)
+        if self.sharding is None or self.sharding.rank == 0:
+            self.tokenizer.save_pretrained(directory)  # first: ``LoraAdapter.save`` may merge, and reads it there
+        if self.adapter is not None:
+            if self.sharding is None or self.sharding.rank == 0:  # every rank has the whole adapter
+                self.adapter.save(Path(directory))
+        elif self.sharding is not None:
+            save_weights(self.module, Path(directory), self.dtype, stored_weights, self.sharding)
         else:
-            self.adapter.save(Path(directory))
+            self.module.save_pretrained(directory)

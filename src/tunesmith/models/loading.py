@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -23,6 +25,8 @@ from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.families import check_family
 from tunesmith.models.quantised import Quantize, let_gradients_pass, quantised_settings
+from tunesmith.models.shard_files import WeightFiles, fill
+from tunesmith.models.sharding import Sharding
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 HUB_SECONDS = 5.0
@@ -75,17 +79,18 @@ def load_module(
     quantize: Quantize | None = None,
     initialised: tuple[str, ...] = (),
     dropped: tuple[str, ...] = (),
+    sharding: Sharding | None = None,
+    trains: bool = True,
     **settings: Any,
 ) -> PreTrainedModel:
     """The model from safetensors files, with attention through an ``AttentionContext`` and without dropout.
 
-    With dropout two passes over the same tokens would give different log-probabilities.
-
     Args:
         auto: the transformers ``AutoModel`` class of the wanted head.
-        quantize: the format of the linear modules' weights, which are then frozen.
+        quantize: the format of the linear modules' frozen weights.
         initialised: name prefixes of weights that the files may lack, such as a score head's.
         dropped: name prefixes of weights that the files may have and the model does not.
+        sharding: shard the model; each rank reads only its rows, and has them in float32 if the model ``trains``.
         settings: configuration entries to set.
 
     Raises:
@@ -99,30 +104,76 @@ def load_module(
     quantisation = quantised_settings(quantize, dtype, device) if quantize else {}
     if takes_tf32(dtype, device):
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-    with boundary(ModelError, f"cannot load the weights of model '{path}'", ANY_ERROR):
-        loaded, info = auto.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **quantisation,
-        )
-    module = cast(PreTrainedModel, loaded)
-    check_names(f"model '{path}'", info["missing_keys"], info["unexpected_keys"], initialised, dropped)
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    for key, value in dropouts.items():  # saved checkpoints keep the original settings
-        setattr(module.config, key, value)
+    options = {"config": config, "attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
+
+    def read() -> PreTrainedModel:
+        with boundary(ModelError, f"cannot load the weights of model '{path}'", ANY_ERROR):
+            options_of_files = {**quantisation, "use_safetensors": True, "output_loading_info": True}
+            loaded, info = auto.from_pretrained(path, dtype=dtype, **options, **options_of_files)
+        check_names(f"model '{path}'", info["missing_keys"], info["unexpected_keys"], initialised, dropped)
+        return cast(PreTrainedModel, loaded)
+
+    if sharding is None:
+        module = read()
+    else:
+        stored = torch.float32 if trains and dtype == torch.bfloat16 else dtype
+        with boundary(ModelError, f"cannot shard model '{path}'", ANY_ERROR), init_empty_weights(include_buffers=False):
+            module = cast(PreTrainedModel, auto.from_config(dtype=stored, **options)).requires_grad_(trains)
+        sharding.shard(module, dtype, torch.device(device))
+        read_shards(module, path, read, initialised, dropped)
+    _disable_dropout(module, dropouts)
     if quantisation:
         let_gradients_pass(module)
+    if quantisation or sharding:
         return module.eval()
     message = f"system.device = '{device}' cannot hold the model: it needs torch with CUDA and a free GPU, or use 'cpu'"
     with boundary(ConfigError, message, (AssertionError, RuntimeError)):  # AssertionError: torch without CUDA
         return cast(PreTrainedModel, cast(nn.Module, module).to(device).eval())
+
+
+def _disable_dropout(module: PreTrainedModel, original: Mapping[str, float]) -> None:
+    """With dropout two passes over the same tokens would give different log-probabilities.
+
+    Args:
+        original: entries of the configuration, which saved checkpoints keep.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    for key, value in original.items():
+        setattr(module.config, key, value)
+
+
+def read_shards(
+    module: PreTrainedModel,
+    path: str | Path,
+    read: Callable[[], PreTrainedModel] | None = None,
+    initialised: tuple[str, ...] = (),
+    dropped: tuple[str, ...] = (),
+) -> None:
+    """Read this rank's rows of a sharded model from the files of a model.
+
+    Args:
+        read: loads the whole model, if its files have other names than the module (as for fused experts).
+        initialised, dropped: as ``load_module``.
+
+    Raises:
+        ModelError: the files hold another model.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        directory = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
+    files, wanted = WeightFiles(directory), {name for name, _ in module.named_parameters()}
+    known = module.state_dict().keys()
+    missing = [name for name in wanted - files.names if not name.startswith(initialised)]
+    unexpected = [name for name in files.names - known if not name.startswith(dropped)]
+    with boundary(ModelError, f"cannot read the weights of model '{path}'", ANY_ERROR):
+        if missing or unexpected:
+            load = read or partial(type(module).from_pretrained, path, dtype=module.config.dtype)
+            weights = load().state_dict()
+            fill(module, lambda name, start, count: weights[name][start : start + count], wanted & weights.keys())
+        else:
+            fill(module, files.rows, wanted & files.names)
 
 
 def check_names(

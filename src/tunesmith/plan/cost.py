@@ -5,7 +5,7 @@ Packing, metering and planning all read their prices here. Pure functions of siz
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tunesmith.plan.facts import ModelFacts
 
@@ -39,6 +39,10 @@ class Layout:
     """Frozen copies of the policy."""
     frozen_parameters: int = 0
     """Of reward models and a teacher."""
+    shards: int = 1
+    """Ranks that shard what is trained, and its references."""
+    zero_stage: int = 0
+    """What they shard; 0: nothing."""
     has_vocabulary_head: bool = True
     checkpointing: bool = False
     tokens: int = 0
@@ -106,6 +110,8 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     held = copy if layout.holds_model else 0
     if not layout.trains:
         return Price(weights=held, frozen=frozen, engine=engine, kv=kv, turns=layout.turns)
+    if layout.zero_stage:
+        return replace(_sharded(model, layout), engine=engine, kv=kv, turns=layout.turns)
     trained = numbers if layout.lora_rank is None else adapter_numbers(model, layout.lora_rank)
     adapter = 0 if layout.lora_rank is None else trained * layout.bytes_per_number
     kept = (8 if wide else 12) + (4 if layout.ema else 0)
@@ -119,6 +125,32 @@ def price(model: ModelFacts, layout: Layout) -> Price:
         engine=engine,
         kv=kv,
         turns=layout.turns,
+    )
+
+
+def _sharded(model: ModelFacts, layout: Layout) -> Price:
+    """Of a rank that shards a model: its rows, in float32 if they train, and what is gathered at once.
+
+    Every rank has the whole of an adapter.
+    """
+    numbers, size = model.parameters or 0, layout.bytes_per_number
+    outside = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
+    layer = (numbers - outside) // model.layers
+    gathered = outside + 2 * layer if layout.zero_stage == 3 else numbers  # one layer runs, the next one arrives
+    rows = numbers // layout.shards
+    kept, summed, ema = rows * 4, numbers if layout.zero_stage == 1 else rows, 4 if layout.ema else 0
+    gradients, optimizer = 4 * summed, rows * (8 + ema)
+    passing = max(outside, layer) * (size + 4)  # a gradient on its way to its rows
+    if layout.lora_rank is not None:
+        trained, passing = adapter_numbers(model, layout.lora_rank), 0
+        kept, gradients, optimizer = rows * size + 4 * trained, 4 * trained, (8 + ema) * trained
+    return Price(
+        weights=layout.models * kept + gathered * size,
+        gradients=layout.models * gradients + passing,
+        optimizer=layout.models * optimizer,
+        frozen=layout.references * rows * size + layout.frozen_parameters * size,
+        activations=layout.tokens * activation_bytes(model, size, layout.checkpointing),
+        head=head_bytes(model, layout) if layout.has_vocabulary_head else 0,
     )
 
 

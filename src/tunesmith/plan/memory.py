@@ -118,6 +118,8 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         models=1 + (has_critic(config) and _shares_trainer_device(config, "critic")),
         references=int(keeps_reference(config) and _shares_trainer_device(config, "ref")),
         frozen_parameters=frozen,
+        shards=system.trainer_ranks if system.zero_stage else 1,
+        zero_stage=system.zero_stage,
         has_vocabulary_head=not isinstance(config, ScoreConfig),
         checkpointing=bool(known(system, "gradient_checkpointing")),
         chunk=system.logprob_chunk,
@@ -252,6 +254,8 @@ def _changes(config: RunConfig, facts: Facts) -> Iterator[dict[str, Any]]:
         if isinstance(config, DPOConfig | KTOConfig):
             yield {f"{config.command}.precompute_reference": True}
         if not config.lora.on:
+            for ranks in (n for n in (2, 4, 8) if n <= len(facts.hardware.gpus)):
+                yield {"system.trainer_ranks": ranks, "system.zero_stage": 3}
             yield {"lora.rank": USUAL_RANK}
     engine = config.system.engine
     if config.model.quantize is None and engine == "local" and not isinstance(config, ScoreConfig):

@@ -1,7 +1,8 @@
-"""A weight plane in another process: that of the trainer's first rank."""
+"""A weight plane in other processes: that of the trainer's ranks."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,14 +14,14 @@ from tunesmith.weights.base import Offer
 
 
 class FarPlane:
-    """The attribute ``plane`` of the object in another process."""
+    """The attribute ``plane`` of the trainer's first rank. Others that take part in a publication have one as well."""
 
-    def __init__(self, far: Far) -> None:
-        self._far = far
+    def __init__(self, far: Far, *others: Far) -> None:
+        self._far, self._others = far, others
         self._folders: set[Path] = set()
 
     async def publish(self, version: int) -> None:
-        await self._far.call_async("plane.publish", version)
+        await asyncio.gather(*(far.call_async("plane.publish", version) for far in (self._far, *self._others)))
 
     async def offer(self, takers: int) -> list[Offer]:
         offers: list[Offer] = await self._far.call_async("plane.offer", takers)

@@ -1,0 +1,66 @@
+"""Optimizer state on disk: one file of whole tensors, or a file per rank with that rank's rows of each tensor.
+
+Any number of ranks can read what any other number wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+RANK_FILE = "optimizer-{rank:05d}.safetensors"
+"""Of each rank but the first, where ranks shard the state."""
+
+
+def write_state(
+    directory: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int], version: int, rank: int = 0
+) -> None:
+    """Write tensors, of which those in ``first_rows`` are this rank's rows from that one on."""
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    file = directory / (RANK_FILE.format(rank=rank) if rank else OPTIMIZER_FILE)
+    save_file(plain, file, metadata={"version": str(version), "first_rows": json.dumps(first_rows)})
+
+
+class StateFiles:
+    """Reads what the ranks of a run wrote."""
+
+    def __init__(self, directory: Path) -> None:
+        self.version = 0
+        self._places: dict[str, list[tuple[int, Path]]] = {}
+        for file in sorted(
+            directory.glob(f"{Path(OPTIMIZER_FILE).stem}*.safetensors"), key=lambda f: f.name != OPTIMIZER_FILE
+        ):
+            with safe_open(file, framework="pt") as opened:
+                metadata = opened.metadata()
+                self.version = int(metadata["version"])
+                first_rows = json.loads(metadata.get("first_rows", "{}"))
+                for name in opened.keys():  # noqa: SIM118  (no mapping)
+                    self._places.setdefault(name, []).append((first_rows.get(name, 0), file))
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._places)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that is not sharded."""
+        with safe_open(self._places[name][0][1], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    def rows(self, name: str, start: int, count: int) -> Tensor:
+        """Rows of a tensor, from all files that have some of them."""
+        pieces: list[Tensor] = []
+        for first, file in sorted(self._places[name]):
+            with safe_open(file, framework="pt") as opened:
+                piece = opened.get_slice(name)
+                stop = first + piece.get_shape()[0]
+                a, b = max(start, first), min(start + count, stop)
+                if a < b or (not pieces and not count):
+                    pieces.append(piece[max(a - first, 0) : max(b - first, 0)] if a < b else piece[0:0])
+        return torch.cat(pieces)

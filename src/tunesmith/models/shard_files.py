@@ -1,0 +1,105 @@
+"""Reading a sharded model from safetensors files, and writing it, without the whole model in one place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tunesmith.models.sharding import Sharding, first_row, local, whole
+
+FILE_BYTES = 2 << 30
+"""Size of a file of weights; a rank holds one at a time while it writes."""
+
+
+class WeightFiles:
+    """The safetensors files of a model's directory, from which single rows can be read."""
+
+    def __init__(self, directory: Path) -> None:
+        files = sorted(directory.glob("*.safetensors"))
+        self._file = {name: file for file in files for name in names_in(file)}
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file)
+
+    def rows(self, name: str, start: int, count: int) -> Tensor:
+        with safe_open(self._file[name], framework="pt") as opened:
+            piece = opened.get_slice(name)
+            return piece[start : start + count] if piece.get_shape() else opened.get_tensor(name)
+
+
+def names_in(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+@torch.no_grad()
+def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[str]) -> None:
+    """Read this rank's rows of each parameter and persistent buffer in ``names``."""
+    for name, tensor in module.state_dict().items():
+        if name in names:
+            own = local(tensor)
+            own.copy_(rows(name, first_row(tensor), len(own) if own.dim() else 1))
+
+
+def save_weights(
+    module: PreTrainedModel,
+    directory: Path,
+    dtype: torch.dtype,
+    stored: Callable[[PreTrainedModel, Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]],
+    sharding: Sharding,
+) -> None:
+    """Write a model in Hugging Face format. All ranks call this together, and each writes some of the files.
+
+    Args:
+        stored: gives weights the names and shapes that they have in files.
+    """
+    named = [n for n, _ in module.named_parameters()]
+    state = module.state_dict()
+    named += [n for n, _ in module.named_buffers() if n in state]
+    groups = _by_size(state, named, dtype)
+    for number, names in enumerate(groups):
+        mine = number % sharding.mesh.size() == sharding.rank
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            weight = whole(state[name], dtype)
+            if mine:
+                tensors[name] = weight
+        if mine:
+            plain = {n: t.cpu().contiguous() for n, t in stored(module, tensors.items())}
+            save_file(plain, directory / _file_name(number, len(groups)), metadata={"format": "pt"})
+    torch.distributed.barrier(sharding.mesh.get_group() if sharding.mesh.ndim == 1 else None)
+    if sharding.rank == 0:
+        module.config.save_pretrained(directory)
+        if module.can_generate():
+            module.generation_config.save_pretrained(directory)  # pyright: ignore[reportOptionalMemberAccess]
+        if len(groups) > 1:
+            files = [_file_name(number, len(groups)) for number in range(len(groups))]
+            index = {name: file for file in files for name in names_in(directory / file)}
+            size = sum((directory / file).stat().st_size for file in files)
+            text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
+            (directory / "model.safetensors.index.json").write_text(text)
+
+
+def _by_size(state: Mapping[str, Tensor], names: list[str], dtype: torch.dtype) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name in names:
+        needed = state[name].numel() * dtype.itemsize
+        if groups[-1] and size + needed > FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += needed
+    return groups
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"

@@ -1,0 +1,159 @@
+"""Sharded models: weights, gradients and optimizer state are split over ranks (FSDP2, ZeRO arXiv:1910.02054).
+
+Each rank keeps its rows of every parameter, in float32 if the model trains. The weights of a decoder layer are gathered
+before it runs, in the type that the model computes in, and freed afterwards. Gradients are summed over the ranks in
+float32, and each rank gets its rows of the sum.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from tunesmith.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a model is sharded.
+
+    Args:
+        mesh: one dimension, of all ranks that train the model.
+        stage: ZeRO's. 1 shards the optimizer state, 2 the gradients too, 3 the weights too. Gathered weights are freed
+            after the backward pass in stages 1 and 2, and after each layer in stage 3. In stage 1 gradients are summed
+            over the ranks once per optimizer batch, else after each micro-batch.
+    """
+
+    mesh: DeviceMesh
+    stage: int
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.get_rank()
+
+    def shard(self, module: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+        """Shard a module whose parameters are on the meta device; this rank's rows are then uninitialised memory.
+
+        Args:
+            dtype: the type of its computation.
+
+        Raises:
+            ConfigError: torch is too old.
+        """
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise ConfigError(f"system.zero_stage needs torch 2.13 or newer, and this is torch {torch.__version__}")
+        module.tie_weights()
+        module.config.dtype = dtype
+        trains = any(p.requires_grad for p in module.parameters())
+        narrow = dtype == torch.bfloat16
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype if trains and narrow else None,
+            reduce_dtype=torch.float32 if narrow else None,
+            cast_forward_inputs=False,
+        )
+        options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy, "reshard_after_forward": self.stage == 3}
+        for layer in decoder_layers(module):
+            fully_shard(layer, **options)
+        fully_shard(module, **options)
+        for part in shards(module):
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other; and losses have global denominators
+            part.set_gradient_divide_factor(1.0)
+        cast(Any, module).run_sharded = MethodType(_call, module)
+        register_fsdp_forward_method(module, "run_sharded")
+
+        def materialise(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+        module._apply(materialise)  # pyright: ignore[reportPrivateUsage, reportArgumentType, reportUnknownMemberType]
+        module.tie_weights()
+
+    def sum_gradients(self, module: PreTrainedModel, *, last: bool) -> bool:
+        """Whether the next backward pass sums gradients over the ranks; else it adds them to those not yet summed.
+
+        Args:
+            last: it is that of an optimizer batch's last micro-batch.
+        """
+        now = last or self.stage > 1
+        cast(FSDPModule, module).set_requires_gradient_sync(now)
+        return now
+
+
+def _call(module: PreTrainedModel, work: Callable[[], T]) -> T:
+    del module
+    return work()
+
+
+def run(module: PreTrainedModel, work: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:
+    """The result of ``work``, which runs the module or parts of it. All ranks call this together."""
+    result = cast(Any, module).run_sharded(work)
+    if not torch.is_grad_enabled():  # else the backward pass frees the gathered weights
+        for part in shards(module):
+            part.reshard()
+    return result
+
+
+def decoder_layers(module: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a decoder: the longest list of modules in it."""
+    lists = [m for m in module.base_model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len)
+
+
+def shards(module: nn.Module) -> Iterator[FSDPModule]:
+    """The modules that gather their own weights."""
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor, in place; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """All rows of a tensor, in ``dtype``. All ranks call this together."""
+    tensor = tensor.detach()
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor) -> int:
+    """The index of this rank's first row."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] if offset else 0
+
+
+def unshard_trained(module: nn.Module) -> None:
+    """Give every rank the whole of what trains on a sharded base: peft's copy of a score head has the base's rows."""
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.requires_grad and isinstance(parameter, DTensor):
+                setattr(part, name, nn.Parameter(whole(parameter).clone()))
+
+
+def whole_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """All weights, gathered one by one; tied ones under each of their names. All ranks iterate together."""
+    state = module.state_dict()
+    places = {name: local(tensor).data_ptr() or id(tensor) for name, tensor in state.items()}
+    uses = list(places.values())
+    tied: dict[int, Tensor] = {}
+    for name, tensor in state.items():
+        place = places[name]
+        weight = tied[place] if place in tied else whole(tensor, dtype)
+        if uses.count(place) > 1:
+            tied[place] = weight
+        yield name, weight

@@ -1,0 +1,125 @@
+"""A rank of a sharded model in a process of its own, as ``test_sharding.py`` calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tunesmith.algorithms.objective import SFTObjective
+from tunesmith.backends.optimizer import AdamWSettings
+from tunesmith.backends.torch import TorchBackend
+from tunesmith.data.forest import Packing
+from tunesmith.distributed.child import ChildProcess
+from tunesmith.distributed.far import gather
+from tunesmith.distributed.process_group import open_store
+from tunesmith.distributed.rank_group import RankGroup, join_default_group, reach_store
+from tunesmith.errors import DeviceMemoryError, TrainerLostError
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.score_model import ScoreModel
+from tunesmith.models.sharding import Sharding, decoder_layers, local, whole, whole_weights
+
+HERE = "127.0.0.1"
+
+
+class Rank:
+    """Joins the others and loads the model."""
+
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        world: int,
+        port: int,
+        stage: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        kind: type[CausalLM] | type[ScoreModel] = CausalLM,
+        reference: bool = False,
+        **options: Any,
+    ) -> None:
+        torch.set_num_threads(1)
+        store = reach_store(HERE, port)
+        join_default_group(store, rank, world, HERE, "cpu")
+        load = partial(kind.load, path, dtype=dtype, sharding=Sharding(init_device_mesh("cpu", (world,)), stage))
+        frozen = load(trains=False) if reference else None
+        settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1)
+        self.backend: TorchBackend[Any] = TorchBackend(load(), settings, kind.predict, reference=frozen, **options)
+        self.backend.join(RankGroup(store, rank, world, HERE))
+        self.rank, self.world = rank, world
+
+    def gradient(self, packing: Packing, most_tokens: int | None = None) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Loss and whole gradients; ``DeviceMemoryError`` on rank 1 in a layer's pass over more than so many tokens."""
+        with short_of_memory(self.backend.model.module, most_tokens if self.rank == 1 else None):
+            metrics = self.backend.forward_backward(packing.for_rank(self.rank, self.world), SFTObjective())
+        named = self.backend.model.module.named_parameters()
+        return metrics, {name: whole(p.grad) for name, p in named if p.grad is not None}
+
+    def after_failures(self, packing: Packing, most_tokens: int, smaller: Packing) -> tuple[bool, dict[str, Tensor]]:
+        """Whether the packing failed on this rank, and the gradient of a smaller one afterwards."""
+        failed = False
+        try:
+            self.gradient(packing, most_tokens)
+        except DeviceMemoryError:
+            failed = True
+        return failed, self.gradient(smaller, most_tokens)[1]
+
+    def train(self, packing: Packing, steps: int = 3, lr: float = 1e-2) -> tuple[list[float], dict[str, Tensor]]:
+        """Gradient norms and whole weights after some steps."""
+        norms: list[float] = []
+        for _ in range(steps):
+            self.backend.forward_backward(packing.for_rank(self.rank, self.world), SFTObjective())
+            norms.append(self.backend.step(lr)["grad_norm"])
+        return norms, self.weights()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: t.clone() for name, t in whole_weights(self.backend.model.module, torch.float64)}
+
+    def score(self, packing: Packing, *, reference: bool = False) -> Any:
+        return self.backend.score(packing.for_rank(self.rank, self.world, columns=False), reference=reference)
+
+    def numbers(self) -> tuple[int, int]:
+        """Numbers that this rank keeps: of the weights, and of the optimizer's state."""
+        module, state = self.backend.model.module, self.backend.optimizer.adamw.state
+        return (
+            sum(local(p).numel() for p in module.parameters()),
+            sum(t.numel() for slot in state.values() for t in slot.values()),
+        )
+
+
+@contextmanager
+def short_of_memory(module: nn.Module, most_tokens: int | None) -> Iterator[None]:
+    """The second layer raises what the CPU's allocator raises, if it sees more tokens."""
+
+    def hook(_: nn.Module, given: tuple[Any, ...]) -> None:
+        if most_tokens is not None and given[0].shape[-2] > most_tokens:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    handle = decoder_layers(module)[1].register_forward_pre_hook(hook)  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class Ranks:
+    """All ranks, called together."""
+
+    def __init__(self, path: Path, world: int, stage: int, **options: Any) -> None:
+        self._store = open_store(HERE, 60.0)
+        self._fars = [ChildProcess(f"rank {n} of the trainer", TrainerLostError) for n in range(world)]
+        make = partial(Rank, path, world=world, port=self._store.port, stage=stage, **options)
+        gather(far.make(partial(make, rank=rank)) for rank, far in enumerate(self._fars))
+
+    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Sequence[Any]:
+        return gather(far.submit(method, *args, **kwargs) for far in self._fars)
+
+    def close(self) -> None:
+        for far in self._fars:
+            far.close()

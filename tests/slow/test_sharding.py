@@ -1,0 +1,173 @@
+"""Ranks that shard a model compute what one process computes, and keep only their part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import training
+from sharded_ranks import Ranks
+from tiny import save_model
+from tunesmith.algorithms.objective import SFTObjective
+from tunesmith.backends.optimizer import AdamWSettings
+from tunesmith.backends.torch import TorchBackend
+from tunesmith.data.forest import Packing
+from tunesmith.models.causal_lm import CausalLM
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
+Start = Callable[..., Ranks]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "model", "qwen3", tie_word_embeddings=True)
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Start]:
+    started: list[Ranks] = []
+
+    def start(world: int, stage: int, path: Path = model, **options: Any) -> Ranks:
+        started.append(Ranks(path, world, stage, **options))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.close()
+
+
+def packing(max_tokens: int = 40, groups: int = 4) -> Packing:
+    """Shared prompts, samples of uneven length."""
+    return Packing.of(training.weighed(training.samples_of(groups=groups)), max_tokens)
+
+
+def alone(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> TorchBackend[CausalLM]:
+    """One process, with the Hugging Face modules, whose norms are float32 in a float64 model as well."""
+    settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1)
+    model = CausalLM.load(path, dtype=dtype)
+    model.lean = None
+    return TorchBackend(model, settings, CausalLM.predict, **options)
+
+
+def gradients(backend: TorchBackend[CausalLM], batch: Packing) -> training.Grads:
+    backend.forward_backward(batch, SFTObjective())
+    return {name: m.grad for name, m in backend.optimizer.masters.items() if m.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "groups"), [(2, 1, 4), (2, 2, 4), (2, 3, 4), (3, 3, 1)], ids=["1", "2", "3", "a rank idles"]
+)
+def test_gradients_and_weights_are_those_of_one_process(
+    start: Start, model: Path, world: int, stage: int, groups: int
+) -> None:
+    batch, one = packing(groups=groups), alone(model)
+    ranks = start(world, stage)
+    [(_, theirs), *_] = found = ranks("gradient", batch)
+    ours = gradients(one, batch)
+    assert training.difference(theirs, ours) < 1e-5
+    assert sum(metrics["loss"] for metrics, _ in found) == pytest.approx(
+        one.forward_backward(batch, SFTObjective())["loss"], rel=1e-5
+    )
+    (norms, weights), *_ = ranks("train", batch)
+    expected: list[float] = []
+    for _ in range(3):
+        one.forward_backward(batch, SFTObjective())
+        expected.append(one.step(1e-2)["grad_norm"])
+    assert norms == pytest.approx(expected, rel=1e-5)
+    same_weights(weights, one)
+
+
+def same_weights(found: training.Grads, one: TorchBackend[CausalLM]) -> None:
+    """AdamW may move a weight whose gradient is near 0 by more than its rounding."""
+    for name, weight in one.model.module.state_dict().items():
+        assert float((found[name].float() - weight).abs().mean()) < 1e-6, name
+
+
+def test_in_float64_they_agree_to_ten_digits(start: Start, model: Path) -> None:
+    batch = packing()
+    [(_, theirs), *_] = start(2, 3, dtype=torch.float64)("gradient", batch)
+    assert training.difference(theirs, gradients(alone(model, torch.float64), batch)) < 1e-10
+
+
+def test_bfloat16_trains_float32_weights(start: Start, model: Path) -> None:
+    batch = packing()
+    [(_, theirs), *_] = start(2, 3, dtype=torch.bfloat16)("gradient", batch)
+    assert all(grad.dtype == torch.float32 for grad in theirs.values())
+    assert training.difference(theirs, gradients(alone(model, torch.bfloat16), batch)) < 0.02
+
+
+def test_a_rank_keeps_its_part(start: Start, model: Path) -> None:
+    ranks = start(4, 3)
+    ranks("train", packing(), 1)
+    parameters = sum(p.numel() for p in CausalLM.load(model).module.parameters())
+    weights, state = zip(*ranks("numbers"), strict=True)
+    assert sum(weights) == parameters and max(weights) <= 1.05 * parameters / 4
+    assert sum(state) - 2 * parameters == 4 * len(list(CausalLM.load(model).module.parameters()))  # step counters
+    assert max(state) <= 2.1 * parameters / 4
+
+
+def test_scores_and_a_sharded_reference(start: Start, model: Path) -> None:
+    batch, one = packing(), alone(model, reference=CausalLM.load(model))
+    ranks = start(2, 3, reference=True)
+    assert np.sum(ranks("score", batch), 0) == pytest.approx(one.score(batch), abs=1e-5)
+    ranks("train", batch)
+    assert np.sum(ranks("score", batch, reference=True), 0) == pytest.approx(one.score(batch), abs=1e-5)
+    ranks("backend.refresh_reference")
+    ours, theirs = (np.sum(ranks("score", batch, reference=flag), 0) for flag in (False, True))
+    assert theirs == pytest.approx(ours, abs=1e-6) and theirs != pytest.approx(one.score(batch), abs=1e-3)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_runs_out_of_memory_stops_all_and_a_smaller_layout_gives_the_same_gradient(
+    start: Start, model: Path, stage: int
+) -> None:
+    large, small = packing(200), packing(24)
+    ranks = start(2, stage)
+    found = ranks("after_failures", packing(60), 25, small)
+    assert [failed for failed, _ in found] == [True, True]
+    assert training.difference(found[0][1], gradients(alone(model), large)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_checkpoint_continues_with_any_number_of_ranks(
+    start: Start, model: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    batch = packing()
+    ranks = start(2, 3, dtype=dtype, ema_decay=0.5)
+    ranks("train", batch, 2)
+    ranks("backend.save", tmp_path)
+    (_, expected), *_ = ranks("train", batch, 1)
+    ranks("backend.load", tmp_path)
+    (_, again), *_ = ranks("train", batch, 1)
+    assert all(again[name].equal(weight) for name, weight in expected.items())
+    three = start(3, 2, dtype=dtype, ema_decay=0.5)
+    three("backend.load", tmp_path)
+    (_, found), *_ = three("train", batch, 1)
+    one = alone(model, dtype, ema_decay=0.5)
+    one.load(tmp_path)
+    one.forward_backward(batch, SFTObjective())
+    one.step(1e-2)
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for name, weight in one.model.module.state_dict().items():
+        torch.testing.assert_close(found[name].float(), expected[name].float(), **close)
+        torch.testing.assert_close(found[name].to(dtype), weight, **close)
+    for part in ("model", "ema"):  # Hugging Face loads both
+        assert CausalLM.load(tmp_path / part, dtype=dtype).module.num_parameters() > 0
+
+
+def test_ranks_continue_what_one_process_saved(start: Start, model: Path, tmp_path: Path) -> None:
+    batch, one = packing(), alone(model)
+    one.forward_backward(batch, SFTObjective())
+    one.step(1e-2)
+    one.save(tmp_path)
+    one.forward_backward(batch, SFTObjective())
+    one.step(1e-2)
+    ranks = start(2, 3)
+    ranks("backend.load", tmp_path)
+    (_, found), *_ = ranks("train", batch, 1)
+    same_weights(found, one)
