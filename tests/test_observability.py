@@ -22,7 +22,7 @@ from tunesmith.engines.timed import TimedEngine
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.loop.collect import Collector
-from tunesmith.loop.step_batch import rollout_metrics, staleness_metrics
+from tunesmith.loop.groups import rollout_metrics, staleness_metrics
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.monitor.timeline import REWARD, TRAINER, Span, Timeline
 from tunesmith.monitor.watchdog import Watchdog, stall_report

@@ -13,11 +13,11 @@ from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.loop.buffer import Buffer, Started
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.gate import Gate
+from tunesmith.loop.groups import check_failures, informative, play, step_metrics, update_trainer_state
 from tunesmith.loop.learner import Metrics
 from tunesmith.loop.parts import RLParts
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
-from tunesmith.loop.step_batch import check_failures, informative, play, step_metrics, update_trainer_state
 from tunesmith.monitor import interrupts
 from tunesmith.plan.weights import weights_apart
 from tunesmith.types import RolloutGroup, Task

@@ -205,8 +205,8 @@ class _Run:
         parts = self.usage.parts()
         places = [self.base, *self.rounds]
         report = {
-            "evaluations": {r.name: read_json(r.accuracy) for r in places if r.accuracy.exists()},
-            "yields": {r.name: read_json(r.totals) for r in places if r.totals.exists()},
+            "evaluations": {r.name: read_json(r.evaluation_report) for r in places if r.evaluation_report.exists()},
+            "yields": {r.name: read_json(r.yield_report) for r in places if r.yield_report.exists()},
             "usage": {_TOTAL: total_of(parts.values()), **parts},
         }
         write_json(self.opened.directory.path / "report.json", report)
@@ -284,9 +284,13 @@ class _Run:
         with self._phase("evaluation", this):
             self._sample(this.evaluation, sampling_from(self.config, model), questions, greedy=True)
             shares = accuracy(islice(read_lines(this.evaluation), len(questions.tasks)), self.threshold)
-            write_json(this.accuracy, shares)
+            write_json(this.evaluation_report, shares)
         print(describe(this.name, shares), flush=True)
-        if model is not None and self.base.accuracy.exists() and fallen(read_json(self.base.accuracy), shares):
+        if (
+            model is not None
+            and self.base.evaluation_report.exists()
+            and fallen(read_json(self.base.evaluation_report), shares)
+        ):
             print(
                 "warning: the trained model is worse than the model before training, by more than chance explains. "
                 "Try a lower train.lr, fewer train.epochs, or more answers (sampling.n)",

@@ -39,8 +39,8 @@ class Round:
         self.sft = directory / "sft"
         self.trained = directory / "trained.json"
         self.evaluation = directory / "evaluation.jsonl"
-        self.accuracy = directory / "evaluation.json"
-        self.totals = directory / "yield.json"
+        self.evaluation_report = directory / "evaluation.json"
+        self.yield_report = directory / "yield.json"
 
     @property
     def model(self) -> Path | None:
@@ -88,7 +88,7 @@ def select_answers(this: Round, rule: str, threshold: float, samples_per_questio
     write_whole(this.train, learned())
     write_whole(this.directory / "questions.jsonl", iter(questions))
     report = {"threshold": threshold, "select": rule, **counts.report()}
-    write_json(this.totals, report)
+    write_json(this.yield_report, report)
     if not report["kept"]:
         best = max((r["reward"] for line in read_lines(this.samples) for r in usable(line)), default=0.0)
         raise ConfigError(
