@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import dropwhile
-from typing import Any, Literal
+from typing import Any
 
+from tunesmith.config.schema import EnvironmentSection
 from tunesmith.environments.base import Generate
 from tunesmith.environments.rendering import Renderer, Tools
 from tunesmith.environments.tools import BadCall, Parse, ToolCall
@@ -36,15 +37,11 @@ class EpisodeSettings:
     renderer: Renderer
     prompt_of: Callable[[Task], list[Message]]
     """A task's prompt as the messages that its tokens represent."""
-    max_turns: int
-    """Calls of the policy."""
+    section: EnvironmentSection
     max_tokens: int
     """Limit of a record, including what the policy writes."""
     parse: Parse | None
     """Finds tool calls in what the policy wrote, if there are tools."""
-    timeout: float
-    """Seconds of one call of the user's code."""
-    bad_call: Literal["tell", "end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +165,7 @@ class Conversation:
 
     async def _sample(self, record: Record, max_new_tokens: int | None, stop: tuple[str, ...]) -> Completion:
         """Append the policy's next turn to a record."""
-        if self.turns >= self.setting.max_turns:
+        if self.turns >= self.setting.section.max_turns:
             raise OutOfRoom(f"the episode has reached its {self.turns} turns (environment.max_turns)")
         limit = self.setting.max_tokens
         room = limit - len(record.token_ids)

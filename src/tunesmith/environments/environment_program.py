@@ -46,15 +46,19 @@ class EnvironmentProgram:
             return {"error": str(error)}
 
     async def _run(self, method: str, *args: Any) -> Any:
-        if method == "open":
-            self._game = await make_game(self._loaded[args[0]], InlineCode())
-            return None
-        game = self._game
-        if method == "reset":
-            task, prompt = args
-            return await game.reset(Task(*task), prompt)
-        if method == "call_tool":
-            name, arguments = args
-            return await game.call_tool(game.tools[name], arguments)
-        value = await getattr(game, method)(*args)
-        return [value.observation, value.reward, value.done, dict(value.metrics)] if method == "step" else value
+        match method, args:
+            case "open", (name,):
+                self._game = await make_game(self._loaded[name], InlineCode())
+            case "reset", (task, prompt):
+                return await self._game.reset(Task(*task), prompt)
+            case "step", (text,):
+                step = await self._game.step(text)
+                return [step.observation, step.reward, step.done, dict(step.metrics)]
+            case "call_tool", (name, arguments):
+                return await self._game.call_tool(self._game.tools[name], arguments)
+            case "finish", ():
+                return await self._game.finish()
+            case _:
+                await self._game.close()
+                del self._game  # an idle worker keeps no reference to the user's objects
+        return None

@@ -67,17 +67,18 @@ class IsolatedGames:
 
     def __init__(self, section: EnvironmentSection, base_dir: Path) -> None:
         arguments = (section.model_dump(), str(base_dir))
+        self._timeout = section.timeout
         self._workers = Workers(user_program(_PROGRAM, "EnvironmentProgram", arguments, section.memory))
 
     @asynccontextmanager
-    async def open_game(self, loaded: Loaded, timeout: float) -> AsyncGenerator[Game]:
+    async def open_game(self, loaded: Loaded) -> AsyncGenerator[Game]:
         try:
             worker = self._workers.take()
         except WorkerError as error:
             raise EpisodeError(f"{loaded.reference}: {error}") from None
         methods = {tool.name: tool for tool in loaded.methods.values()}
         name = loaded.name if loaded.code is None else loaded.code.__name__
-        game = FarGame(_NoCode(), {**loaded.tools, **methods}, None, name, worker, timeout)
+        game = FarGame(_NoCode(), {**loaded.tools, **methods}, None, name, worker, self._timeout)
         try:
             await game.ask("open", loaded.name, what=f"{name}()")
             yield game

@@ -192,15 +192,12 @@ class EnvironmentSet:
         """
         plain = PlainRenderer(tokenizer)
         template = self.template(tokenizer, chat=chat)
-        section = self.section
         setting = EpisodeSettings(
             renderer=ChatRenderer(template) if template else plain,
             prompt_of=prompt_of,
-            max_turns=section.max_turns,
+            section=self.section,
             max_tokens=max_tokens,
             parse=parser_for(tokenizer.get_chat_template()) if template else None,
-            timeout=section.timeout,
-            bad_call=section.bad_call,
         )
 
         # OpenRLHF's feedback includes the template's markers, so its conversations are plain text.
@@ -240,10 +237,9 @@ class EnvironmentSet:
 
         return Endpoint()
 
-    def _open(self, loaded: Loaded, timeout: float) -> AbstractAsyncContextManager[Game]:
-        if self.section.isolation == "thread":
-            return open_game(loaded, timeout)
-        return self._isolated.open_game(loaded, timeout)
+    def _open(self, loaded: Loaded) -> AbstractAsyncContextManager[Game]:
+        thread = self.section.isolation == "thread"
+        return open_game(loaded, self.section.timeout) if thread else self._isolated.open_game(loaded)
 
     @cached_property
     def _isolated(self) -> IsolatedGames:

@@ -39,8 +39,8 @@ from tunesmith.types import Message, Rollout, Task
 class MultiTurn:
     """An ``Environment`` whose episodes are played with the user's code."""
 
-    open: Callable[[float], AbstractAsyncContextManager[Game]]
-    """Opens an episode; the argument is the deadline of one call in seconds."""
+    open: Callable[[], AbstractAsyncContextManager[Game]]
+    """Opens an episode."""
     setting: EpisodeSettings
     schemas: Tools = None
     """Descriptions of the game's tools, which the prompts of its tasks include."""
@@ -52,7 +52,7 @@ class MultiTurn:
         # Plain text has no place for tools, even if the data names some.
         tools = self.schemas or (tools_in_data(rollout.task) if self.setting.parse else None)
         conversation = Conversation(rollout, generate, self.setting, prompt, tools)
-        async with self.open(self.setting.timeout) as game:
+        async with self.open() as game:
             try:
                 messages = opening(prompt, await game.reset(rollout.task, prompt))
                 rewards = await self._turns(game, conversation, messages, tools)
@@ -89,7 +89,7 @@ class MultiTurn:
                 answers, bad = await _answer(reply, game)
                 metrics["bad_calls"] += bad
                 messages += answers
-                if bad and self.setting.bad_call == "end":
+                if bad and self.setting.section.bad_call == "end":
                     return rewards
                 continue
             step = await game.step(reply.text)

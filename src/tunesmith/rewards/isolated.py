@@ -82,9 +82,10 @@ class IsolatedRewards:
         self._worker = None
 
     async def _ask(self, question: tuple[Any, ...], timeout: float, *, coroutine: bool) -> Any:
-        """The answer. If the process ends while several calls run in it, each is repeated alone, in its own process.
+        """The answer.
 
-        This shows which of them ends its process.
+        A call is repeated alone, in its own process, if its process was killed from outside or ended while other calls
+        ran in it: that shows which call ends its process.
         """
         try:
             if self._worker is None or not self._worker.alive:
