@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from tunesmith.environments.conversation import Reply
@@ -36,15 +37,13 @@ def text_choice(index: int, reply: Reply, echo: str, decode: Decode | None) -> d
     """A choice of a text answer, after ``echo``."""
     logprobs = None
     if decode:
-        tokens, offset, offsets = _tokens(reply, decode), len(echo), list[int]()
-        for text, _ in tokens:
-            offsets.append(offset)
-            offset += len(text)
+        tokens = _tokens(reply, decode)
+        texts = [text for text, _ in tokens]
         logprobs = {
-            "tokens": [text for text, _ in tokens],
+            "tokens": texts,
             "token_logprobs": [logprob for _, logprob in tokens],
             "top_logprobs": [{text: logprob} for text, logprob in tokens],
-            "text_offset": offsets,
+            "text_offset": list(accumulate(map(len, texts), initial=len(echo)))[:-1],
         }
     text = echo + reply.text
     return {"index": index, "text": text, "finish_reason": _finish_reason(reply), "logprobs": logprobs}

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import resource
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, cast
@@ -49,7 +50,8 @@ class Gate:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._most = min(limits.connections, _open_files() // 2)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # negative where there is no limit
+        self._most = limits.connections if files < 0 else min(limits.connections, files // 2)
         self._inside: dict[asyncio.BaseTransport, _Connection] = {}
 
     async def listen(self, factory: Callable[[], asyncio.Protocol], host: str, port: int) -> asyncio.Server:
@@ -216,12 +218,3 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
-
-
-def _open_files() -> int:
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return soft if soft > 0 else 1 << 20
-    return 256

@@ -207,13 +207,12 @@ class UserCalls:
             if result.cancelled():
                 raise DeadlineExceeded("was ended, because another call blocked its event loop")
             return result.result()
-        if await loop.answers(ANSWER_SECONDS):
-            raise DeadlineExceeded(f"did not return within {timeout:g} s")
-        if self._loop is loop:
+        blocks = not await loop.answers(ANSWER_SECONDS)
+        if blocks and self._loop is loop:
             loop.stop()
             self._loop = None
             self.abandoned += 1
-        raise DeadlineExceeded(f"did not return within {timeout:g} s, and blocks its event loop")
+        raise DeadlineExceeded(f"did not return within {timeout:g} s{', and blocks its event loop' if blocks else ''}")
 
 
 class EpisodeCode:

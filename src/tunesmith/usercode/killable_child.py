@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
@@ -132,9 +133,7 @@ def _limit(memory: int) -> None:
     """Let the worker have ``memory`` bytes on top of what was loaded, and the kernel choose it when all run out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
+    with contextlib.suppress(ValueError, OSError):
         before = 0
         with contextlib.suppress(OSError):
             pages = Path("/proc/self/statm").read_text().split()[5]
