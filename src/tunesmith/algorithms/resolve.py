@@ -110,10 +110,7 @@ def _merged(key: str, written: Section | None, usual: Any, reason: str) -> tuple
 
 def _decoupled(correction: Correction, altered_by: Collection[str]) -> tuple[bool, str]:
     if altered_by:
-        return True, (
-            f"{_cause(altered_by)} the distribution that is sampled, and the old log-probabilities are those of the "
-            "whole one"
-        )
+        return True, f"{_cause(altered_by)} the sampled distribution, and the loss compares unaltered ones"
     if isinstance(correction, NoCorrection):
         return False, "the sampler's log-probabilities are the old ones"
     return True, f"the correction {correction.name} compares them with the sampler's"
@@ -127,19 +124,17 @@ def _refuse_contradictions(algorithm: AlgorithmSection, altered_by: Collection[s
     correction = algorithm.correction
     if altered_by and not algorithm.decoupled:
         raise ConfigError(
-            "algorithm.decoupled = false takes the sampler's log-probabilities for the old ones, and "
-            f"{_cause(altered_by)} the distribution that they belong to: the ratio of the loss would not start at 1. "
-            "Leave one of them out."
+            "algorithm.decoupled = false takes the sampler's log-probabilities as the old ones, but "
+            f"{_cause(altered_by)} them: the ratio of the loss would not start at 1. Leave one of them out."
         )
     if altered_by and isinstance(correction, Geometric):
         raise ConfigError(
-            'algorithm.correction = "geometric" keeps the answers that trainer and sampler find nearly equally likely, '
-            f"and {_cause(altered_by)} the sampler's probabilities: hardly any answer would be kept. Leave one of them "
-            "out."
+            'algorithm.correction = "geometric" keeps answers that trainer and sampler find equally likely, but '
+            f"{_cause(altered_by)} the sampler's probabilities: it would keep hardly any. Leave one of them out."
         )
     if not algorithm.decoupled and not isinstance(correction, NoCorrection):
         raise ConfigError(
-            f"algorithm.correction: '{correction.name}' weighs the trainer's log-probabilities against the sampler's, "
+            f"algorithm.correction: '{correction.name}' compares the trainer's log-probabilities with the sampler's, "
             'which are the same with decoupled=false. Leave decoupled out, or set correction="none".'
         )
     if why := algorithm.advantage.shaping:

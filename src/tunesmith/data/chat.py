@@ -276,8 +276,7 @@ class ChatTemplate:
         spans = tuple((a, b) for a, b in marks if a >= same and b > a)
         if not spans:
             raise DataError(
-                f"the chat template's {{% generation %}} tags do not mark the assistant's turn in message "
-                f"{len(messages)}"
+                f"the chat template's {{% generation %}} tags do not mark the turn in message {len(messages)}"
             )
         return Rendered(text, spans)
 

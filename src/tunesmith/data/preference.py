@@ -70,10 +70,7 @@ def load_pairs(
             if answers[0].token_ids == answers[1].token_ids:
                 raise DataError("chosen and rejected are the same once they are tokenized and cut")
             if room is not None and (tokens := num_forest_tokens(Batch.of(samples), share=share)) > room:
-                raise DataError(
-                    f"chosen and rejected have {tokens} tokens together, and a micro-batch holds {room} "
-                    "(system.max_tokens_per_microbatch)"
-                )
+                raise DataError(f"a pair of {tokens} tokens together exceeds system.max_tokens_per_microbatch = {room}")
             values = {"side": (1.0, -1.0), "margin": (example.margin, example.margin)}
             items.append((example.source, Comparison(samples, values)))
     return reading.prepared(items)
@@ -171,10 +168,7 @@ def _one_text(reading: Reading, example: Example, answer: Prompt) -> Rendered:
     """Prompt and answer as one text with the assistant's spans in the answer; else a DataError."""
     texts = learned_texts(reading.section, replace(example, completion=answer), reading.template)
     if len(texts) > 1:
-        raise DataError(
-            "the chat template renders earlier turns differently once the conversation goes on, so an answer of "
-            "several turns is not a single sequence; give each turn its own line"
-        )
+        raise DataError("the chat template rewrites earlier turns of the answer; put each turn into a separate line")
     return texts[0]
 
 

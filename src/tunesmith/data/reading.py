@@ -170,10 +170,8 @@ class Reading:
     def _skipped(self, example: Example, reason: str) -> bool:
         """Whether a line that is too long is skipped; a DataError if ``data.too_long`` is "error"."""
         if self.section.too_long == "error":
-            raise DataError(
-                f"{example.where}: {reason}. Raise the limit, or set data.too_long to skip, truncate_left or "
-                "truncate_right."
-            )
+            remedy = "Raise the limit, or set data.too_long to skip, truncate_left or truncate_right."
+            raise DataError(f"{example.where}: {reason}. {remedy}")
         if self.section.too_long == "skip":
             self.report.too_long(example.where, reason)
         return self.section.too_long == "skip"

@@ -111,10 +111,7 @@ class LoraAdapter:
             CheckpointError: they are missing, damaged or of another adapter.
         """
         if not (directory / WEIGHTS).is_file():
-            raise CheckpointError(
-                f"{directory} holds no adapter: that run trained the whole model. "
-                "Resume without lora.rank, or start a new run_dir."
-            )
+            raise CheckpointError(f"{directory} holds no adapter: resume without lora.rank, or start a new run_dir.")
         with boundary(CheckpointError, f"cannot read {directory / WEIGHTS}", _FOREIGN):
             saved = load_file(directory / WEIGHTS)
         current = get_peft_model_state_dict(self.peft, adapter_name=TRAINED, save_embedding_layers=False)
