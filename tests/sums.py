@@ -29,7 +29,7 @@ LARGEST = 18
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:
-    return [f"{key}={toml_value(str(v) if isinstance(v, Path) else v)}" for key, v in settings.items()]
+    return [f"{key}={toml_value(v)}" for key, v in settings.items()]
 
 
 def taught(folder: Path, seed: int, head_dim: int = 16, steps: int = 600) -> Path:

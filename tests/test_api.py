@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
 
@@ -18,6 +19,7 @@ from tiny_runs import rl_settings, sums, write_lines
 from tunesmith import assembly
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
+from tunesmith.config.toml import toml_value
 from tunesmith.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.usercode.loading import load_object
@@ -237,3 +239,10 @@ def test_a_saved_run_file_says_that_its_function_is_gone(model: Path) -> None:
     (reference,) = config.reward.functions
     with pytest.raises(ConfigError, match="object of a Python program"):
         load_object(reference, Path.cwd())
+
+
+def test_values_of_a_program_become_toml() -> None:
+    value = {"a": Path("x"), "b": np.float64(0.5), "c": (np.int64(2), True), "d": None}
+    assert toml_value(value) == '{a = "x", b = 0.5, c = [2, true]}'
+    with pytest.raises(TypeError):
+        toml_value({"a": object()})

@@ -56,7 +56,7 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:
-    return [f"{key}={toml_value(str(v) if isinstance(v, Path) else v)}" for key, v in settings.items()]
+    return [f"{key}={toml_value(v)}" for key, v in settings.items()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
