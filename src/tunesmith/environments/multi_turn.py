@@ -132,10 +132,8 @@ async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:
 
 def opening(prompt: list[Message], observation: Observation) -> list[Message]:
     """The first messages of an episode. Text is appended to the prompt's last message if that is a user's."""
-    if observation is None:
-        return prompt
-    if isinstance(observation, list):
-        return observation
+    if not isinstance(observation, str):
+        return prompt if observation is None else observation
     if prompt and prompt[-1]["role"] == "user":
         return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
     return [*prompt, {"role": "user", "content": observation}]

@@ -160,8 +160,8 @@ def _comparing(
 
 
 def _pool(program: str, function: str, section: RewardSection, workers: int = 1) -> KillablePool:
-    file = Path(__file__).with_name(program)
-    return KillablePool(Program(file, function), min(section.timeout, ITEM_SECONDS), workers)
+    code = Program(Path(__file__).with_name(program), function)
+    return KillablePool(code, min(section.timeout, ITEM_SECONDS), workers)
 
 
 async def _gather(jobs: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -50,16 +50,17 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
     client, headers = RewardClient(entry), request_headers(entry)
 
     async def score(rollouts: Sequence[Rollout], texts: Sequence[str], _: Notes) -> list[Score]:
-        parts = [slice(at, at + entry.batch_size) for at in range(0, len(rollouts), entry.batch_size)]
-        if entry.protocol == "openrlhf":
-            bodies = [openrlhf_body(rollouts[part], label, decode) for part in parts]
-        else:
-            bodies = [tunesmith_body(rollouts[part], texts[part]) for part in parts]
-        sizes = [len(rollouts[part]) for part in parts]
+        async def ask(start: int) -> list[Score]:
+            part = slice(start, start + entry.batch_size)
+            some = rollouts[part]
+            openrlhf = entry.protocol == "openrlhf"
+            body = openrlhf_body(some, label, decode) if openrlhf else tunesmith_body(some, texts[part])
+            return await client.ask(session, body, len(some))
+
         # A session per call leaves nothing open between steps or after the run.
         timeout = aiohttp.ClientTimeout(total=entry.timeout)
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-            scores = await asyncio.gather(*(client.ask(session, b, n) for b, n in zip(bodies, sizes, strict=True)))
+            scores = await asyncio.gather(*map(ask, range(0, len(rollouts), entry.batch_size)))
         return [score for part in scores for score in part]
 
     return RewardFunction(entry.name, entry.name, score, builtin=True)

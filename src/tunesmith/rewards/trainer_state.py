@@ -46,7 +46,6 @@ class TrainerState:
 
 
 @lru_cache(maxsize=1)
-def _records(file: Path, size: int) -> list[dict[str, Any]]:
-    """``size`` invalidates the cache when the file has grown."""
-    del size
+def _records(file: Path, _size: int) -> list[dict[str, Any]]:
+    """The file's records; its size invalidates the cache when the file has grown."""
     return read_metrics(file)
