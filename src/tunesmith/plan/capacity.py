@@ -54,7 +54,7 @@ def device_problem(device: str, gpus: tuple[Gpu, ...]) -> str | None:
     return None
 
 
-def derive_system(filling: Filling[Any], facts: Facts) -> None:
+def derive_system(filling: Filling, facts: Facts) -> None:
     """Device, threads, number format, micro-batch and sampler memory."""
     machine = facts.hardware
     if machine.gpus:
@@ -83,7 +83,7 @@ def derive_system(filling: Filling[Any], facts: Facts) -> None:
         _derive_kv_memory(filling, facts, *_kv_share(config, facts, budget))
 
 
-def _derive_ranks(filling: Filling[Any], facts: Facts) -> None:
+def _derive_ranks(filling: Filling, facts: Facts) -> None:
     """Refuse (ConfigError) more trainer ranks than this machine has GPUs, and put engines into processes."""
     config, gpus = filling.config, len(facts.hardware.gpus)
     ranks = config.system.trainer_ranks
@@ -138,7 +138,7 @@ def _kv_share(config: RunConfig, facts: Facts, budget: int) -> tuple[int, str]:
     return budget // 4, "a quarter"
 
 
-def _derive_threads(filling: Filling[Any], cores: int, ranks: int) -> None:
+def _derive_threads(filling: Filling, cores: int, ranks: int) -> None:
     config = filling.config
     engines = config.system.engines if _engines_share_cpu(config) else 0
     shared = f", shared by {ranks} trainer ranks" if ranks > 1 else ""
@@ -160,7 +160,7 @@ def engine_threads(config: RunConfig) -> int:
     return system.threads if _engines_share_cpu(config) else max(1, system.threads // system.engines)
 
 
-def _derive_checkpointing(filling: Filling[Any], facts: Facts) -> None:
+def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
     """On if activations of the longest sample exceed half of the memory that the model's state leaves."""
     config, model, key = filling.config, facts.model, "system.gradient_checkpointing"
     longest = longest_sample(config, facts)
@@ -174,7 +174,7 @@ def _derive_checkpointing(filling: Filling[Any], facts: Facts) -> None:
     filling.fill(key, short, f"{kept} {'are too much' if short else 'fit'}: {format_size(room)} are free for them")
 
 
-def _derive_hybrid(filling: Filling[Any], facts: Facts) -> None:
+def _derive_hybrid(filling: Filling, facts: Facts) -> None:
     key, config, model = "system.hybrid", filling.config, facts.model
     apart = engines_apart(config) or config.system.served
     if not on_gpu(config) or apart or (config.rollout.max_staleness and weights_apart(config)):
@@ -192,7 +192,7 @@ def _derive_hybrid(filling: Filling[Any], facts: Facts) -> None:
     filling.fill(key, short, f"engine and trainer share the GPU, whose memory is {reason}")
 
 
-def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: str) -> None:
+def _derive_microbatch(filling: Filling, facts: Facts, budget: int, kind: str) -> None:
     key, config, model = "system.max_tokens_per_microbatch", filling.config, facts.model
     longest = longest_sample(config, facts) or 0
     if model is None:
@@ -212,7 +212,7 @@ def _derive_microbatch(filling: Filling[Any], facts: Facts, budget: int, kind: s
     filling.fill(key, tokens, f"{reason} ({format_size(per_token)} of activations per token)")
 
 
-def _derive_kv_memory(filling: Filling[Any], facts: Facts, share: int, part: str) -> None:
+def _derive_kv_memory(filling: Filling, facts: Facts, share: int, part: str) -> None:
     """KV memory of each engine: enough for its concurrent requests, but no more than its part of ``share``.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel
 
@@ -14,11 +14,11 @@ from tunesmith.config.schema import RunConfig
 C = TypeVar("C", bound=RunConfig)
 
 
-class Filling(Generic[C]):
+class Filling:
     """Collects derived values; ``config`` is the configuration with all values so far."""
 
-    def __init__(self, config: C) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig) -> None:
+        self.config: Any = config
         self.derived: list[Derived] = []
 
     def get(self, key: str) -> Any:

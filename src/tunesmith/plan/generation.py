@@ -26,7 +26,7 @@ def profile_values(name: str) -> dict[str, tuple[Any, str]]:
     return {key: (value, reason) for key, (value, reason) in profiles[name].items()}
 
 
-def derive_sampling(filling: Filling[Any]) -> None:
+def derive_sampling(filling: Filling) -> None:
     """Number of samples and temperature; for RFT everything in its profile."""
     config: SamplingConfig = filling.config
     if isinstance(config, RFTConfig):
@@ -44,7 +44,7 @@ def derive_sampling(filling: Filling[Any]) -> None:
         filling.fill("output.min_margin", 0.0, "any difference makes a pair")
 
 
-def _derive_profile(filling: Filling[Any], config: RFTConfig) -> None:
+def _derive_profile(filling: Filling, config: RFTConfig) -> None:
     given, name = settings(config, given_only=True), config.rft.profile
     values = profile_values(name)
     if config.lora.on:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tunesmith.config.distillation import OfflineDistillConfig, SampledDistillConfig
 from tunesmith.config.generation import SamplingConfig
@@ -76,7 +76,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     return Resolved(filling.config, given, tuple(filling.derived), tuple(_notes(filling.config, facts)))
 
 
-def _derive_algorithm(filling: Filling[Any], facts: Facts) -> None:
+def _derive_algorithm(filling: Filling, facts: Facts) -> None:
     config = filling.config
     if not isinstance(config, RLConfig):
         return
@@ -87,7 +87,7 @@ def _derive_algorithm(filling: Filling[Any], facts: Facts) -> None:
     filling.derived += [Derived(key, value, reason) for key, value, reason in reasons]
 
 
-def _derive_length(filling: Filling[Any], facts: Facts) -> None:
+def _derive_length(filling: Filling, facts: Facts) -> None:
     """Batch size, steps and warm-up, and the seeds."""
     config, size = filling.config, facts.train_size
     filling.fill("data.seed", config.train.seed, "train.seed")
@@ -117,7 +117,7 @@ def _derive_length(filling: Filling[Any], facts: Facts) -> None:
         filling.clear("train.warmup_ratio")
 
 
-def _derive_lr(filling: Filling[Any], facts: Facts) -> None:
+def _derive_lr(filling: Filling, facts: Facts) -> None:
     """Inversely proportional to the size of the model: small models allow and need larger steps.
 
     Anchors: 1e-6 for reinforcement learning of half a billion parameters and more (TRL's and verl's default),
@@ -146,7 +146,7 @@ def _derive_lr(filling: Filling[Any], facts: Facts) -> None:
     filling.fill("train.lr", lr, reason)
 
 
-def _derive_critic(filling: Filling[Any]) -> None:
+def _derive_critic(filling: Filling) -> None:
     config = filling.config
     if not isinstance(config, RLConfig) or "critic" not in config.algorithm.needs:
         return
@@ -158,7 +158,7 @@ def _derive_critic(filling: Filling[Any]) -> None:
         filling.fill("critic.passes_per_batch", config.train.passes_per_batch, "train.passes_per_batch")
 
 
-def _derive_intervals(filling: Filling[Any]) -> None:
+def _derive_intervals(filling: Filling) -> None:
     steps = filling.get("train.steps")
     if steps is None:
         return
@@ -172,7 +172,7 @@ def _derive_intervals(filling: Filling[Any]) -> None:
             filling.set(key, steps, f"shortened from {every}: the run has {steps} steps")
 
 
-def _derive_episode(filling: Filling[Any], facts: Facts) -> None:
+def _derive_episode(filling: Filling, facts: Facts) -> None:
     """The longest conversation, which must fit a micro-batch and the sampler's memory."""
     config = filling.config
     if not isinstance(config, RLConfig) or not config.environment.used or facts.longest is None:
@@ -184,7 +184,7 @@ def _derive_episode(filling: Filling[Any], facts: Facts) -> None:
     filling.fill("environment.max_tokens", *min([(wanted, reason), *_room(config, facts)]))
 
 
-def _derive_isolation(filling: Filling[Any], facts: Facts) -> None:
+def _derive_isolation(filling: Filling, facts: Facts) -> None:
     """Where the user's code runs; built-in rewards have their own processes."""
     config = filling.config
     reward: RewardSection | None = getattr(config, "reward", None)
@@ -209,7 +209,7 @@ def _room(config: RunConfig, facts: Facts) -> list[tuple[int, str]]:
     return [(n, what) for n, what in ((context, "the model's context"), (cap, "a micro-batch's size")) if n]
 
 
-def _derive_limits(filling: Filling[Any], facts: Facts) -> None:
+def _derive_limits(filling: Filling, facts: Facts) -> None:
     config = filling.config
     if config.data.eval is not None and config.eval.samples > 1:
         powers = tuple(2**n for n in range(config.eval.samples.bit_length()))

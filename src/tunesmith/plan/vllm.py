@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
@@ -103,7 +102,7 @@ def _check_installed() -> Iterator[str]:
             yield problem
 
 
-def derive_vllm(filling: Filling[Any], facts: Facts) -> None:
+def derive_vllm(filling: Filling, facts: Facts) -> None:
     """Prefix caching, compilation and the longest sequence, if vLLM is the engine."""
     config = filling.config
     if config.system.engine != "vllm":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.gpus import ranks_per_engine
@@ -31,7 +29,7 @@ def loads_model(config: RunConfig) -> bool:
     return not weights_apart(config) or config.lora.on or config.system.served
 
 
-def derive_weights(filling: Filling[Any]) -> None:
+def derive_weights(filling: Filling) -> None:
     """``system.weight_plane`` and ``system.adapter_sync``, if engines in other processes need them."""
     config = filling.config
     if not engines_apart(config):
