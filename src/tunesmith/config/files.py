@@ -123,6 +123,15 @@ def _adapter(text: str, bases: list[Path]) -> str:
     return str(directory)
 
 
+def _checkpoint(text: str, bases: list[Path]) -> str:
+    if text == "auto":
+        return text
+    path = _existing(text, bases)
+    if not (Path(path) / "state.json").is_file():
+        raise _NotFound(f"{path} is no complete checkpoint: it has no state.json")
+    return path
+
+
 def _data(text: str, bases: list[Path]) -> str:
     """A file, a directory, or the name of a data set on the hub."""
     path = _search(text, bases)
@@ -209,7 +218,7 @@ _FILES: dict[str, Find] = {
     "system.draft_model": _model,
     "system.engine_python": _existing,
     "rft.few_shot": _existing,
-    "checkpoint.resume": lambda text, bases: text if text == "auto" else _existing(text, bases),
+    "checkpoint.resume": _checkpoint,
     **{f"data.{name}{inner}": _data for name in ("train", "eval") for inner in ("", ".path", ".[]", ".[].path")},
     "algorithm.name": _preset,
     **{

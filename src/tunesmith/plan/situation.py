@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import ceil
 from typing import Any
 
@@ -73,8 +74,11 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
     system = config.system
     kind, _, number = (known(system, "device") or "").partition(":")
     apart, reward = engines_apart(config), getattr(config, "reward", None)
-    models = reward.models if reward else ()
-    values = settings(config) | {
+    algorithm: AlgorithmSection | None = None
+    if isinstance(config, RLConfig):
+        with suppress(ConfigError):  # checks reports it
+            algorithm = resolved_algorithm(config)[0]
+    values = settings(config.model_copy(update={"algorithm": algorithm}) if algorithm else config) | {
         "rl": isinstance(config, RLConfig),
         "supervised": config.supervised,
         "trains": config.trains,
@@ -93,8 +97,13 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "one_of_each_together": colocated(config) and system.engines == system.trainer_ranks == 1,
         "ranks_per_engine": ranks_per_engine(config),
         "rewarded": bool(reward and reward.given),
-        "scored_by_model": any(model.weight > 0 for model in models),
+        "scored_by_model": any(model.weight > 0 for model in (reward.models if reward else ())),
     }
+    if algorithm:
+        values |= {
+            f"needs_{need}": need in algorithm.needs for need in ("critic", "group", "teacher", "reward_weights")
+        }
+        values["kl_in_reward"] = algorithm.kl.estimator if isinstance(algorithm.kl, KLInReward) else None
     if config.drawing:
         values |= config.drawing.model_dump(mode="json") | {"table": config.drawing.table}
     if known(config.train, "steps") is not None:
@@ -121,14 +130,7 @@ def _of_rl(config: RLConfig) -> dict[str, Any]:
     }
     if known(config.train, "steps") is not None:
         values["critic_steps"] = critic_steps(config, config.train.steps)
-    try:
-        algorithm = resolved_algorithm(config)[0]
-    except ConfigError:  # which has its own message
-        return values
-    resolved = settings(config.model_copy(update={"algorithm": algorithm}))
-    values |= {key: value for key, value in resolved.items() if key.startswith("algorithm.")}
-    values |= {f"needs_{need}": need in algorithm.needs for need in ("critic", "group", "teacher", "reward_weights")}
-    return values | {"kl_in_reward": algorithm.kl.estimator if isinstance(algorithm.kl, KLInReward) else None}
+    return values
 
 
 def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
