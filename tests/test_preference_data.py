@@ -173,7 +173,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": [assistant("b")]}, "text and the other a conversation"),
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "x"}, "'margin' is 'x'"),
     ("pairs", {"prompt": "q", "chosen": [assistant("a")], "rejected": [assistant(" ")]}, "'rejected' is empty"),
-    ("pairs", {"prompt": "q", "chosen": [user("a"), assistant("b")], "rejected": [user("a")]}, "no answer of its own"),
+    ("pairs", {"prompt": "q", "chosen": [user("a"), assistant("b")], "rejected": [user("a")]}, "no answer: "),
     (
         "pairs",
         {"prompt": "q", "chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("b")]},

@@ -140,7 +140,7 @@ class Batch:
         return _ranges(_starts(self.counts)[samples], self.counts[samples])
 
     def take(self, samples: ArrayLike) -> Batch:
-        """The batch of these samples, in this order, with their columns; itself if these are all of its own."""
+        """The batch of these samples, in this order, with their columns; the same batch for all samples in order."""
         chosen = np.asarray(samples, np.int64)
         if np.array_equal(chosen, np.arange(self.num_samples)):
             return self

@@ -253,7 +253,7 @@ def _pair_of_conversations(
         prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer:
-            raise row.bad(f"'{name}' has no answer of its own: it is the beginning of the other")
+            raise row.bad(f"'{name}' has no answer: it is the beginning of the other")
         if answer[0]["role"] != "assistant":
             raise row.bad(
                 f"'{name}' differs from the other in a turn of the {answer[0]['role']}; the two must answer one prompt"
