@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tunesmith.assembly.environments import build_environments
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.engines.fake import FakeEngine
 from tunesmith.environments.loading import EnvironmentSet, load_environments
@@ -90,8 +91,10 @@ def play(
         return replace(task, prompt_ids=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
     async def run() -> list[Rollout]:
-        made = environments.build(tokenizer, prompt_of, chat=chat, max_tokens=max_tokens, model="policy")
-        collector = Collector(engine.generate, scorer or Sum(), made, tokenizer.decode, timeout, concurrency)
+        by_name = build_environments(
+            environments, tokenizer, prompt_of, chat=chat, max_tokens=max_tokens, model="policy"
+        )
+        collector = Collector(engine.generate, scorer or Sum(), by_name, tokenizer.decode, timeout, concurrency)
         prepared = [with_tools(task) for task in environments.route(tasks)]
         sampling = Sampling(max_new_tokens, seed=1, stop_token_ids=tuple(ends))
         groups = await collector.collect(prepared, sampling, group_size, 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,14 @@ from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.prepare import Prepared, Sources, load_tasks
 from tunesmith.data.prompts import with_system
-from tunesmith.environments.base import Environment
-from tunesmith.environments.loading import EnvironmentSet, load_environments
+from tunesmith.data.tokens import decode
+from tunesmith.environments.agents import Agent
+from tunesmith.environments.base import Environment, SingleTurn
+from tunesmith.environments.conversation import EpisodeSettings
+from tunesmith.environments.loading import SINGLE_TURN, EnvironmentSet, load_environments
+from tunesmith.environments.multi_turn import MultiTurn
+from tunesmith.environments.rendering import ChatRenderer, PlainRenderer
+from tunesmith.environments.tools import parser_for
 from tunesmith.errors import ConfigError
 from tunesmith.rewards.function import INSTANCES
 from tunesmith.rewards.loading import INSTANCES_NEED, check_rewards, load_rewards
@@ -117,7 +125,50 @@ def make_environments(
     chat, prompt_of = _prompts(config.data, tokenizer, train)
     longest = max(len(t.prompt_ids) for t in train.items)
     most = config.environment.max_tokens or longest + config.rollout.max_new_tokens
-    return environments.build(tokenizer, prompt_of, chat=chat, max_tokens=most, model=config.model.path)
+    return build_environments(environments, tokenizer, prompt_of, chat=chat, max_tokens=most, model=config.model.path)
+
+
+def build_environments(
+    environments: EnvironmentSet,
+    tokenizer: Any,
+    prompt_of: Callable[[Task], list[Message]],
+    *,
+    chat: bool,
+    max_tokens: int,
+    model: str,
+) -> dict[str, Environment]:
+    """Environments by name.
+
+    Args:
+        prompt_of: a task's prompt as messages.
+        chat: prompts go through the chat template.
+
+    Raises:
+        ConfigError: see ``EnvironmentSet.template``.
+    """
+    plain, template = PlainRenderer(tokenizer), environments.template(tokenizer, chat=chat)
+    setting = EpisodeSettings(
+        renderer=ChatRenderer(template) if template else plain,
+        prompt_of=prompt_of,
+        section=environments.section,
+        max_tokens=max_tokens,
+        parse=parser_for(tokenizer.get_chat_template()) if template else None,
+    )
+
+    # OpenRLHF's feedback includes the template's markers, so its conversations are plain text.
+    def text_alone(task: Task) -> list[Message]:
+        return [{"role": "user", "content": decode(tokenizer, task.prompt_ids)}]
+
+    verbatim = replace(setting, renderer=plain, prompt_of=text_alone, parse=None)
+    by_name: dict[str, Environment] = {SINGLE_TURN: SingleTurn()}
+    for one in environments.loaded:
+        if one.kind == "agent":
+            by_name[one.name] = Agent(one.name, one.code, setting, model, lambda: environments.endpoint)
+        else:
+            own = verbatim if one.kind == "openrlhf" else setting
+            keeps = environments.keeps_instances and one.kind == "trl"
+            by_name[one.name] = MultiTurn(partial(environments.open_game, one), own, one.schemas or None, keeps)
+    return by_name
 
 
 def _prompts(

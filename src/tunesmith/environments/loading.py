@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +15,12 @@ from tunesmith.config.schema import EnvironmentSection
 from tunesmith.data.chat import ChatTemplate
 from tunesmith.data.formats import Example
 from tunesmith.environments import verifiers
-from tunesmith.environments.agents import GIVEN, Agent, is_agent
-from tunesmith.environments.base import Environment, SingleTurn
-from tunesmith.environments.conversation import EpisodeSettings
+from tunesmith.environments.agents import GIVEN, is_agent
 from tunesmith.environments.games import TRL_RESERVED, Game, Loaded, open_game
-from tunesmith.environments.multi_turn import MultiTurn
-from tunesmith.environments.rendering import ChatRenderer, PlainRenderer, Tools
-from tunesmith.environments.tools import Tool, make_tool, parser_for
+from tunesmith.environments.rendering import Tools
+from tunesmith.environments.tools import Tool, make_tool
 from tunesmith.errors import ConfigError, DataError, boundary, nearest
-from tunesmith.types import Message, Task
+from tunesmith.types import Task
 from tunesmith.usercode import loading as user_code
 from tunesmith.usercode.calls import check_keywords
 
@@ -178,43 +175,6 @@ class EnvironmentSet:
             )
         return value
 
-    def build(
-        self, tokenizer: Any, prompt_of: Callable[[Task], list[Message]], *, chat: bool, max_tokens: int, model: str
-    ) -> dict[str, Environment]:
-        """Environments by name.
-
-        Args:
-            prompt_of: a task's prompt as messages.
-            chat: prompts go through the chat template.
-
-        Raises:
-            ConfigError: see ``template``.
-        """
-        plain = PlainRenderer(tokenizer)
-        template = self.template(tokenizer, chat=chat)
-        setting = EpisodeSettings(
-            renderer=ChatRenderer(template) if template else plain,
-            prompt_of=prompt_of,
-            section=self.section,
-            max_tokens=max_tokens,
-            parse=parser_for(tokenizer.get_chat_template()) if template else None,
-        )
-
-        # OpenRLHF's feedback includes the template's markers, so its conversations are plain text.
-        def text_alone(task: Task) -> list[Message]:
-            return [{"role": "user", "content": tokenizer.decode(list(task.prompt_ids), skip_special_tokens=False)}]
-
-        verbatim = replace(setting, renderer=plain, prompt_of=text_alone, parse=None)
-        environments: dict[str, Environment] = {SINGLE_TURN: SingleTurn()}
-        for one in self.loaded:
-            if one.kind == "agent":
-                environments[one.name] = Agent(one.name, one.code, setting, model, lambda: self._endpoint)
-            else:
-                own = verbatim if one.kind == "openrlhf" else setting
-                keeps = self.keeps_instances and one.kind == "trl"
-                environments[one.name] = MultiTurn(partial(self._open, one), own, one.schemas or None, keeps)
-        return environments
-
     def template(self, tokenizer: Any, *, chat: bool) -> ChatTemplate | None:
         """The chat template, if prompts go through it; a ConfigError if agents or tools need one that is not there."""
         template = ChatTemplate.of(tokenizer) if chat else None
@@ -232,12 +192,14 @@ class EnvironmentSet:
         return template
 
     @cached_property
-    def _endpoint(self) -> Endpoint:
+    def endpoint(self) -> Endpoint:
+        """The policy over HTTP, for agents with their own client."""
         from tunesmith.environments.endpoint import Endpoint
 
         return Endpoint()
 
-    def _open(self, loaded: Loaded) -> AbstractAsyncContextManager[Game]:
+    def open_game(self, loaded: Loaded) -> AbstractAsyncContextManager[Game]:
+        """An episode in the environment ``loaded``, on its own threads or in a worker process."""
         thread = self.section.isolation == "thread"
         return open_game(loaded, self.section.timeout) if thread else self._isolated.open_game(loaded)
 
@@ -248,6 +210,6 @@ class EnvironmentSet:
         return IsolatedGames(self.section, self._base_dir)
 
     def close(self) -> None:
-        for name in ("_isolated", "_endpoint"):  # a later episode starts new ones
+        for name in ("_isolated", "endpoint"):  # a later episode starts new ones
             if name in vars(self):
                 vars(self).pop(name).close()
