@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from tunesmith.backends.memory import memory_boundary
 from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.distributed.rank_group import RankGroup
+from tunesmith.errors import DeviceMemoryError
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.sharding import run
 from tunesmith.monitor import interrupts
@@ -49,51 +51,60 @@ class Passes(Generic[M]):
 
         return Predictions(*run(self.model.module, values))
 
-    def each(
-        self,
-        what: str,
-        forests: Iterable[Forest],
-        work: Callable[[Forest], None],
-        kind: Callable[[int], object] | None = None,
-    ) -> None:
-        """Call ``work`` with each micro-batch on the model's device.
+    def over(self, forests: Iterable[Forest], kind: Callable[[int], object] | None = None) -> Iterator[Forest]:
+        """The micro-batches on the model's device; of a sharded model an empty one first, for ``LockStep.learn``.
 
         Args:
-            what: names a pass in messages.
-            work: as it is called with an empty micro-batch too, it adds to what it has.
             kind: of the pass over the micro-batch of an index, if passes communicate differently.
 
         Raises:
-            DeviceMemoryError: a micro-batch did not fit, here or on another rank of a sharded model.
+            DeviceMemoryError: a micro-batch did not fit on some rank of a sharded model.
         """
+        steps, device = self._lock_step, self.model.device
         for index, forest in enumerate(forests):
             interrupts.check()
-
-            def attempt(forest: Forest = forest) -> None:
-                with memory_boundary(f"{what} of {forest.num_tokens} tokens"):
-                    work(forest.to(self.model.device))
-
-            if self._lock_step is None:
-                attempt()
+            if steps is None:
+                yield forest.to(device)
                 continue
-            assert self.group is not None, "a sharded model has ranks"
-            with self.group.waiting():
-                self._lock_step.run((what, kind and kind(index)), attempt, lambda f=forest: attempt(f.padding()))
-        if self._lock_step is not None and self.group is not None:
-            self._lock_step.settle(self.group.sum, self.group.device)
+            named = (torch.is_grad_enabled(), kind and kind(index))
+            if steps.begin(named):
+                yield forest.padding().to(device)
+                steps.learn(named)
+            if not steps.failure:
+                yield forest.to(device)
+            with self._waiting():
+                steps.finish(named)
+        if steps is not None and self.group is not None:
+            steps.settle(self.group.sum, self.group.device)
+
+    @contextmanager
+    def fits(self, what: str, forest: Forest) -> Generator[None]:
+        """A pass over a micro-batch.
+
+        Raises:
+            DeviceMemoryError: it did not fit; for a sharded model ``over`` raises it, on all ranks.
+        """
+        try:
+            with self._waiting(), memory_boundary(f"{what} of {forest.num_tokens} tokens"):
+                yield
+        except DeviceMemoryError as error:
+            if self._lock_step is None:
+                raise
+            self._lock_step.failure = str(error)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return self.group.waiting() if self._lock_step and self.group else nullcontext()
 
     @torch.no_grad()
     def score(self, packing: Packing, of: Quantity) -> Floats:
         """As ``Scorer.score``."""
         self.model.module.eval()
         scores = np.zeros(packing.num_predictions)
-
-        def one(forest: Forest) -> None:
-            values = getattr(self.predict(forest), of)
-            assert isinstance(values, Tensor), f"the model gives no {of}"
-            scores[forest.predictions.cpu().numpy()] = values.double().cpu().numpy()
-
-        self.each("scoring a micro-batch", packing.forests, one)
+        for forest in self.over(packing.forests):
+            with self.fits("scoring a micro-batch", forest):
+                values = getattr(self.predict(forest), of)
+                assert isinstance(values, Tensor), f"the model gives no {of}"
+                scores[forest.predictions.cpu().numpy()] = values.double().cpu().numpy()
         return scores
 
 

@@ -124,16 +124,16 @@ class TorchBackend(Generic[M]):
         self.model.module.train()
         sums, sharding = Sums(), self.model.sharding
 
-        def one(forest: Forest) -> None:
-            loss, metrics = objective(forest, self.passes.predict(forest))
-            loss.backward()  # pyright: ignore[reportUnknownMemberType]
-            sums.add({"loss": loss, **metrics})
-
         def sum_gradients(index: int) -> bool:
             last = index == len(packing) - 1
             return sharding is not None and sharding.sum_gradients(self.model.module, last=last)
 
-        self.passes.each("a micro-batch", packing, one, sum_gradients)
+        for forest in self.passes.over(packing, sum_gradients):
+            with self.passes.fits("a micro-batch", forest):
+                loss, metrics = objective(forest, self.passes.predict(forest))
+                loss.backward()  # pyright: ignore[reportUnknownMemberType]
+                sums.add({"loss": loss, **metrics})
+                del loss, metrics  # with the graph, before the next one grows
         return sums.read()
 
     @torch.no_grad()
@@ -141,14 +141,13 @@ class TorchBackend(Generic[M]):
         self.model.module.eval()
         sums = Sums()
 
-        def one(forest: Forest) -> None:
-            predictions = self.passes.predict(forest)
-            loss, metrics = objective(forest, predictions)
-            read = (predictions.logprobs, predictions.values)
-            broken = sum((~t.isfinite()).sum() for t in read if t is not None)
-            sums.add({"loss": loss, **metrics, "broken": torch.as_tensor(broken)})
-
-        self.passes.each("evaluating a micro-batch", packing, one)
+        for forest in self.passes.over(packing):
+            with self.passes.fits("evaluating a micro-batch", forest):
+                predictions = self.passes.predict(forest)
+                loss, metrics = objective(forest, predictions)
+                read = (predictions.logprobs, predictions.values)
+                broken = sum((~t.isfinite()).sum() for t in read if t is not None)
+                sums.add({"loss": loss, **metrics, "broken": torch.as_tensor(broken)})
         total = sums.read()
         return dict.fromkeys(total, math.nan) if total.pop("broken", 0.0) else total
 

@@ -19,45 +19,48 @@ from tunesmith.models.sharding import shards
 
 
 class LockStep:
-    """Runs the passes of a sharded model.
+    """The passes of a sharded model.
 
     A pass makes the same collective operations in the same order on every rank, whatever its tokens. If a rank runs out
     of memory it makes the remaining ones with empty data, so that the others can finish theirs; ``settle`` then raises
-    on all ranks.
+    on all ranks. Kinds of passes tell apart those that make different operations.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
+        self.failure: str | None = None
+        """Why a pass failed on this rank, since ``settle``."""
         self._root = cast(FSDPModule, module)
         self._known: dict[Hashable, list[Callable[[], object]]] = {}
         """How to repeat each collective operation of a kind of pass."""
         self._made: list[Callable[[], object]] = []
-        self._failure: str | None = None
+        self._failed_before = False
         for part in shards(module):
             part.set_custom_all_gather(_AllGather(self._made))
             part.set_custom_reduce_scatter(_ReduceScatter(self._made))
 
-    def run(self, kind: Hashable, work: Callable[[], object], rehearse: Callable[[], object]) -> None:
-        """Run a pass.
-
-        Args:
-            kind: passes of one kind make the same collective operations.
-            rehearse: a pass of this kind that needs next to no memory; it runs before the first one.
-        """
-        if kind not in self._known:
-            self._made.clear()
-            rehearse()
-            self._known[kind] = [*self._made]
+    def begin(self, kind: Hashable) -> bool:
+        """Whether a pass of this kind must be learned first, by one that needs next to no memory."""
         self._made.clear()
-        if self._failure is None:
-            try:
-                work()
-                return
-            except DeviceMemoryError as error:
-                self._failure = str(error)
-        # Outside the handler, whose traceback keeps the failed pass's activations alive.
-        self._root.reset_iter_state()
-        for repeat in self._known[kind][len(self._made) :]:
-            repeat()
+        self._failed_before = self.failure is not None
+        return kind not in self._known
+
+    def learn(self, kind: Hashable) -> None:
+        """The pass that ends now is whole.
+
+        Raises:
+            DeviceMemoryError: it failed.
+        """
+        if self.failure is not None and not self._failed_before:
+            raise DeviceMemoryError(self.failure)
+        self._known[kind] = [*self._made]
+        self._made.clear()
+
+    def finish(self, kind: Hashable) -> None:
+        """Make what is left of a failed pass's operations."""
+        if self.failure is not None:
+            self._root.reset_iter_state()
+            for repeat in self._known[kind][len(self._made) :]:
+                repeat()
 
     def settle(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Raise ``DeviceMemoryError`` on all ranks if a pass failed on one since the last call.
@@ -65,7 +68,7 @@ class LockStep:
         Args:
             total: sums a tensor over the ranks.
         """
-        failure, self._failure = self._failure, None
+        failure, self.failure = self.failure, None
         if total(torch.tensor([float(failure is not None)], device=device)).item():
             raise DeviceMemoryError(failure or "another rank of the trainer ran out of memory")
 

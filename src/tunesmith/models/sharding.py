@@ -146,14 +146,14 @@ def unshard_trained(module: nn.Module) -> None:
 
 
 def whole_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """All weights, gathered one by one; tied ones under each of their names. All ranks iterate together."""
+    """All weights in host memory, gathered one by one; tied ones under each of their names. Ranks iterate together."""
     state = module.state_dict()
     places = {name: local(tensor).data_ptr() or id(tensor) for name, tensor in state.items()}
     uses = list(places.values())
     tied: dict[int, Tensor] = {}
     for name, tensor in state.items():
         place = places[name]
-        weight = tied[place] if place in tied else whole(tensor, dtype)
+        weight = tied[place] if place in tied else whole(tensor, dtype).cpu()
         if uses.count(place) > 1:
             tied[place] = weight
         yield name, weight
