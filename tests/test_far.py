@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -246,6 +247,15 @@ def test_the_first_failure_ends_the_wait(start: Start, code: Any) -> None:
         gather([one.submit("wait", 30), other.submit("fail", "value")])
     assert time.monotonic() - begun < 20
     one.close(), other.close()
+
+
+def test_two_that_start_at_once_have_a_place_each(start: Start, code: Any) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: start(), range(2)))
+    for answer in [far.make(partial(code.thing, 1)) for far in both]:
+        answer.result(60)
+    for far in both:
+        far.close()
 
 
 # Children only

@@ -49,8 +49,6 @@ def join_default_group(store: dist.TCPStore, rank: int, world: int, host: str, d
         if any(found.address == host for found in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     kind = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
     limit = timedelta(seconds=PATIENCE)
     dist.init_process_group(kind, store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=limit)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tunesmith.config.placement import Role
@@ -34,6 +35,7 @@ class RayCluster:
         """The GPUs of bundles whose processes see different numbers of them."""
         self._running: dict[Far, tuple[Role, int | None]] = {}
         """Role and bundle of each process; None: it is in no bundle."""
+        self._lock = Lock()
 
     @classmethod
     def open(cls, system: SystemSection, bundles: Sequence[Bundle], *, patience: float = PATIENCE) -> RayCluster:
@@ -84,18 +86,19 @@ class RayCluster:
 
         from tunesmith.distributed.ray_actor import Actor, RayActor
 
-        bundle = next((i for i in range(len(self._bundles)) if self._has_room(i, role)), None)
-        options = self._outside(role) if bundle is None else self._inside(bundle)
-        if python is not None:
-            # Not resolved: the interpreter of a virtual environment is a link to another one.
-            options["runtime_env"] = {"py_executable": str(python.absolute())}
-        # More requests than an engine runs may wait at it, and pings have to get through.
         named = type(NAMES[role].title().replace(" ", ""), (Actor,), {})  # what `ps` shows
         made: Any = ray.remote(named)
-        gpus = None if bundle is None else self._gpus(bundle, role)
-        actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd(), gpus)
-        far = RayActor(actor, f"the {NAMES[role]}'s actor ({next(self._numbers)})", lost, self._patience)
-        self._running[far] = role, bundle
+        with self._lock:  # engines start at the same time, each in a place of its own
+            bundle = next((i for i in range(len(self._bundles)) if self._has_room(i, role)), None)
+            options = self._outside(role) if bundle is None else self._inside(bundle)
+            if python is not None:
+                # Not resolved: the interpreter of a virtual environment is a link to another one.
+                options["runtime_env"] = {"py_executable": str(python.absolute())}
+            gpus = None if bundle is None else self._gpus(bundle, role)
+            # More requests than an engine runs may wait at it, and pings have to get through.
+            actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd(), gpus)
+            far = RayActor(actor, f"the {NAMES[role]}'s actor ({next(self._numbers)})", lost, self._patience)
+            self._running[far] = role, bundle
         far.ended.add_done_callback(lambda _: self._running.pop(far, None))
         return far
 
