@@ -87,8 +87,6 @@ def _derive_ranks(filling: Filling, facts: Facts) -> None:
     """Refuse (ConfigError) more trainer ranks than this machine has GPUs, and put engines into processes."""
     config, gpus = filling.config, len(facts.hardware.gpus)
     ranks = config.system.trainer_ranks
-    if problem := _sharding_problem(config):
-        raise ConfigError(problem)
     if ranks == 1 or config.system.cluster != "none":
         return
     if on_gpu(config) and 0 < gpus < ranks:
@@ -98,18 +96,6 @@ def _derive_ranks(filling: Filling, facts: Facts) -> None:
         )
     if isinstance(config, RLConfig) and not config.system.engine_process:
         filling.set("system.engine_process", True, "each trainer rank is a process, and so are the engines")
-
-
-def _sharding_problem(config: RunConfig) -> str | None:
-    """Why the trainer's ranks cannot shard the model as ``system.zero_stage`` says."""
-    key = f"system.zero_stage = {config.system.zero_stage}"
-    if not config.system.zero_stage:
-        return None
-    if config.system.trainer_ranks == 1:
-        return f"{key} shards the model over the trainer's ranks, and there is 1: say system.trainer_ranks = 2 or more"
-    if config.model.quantize is not None:
-        return f"{key} does not shard quantised weights: leave out model.quantize, or system.zero_stage"
-    return None
 
 
 def _reserved(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> int:
