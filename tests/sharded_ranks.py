@@ -54,18 +54,22 @@ class Rank:
         self.backend.join(RankGroup(store, rank, world, HERE))
         self.rank, self.world = rank, world
 
-    def gradient(self, packing: Packing, most_tokens: int | None = None) -> tuple[dict[str, float], dict[str, Tensor]]:
+    def gradient(
+        self, packing: Packing, most_tokens: int | None = None, *, backward: bool = False
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Loss and whole gradients; ``DeviceMemoryError`` on rank 1 in a layer's pass over more than so many tokens."""
-        with short_of_memory(self.backend.model.module, most_tokens if self.rank == 1 else None):
+        with short_of_memory(self.backend.model.module, most_tokens if self.rank == 1 else None, backward=backward):
             metrics = self.backend.forward_backward(packing.for_rank(self.rank, self.world), SFTObjective())
         named = self.backend.model.module.named_parameters()
         return metrics, {name: whole(p.grad) for name, p in named if p.grad is not None}
 
-    def after_failures(self, packing: Packing, most_tokens: int, smaller: Packing) -> tuple[bool, dict[str, Tensor]]:
+    def after_failures(
+        self, packing: Packing, most_tokens: int, smaller: Packing, *, backward: bool
+    ) -> tuple[bool, dict[str, Tensor]]:
         """Whether the packing failed on this rank, and the gradient of a smaller one afterwards."""
         failed = False
         try:
-            self.gradient(packing, most_tokens)
+            self.gradient(packing, most_tokens, backward=backward)
         except DeviceMemoryError:
             failed = True
         return failed, self.gradient(smaller, most_tokens)[1]
@@ -94,12 +98,15 @@ class Rank:
 
 
 @contextmanager
-def short_of_memory(module: nn.Module, most_tokens: int | None) -> Iterator[None]:
+def short_of_memory(module: nn.Module, most_tokens: int | None, *, backward: bool = False) -> Iterator[None]:
     """The second layer raises what the CPU's allocator raises, if it sees more tokens."""
+
+    def fail(_: Any = None) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     def hook(_: nn.Module, given: tuple[Any, ...]) -> None:
         if most_tokens is not None and given[0].shape[-2] > most_tokens:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            given[0].register_hook(fail) if backward else fail()
 
     handle = decoder_layers(module)[1].register_forward_pre_hook(hook)  # pyright: ignore[reportArgumentType]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -72,6 +73,9 @@ def same(one: assembly.RunResult, other: assembly.RunResult) -> None:
     assert len(seen[0]) == len(seen[1]) >= 3
     for ours, theirs in zip(*seen, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    configs = [json.loads((result.checkpoint / "config.json").read_text()) for result in (one, other)
+               if (result.checkpoint / "config.json").exists()]  # fmt: skip
+    assert all(found == configs[0] for found in configs)
     [file] = [path.name for path in one.checkpoint.glob("*model.safetensors")]
     ours, theirs = (load_file(result.checkpoint / file) for result in (one, other))
     for name, tensor in ours.items():

@@ -17,12 +17,12 @@ from tunesmith.config.schema import ModelReward, RLConfig, RunConfig
 from tunesmith.distributed.far import gather
 from tunesmith.distributed.local import LocalProcesses, Processes
 from tunesmith.distributed.torchrun import LaunchedProcesses, meeting
-from tunesmith.errors import RewardError, TrainerLostError
+from tunesmith.errors import ConfigError, RewardError, TrainerLostError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cluster import NAMES, bundles, processes
 from tunesmith.plan.cost import PeakRates
-from tunesmith.plan.memory import keeps_reference
+from tunesmith.plan.memory import has_critic, keeps_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,6 +169,12 @@ def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None
     if config.system.trainer_ranks == 1:
         return nullcontext()
     gpus, met = local_gpus(config), meeting()
+    if met and config.system.zero_stage and has_critic(config):
+        raise ConfigError(
+            f"system.zero_stage = {config.system.zero_stage} with a separate critic does not work under a launcher, "
+            "whose processes would train both models: start the command by itself with system.trainer_ranks, or set "
+            "critic.shared_trunk = true"
+        )
     return LaunchedProcesses(met, gpus) if met else LocalProcesses(gpus)
 
 

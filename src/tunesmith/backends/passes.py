@@ -38,7 +38,7 @@ class Passes(Generic[M]):
         if model.sharding is not None:
             from tunesmith.models.lock_step import LockStep
 
-            self._lock_step = LockStep(model.module)
+            self._lock_step = LockStep(model.module, self._waiting)
 
     def predict(self, forest: Forest) -> Predictions:
         if self._lock_step is None:
@@ -52,7 +52,7 @@ class Passes(Generic[M]):
         return Predictions(*run(self.model.module, values))
 
     def over(self, forests: Iterable[Forest], kind: Callable[[int], object] | None = None) -> Iterator[Forest]:
-        """The micro-batches on the model's device; of a sharded model an empty one first, for ``LockStep.learn``.
+        """The micro-batches on the model's device; of a sharded model an empty one first, for ``LockStep.record``.
 
         Args:
             kind: of the pass over the micro-batch of an index, if passes communicate differently.
@@ -68,24 +68,24 @@ class Passes(Generic[M]):
                 continue
             named = (torch.is_grad_enabled(), kind and kind(index))
             if steps.begin(named):
-                yield forest.padding().to(device)
-                steps.learn(named)
+                with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                    yield forest.padding().to(device)
+                steps.record(named)
             if not steps.failure:
                 yield forest.to(device)
-            with self._waiting():
-                steps.finish(named)
+            steps.finish(named)
         if steps is not None and self.group is not None:
             steps.settle(self.group.sum, self.group.device)
 
     @contextmanager
-    def fits(self, what: str, forest: Forest) -> Generator[None]:
+    def attempt(self, what: str, forest: Forest) -> Generator[None]:
         """A pass over a micro-batch.
 
         Raises:
             DeviceMemoryError: it did not fit; for a sharded model ``over`` raises it, on all ranks.
         """
         try:
-            with self._waiting(), memory_boundary(f"{what} of {forest.num_tokens} tokens"):
+            with memory_boundary(f"{what} of {forest.num_tokens} tokens"):
                 yield
         except DeviceMemoryError as error:
             if self._lock_step is None:
@@ -93,7 +93,7 @@ class Passes(Generic[M]):
             self._lock_step.failure = str(error)
 
     def _waiting(self) -> AbstractContextManager[None]:
-        return self.group.waiting() if self._lock_step and self.group else nullcontext()
+        return self.group.waiting() if self.group else nullcontext()
 
     @torch.no_grad()
     def score(self, packing: Packing, of: Quantity) -> Floats:
@@ -101,7 +101,7 @@ class Passes(Generic[M]):
         self.model.module.eval()
         scores = np.zeros(packing.num_predictions)
         for forest in self.over(packing.forests):
-            with self.fits("scoring a micro-batch", forest):
+            with self.attempt("scoring a micro-batch", forest):
                 values = getattr(self.predict(forest), of)
                 assert isinstance(values, Tensor), f"the model gives no {of}"
                 scores[forest.predictions.cpu().numpy()] = values.double().cpu().numpy()

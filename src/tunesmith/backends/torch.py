@@ -124,16 +124,16 @@ class TorchBackend(Generic[M]):
         self.model.module.train()
         sums, sharding = Sums(), self.model.sharding
 
-        def sum_gradients(index: int) -> bool:
+        def set_gradient_sync(index: int) -> bool:
             last = index == len(packing) - 1
-            return sharding is not None and sharding.sum_gradients(self.model.module, last=last)
+            return sharding is not None and sharding.set_gradient_sync(self.model.module, last=last)
 
-        for forest in self.passes.over(packing, sum_gradients):
-            with self.passes.fits("a micro-batch", forest):
+        for forest in self.passes.over(packing, set_gradient_sync):
+            with self.passes.attempt("a micro-batch", forest):
                 loss, metrics = objective(forest, self.passes.predict(forest))
                 loss.backward()  # pyright: ignore[reportUnknownMemberType]
                 sums.add({"loss": loss, **metrics})
-                del loss, metrics  # with the graph, before the next one grows
+            loss = metrics = None  # with the graph, before the next one grows, also where this one failed
         return sums.read()
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class TorchBackend(Generic[M]):
         sums = Sums()
 
         for forest in self.passes.over(packing):
-            with self.passes.fits("evaluating a micro-batch", forest):
+            with self.passes.attempt("evaluating a micro-batch", forest):
                 predictions = self.passes.predict(forest)
                 loss, metrics = objective(forest, predictions)
                 read = (predictions.logprobs, predictions.values)

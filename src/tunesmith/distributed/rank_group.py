@@ -1,4 +1,4 @@
-"""The processes that train one model together, each with a replica of it: what they sum."""
+"""The processes that train one model together: what they sum."""
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -48,7 +48,11 @@ def join_default_group(store: dist.TCPStore, rank: int, world: int, host: str, d
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address == host for found in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    kind = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    kind = "gloo"
+    if device.startswith("cuda"):
+        kind = "cpu:gloo,cuda:nccl"
+        torch.cuda.init()
+        torch.cuda.set_device(torch.device(device).index or 0)  # else a mesh takes that of LOCAL_RANK
     limit = timedelta(seconds=PATIENCE)
     dist.init_process_group(kind, store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=limit)
 

@@ -24,6 +24,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -89,7 +90,7 @@ class LoraAdapter:
         adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
         for name, part in module.state_dict().items():
             owner, is_adapted, rest = name.partition(".base_layer.")
-            tensor = part if ".lora_" in name else whole(part)
+            tensor = whole(part).cpu() if isinstance(part, DTensor) else part
             if is_adapted:
                 if rest == "weight":
                     delta = cast(Any, adapted[owner]).get_delta_weight(TRAINED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -117,8 +119,8 @@ def load_module(
         module = read()
     else:
         stored = torch.float32 if trains and dtype == torch.bfloat16 else dtype
-        with boundary(ModelError, f"cannot shard model '{path}'", ANY_ERROR), init_empty_weights(include_buffers=False):
-            module = cast(PreTrainedModel, auto.from_config(dtype=stored, **options)).requires_grad_(trains)
+        with boundary(ModelError, f"cannot shard model '{path}'", ANY_ERROR):
+            module = _without_weights(path, partial(auto.from_config, dtype=stored, **options), trains=trains)
         sharding.shard(module, dtype, torch.device(device))
         read_shards(module, path, read, initialised, dropped)
     _disable_dropout(module, dropouts)
@@ -129,6 +131,18 @@ def load_module(
     message = f"system.device = '{device}' cannot hold the model: it needs torch with CUDA and a free GPU, or use 'cpu'"
     with boundary(ConfigError, message, (AssertionError, RuntimeError)):  # AssertionError: torch without CUDA
         return cast(PreTrainedModel, cast(nn.Module, module).to(device).eval())
+
+
+def _without_weights(path: str | Path, make: Callable[[], Any], *, trains: bool) -> PreTrainedModel:
+    """A model whose parameters are on the meta device, with the generation settings of its files."""
+    with init_empty_weights(include_buffers=False):
+        module = cast(PreTrainedModel, make())
+    if not trains:
+        module.requires_grad_(False)
+    if module.can_generate():
+        with suppress(OSError):  # not all models have a file
+            module.generation_config = GenerationConfig.from_pretrained(path)
+    return module
 
 
 def _disable_dropout(module: PreTrainedModel, original: Mapping[str, float]) -> None:
@@ -163,8 +177,8 @@ def read_shards(
     directory = Path(path).expanduser()
     if not directory.is_dir():
         directory = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
-    files, wanted = WeightFiles(directory), {name for name, _ in module.named_parameters()}
-    known = module.state_dict().keys()
+    files, known = WeightFiles(directory), module.state_dict().keys()
+    wanted = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} & known
     missing = [name for name in wanted - files.names if not name.startswith(initialised)]
     unexpected = [name for name in files.names - known if not name.startswith(dropped)]
     with boundary(ModelError, f"cannot read the weights of model '{path}'", ANY_ERROR):

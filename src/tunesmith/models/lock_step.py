@@ -1,9 +1,10 @@
 """Keeps the ranks of a sharded model together when one of them runs out of memory."""
 
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -17,50 +18,61 @@ from transformers import PreTrainedModel
 from tunesmith.errors import DeviceMemoryError
 from tunesmith.models.sharding import shards
 
+Replay = Callable[[], object]
+Waiting = Callable[[], AbstractContextManager[None]]
+
 
 class LockStep:
     """The passes of a sharded model.
 
-    A pass makes the same collective operations in the same order on every rank, whatever its tokens. If a rank runs out
-    of memory it makes the remaining ones with empty data, so that the others can finish theirs; ``settle`` then raises
-    on all ranks. Kinds of passes tell apart those that make different operations.
+    A pass issues the same collective operations in the same order on every rank, whatever its tokens. If a rank runs
+    out of memory it issues the remaining ones with empty data, so that the others can finish theirs; ``settle`` then
+    raises on all ranks. Passes of different kinds issue different operations.
+
+    Args:
+        waiting: the context in which a rank waits for the others.
     """
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    def __init__(self, module: PreTrainedModel, waiting: Waiting) -> None:
         self.failure: str | None = None
         """Why a pass failed on this rank, since ``settle``."""
-        self._root = cast(FSDPModule, module)
-        self._known: dict[Hashable, list[Callable[[], object]]] = {}
-        """How to repeat each collective operation of a kind of pass."""
-        self._made: list[Callable[[], object]] = []
+        self._module = module
+        self._recorded: dict[Hashable, list[Replay]] = {}
+        """How to issue each collective operation of a kind of pass again."""
+        self._issued: list[Replay] = []
         self._failed_before = False
         for part in shards(module):
-            part.set_custom_all_gather(_AllGather(self._made))
-            part.set_custom_reduce_scatter(_ReduceScatter(self._made))
+            part.set_custom_all_gather(_AllGather(self._issued, waiting))
+            part.set_custom_reduce_scatter(_ReduceScatter(self._issued, waiting))
 
     def begin(self, kind: Hashable) -> bool:
-        """Whether a pass of this kind must be learned first, by one that needs next to no memory."""
-        self._made.clear()
+        """Whether a pass of this kind has yet to be recorded, by one that needs next to no memory."""
+        self._issued.clear()
         self._failed_before = self.failure is not None
-        return kind not in self._known
+        return kind not in self._recorded
 
-    def learn(self, kind: Hashable) -> None:
-        """The pass that ends now is whole.
+    def record(self, kind: Hashable) -> None:
+        """The pass that ends now is complete.
 
         Raises:
             DeviceMemoryError: it failed.
         """
         if self.failure is not None and not self._failed_before:
-            raise DeviceMemoryError(self.failure)
-        self._known[kind] = [*self._made]
-        self._made.clear()
+            failure, self.failure = self.failure, None
+            raise DeviceMemoryError(failure)
+        self._recorded[kind] = [*self._issued]
+        self._issued.clear()
 
     def finish(self, kind: Hashable) -> None:
-        """Make what is left of a failed pass's operations."""
-        if self.failure is not None:
-            self._root.reset_iter_state()
-            for repeat in self._known[kind][len(self._made) :]:
-                repeat()
+        """Issue what is left of a failed pass's operations."""
+        if self.failure is None:
+            return
+        cast(FSDPModule, self._module).reset_iter_state()
+        forget_unsharded_gradients(self._module)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        for replay in self._recorded[kind][len(self._issued) :]:
+            replay()
 
     def settle(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Raise ``DeviceMemoryError`` on all ranks if a pass failed on one since the last call.
@@ -70,35 +82,54 @@ class LockStep:
         """
         failure, self.failure = self.failure, None
         if total(torch.tensor([float(failure is not None)], device=device)).item():
+            forget_unsharded_gradients(self._module)
             raise DeviceMemoryError(failure or "another rank of the trainer ran out of memory")
 
 
-class _AllGather(DefaultAllGather):
-    """Notes how to repeat each operation."""
+def forget_unsharded_gradients(module: PreTrainedModel) -> None:
+    """Drop gradients that were not summed yet, which ``reset_iter_state`` keeps."""
+    for part in shards(module):
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
-    def __init__(self, made: list[Callable[[], object]]) -> None:
-        self._made = made
+
+class _AllGather(DefaultAllGather):
+    """Notes how to issue each operation again."""
+
+    def __init__(self, issued: list[Replay], waiting: Waiting) -> None:
+        self._issued, self._waiting = issued, waiting
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        gather, output, given = super().__call__, _like(output_tensor), _like(input_tensor)
-        self._made.append(lambda: gather(output(), given(), group))
-        return gather(output_tensor, input_tensor, group, async_op)
+        def gather(output: Tensor, given: Tensor, async_op: bool = False) -> dist.Work | None:
+            with self._waiting():
+                return super(_AllGather, self).__call__(output, given, group, async_op)
+
+        output, given = _like(output_tensor), _like(input_tensor)
+        self._issued.append(lambda: gather(output(), given()))
+        return gather(output_tensor, input_tensor, async_op)
 
 
 class _ReduceScatter(DefaultReduceScatter):
     """As ``_AllGather``."""
 
-    def __init__(self, made: list[Callable[[], object]]) -> None:
-        self._made = made
+    def __init__(self, issued: list[Replay], waiting: Waiting) -> None:
+        self._issued, self._waiting = issued, waiting
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work:
-        reduce, output, given = super().__call__, _like(output_tensor), _like(input_tensor)
-        self._made.append(lambda: reduce(output(), given(), group, op))
-        return reduce(output_tensor, input_tensor, group, op, async_op)
+        def reduce(output: Tensor, given: Tensor, async_op: bool = False) -> dist.Work:
+            with self._waiting():
+                return super(_ReduceScatter, self).__call__(output, given, group, op, async_op)
+
+        output, given = _like(output_tensor), _like(input_tensor)
+        self._issued.append(lambda: reduce(output(), given()))
+        return reduce(output_tensor, input_tensor, async_op)
 
 
 def _like(tensor: Tensor) -> Callable[[], Tensor]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.models.sharding import Sharding, first_row, local, whole
 
+INDEX = "model.safetensors.index.json"
 FILE_BYTES = 2 << 30
 """Size of a file of weights; a rank holds one at a time while it writes."""
 
@@ -22,7 +23,12 @@ class WeightFiles:
     """The safetensors files of a model's directory, from which single rows can be read."""
 
     def __init__(self, directory: Path) -> None:
-        files = sorted(directory.glob("*.safetensors"))
+        index, one = directory / INDEX, directory / "model.safetensors"
+        if index.is_file():
+            names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = [directory / name for name in sorted(set(names.values()))]
+        else:
+            files = [one] if one.is_file() else sorted(directory.glob("*.safetensors"))
         self._file = {name: file for file in files for name in names_in(file)}
 
     @property
@@ -58,25 +64,29 @@ def save_weights(
 ) -> None:
     """Write a model in Hugging Face format. All ranks call this together, and each writes some of the files.
 
+    As many files as there are ranks are gathered, then written at the same time.
+
     Args:
         stored: gives weights the names and shapes that they have in files.
     """
     named = [n for n, _ in module.named_parameters()]
     state = module.state_dict()
     named += [n for n, _ in module.named_buffers() if n in state]
-    groups = _by_size(state, named, dtype)
-    for number, names in enumerate(groups):
-        mine = number % sharding.mesh.size() == sharding.rank
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            weight = whole(state[name], dtype)
-            if mine:
-                tensors[name] = weight
+    parameters, groups = {name for name, _ in module.named_parameters()}, _by_size(state, named, dtype)
+    world = sharding.mesh.size()
+    for first in range(0, len(groups), world):
+        mine: dict[str, Tensor] = {}
+        for rank, names in enumerate(groups[first : first + world]):
+            for name in names:
+                weight = whole(state[name], dtype if name in parameters else None)
+                if rank == sharding.rank:
+                    mine[name] = weight.cpu()
         if mine:
-            plain = {n: t.cpu().contiguous() for n, t in stored(module, tensors.items())}
-            save_file(plain, directory / _file_name(number, len(groups)), metadata={"format": "pt"})
+            plain = {name: tensor.contiguous() for name, tensor in stored(module, mine.items())}
+            save_file(plain, directory / _file_name(first + sharding.rank, len(groups)), metadata={"format": "pt"})
     torch.distributed.barrier(sharding.mesh.get_group() if sharding.mesh.ndim == 1 else None)
     if sharding.rank == 0:
+        module.config.architectures = [type(module).__name__.removeprefix("FSDP")]
         module.config.save_pretrained(directory)
         if module.can_generate():
             module.generation_config.save_pretrained(directory)  # pyright: ignore[reportOptionalMemberAccess]
@@ -85,7 +95,7 @@ def save_weights(
             index = {name: file for file in files for name in names_in(directory / file)}
             size = sum((directory / file).stat().st_size for file in files)
             text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
-            (directory / "model.safetensors.index.json").write_text(text)
+            (directory / INDEX).write_text(text, encoding="utf-8")
 
 
 def _by_size(state: Mapping[str, Tensor], names: list[str], dtype: torch.dtype) -> list[list[str]]:

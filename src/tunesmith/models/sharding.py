@@ -64,10 +64,10 @@ class Sharding:
             reduce_dtype=torch.float32 if narrow else None,
             cast_forward_inputs=False,
         )
-        options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy, "reshard_after_forward": self.stage == 3}
+        options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
         for layer in decoder_layers(module):
-            fully_shard(layer, **options)
-        fully_shard(module, **options)
+            fully_shard(layer, reshard_after_forward=self.stage == 3, **options)
+        fully_shard(module, reshard_after_forward=False, **options)  # embedding and head are needed at once again
         for part in shards(module):
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other; and losses have global denominators
             part.set_gradient_divide_factor(1.0)
@@ -80,7 +80,7 @@ class Sharding:
         module._apply(materialise)  # pyright: ignore[reportPrivateUsage, reportArgumentType, reportUnknownMemberType]
         module.tie_weights()
 
-    def sum_gradients(self, module: PreTrainedModel, *, last: bool) -> bool:
+    def set_gradient_sync(self, module: PreTrainedModel, *, last: bool) -> bool:
         """Whether the next backward pass sums gradients over the ranks; else it adds them to those not yet summed.
 
         Args:
@@ -117,7 +117,7 @@ def shards(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, in place; any other tensor as it is."""
+    """This rank's rows of a sharded tensor, as a view; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -147,13 +147,12 @@ def unshard_trained(module: nn.Module) -> None:
 
 def whole_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """All weights in host memory, gathered one by one; tied ones under each of their names. Ranks iterate together."""
-    state = module.state_dict()
-    places = {name: local(tensor).data_ptr() or id(tensor) for name, tensor in state.items()}
-    uses = list(places.values())
+    parameters = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    uses = list(parameters.values())
     tied: dict[int, Tensor] = {}
-    for name, tensor in state.items():
-        place = places[name]
-        weight = tied[place] if place in tied else whole(tensor, dtype).cpu()
-        if uses.count(place) > 1:
-            tied[place] = weight
+    for name, tensor in module.state_dict().items():
+        key = parameters.get(name, 0)  # 0: a buffer, whose type is not the weights'
+        weight = tied[key] if key in tied else whole(tensor, dtype if key else None).cpu()
+        if uses.count(key) > 1:
+            tied[key] = weight
         yield name, weight

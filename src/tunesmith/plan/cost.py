@@ -131,7 +131,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
 def _sharded(model: ModelFacts, layout: Layout) -> Price:
     """Of a rank that shards a model: its rows, in float32 if they train, and what is gathered at once.
 
-    Every rank has the whole of an adapter.
+    Every rank has the whole of an adapter. What is gathered counts with the activations, as it is there while training.
     """
     numbers, size = model.parameters or 0, layout.bytes_per_number
     outside = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
@@ -145,11 +145,11 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         trained, passing = adapter_numbers(model, layout.lora_rank), 0
         kept, gradients, optimizer = rows * size + 4 * trained, 4 * trained, (8 + ema) * trained
     return Price(
-        weights=layout.models * kept + gathered * size,
+        weights=layout.models * kept,
         gradients=layout.models * gradients + passing,
         optimizer=layout.models * optimizer,
         frozen=layout.references * rows * size + layout.frozen_parameters * size,
-        activations=layout.tokens * activation_bytes(model, size, layout.checkpointing),
+        activations=gathered * size + layout.tokens * activation_bytes(model, size, layout.checkpointing),
         head=head_bytes(model, layout) if layout.has_vocabulary_head else 0,
     )
 
