@@ -184,9 +184,10 @@ def settings(folder: Path, model: Path, run: str, kind: str) -> list[str]:
     held_out = str(write_lines(folder / "held_out.jsonl", lines))
     more: dict[str, Any] = {"data__eval": held_out, "eval__every": 2, "train__steps": 4, "train__schedule": "cosine"}
     if kind != "sft":
-        more |= {"train__passes_per_batch": 2, "train__batch_size": 8, "algorithm__kl__coef": 0.05}
+        more |= {"train__passes_per_batch": 2, "train__batch_size": 8}
+        more |= {"algorithm__kl": "none"} if kind == "lora" else {"algorithm__kl__coef": 0.05}
     if kind == "lora":
-        more |= {"lora__rank": 4, "train__ema_decay": 0.5, "eval__use_ema": True, "algorithm__kl": "none"}
+        more |= {"lora__rank": 4, "train__ema_decay": 0.5, "eval__use_ema": True}
     if kind == "ahead":
         more |= {"rollout__max_staleness": 1, "system__engine_process": True}
     return make(folder, model, run, **more)
