@@ -99,7 +99,7 @@ class TrainerHost:
 
         model, first = self.backend.model, self.backend.group is None or self.backend.group.rank == 0
         named = whole_weights(model.module, model.dtype) if first or model.sharding else ()
-        return {name: tensor.cpu() for name, tensor in named if first}
+        return {name: tensor for name, tensor in named if first}
 
 
 @dataclass(slots=True)

@@ -69,11 +69,10 @@ def save_weights(
     Args:
         stored: gives weights the names and shapes that they have in files.
     """
-    named = [n for n, _ in module.named_parameters()]
-    state = module.state_dict()
-    named += [n for n, _ in module.named_buffers() if n in state]
-    parameters, groups = {name for name, _ in module.named_parameters()}, _by_size(state, named, dtype)
-    world = sharding.mesh.size()
+    state, world = module.state_dict(), sharding.mesh.size()
+    parameters = dict(module.named_parameters())  # tied ones once
+    buffers = [name for name, _ in module.named_buffers() if name in state]
+    groups = _by_size(state, [*parameters, *buffers], dtype)
     for first in range(0, len(groups), world):
         mine: dict[str, Tensor] = {}
         for rank, names in enumerate(groups[first : first + world]):
@@ -84,7 +83,7 @@ def save_weights(
         if mine:
             plain = {name: tensor.contiguous() for name, tensor in stored(module, mine.items())}
             save_file(plain, directory / _file_name(first + sharding.rank, len(groups)), metadata={"format": "pt"})
-    torch.distributed.barrier(sharding.mesh.get_group() if sharding.mesh.ndim == 1 else None)
+    torch.distributed.barrier(sharding.mesh.get_group())
     if sharding.rank == 0:
         module.config.architectures = [type(module).__name__.removeprefix("FSDP")]
         module.config.save_pretrained(directory)
