@@ -33,7 +33,8 @@ class Gpu:
 class Hardware:
     """Memory in bytes, within the limits that container and process have.
 
-    ``cores`` are physical ones that this process may use; ``bf16``: the CPU computes bfloat16 natively.
+    ``cores`` are physical ones that this process may use; ``bf16``: the CPU computes bfloat16 natively; ``nodes``:
+    machines like this one, in all.
     """
 
     cpu: str
@@ -42,6 +43,7 @@ class Hardware:
     memory_available: int
     bf16: bool
     gpus: tuple[Gpu, ...] = ()
+    nodes: int = 1
 
 
 def read_hardware() -> Hardware:

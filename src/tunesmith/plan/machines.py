@@ -1,0 +1,125 @@
+"""Machines that need not be there: ``8xH100-80GB``, ``2x8xA100-80GB``, ``this``. Facts of GPUs: ``machines.toml``."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tunesmith.errors import ConfigError, nearest, shortened
+from tunesmith.plan.hardware import Gpu, Hardware, read_hardware
+
+THIS = "this"
+MOST_GPUS, MOST_NODES = 128, 4096
+_DRIVER = 512 * 2**20
+"""What the driver keeps of a GPU's memory before anything uses it."""
+_SPEC = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?(.+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKind:
+    """A GPU of the table: bytes, operations and bytes per second, and what its machine has for each GPU."""
+
+    name: str
+    memory: int
+    capability: tuple[int, int]
+    flops: float
+    """In bfloat16, or in float16 where there is no bfloat16."""
+    bandwidth: float
+    """Of its memory."""
+    link: float
+    """To other GPUs of its machine, in one direction."""
+    cores: int
+    host_memory: int
+    host: str
+    source: str
+
+    @property
+    def gpu(self) -> Gpu:
+        return Gpu(self.name, self.memory, self.memory - _DRIVER, self.capability)
+
+
+@cache
+def gpu_kinds() -> Mapping[str, GpuKind]:
+    """The table, by name."""
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    return {
+        name: GpuKind(
+            name=name,
+            memory=row["memory"] * 2**20,
+            capability=(row["capability"][0], row["capability"][1]),
+            flops=row["flops"] * 1e12,
+            bandwidth=row["bandwidth"] * 1e9,
+            link=row["link"] * 1e9,
+            cores=row["cores"],
+            host_memory=row["host_memory"] * 2**30,
+            host=row["host"],
+            source=row["source"],
+        )
+        for name, row in tomllib.loads(text).items()
+    }
+
+
+def machine(spec: str) -> Hardware:
+    """The machine of a specification: ``[machines x] [GPUs in each x] GPU``, or ``this`` for the one that runs.
+
+    A GPU's memory may be left out where there is one size: ``8xH200``. Cores and host memory are those of a usual
+    machine with such GPUs, for as many of them.
+
+    Example:
+        >>> [len(machine(spec).gpus) for spec in ("H100-80GB", "8xh200", "2x8xA100-80GB")]
+        [1, 8, 8]
+        >>> machine("2x8xA100-80GB").nodes
+        2
+
+    Raises:
+        ConfigError: no such GPU, or a number that no machine has.
+    """
+    if spec.strip().lower() == THIS:
+        return read_hardware()
+    match = _SPEC.fullmatch(spec.strip())
+    if match is None:
+        raise ConfigError(f"machine '{spec}' is empty; write it as 8xH100-80GB, 2x8xA100-80GB or {THIS}")
+    kind = _kind(match[3])
+    nodes, count = int((match[1] or "1")[:9]), int((match[2] or "1")[:9])
+    if not (0 < count <= MOST_GPUS and 0 < nodes <= MOST_NODES):
+        raise ConfigError(
+            f"machine '{shortened(spec)}': {nodes} machines with {count} GPUs each; there may be 1 to {MOST_NODES} "
+            f"machines, with 1 to {MOST_GPUS} GPUs"
+        )
+    memory = kind.host_memory * count
+    cpu = f"CPU of {kind.host}"
+    return Hardware(cpu, kind.cores * count, memory, memory, bf16=False, gpus=(kind.gpu,) * count, nodes=nodes)
+
+
+def kind_of(gpu: Gpu) -> GpuKind | None:
+    """The table's entry for a GPU that ``nvidia-smi`` lists; None if it has none."""
+    words = re.sub(r"[^a-z0-9]", "", gpu.name.lower())
+    fitting = [
+        kind
+        for kind in gpu_kinds().values()
+        if kind.name == gpu.name
+        or (_family(kind.name) in words and abs(kind.memory - gpu.memory_total) < 0.05 * kind.memory)
+    ]
+    return max(fitting, key=lambda kind: len(_family(kind.name)), default=None)
+
+
+def _family(name: str) -> str:
+    """Letters and digits of a name without its memory: ``H100-PCIe-80GB`` → ``h100pcie``."""
+    return name.lower().rpartition("-")[0].replace("-", "")
+
+
+def _kind(name: str) -> GpuKind:
+    kinds = gpu_kinds()
+    wanted = name.strip().lower()
+    fitting = [kind for kind in kinds.values() if wanted in (kind.name.lower(), kind.name.lower().rpartition("-")[0])]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ConfigError(f"GPU '{name}' comes with different memories: {', '.join(kind.name for kind in fitting)}")
+    beginning = [k for k in kinds if wanted.partition("-")[0] == k.lower().partition("-")[0]]
+    hint = f" There is {', '.join(beginning)}." if beginning else nearest(name, kinds)
+    raise ConfigError(f"no GPU '{shortened(name)}' is known.{hint} Write it as 8xH100-80GB, 2x8xA100-80GB or {THIS}")
