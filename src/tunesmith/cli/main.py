@@ -12,6 +12,7 @@ import typer
 from tunesmith.cli.check import check
 from tunesmith.cli.command import Command, Group
 from tunesmith.cli.demo import demo
+from tunesmith.cli.explain import explain
 from tunesmith.cli.generate import generate
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.init import init
@@ -34,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS: list[Callable[..., None]] = [
-    demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, keys, presets, models,
+    demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, keys, explain, presets, models,
     serve_reward, launch, check,
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}

@@ -39,8 +39,8 @@ def keys(
     for row in rows:
         print(row.key)
         of = "" if what in KINDS or len(row.commands) == len(KINDS) else f" (tunesmith {', '.join(row.commands)})"
-        _wrapped(f"{row.kind}; default: {row.default}{of}", 4)
-        _wrapped(row.meaning, 4)
+        wrapped(f"{row.kind}; default: {row.default}{of}", 4)
+        wrapped(row.meaning, 4)
 
 
 def models() -> None:
@@ -50,12 +50,12 @@ def models() -> None:
     """
     from tunesmith.models.families import KNOWN, REFUSED
 
-    _wrapped(" ".join(sorted(KNOWN)), 0)
+    wrapped(" ".join(sorted(KNOWN)), 0)
     print("\nThese cannot be trained:")
     for reason in dict.fromkeys(REFUSED.values()):
         print()
-        _wrapped(" ".join(name for name, why in REFUSED.items() if why == reason), 2)
-        _wrapped(reason, 4)
+        wrapped(" ".join(name for name, why in REFUSED.items() if why == reason), 2)
+        wrapped(reason, 4)
 
 
 def presets(
@@ -73,12 +73,13 @@ def presets(
     for name in names or PRESETS:
         preset = find_preset(name)
         print(name)
-        _wrapped(preset.text, 4)
-        _wrapped(", ".join(f"{key} = {toml_value(value)}" for key, value in preset.settings.items()), 4)
-        _wrapped(f"source: {preset.source}", 4)
+        wrapped(preset.text, 4)
+        wrapped(", ".join(f"{key} = {toml_value(value)}" for key, value in preset.settings.items()), 4)
+        wrapped(f"source: {preset.source}", 4)
 
 
-def _wrapped(text: str, indent: int) -> None:
+def wrapped(text: str, indent: int) -> None:
+    """Print a text in lines as wide as the terminal."""
     width = min(shutil.get_terminal_size().columns, 100) - 1
     lines: Iterable[str] = textwrap.wrap(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent,
                                          break_long_words=False, break_on_hyphens=False)  # fmt: skip

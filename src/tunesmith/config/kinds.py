@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 from pydantic import BaseModel
 
@@ -34,7 +35,8 @@ def commands_with(key: str) -> list[str]:
     return [name for name, kind in KINDS.items() if key in kind.model_fields or key in all_keys(kind)]
 
 
-def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+@cache
+def all_keys(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
     """Every dotted key of a configuration: ``run_dir``, ``algorithm.loss``, ``algorithm.loss.clip_low``, ..."""
     keys: dict[str, None] = {}
     for name, field in model.model_fields.items():
@@ -43,4 +45,4 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
         if not tables or (prefix and tables != [annotation]):
             keys[key] = None
         keys |= dict.fromkeys(inner for table in tables for inner in all_keys(table, f"{key}."))
-    return list(keys)
+    return tuple(keys)

@@ -1,0 +1,62 @@
+"""What the documents say about one setting or metric: when to touch it, and what that costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from tunesmith.config.reference import DOCS
+
+_FIRST = ("troubleshooting", "choosing", "hardware", "modes", "lora", "engines", "asynchronous")
+"""Pages that say what to do; the others follow by name."""
+_LISTS = ("changelog", "coming-from", "reference", "peers", "architecture", "contributing")
+"""Pages that name settings without advice about them."""
+_KEY_ROW = re.compile(r"^\| `[\w/<>@.]+` \|.*\| .* \| .* \|$")
+"""A row of a table of settings or metrics, which describes its own name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A row of a table or a sentence, without markup, and the page that it stands on."""
+
+    text: str
+    page: str
+
+
+def advice_about(name: str) -> list[Advice]:
+    """Rows and sentences of the documents that name a setting or a metric, those of the guides first.
+
+    A name counts where it stands in code: ```train.lr```, ```train.lr = 1e-6```, ```algorithm.loss = "kl_cov"```.
+    """
+    named = re.compile(rf"`{re.escape(name)}(?![\w./])[^`]*`")
+    return [Advice(_plain(text), f"docs/{page}.md") for page, text in _statements() if named.search(text)]
+
+
+@cache
+def _statements() -> list[tuple[str, str]]:
+    names = sorted(path.stem for path in DOCS.glob("*.md") if path.stem not in (*_FIRST, *_LISTS))
+    return [(page, text) for page in (*_FIRST, *names) for text in _of_page(page) if text.count(" ") > 3]
+
+
+def _of_page(page: str) -> Iterator[str]:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```$|^<!--.*?-->$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for block in re.split(r"\n\s*\n", text):
+        if block.startswith("|"):
+            yield from (_row(line) for line in block.splitlines()[2:] if not _KEY_ROW.match(line))
+        elif not block.startswith("#"):
+            for item in re.split(r"^\s*(?:[-*]|\d+\.) ", block, flags=re.MULTILINE):
+                yield from re.split(r"(?<=[.:;]) (?=[A-Z`*])", " ".join(item.split()))
+
+
+def _row(line: str) -> str:
+    """``| symptom | cause | what to do |`` → ``symptom: cause: what to do``."""
+    cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    return ": ".join(cell for cell in cells if cell)
+
+
+def _plain(text: str) -> str:
+    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
+    return text.replace("`", "").replace("**", "").replace("\\|", "|")

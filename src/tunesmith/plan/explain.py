@@ -1,0 +1,152 @@
+"""Everything that is known about a setting, a metric, or another framework's name for one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunesmith.algorithms.presets import PRESETS
+from tunesmith.config.foreign import FRAMEWORKS, Meaning, meanings, meanings_of, spelled
+from tunesmith.config.reference import Setting, settings_of
+from tunesmith.config.toml import toml_value
+from tunesmith.config.unknown import find, rule_of
+from tunesmith.errors import ConfigError, boundary, closest
+from tunesmith.monitor.catalogue import CATALOGUE, Metric
+from tunesmith.monitor.catalogue import find as find_metric
+from tunesmith.monitor.metrics import read_metrics
+from tunesmith.plan.rules import rules
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a name is: ``settings`` and ``metrics`` here, and what other frameworks mean by it (``foreign``)."""
+
+    settings: tuple[Setting, ...] = ()
+    metrics: tuple[Metric, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+
+def explain(name: str) -> Explanation:
+    """What a setting, a metric or a name of another framework is.
+
+    Raises:
+        ConfigError: nothing has this name; the message has the nearest ones.
+    """
+    ours = find(None, name)
+    keys = dict.fromkeys((*ours.keys, *ours.elsewhere))
+    spelling, known = meanings_of(name)
+    if name in keys:
+        known = []
+    settings = [setting for key in keys for setting in settings_of(key) if setting.key == key]
+    metric = find_metric(name) if name == name.strip() else None
+    metrics = [metric] if metric else [m for m in _all_metrics() if name in m.aliases]
+    foreign = tuple(dict.fromkeys(_meant(spelling, meaning) for meaning in known))
+    if not (settings or metrics or foreign):
+        raise ConfigError(f"there is no setting, metric or name of another framework '{name}'.{_near(name)}")
+    return Explanation(tuple(settings), tuple(metrics), foreign)
+
+
+def called_elsewhere(key: str) -> Iterator[tuple[str, str]]:
+    """Frameworks, each with its names for a setting, and how their values are converted in brackets."""
+    about = [meaning for meaning in meanings() if key in meaning.keys]
+    for framework, written in FRAMEWORKS.items():
+        by_rule: dict[str, list[str]] = {}
+        for meaning in about:
+            by_rule.setdefault(rule_of(meaning), []).extend(meaning.names.get(framework, ()))
+        texts = [", ".join(names) + (f" ({rule})" if rule else "") for rule, names in by_rule.items() if names]
+        if texts:
+            yield written, "; ".join(texts)
+
+
+def without_effect(key: str) -> Iterator[str]:
+    """When a setting has no effect and is refused."""
+    for rule in rules("unread"):
+        keys = rule["keys"].split()
+        if (key in keys or key.startswith(tuple(k for k in keys if k.endswith(".")))) and key not in rule.get(
+            "except", ""
+        ).split():
+            yield re.sub(r"\{[\w.:]+\}", "...", rule["why"])
+
+
+def value_in_run(run_dir: Path, key: str) -> str | None:
+    """A setting's value in a run and why it has it, from the run's ``resolved.json``; None if the run has no such key.
+
+    Raises:
+        ConfigError: there is no such file, or it is damaged.
+    """
+    file = run_dir / "resolved.json"
+    if not run_dir.is_dir() or not file.exists():
+        raise ConfigError(f"{run_dir} is not the directory of a run: it has no resolved.json")
+    with boundary(ConfigError, f"cannot read {file}", (OSError, ValueError, KeyError, TypeError, AttributeError)):
+        entry = json.loads(file.read_text(encoding="utf-8"))["settings"].get(key)
+        if entry is None:
+            return None
+        sources = {"said": "as the run file or an override says", "default": "the default"}
+        why = entry.get("reason") or sources.get(entry["source"], entry["source"])
+        return f"{'none' if entry['value'] is None else toml_value(entry['value'])}: {why}"
+
+
+def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
+    """First, last, least and greatest value of a metric in a run; a line for each name that it has there.
+
+    Raises:
+        ConfigError: the run has no ``metrics.jsonl``.
+    """
+    file, found = run_dir / "metrics.jsonl", dict[str, list[tuple[int, float]]]()
+    if not file.exists():
+        raise ConfigError(f"{run_dir} is not the directory of a run: it has no metrics.jsonl")
+    for row in read_metrics(file):
+        for name, value in row.items():
+            if find_metric(name) is metric and isinstance(value, int | float):
+                found.setdefault(name, []).append((row["step"], value))
+    for name, points in found.items():
+        (first, start), (last, end) = points[0], points[-1]
+        least, most = min(value for _, value in points), max(value for _, value in points)
+        yield f"{name}: {start:.4g} in step {first}, {end:.4g} in step {last}; from {least:.4g} to {most:.4g}"
+    if not found:
+        yield f"no {metric.name}"
+
+
+def _meant(name: str, meaning: Meaning) -> str:
+    """``clip_ratio (verl, StateSet Agents): algorithm.loss.clip_low and algorithm.loss.clip_high``."""
+    of = [FRAMEWORKS[f] for f, names in meaning.names.items() if f in FRAMEWORKS and name in map(spelled, names)]
+    rule = rule_of(meaning)
+    here = " and ".join(meaning.keys) or f"there is no such setting here: {meaning.why}"
+    return f"{name} ({', '.join(of) or 'earlier versions'}): {here}{f': {rule}' if rule and meaning.keys else ''}"
+
+
+def meaning_of(metric: Metric) -> str:
+    """What a metric is, without markup; for "its maximum" also of what."""
+    text = ""
+    for of in next(metrics for metrics in CATALOGUE.values() if metric in metrics):
+        of_another = of.meaning.startswith(("Its ", "Their ", "The same "))
+        text = f"{text} {of.meaning}" if of_another and of is metric else text if of_another else of.meaning
+        if of is metric:
+            break
+    return text.replace("`", "")
+
+
+def _all_metrics() -> Iterator[Metric]:
+    return (metric for metrics in CATALOGUE.values() for metric in metrics)
+
+
+def _near(name: str) -> str:
+    """The nearest setting, metric and foreign name; for a section or a preset, the command that shows it."""
+    keys = [setting.key for setting in settings_of()]
+    if name in {key.partition(".")[0] for key in keys}:
+        return f" It is a section: tunesmith keys {name}"
+    if name in PRESETS:
+        return f" It is a preset of algorithm.name: tunesmith presets {name}"
+    words = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    metrics = [metric.name for metric in _all_metrics()]
+    foreign = [n for meaning in meanings() for names in meaning.names.values() for n in names if "*" not in n]
+    last = re.split(r"[./]", spelled(name))[-1]
+    near = [closest(name, keys, 0.75), words.get(closest(last, words, 0.75) or ""), closest(name, metrics, 0.75)]
+    near.append(closest(spelled(name), foreign, 0.75))
+    near_names = list(dict.fromkeys(word for word in near if word))
+    if near_names:
+        return f" Did you mean {' or '.join(near_names)}?"
+    return " tunesmith keys lists the settings; docs/observability.md the metrics"
