@@ -6,8 +6,15 @@ import os
 from collections.abc import Iterator, Mapping
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client
+
+# The same examples everywhere, however slow the machine is.
+settings.register_profile(
+    "steady", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("steady")
 
 
 @pytest.fixture

@@ -27,12 +27,15 @@ def running(app: web.Application) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
-        yield asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+        yield asyncio.run_coroutine_threadsafe(start(), loop).result(60)
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()
+
+
+_TAKEN: list[socket.socket] = []
 
 
 @dataclass
@@ -66,7 +69,7 @@ def answering(answer: Answer) -> Iterator[Seen]:
 
 
 def unused_url() -> str:
-    """An address that nothing listens on."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{taken.getsockname()[1]}/reward"
+    """An address that nothing listens on: its port stays taken, so that no other server gets it."""
+    _TAKEN.append(socket.socket())
+    _TAKEN[-1].bind(("127.0.0.1", 0))
+    return f"http://127.0.0.1:{_TAKEN[-1].getsockname()[1]}/reward"

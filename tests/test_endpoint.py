@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -150,13 +149,6 @@ def test_an_episode_that_is_over_is_not_answered(tokenizer: Any, tmp_path: Path)
     assert second.status is Status.ENVIRONMENT_FAILED and "401" in str(second.error)
 
 
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint(Limits(head_seconds=0.4, body_seconds=0.4))
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
@@ -167,8 +159,11 @@ def endpoint() -> Iterator[Endpoint]:
         (b"", None),
     ],
 )
-def test_connections_have_limits(endpoint: Endpoint, sent: bytes, status: int | None) -> None:
-    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as connection:
+def test_connections_have_limits(sent: bytes, status: int | None) -> None:
+    with (
+        closing(Endpoint(Limits(head_seconds=60.0 if status else 0.1, body_seconds=0.1))) as endpoint,
+        socket.create_connection(("127.0.0.1", endpoint.port), timeout=100) as connection,
+    ):
         connection.sendall(sent)
         if status is None:
             with suppress(ConnectionResetError):

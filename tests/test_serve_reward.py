@@ -12,8 +12,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.client import HTTPConnection
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, RemoteDisconnected
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,7 +45,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def service(function: RewardFunction, window: float = 0.0, max_bytes: int = 2**20) -> Iterator[str]:
-    rewards = RewardSet({function.name: 1.0}, 5.0)
+    rewards = RewardSet({function.name: 1.0}, 60.0)
     rewards.add(function)
     with running(make_app(RewardService(rewards, window), Gate(Limits()), max_bytes)) as url:
         yield url
@@ -59,7 +59,7 @@ def function_of(f: Any) -> RewardFunction:
 def ask(url: str, body: Any = None, path: str = "/reward", kind: str = "application/json") -> tuple[int, Any]:
     """Status and JSON of one request; a POST where there is a body."""
     parts = urlsplit(url)
-    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=100)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     if body is None:
         connection.request("GET", path)
@@ -96,12 +96,12 @@ def test_concurrent_requests_become_one_batch() -> None:
     def slow(completions: list[str]) -> list[float]:
         sizes.append(len(completions))
         begun.set()
-        assert go.wait(20)
+        assert go.wait(100)
         return lengths(completions)
 
     with service(function_of(slow)) as url, ThreadPoolExecutor(8) as pool:
         first = pool.submit(ask, url, {"prompts": ["p"], "completions": ["a"]})
-        assert begun.wait(20)
+        assert begun.wait(100)
         later = [pool.submit(ask, url, {"prompts": ["p"] * 2, "completions": ["b" * i, ""]}) for i in range(7)]
         while ask(url, path="/health")[1]["requests"] < 8:
             pass
@@ -118,7 +118,7 @@ def test_a_request_that_makes_the_function_raise_leaves_others_alone() -> None:
 
     def picky(completions: list[str]) -> list[float]:
         begun.set()
-        assert go.wait(20)
+        assert go.wait(100)
         if "bad" in completions:
             raise KeyError("bad")
         return lengths(completions)
@@ -126,7 +126,7 @@ def test_a_request_that_makes_the_function_raise_leaves_others_alone() -> None:
     with service(function_of(picky)) as url, ThreadPoolExecutor(3) as pool:
         bodies = [{"prompts": ["p"], "completions": [text]} for text in ("first", "bad", "good")]
         first = pool.submit(ask, url, bodies[0])
-        assert begun.wait(20)
+        assert begun.wait(100)
         bad, good = (pool.submit(ask, url, body) for body in bodies[1:])
         while ask(url, path="/health")[1]["requests"] < 3:
             pass
@@ -207,7 +207,7 @@ def test_a_run_gets_the_servers_errors_as_failures() -> None:
     for r in played:
         r.act(Completion([2], [0.0], [0], "stop"))
     with service(function_of(half)) as url:
-        rewards = RewardSet({"remote": 1.0}, 1.0)
+        rewards = RewardSet({"remote": 1.0}, 60.0)
         rewards.add(remote_reward(RemoteReward(urls=(f"{url}/reward",)), "answer", str))
         asyncio.run(rewards.score(played, ["good", "bad"]))
     assert played[0].reward == 1.0
@@ -244,7 +244,7 @@ def test_the_command_serves_a_model_and_ends_on_sigterm(tmp_path: Path, path: Pa
         assert status == 200 and answer["rewards"] == [pytest.approx((score - 0.25) / 2.0, abs=1e-5)]
         assert ask(url, path="/health")[1]["batches"] == 1
         server.send_signal(signal.SIGTERM)
-        assert server.wait(20) == 0
+        assert server.wait(100) == 0
 
 
 def test_the_documented_request_is_answered_as_documented(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_the_documented_request_is_answered_as_documented(tmp_path: Path) -> Non
     with process(tmp_path, "rewards.py:same_text") as (server, _, url):
         assert ask(url, said[2].encode()) == (200, json.loads(answer[0]))
         server.send_signal(signal.SIGINT)
-        assert server.wait(20) == 0
+        assert server.wait(100) == 0
 
 
 def test_addresses_that_others_can_reach_are_known() -> None:
@@ -314,7 +314,7 @@ def test_beyond_loopback_a_token_is_asked_for(tmp_path: Path, monkeypatch: pytes
         local = url.replace("0.0.0.0", "127.0.0.1")
         body = {"prompts": ["p"], "completions": ["x"]}
         assert ask(local, body)[0] == 401 and ask(local, path="/health") == (200, {"status": "ok"})
-        connection = HTTPConnection("127.0.0.1", urlsplit(local).port, timeout=30)
+        connection = HTTPConnection("127.0.0.1", urlsplit(local).port, timeout=100)
         for given, status in ((token[1] + "x", 401), ("", 401), (token[1], 200)):
             headers = {"Content-Type": "application/json", "Authorization": f"Bearer {given}"}
             connection.request("POST", "/reward", json.dumps(body), headers)
@@ -339,22 +339,29 @@ def test_requests_for_other_names_are_refused_without_a_token() -> None:
     with service(function_of(lengths)) as url:
         port = urlsplit(url).port
         for host, status in (("localhost", 200), (f"[::1]:{port}", 200), ("evil.example", 421), ("10.0.0.1", 421)):
-            connection = HTTPConnection("127.0.0.1", port, timeout=30)
+            connection = HTTPConnection("127.0.0.1", port, timeout=100)
             connection.request("GET", "/health", headers={"Host": host})
             assert connection.getresponse().status == status, host
 
 
 def test_a_body_that_does_not_come_is_given_up() -> None:
-    rewards = RewardSet({"f": 1.0}, 5.0)
+    rewards = RewardSet({"f": 1.0}, 60.0)
     rewards.add(function_of(lengths))
     limits = Limits(head_seconds=0.1, body_seconds=0.2)  # the time for a head does not count while a body is read
-    with running(make_app(RewardService(rewards, 0.0), Gate(limits), 2**20)) as url:
-        connection = HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=30)
+
+    def status(port: int | None) -> int | None:
+        connection = HTTPConnection("127.0.0.1", port, timeout=100)
         connection.putrequest("POST", "/reward")
         connection.putheader("Content-Type", "application/json")
         connection.putheader("Content-Length", "100")
-        connection.endheaders(b"{")
-        assert connection.getresponse().status == 408
+        with suppress(ConnectionError, RemoteDisconnected):  # on a busy machine the head may come too late as well
+            connection.endheaders(b"{")
+            return connection.getresponse().status
+        return None
+
+    with running(make_app(RewardService(rewards, 0.0), Gate(limits), 2**20)) as url:
+        found = (status(urlsplit(url).port) for _ in range(100))
+        assert next(filter(None, found)) == 408
     rewards.close()
 
 
@@ -368,7 +375,7 @@ def test_a_gate_closes_what_says_nothing_and_makes_room() -> None:
         port = server.sockets[0].getsockname()[1]
         opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         first = await opened[0][0].read()  # closed for the third, long before its time
-        rest = [await asyncio.wait_for(reader.read(), 20) for reader, _ in opened[1:]]
+        rest = [await asyncio.wait_for(reader.read(), 100) for reader, _ in opened[1:]]
         for _, writer in opened:
             writer.close()
         server.close()

@@ -29,7 +29,7 @@ async def test_requests_that_an_answer_brings_in_start_together() -> None:
 
     def load() -> None:
         loop.call_soon_threadsafe(requests)
-        assert first_came.wait(10)
+        assert first_came.wait(60)
 
     thread = StepThread("steps", step, print)
     await thread.call(load)

