@@ -59,6 +59,7 @@ def ended(body: str, *signals: int, ignored: bool = False) -> tuple[int, str]:
         return process.returncode, said
 
 
+SAYS_READY = 'print("ready", flush=True)'
 GUARDED = """
 from tunesmith.cli.guard import guarded
 interrupts.own_process()
@@ -85,16 +86,15 @@ def test_sigterm_ends_a_job_whose_shell_ignores_sigint() -> None:
 
 
 def test_a_second_signal_ends_what_the_first_has_to_wait_for() -> None:
-    waiting = GUARDED.replace("WORK", "\n    with interrupts.held(): time.sleep(60)")
+    waiting = GUARDED.replace(SAYS_READY, f"with interrupts.held(): {SAYS_READY}; time.sleep(60)")
+    waiting = waiting.replace("    WORK\n", "")
     found, said = ended(waiting, signal.SIGTERM, signal.SIGINT)
     assert found == 143 and "Traceback" not in said
 
 
 def test_a_closing_terminal_sends_several_that_count_as_one() -> None:
-    inside = "print('ready', flush=True); sys.stdin.read(); print('whole', file=sys.stderr)"
-    waiting = GUARDED.replace('print("ready", flush=True)', f"with interrupts.held(): {inside}").replace(
-        "    WORK\n", ""
-    )
+    inside = f"{SAYS_READY}; sys.stdin.read(); print('whole', file=sys.stderr)"
+    waiting = GUARDED.replace(SAYS_READY, f"with interrupts.held(): {inside}").replace("    WORK\n", "")
     found, said = ended(waiting, signal.SIGHUP, signal.SIGHUP)
     assert found == 129 and "whole" in said
 
