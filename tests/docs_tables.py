@@ -16,11 +16,15 @@ from tunesmith.algorithms.presets import NEEDS, PRESETS
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
 from tunesmith.config.reference import settings_of
+from tunesmith.doctor.findings import rules
 from tunesmith.models.families import KNOWN, REFUSED
 from tunesmith.monitor.catalogue import CATALOGUE
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = tuple(DOCS / f"{name}.md" for name in ("algorithms", "observability", "coming-from", "hardware", "models"))
+PAGES = tuple(
+    DOCS / f"{name}.md"
+    for name in ("algorithms", "observability", "coming-from", "hardware", "models", "troubleshooting")
+)
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -90,8 +94,21 @@ def families_refused() -> str:
     return _table(("architectures", "why"), [(", ".join(names), reason) for reason, names in reasons.items()])
 
 
+def doctor() -> str:
+    """Every finding, with the settings that it names."""
+    cells = [
+        (f"`{rule['key']}`", rule["severity"], _cell(rule["cause"]), ", ".join(_key(c) for c in rule.get("change", ())))
+        for rule in rules()
+    ]
+    return _table(("finding", "severity", "cause", "settings to change"), cells)
+
+
+def _key(change: str) -> str:
+    return f"`{change.partition(' = ')[0]}`"
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
-    **{made.__name__: made for made in (presets, families, families_refused, hardware)},
+    **{made.__name__: made for made in (presets, families, families_refused, hardware, doctor)},
     **{f"types_{key}": partial(choices, family) for key, family in AlgorithmSection.families.items()},
     **{f"keys_{key}": partial(keys, key) for key in (*AlgorithmSection.families, "overlong", "dynamic_filter")},
     **{f"metrics_{kind}": partial(metrics, kind) for kind in CATALOGUE},

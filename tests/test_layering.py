@@ -28,6 +28,7 @@ FLOORS = {
     "plan": 1,
     "usercode": 1,
     "distributed": 1,
+    "doctor": 1,
     "rewards": 1,
     "environments": 1,
     "models": 2,

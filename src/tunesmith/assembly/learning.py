@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -13,31 +14,39 @@ from tunesmith.monitor.learning import Facts
 from tunesmith.plan.situation import optimizer_steps
 from tunesmith.types import Task
 
+LAST = 64
+"""Tokens of an item by which it is recognised."""
 LOOKED_AT = 200
 """Items of which the unknown tokens are counted."""
 
 
-def learning_facts(config: RunConfig, tokenizer: Any, items: Sequence[Any]) -> Facts:
-    """Of a resolved configuration and the items it trains on."""
-    train = config.train
-    reach, unknown = train.lr * optimizer_steps(config, train.steps), unknown_share(tokenizer, items)
+def learning_facts(config: RunConfig, tokenizer: Any, items: Sequence[Any], held_out: Sequence[Any]) -> Facts:
+    """Of a resolved configuration, the items it trains on and those it is evaluated on."""
+    train, kinds, tested = config.train, {_content(item) for item in items}, list(map(_content, held_out))
+    facts = Facts(
+        reach=train.lr * optimizer_steps(config, train.steps),
+        lr=train.lr,
+        unknown=unknown_share(tokenizer, items),
+        train_size=len(items),
+        eval_size=len(tested) or None,
+        repeated=1 - len(kinds) / max(1, len(items)),
+        seen=sum(item in kinds for item in tested) / max(1, len(tested)),
+    )
     if not isinstance(config, RLConfig):
-        return Facts(reach=reach, lr=train.lr, unknown=unknown)
+        return facts
     algorithm = config.algorithm
     needs, by_turn = algorithm.needs, config.environment.used and algorithm.advantage.by_turn
     shaped = bool(algorithm.overlong) or algorithm.stop_properly is not None
-    return Facts(
+    return replace(
+        facts,
         rollouts=True,
         rewarded=not isinstance(config, DistillConfig),
         from_total=not (by_turn or shaped or "reward_weights" in needs),
         compares_group="group" in needs,
         full_reward=_full_reward(config.reward) if not config.environment.used else None,
         frozen_steps=config.critic.freeze_actor_steps,
-        reach=reach,
-        lr=train.lr,
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
-        unknown=unknown,
     )
 
 
@@ -46,6 +55,15 @@ def unknown_share(tokenizer: Any, items: Iterable[Any]) -> float:
     unknown: int | None = tokenizer.unk_token_id
     tokens = [token for item in islice(items, LOOKED_AT) for token in _tokens(item)]
     return tokens.count(unknown) / len(tokens) if unknown is not None and tokens else 0.0
+
+
+def _content(item: Any) -> int:
+    """Equal for equal items. It reads their length and last tokens, since data can be large."""
+    if isinstance(item, Task):
+        rest = "" if item.environment == "single_turn" else repr(item.columns)
+        return hash((rest, len(item.prompt_ids), item.prompt_ids[-LAST:]))
+    samples = item.samples if isinstance(item, Comparison) else (item,)
+    return hash(tuple((len(sample.token_ids), *sample.token_ids[-LAST:]) for sample in samples))
 
 
 def _tokens(item: Any) -> Sequence[int]:

@@ -29,7 +29,7 @@ from tunesmith.loop.profiling import StepProfiler
 from tunesmith.loop.rollout_log import RolloutLog, examples, read_rollouts
 from tunesmith.loop.session import OUTSIDE_STEPS, Best, Session
 from tunesmith.monitor.interrupts import handled, keeping
-from tunesmith.monitor.learning import LearningWatch
+from tunesmith.monitor.learning import LearningWatch, write_facts
 from tunesmith.monitor.metrics import MetricsLog, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import RunDir, how_to_continue, open_run_dir
@@ -264,6 +264,8 @@ def open_session(run: ReadyRun[Any, Any], checkpoint: Path | None, metric: str) 
     run_dir = run.directory
     with ExitStack() as stack:
         stack.enter_context(handled())
+        facts = learning_facts(config, run.tokenizer, run.train.items, run.eval_items or ())
+        write_facts(facts, run_dir.path)
         step, every = read_state(checkpoint)["step"] if checkpoint else None, config.monitor.every
         progress = open_progress(config.train.steps, start=step or 0, live=config.monitor.progress, every=every)
         sinks = open_sinks(config, run_dir, run.base_dir, step, progress.note)
@@ -287,7 +289,7 @@ def open_session(run: ReadyRun[Any, Any], checkpoint: Path | None, metric: str) 
             checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
             best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
             rollout_log=rollouts,
-            learning=LearningWatch(learning_facts(config, run.tokenizer, run.train.items)),
+            learning=LearningWatch(facts),
             timeline=timeline,
             profiler=profiler,
             callbacks=run.caller.callbacks,

@@ -12,6 +12,7 @@ import typer
 from tunesmith.cli.check import check
 from tunesmith.cli.command import Command, Group
 from tunesmith.cli.demo import demo
+from tunesmith.cli.doctor import doctor
 from tunesmith.cli.explain import explain
 from tunesmith.cli.generate import generate
 from tunesmith.cli.guard import guarded
@@ -36,7 +37,7 @@ app = typer.Typer(
 )
 COMMANDS: list[Callable[..., None]] = [
     demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, keys, explain, presets, models,
-    serve_reward, launch, check,
+    serve_reward, launch, check, doctor,
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tunesmith.errors import ConfigError, StorageError
 from tunesmith.monitor.progress import duration, each_once, print_summary, share
 from tunesmith.monitor.text import shown_path
 
@@ -29,7 +32,19 @@ def print_outcome(outcome: RunResult) -> None:
         facts["best"] = outcome.best
     if outcome.warning:
         facts["warning"] = outcome.warning
+    if found := _findings(outcome.run_dir):
+        facts["doctor"] = f"{', '.join(found)}: tunesmith doctor {shown_path(outcome.run_dir)}"
     print_summary(outcome.seconds, facts)
+
+
+def _findings(run_dir: Path) -> list[str]:
+    """What the doctor finds, without notes."""
+    from tunesmith.doctor.findings import diagnose
+    from tunesmith.doctor.record import read_record
+
+    with suppress(ConfigError, StorageError):
+        return [finding.key for finding in diagnose(read_record(run_dir)) if finding.severity != "note"]
+    return []
 
 
 def print_usage(usage: Mapping[str, float], earlier: float, facts: Mapping[str, str]) -> None:

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+from tunesmith.errors import StorageError
+from tunesmith.storage import read_json, write_json
 
 Metrics = Mapping[str, float]
 
+FACTS_FILE = "facts.json"
 STEPS = 3
 """Steps in a row without anything to learn from, before a warning."""
 NO_GRADIENT = 1e-9
@@ -49,6 +55,13 @@ class Facts:
     max_new_tokens: int = 0
     unknown: float = 0.0
     """Share of the prompts' tokens that are unknown to the tokenizer."""
+    train_size: int = 0
+    """Tasks or samples."""
+    eval_size: int | None = None
+    repeated: float = 0.0
+    """Share of the training data that is there more than once."""
+    seen: float = 0.0
+    """Share of the held-out data that is in the training data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,18 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.numbers}. {self.advice}"
+
+
+def write_facts(facts: Facts, run_dir: Path) -> None:
+    """For ``tunesmith doctor``, which judges a run by its files."""
+    write_json(run_dir / FACTS_FILE, asdict(facts))
+
+
+def read_facts(run_dir: Path) -> Facts | None:
+    """None if they are missing or of another version."""
+    with suppress(StorageError, TypeError):
+        return Facts(**read_json(run_dir / FACTS_FILE))
+    return None
 
 
 def finding(history: Sequence[Metrics], facts: Facts) -> Finding | None:

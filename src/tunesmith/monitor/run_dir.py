@@ -5,6 +5,7 @@
     runs/arithmetic-1/
         config.toml       the settings, with the derived ones as comments
         resolved.json     every setting with its source and reason
+        facts.json        what ``tunesmith doctor`` has to know of data and rewards
         metrics.jsonl     one object per step
         rollouts.jsonl    some groups of each step
         rollouts-older.jsonl

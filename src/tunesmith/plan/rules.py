@@ -18,6 +18,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.config.toml import toml_value
 
 Values = Mapping[str, Any]
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -32,7 +33,7 @@ def unread_problems(config: RunConfig, values: Values) -> Iterator[str]:
     kinds = {kind.__name__ for kind in type(config).__mro__}
     given = settings(config, given_only=True)
     for rule in rules("unread"):
-        if ("of" in rule and rule["of"] not in kinds) or not _applies(rule, values):
+        if ("of" in rule and rule["of"] not in kinds) or not applies(rule, values):
             continue
         keys, left_out = rule["keys"].split(), rule.get("except", "").split()
         prefixes = tuple(key for key in keys if key.endswith("."))
@@ -45,7 +46,7 @@ def unread_problems(config: RunConfig, values: Values) -> Iterator[str]:
 def refused_problems(values: Values) -> Iterator[str]:
     """One problem for each contradiction between values."""
     for rule in (*rules("refused"), *rules("refused_system")):
-        if _applies(rule, values):
+        if applies(rule, values):
             yield _filled(rule["text"], values)
 
 
@@ -55,7 +56,8 @@ def rules(file: str) -> list[dict[str, Any]]:
     return tomllib.loads(Path(__file__).with_name(f"{file}.toml").read_text(encoding="utf-8"))["rule"]
 
 
-def _applies(rule: Mapping[str, Any], values: Values) -> bool:
+def applies(rule: Mapping[str, Any], values: Values) -> bool:
+    """Whether all of ``when`` and none of ``unless`` holds."""
     when, unless = rule.get("when", {}), rule.get("unless", {})
     return all(_holds(values, *c) for c in when.items()) and not any(_holds(values, *c) for c in unless.items())
 
@@ -67,7 +69,7 @@ def _holds(values: Values, key: str, wanted: Any) -> bool:
     sign, _, operand = wanted.partition(" ") if isinstance(wanted, str) else ("", "", "")
     if sign not in _SIGNS:
         return value in wanted if isinstance(wanted, list) else value == wanted
-    other = float(operand) if operand.isdigit() else values.get(operand)
+    other = float(operand) if _NUMBER.fullmatch(operand) else values.get(operand)
     items = cast("list[Any]", value) if isinstance(value, list) else [value]
     return other is not None and any(_SIGNS[sign](item, other) for item in items)
 

@@ -1,0 +1,90 @@
+"""Applies the rules to a run."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from tunesmith.doctor.record import Record
+from tunesmith.doctor.signs import signs, windows
+from tunesmith.monitor.learning import at_the_end
+from tunesmith.plan.rules import applies
+
+Severity = Literal["problem", "warning", "note"]
+SEVERITIES: Sequence[Severity] = ("problem", "warning", "note")
+_PLACE = re.compile(r"\{([^{}*:]+)(?:\*([\d.]+))?(?::([^{}]*))?\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``change`` are settings to write, ``key = value``; ``effect`` says what they bring."""
+
+    key: str
+    severity: Severity
+    numbers: str
+    cause: str
+    change: tuple[str, ...]
+    effect: str
+    steps: str
+    """The steps that the numbers are of."""
+
+
+def diagnose(record: Record) -> list[Finding]:
+    """What is wrong with a run, the worst first. What another finding explains is left out."""
+    first, last = windows(record)
+    values = signs(record) | {"first_steps": first, "last_steps": last}
+    found = [*_nothing_learned(record, last), *(_finding(rule, values) for rule in rules() if applies(rule, values))]
+    each = {finding.key: finding for finding in reversed(found)}
+    explained = {key for rule in rules() if rule["key"] in each for key in rule.get("explains", ())}
+    kept = [finding for key, finding in reversed(each.items()) if key not in explained]
+    return sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+@cache
+def rules() -> list[dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))["rule"]
+
+
+def _nothing_learned(record: Record, last: str) -> list[Finding]:
+    """What the run itself warns of, at its end or while it goes on."""
+    if record.facts is None:
+        return []
+    problem = at_the_end(record.steps, record.facts)
+    if problem is None:
+        return []
+    return [Finding(problem.cause, "problem", problem.numbers, "nothing is learned", (), problem.advice, last)]
+
+
+def _finding(rule: Mapping[str, Any], values: Mapping[str, Any]) -> Finding:
+    texts = {name: _filled(rule.get(name, ""), values) for name in ("numbers", "cause", "effect")}
+    known = [text for text in rule.get("change", ()) if all(p[1] in values for p in _PLACE.finditer(text))]
+    change = tuple(_filled(text, values) for text in known)
+    last_only = not any(f".{word}" in rule["numbers"] for word in ("first", "mean", "max", "sum", "share", "jump"))
+    return Finding(
+        key=rule["key"],
+        severity=rule["severity"],
+        change=change,
+        steps=values["last_steps"] if last_only else f"1-{values['last_step']}",
+        **texts,
+    )
+
+
+def _filled(text: str, values: Mapping[str, Any]) -> str:
+    """The text with ``{name}``, ``{name*factor}`` and ``{name:format}`` replaced."""
+
+    def shown(place: re.Match[str]) -> str:
+        value = values.get(place[1], "?")
+        if isinstance(value, list):
+            return ", ".join(map(str, value))
+        if place[2]:
+            value = round(value * float(place[2])) if isinstance(value, int) else value * float(place[2])
+        if isinstance(value, float):
+            return format(value, place[3] or ".3g")
+        return str(value)
+
+    return _PLACE.sub(shown, text)

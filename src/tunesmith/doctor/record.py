@@ -1,0 +1,89 @@
+"""The files of a run that the doctor reads. A run may still be going on, or have ended anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.monitor.learning import Facts, read_facts
+from tunesmith.monitor.run_dir import LATEST, is_running
+
+MOST_BYTES = 32 << 20
+"""Of the rollouts, the newest are read."""
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """``settings`` by dotted key; ``steps`` and ``evaluations`` are lines of ``metrics.jsonl`` without nulls."""
+
+    path: Path
+    settings: Mapping[str, Any]
+    steps: Sequence[Metrics]
+    evaluations: Sequence[Metrics]
+    nulls: Mapping[str, int]
+    """By metric, how often it was not finite."""
+    rollouts: Sequence[Mapping[str, Any]]
+    """The newest that training kept."""
+    facts: Facts | None
+    running: bool
+
+
+def read_record(path: Path) -> Record:
+    """Read a run's directory.
+
+    Raises:
+        ConfigError: it is not one, or the run has not completed a step.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory. Name a run's directory, such as runs/{LATEST}")
+    if not (path / "metrics.jsonl").exists():
+        inside = sorted(file.parent.name for file in path.glob("*/metrics.jsonl"))
+        choice = f"; it holds the runs {', '.join(inside)}" if inside else ""
+        raise ConfigError(f"{path} has no metrics.jsonl, so it is not a run's directory{choice}")
+    lines = list(_objects(path / "metrics.jsonl"))
+    finite = [{name: value for name, value in line.items() if isinstance(value, int | float)} for line in lines]
+    evaluations = [line for line in finite if any(name.startswith("eval/") for name in line)]
+    steps = [line for line in finite if "step" in line and not any(name.startswith("eval/") for name in line)]
+    if not steps:
+        raise ConfigError(f"{path} has no completed step yet, so that there is nothing to judge")
+    nulls = [name for line in lines for name, value in line.items() if value is None]
+    return Record(
+        path=path,
+        settings=_settings(path / "resolved.json"),
+        steps=steps,
+        evaluations=evaluations,
+        nulls={name: nulls.count(name) for name in dict.fromkeys(nulls)},
+        rollouts=[row for row in _objects(path / "rollouts.jsonl") if row.get("kind") == "train"],
+        facts=read_facts(path),
+        running=is_running(path),
+    )
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole JSON objects among the last lines of a file; a process that was killed leaves a part of one."""
+    if not path.exists():
+        return
+    with boundary(StorageError, f"cannot read {path}", OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - (MOST_BYTES if path.stem == "rollouts" else path.stat().st_size)))
+        lines = file.read().splitlines()
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """The settings of ``resolved.json``; none if it is missing or of another version."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        return {key: entry["value"] for key, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

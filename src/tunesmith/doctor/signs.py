@@ -1,0 +1,170 @@
+"""The numbers that the rules ask for, by dotted name."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import StatisticsError, correlation, fmean, median
+from typing import Any
+
+from tunesmith.doctor.record import Metrics, Record
+
+LEAST_WINDOW = 3
+SHARE = 5
+"""The first and the last fifth of the steps are compared."""
+BEFORE = 10
+"""Steps that a jump is compared with."""
+LEAST_PAIRS = 32
+"""Rollouts of which a correlation of length and reward means anything."""
+
+
+def signs(record: Record) -> dict[str, Any]:
+    """Settings by key, statistics of each metric, and what follows from both.
+
+    A metric has ``first`` and ``last`` (means over a fifth of the steps), ``rise`` (last - first), ``times`` (last /
+    first), ``mean``, ``median``, ``max``, ``min``, ``sum``, ``count``, ``max_step`` and ``min_step``.
+    """
+    values = {key: value for key, value in record.settings.items() if value is not None}
+    values |= _statistics(record.steps, None) | _statistics(record.evaluations, 1)
+    seconds = values.get("seconds.sum") or 0.0
+    phases = [name for name in values if name.startswith("seconds/") and name.endswith(".sum")]
+    values |= {name.removesuffix("sum") + "share": values[name] / seconds for name in phases if seconds}
+    values |= _of_run(record) | _of_rewards(record) | _of_evaluations(record, values)
+    spread = values.get("reward/std.first")
+    if spread and "reward.rise" in values:
+        values["reward.rise_in_stds"] = values["reward.rise"] / spread
+    steps = values.get("optimizer_steps.sum")
+    if steps:
+        values["skipped_share"] = values.get("skipped_steps.sum", 0.0) / steps
+    clipped = [values[name] for name in ("clip_low.mean", "clip_high.mean") if name in values]
+    if clipped:
+        values["clipped"] = sum(clipped)
+    if (norm := values.get("grad_norm.median")) and (most := record.settings.get("train.max_grad_norm")):
+        values["clipped_by"] = norm / most
+    if mean := values.get("completion_tokens.mean"):
+        values["straggling"] = values.get("completion_tokens_max.mean", mean) / mean
+    if bound := record.settings.get("rollout.max_staleness"):
+        values["staleness_share"] = values.get("staleness/mean.mean", 0.0) / bound
+    return values | _jump(record.steps, "grad_norm") | _jump(record.steps, "loss")
+
+
+def windows(record: Record) -> tuple[str, str]:
+    """The steps of which ``first`` and ``last`` are means, such as ``1-6``."""
+    numbers = [int(line["step"]) for line in record.steps]
+    width = _window(len(numbers))
+    return f"{numbers[0]}-{numbers[:width][-1]}", f"{numbers[-width:][0]}-{numbers[-1]}"
+
+
+def _window(count: int) -> int:
+    return min(count, max(LEAST_WINDOW, math.ceil(count / SHARE)))
+
+
+def _statistics(lines: Sequence[Metrics], width: int | None) -> dict[str, float]:
+    """Of each metric; ``first`` and ``last`` are means of ``width`` lines, None: of a fifth of them."""
+    columns: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for line in lines:
+        for name, value in line.items():
+            if name not in ("step", "time"):
+                columns[name].append((value, line["step"]))
+    values: dict[str, float] = {}
+    for name, column in columns.items():
+        numbers = [value for value, _ in column]
+        part = width or _window(len(numbers))
+        first, last = fmean(numbers[:part]), fmean(numbers[-part:])
+        found = {
+            "first": first,
+            "last": last,
+            "rise": last - first,
+            "mean": fmean(numbers),
+            "median": median(numbers),
+            "max": max(numbers),
+            "min": min(numbers),
+            "sum": sum(numbers),
+            "count": len(numbers),
+            "max_step": max(column)[1],
+            "min_step": min(column)[1],
+        }
+        if first > 0:
+            found["times"] = last / first
+        values |= {f"{name}.{key}": value for key, value in found.items()}
+    return values
+
+
+def _jump(lines: Sequence[Metrics], name: str) -> dict[str, float]:
+    """The largest ratio of a value to the median of those before it; the first steps of a run are left out."""
+    column = [(line[name], line["step"]) for line in lines if line.get(name, 0.0) > 0]
+    found: dict[str, float] = {}
+    for index in range(BEFORE, len(column)):
+        usual = median(value for value, _ in column[index - BEFORE : index])
+        value, step = column[index]
+        if value / usual > found.get(f"{name}.jump", 0.0):
+            found = {f"{name}.jump": value / usual, f"{name}.jump_step": step, f"{name}.jump_from": usual}
+            found[f"{name}.jump_to"] = value
+    return found
+
+
+def _of_run(record: Record) -> dict[str, Any]:
+    last, planned = int(record.steps[-1]["step"]), record.settings.get("train.steps")
+    values: dict[str, Any] = {
+        "rl": "rollout.group_size" in record.settings,
+        "steps": len(record.steps),
+        "last_step": last,
+        "device_is_gpu": str(record.settings.get("system.device")).startswith("cuda"),
+        "stopped": bool(planned and last < planned and not record.running),
+        "nulls": sorted(record.nulls),
+    }
+    if record.facts is not None:
+        values |= {f"data.{name}": getattr(record.facts, name) for name in ("train_size", "repeated", "seen")}
+    return values
+
+
+def _of_rewards(record: Record) -> dict[str, Any]:
+    """Rewards that never vary, ways to fail, and how far reward goes with length."""
+    spreads: defaultdict[str, float] = defaultdict(float)
+    failures: defaultdict[str, float] = defaultdict(float)
+    for line in record.steps:
+        for name, value in line.items():
+            group, _, rest = name.partition("/")
+            if group == "reward" and rest.endswith("/std"):
+                spreads[rest.removesuffix("/std")] += value
+            if group == "rollouts" and rest != "failed":
+                failures[rest] += value
+    constant = [name for name, spread in spreads.items() if spread == 0]
+    values: dict[str, Any] = {
+        "constant_rewards": (constant if len(spreads) > 1 else None) or None,
+        "failures": sorted((name for name in failures if failures[name] > 0), key=lambda name: -failures[name]),
+    }
+    together = _length_and_reward(record.rollouts)
+    return values if together is None else values | {"length_correlation": together}
+
+
+def _length_and_reward(rollouts: Iterable[Mapping[str, Any]]) -> float | None:
+    """Correlation of length and reward within groups; None if there is too little to tell."""
+    groups: defaultdict[tuple[Any, Any], list[tuple[float, float]]] = defaultdict(list)
+    for row in rollouts:
+        if isinstance(row.get("tokens"), int) and isinstance(row.get("reward"), int | float):
+            groups[row.get("step"), row.get("group")].append((row["tokens"], row["reward"]))
+    lengths: list[float] = []
+    rewards: list[float] = []
+    for pairs in groups.values():
+        length, reward = (fmean(values) for values in zip(*pairs, strict=True))
+        lengths += [pair[0] - length for pair in pairs]
+        rewards += [pair[1] - reward for pair in pairs]
+    try:
+        return correlation(lengths, rewards) if len(lengths) >= LEAST_PAIRS else None
+    except StatisticsError:  # all of one length, or of one reward
+        return None
+
+
+def _of_evaluations(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
+    """How held-out numbers changed. ``eval_error``: two standard errors of a difference of accuracies."""
+    size, share = record.facts and record.facts.eval_size, values.get("eval/accuracy.mean")
+    found: dict[str, Any] = {}
+    if size and share is not None:
+        found = {"eval_size": size, "eval_error": 2 * math.sqrt(2 * max(share * (1 - share), 1 / size) / size)}
+    if spread := values.get("reward/std.first"):
+        found["eval_fall"] = (values.get("eval/reward.max", 0.0) - values.get("eval/reward.last", 0.0)) / spread
+    if least := values.get("eval/loss.min"):
+        found["eval_loss_rise"] = values["eval/loss.last"] / least - 1
+    return found
