@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.backends.optimizer import AdamWSettings
@@ -39,6 +39,7 @@ class Rank:
         port: int,
         stage: int,
         *,
+        size: int | None = None,
         dtype: torch.dtype = torch.float32,
         kind: type[CausalLM] | type[ScoreModel] = CausalLM,
         reference: bool = False,
@@ -47,7 +48,7 @@ class Rank:
         torch.set_num_threads(1)
         store = reach_store(HERE, port)
         join_default_group(store, rank, world, HERE, "cpu")
-        load = partial(kind.load, path, dtype=dtype, sharding=Sharding(init_device_mesh("cpu", (world,)), stage))
+        load = partial(kind.load, path, dtype=dtype, sharding=Sharding.over("cpu", stage, size or world))
         frozen = load(trains=False) if reference else None
         settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1)
         self.backend: TorchBackend[Any] = TorchBackend(load(), settings, kind.predict, reference=frozen, **options)
@@ -60,8 +61,10 @@ class Rank:
         """Loss and whole gradients; ``DeviceMemoryError`` on rank 1 in a layer's pass over more than so many tokens."""
         with short_of_memory(self.backend.model.module, most_tokens if self.rank == 1 else None, backward=backward):
             metrics = self.backend.forward_backward(packing.for_rank(self.rank, self.world), SFTObjective())
-        named = self.backend.model.module.named_parameters()
-        return metrics, {name: whole(p.grad) for name, p in named if p.grad is not None}
+        self.backend.sum_gradients()
+        optimizer = self.backend.optimizer
+        named = {name: m.grad for name, m in optimizer.masters.items() if m.grad is not None}
+        return metrics, {name: whole_of_rows(grad, optimizer.parameters[name]) for name, grad in named.items()}
 
     def after_failures(
         self, packing: Packing, most_tokens: int, smaller: Packing, *, backward: bool
@@ -95,6 +98,14 @@ class Rank:
             sum(local(p).numel() for p in module.parameters()),
             sum(t.numel() for slot in state.values() for t in slot.values()),
         )
+
+
+def whole_of_rows(rows: Tensor, parameter: Tensor) -> Tensor:
+    """All rows of a tensor that is sharded as a parameter is, or the tensor itself."""
+    if not isinstance(parameter, DTensor):
+        return rows
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return whole(DTensor.from_local(rows, mesh, placements, shape=parameter.shape, stride=parameter.stride()))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from tunesmith.plan.cost import Layout, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import device_problems, own_devices
 from tunesmith.plan.hardware import Gpu, Hardware
+from tunesmith.plan.memory import layout_of
 from tunesmith.plan.resolve import resolve
 
 MODEL = ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5)
@@ -112,12 +113,31 @@ def test_settings_that_contradict_the_launcher(
         (("system.zero_stage=3",), "system.trainer_ranks = 2"),
         (("system.zero_stage=3", "system.trainer_ranks=2", "lora.rank=8", 'model.quantize="nf4"'), "model.quantize"),
         (("system.zero_stage=4", "system.trainer_ranks=2"), "system.zero_stage"),
+        (("system.zero_stage=3", "system.trainer_ranks=4", "system.shard_size=3"), "a divisor of 4"),
+        (("system.zero_stage=3", "system.trainer_ranks=4", "system.shard_size=8"), "a divisor of 4"),
+        (("system.zero_stage=3", "system.trainer_ranks=4", "system.shard_size=1"), "system.shard_size = 1"),
+        (("system.trainer_ranks=4", "system.shard_size=2"), "system.shard_size has no effect"),
     ],
 )
 def test_what_cannot_be_sharded(said: tuple[str, ...], place: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolved(SFTConfig, *said)
-    assert "system.zero_stage" in str(error.value) and place in str(error.value)
+    assert "system." in str(error.value) and place in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "billions", "size"),
+    [(8, None, 1, 8), (8, 8, 1, 8), (16, 8, 1, 8), (16, 8, 70, 16), (12, 8, 1, 12), (2, 1, 1, 2)],
+    ids=["no launcher", "one machine", "two machines", "too large for one", "uneven machines", "one rank each"],
+)
+def test_ranks_of_a_machine_share_a_copy(ranks: int, here: int | None, billions: int, size: int) -> None:
+    model = replace(MODEL, parameters=billions * 10**9)
+    large = replace(GPU, memory_total=141 * 10**9, memory_free=140 * 10**9)
+    facts = Facts(replace(CPU, gpus=(large,) * (here or ranks)), model, train_size=100, longest=40, ranks_here=here)
+    sharded = config(SFTConfig, f"system.trainer_ranks={ranks}", "system.zero_stage=3")
+    found = resolve(sharded, facts).config
+    assert found.system.shard_size == size
+    assert layout_of(found, facts).shards == size
 
 
 def test_a_model_that_fits_no_gpu_fits_several_that_shard_it() -> None:

@@ -157,19 +157,22 @@ def test_under_a_launcher(launcher: str, model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "stage", "changed"),
+    ("command", "ranks", "stage", "changed"),
     [
-        *((command, 3, {}) for command in COMMANDS),
-        ("sft", 1, {}),
-        ("rl", 2, {"train__ema_decay": 0.9}),
-        ("sft", 3, {"system__gradient_checkpointing": True}),
-        ("dpo", 3, {"lora__rank": 4}),
-        ("rl", 3, {"lora__rank": 4}),
+        *((command, 2, 3, {}) for command in COMMANDS if command != "kto"),
+        ("kto", 4, 3, {}),
+        ("sft", 2, 1, {}),
+        ("rl", 4, 2, {"train__ema_decay": 0.9}),
+        ("sft", 2, 3, {"system__gradient_checkpointing": True}),
+        ("dpo", 4, 3, {"lora__rank": 4}),
+        ("rl", 2, 3, {"lora__rank": 4}),
     ],
 )
 def test_ranks_that_shard_the_model_end_as_one(
-    command: str, stage: int, changed: dict[str, Any], model: Path, tmp_path: Path
+    command: str, ranks: int, stage: int, changed: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
+    """Four ranks have two copies of it."""
     run, settings = COMMANDS[command]
-    sharded = settings(tmp_path, model, "2", system__trainer_ranks=2, system__zero_stage=stage, **changed)
+    sizes = {"system__trainer_ranks": ranks, "system__zero_stage": stage, "system__shard_size": 2}
+    sharded = settings(tmp_path, model, "2", **sizes, **changed)
     same(run(None, settings(tmp_path, model, "1", **changed)), run(None, sharded))

@@ -60,13 +60,15 @@ def gradients(backend: TorchBackend[CausalLM], batch: Packing) -> training.Grads
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "groups"), [(2, 1, 4), (2, 2, 4), (2, 3, 4), (3, 3, 1)], ids=["1", "2", "3", "a rank idles"]
+    ("world", "size", "stage", "groups"),
+    [(2, 2, 1, 4), (2, 2, 2, 4), (2, 2, 3, 4), (3, 3, 3, 1), (4, 2, 1, 4), (4, 2, 2, 4), (4, 2, 3, 1)],
+    ids=["1", "2", "3", "a rank idles", "1, two copies", "2, two copies", "3, two copies, a rank idles"],
 )
 def test_gradients_and_weights_are_those_of_one_process(
-    start: Start, model: Path, world: int, stage: int, groups: int
+    start: Start, model: Path, world: int, size: int, stage: int, groups: int
 ) -> None:
     batch, one = packing(groups=groups), alone(model)
-    ranks = start(world, stage)
+    ranks = start(world, stage, size=size)
     [(_, theirs), *_] = found = ranks("gradient", batch)
     ours = gradients(one, batch)
     assert training.difference(theirs, ours) < 1e-5
@@ -88,9 +90,10 @@ def same_weights(found: training.Grads, one: TorchBackend[CausalLM]) -> None:
         assert float((found[name].float() - weight).abs().mean()) < 1e-6, name
 
 
-def test_in_float64_they_agree_to_ten_digits(start: Start, model: Path) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_in_float64_they_agree_to_ten_digits(start: Start, model: Path, world: int) -> None:
     batch = packing()
-    [(_, theirs), *_] = start(2, 3, dtype=torch.float64)("gradient", batch)
+    [(_, theirs), *_] = start(world, 3, size=2, dtype=torch.float64)("gradient", batch)
     assert training.difference(theirs, gradients(alone(model, torch.float64), batch)) < 1e-10
 
 
@@ -123,27 +126,28 @@ def test_scores_and_a_sharded_reference(start: Start, model: Path) -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), (2, 3), (4, 2)])
 def test_a_rank_that_runs_out_of_memory_stops_all_and_a_smaller_layout_gives_the_same_gradient(
-    start: Start, model: Path, stage: int, backward: bool
+    start: Start, model: Path, world: int, stage: int, backward: bool
 ) -> None:
     large, small = packing(200), packing(24)
-    ranks = start(2, stage)
+    ranks = start(world, stage, size=2)
     uneven = packing(60)
-    most = max(forest.num_tokens for forest in uneven.forests[1::2]) - 1  # the largest of rank 1 fails, others do not
+    most = max(forest.num_tokens for forest in uneven.for_rank(1, world).forests) - 1  # the largest of rank 1 fails
     found = ranks("after_failures", uneven, max(most, 25), small, backward=backward)
-    assert [failed for failed, _ in found] == [True, True]
+    assert [failed for failed, _ in found] == world * [True]
     assert training.difference(found[0][1], gradients(alone(model), large)) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("world", "dtype"), [(4, torch.float32), (2, torch.bfloat16)], ids=["float32", "bfloat16"])
 def test_a_checkpoint_continues_with_any_number_of_ranks(
-    start: Start, model: Path, tmp_path: Path, dtype: torch.dtype
+    start: Start, model: Path, tmp_path: Path, world: int, dtype: torch.dtype
 ) -> None:
     batch = packing()
-    ranks = start(2, 3, dtype=dtype, ema_decay=0.5)
+    ranks = start(world, 3, size=2, dtype=dtype, ema_decay=0.5)
     ranks("train", batch, 2)
     ranks("backend.save", tmp_path)
+    assert len([*tmp_path.glob("optimizer*")]) == 2, "one copy of the optimizer state"
     (_, expected), *_ = ranks("train", batch, 1)
     ranks("backend.load", tmp_path)
     (_, again), *_ = ranks("train", batch, 1)

@@ -96,8 +96,9 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
 
 def facts_of_run(config: RunConfig) -> Facts:
     """What is known before the data is read."""
-    frozen = frozen_parameters(config)
-    return Facts(read_hardware(), known_model_facts(config.model.path), frozen_parameters=frozen)
+    frozen, launch = frozen_parameters(config), Launch.of()
+    here = launch.local_world if launch else None
+    return Facts(read_hardware(), known_model_facts(config.model.path), frozen_parameters=frozen, ranks_here=here)
 
 
 def frozen_parameters(config: RunConfig) -> int:

@@ -88,13 +88,10 @@ def _sharding(config: RunConfig) -> Sharding | None:
 
     if not config.system.zero_stage or not dist.is_initialized():
         return None
-    from torch.distributed.device_mesh import init_device_mesh
-
     from tunesmith.models.sharding import Sharding
 
-    return Sharding(
-        init_device_mesh(config.system.device.partition(":")[0], (dist.get_world_size(),)), config.system.zero_stage
-    )
+    system = config.system
+    return Sharding.over(system.device.partition(":")[0], system.zero_stage, system.shard_size)
 
 
 def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM:

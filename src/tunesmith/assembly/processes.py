@@ -89,7 +89,7 @@ class TrainerHost:
             self.backend = self.make(self.config, load_tokenizer(self.config))
         if group:
             self.backend.join(group)
-        if self.publishes and (rank == 0 or self.config.system.zero_stage):
+        if self.publishes and rank < publishing_ranks(self.config):
             self.plane = (make_publishing if rank else make_plane)(self.config, self.backend.model)
         self.limits = None if rank else limits_of(self.config)
 
@@ -98,8 +98,14 @@ class TrainerHost:
         from tunesmith.models.sharding import whole_weights
 
         model, first = self.backend.model, self.backend.group is None or self.backend.group.rank == 0
-        named = whole_weights(model.module, model.dtype) if first or model.sharding else ()
+        gathers = first or (model.sharding is not None and model.sharding.first_copy)
+        named = whole_weights(model.module, model.dtype) if gathers else ()
         return {name: tensor for name, tensor in named if first}
+
+
+def publishing_ranks(config: RunConfig) -> int:
+    """Of the trainer: the first ones, which together have the whole model."""
+    return config.system.shard_size if config.system.zero_stage else 1
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from tunesmith.assembly.engines import make_engine, make_engines, make_sampling
 from tunesmith.assembly.environments import make_environments
 from tunesmith.assembly.opening import ReadyRun
 from tunesmith.assembly.policy import policy_backend
-from tunesmith.assembly.processes import make_policy, remote_reward_model, remote_trainer
+from tunesmith.assembly.processes import make_policy, publishing_ranks, remote_reward_model, remote_trainer
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.config.distillation import SampledDistillConfig
 from tunesmith.config.schema import RLConfig
@@ -102,8 +102,8 @@ def _learner_and_engine(
     config, tokenizer = run.config, run.tokenizer
     if processes:
         backend, limits = remote_trainer(processes, config, make_policy)
-        publishing = backend.replicas if config.system.zero_stage else backend.replicas[:1]
-        engine = make_engines(processes, config, FarPlane(*publishing), session.note, session.timeline)
+        publishing = FarPlane(*backend.replicas[: publishing_ranks(config)])
+        engine = make_engines(processes, config, publishing, session.note, session.timeline)
     else:
         model = load_model(CausalLM, config, tokenizer)
         backend, limits = policy_backend(config, tokenizer, model), None

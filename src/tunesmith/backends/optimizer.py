@@ -77,6 +77,12 @@ class MasterAdamW:
             parameter.grad = None
             self.masters[name].grad = None
 
+    def take_rows(self) -> None:
+        """Give masters the gradients of their rows of sharded parameters. Called before ``step``."""
+        for name in self.sharded:
+            grad = self.parameters[name].grad
+            self.masters[name].grad = None if grad is None else local(grad)
+
     @torch.no_grad()
     def step(self, lr: float, over_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
         """Clip, step, round into the parameters, clear gradients.
@@ -86,9 +92,6 @@ class MasterAdamW:
         Args:
             over_ranks: sums a number over the ranks that shard the parameters.
         """
-        for name in self.sharded:
-            grad = self.parameters[name].grad
-            self.masters[name].grad = None if grad is None else local(grad)
         norm = self._norm(over_ranks)
         finite = bool(torch.isfinite(norm))
         if finite:

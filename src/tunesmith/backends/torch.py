@@ -89,7 +89,10 @@ class TorchBackend(Generic[M]):
         Raises:
             ModelError: they do not have the same weights.
         """
-        group.check_equal(p for p in self.optimizer.parameters.values() if not isinstance(p, DTensor))
+        parameters, sharding = self.optimizer.parameters.values(), self.model.sharding
+        group.check_equal(p for p in parameters if not isinstance(p, DTensor))
+        if sharding is not None and len(sharding.copies.mesh) > 1:
+            group.check_equal((local(p) for p in parameters if isinstance(p, DTensor)), sharding.copies.get_group())
         self.group = self.passes.group = group
         if self.reference_passes is not None:
             self.reference_passes.group = group
@@ -153,15 +156,31 @@ class TorchBackend(Generic[M]):
 
     def step(self, lr: float) -> dict[str, float]:
         with memory_boundary("the optimizer step"):
-            sharded = self.optimizer.sharded
-            if self.group:
-                self.group.sum_gradients(m for name, m in self.optimizer.masters.items() if name not in sharded)
-            metrics = self.optimizer.step(lr, self.group.sum if self.group and sharded else None)
+            self.sum_gradients()
+            metrics = self.optimizer.step(lr, self._sum_of_shards if self.group and self.optimizer.sharded else None)
             self._check_finite(lr, metrics["grad_norm"])
             self._update_ema()
         self._optimizer_steps += 1
         self._settled = self._random_state()
         return metrics
+
+    def sum_gradients(self) -> None:
+        """The gradients of an optimizer batch become their sums over the ranks, as far as passes did not sum them."""
+        self.optimizer.take_rows()
+        if self.group is None:
+            return
+        masters, sharded, sharding = self.optimizer.masters, self.optimizer.sharded, self.model.sharding
+        self.group.sum_gradients(master for name, master in masters.items() if name not in sharded)
+        if sharding is not None and len(sharding.copies.mesh) > 1:
+            self.group.sum_gradients(
+                (masters[name] for name in masters if name in sharded), sharding.copies.get_group()
+            )
+
+    def _sum_of_shards(self, number: Tensor) -> Tensor:
+        """The sum over a copy's ranks, the same bit by bit on the ranks of all copies."""
+        assert self.group is not None
+        assert self.model.sharding is not None
+        return self.group.sum(number) / len(self.model.sharding.copies.mesh)
 
     def _check_finite(self, lr: float, grad_norm: float) -> None:
         """Weights that no longer are numbers must not reach a checkpoint, where they would replace good ones."""
@@ -222,10 +241,14 @@ class TorchBackend(Generic[M]):
         self.ema = {name: a.to(device) for name, a in self.ema.items()}
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
-        """As the port says; of several ranks the first writes what all have, and each its part of what is sharded."""
+        """As the port says; of several ranks the first writes what all have, and each its part of what is sharded.
+
+        Where there are several sharded copies, the ranks of the first one write their parts.
+        """
         directory.mkdir(parents=True, exist_ok=True)  # whichever rank is the first here
-        rank = self.group.rank if self.group else 0
-        if rank == 0 or self.model.sharding:
+        rank, sharding = self.group.rank if self.group else 0, self.model.sharding
+        first_copy = rank == 0 or (sharding is not None and sharding.first_copy)
+        if first_copy:
             self.model.save(directory / MODEL_DIRECTORY)
             if self.ema:
                 with self.ema_weights():
@@ -245,7 +268,7 @@ class TorchBackend(Generic[M]):
             tensors = {key: tensors[key] for key in sharded}
         else:
             tensors |= self._random_state()
-        if tensors:
+        if tensors and first_copy:
             write_state(directory, tensors, sharded, self._optimizer_steps, rank)
 
     def load(self, directory: Path) -> None:

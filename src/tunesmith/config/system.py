@@ -58,6 +58,8 @@ class SystemSection(Section):
     they are its processes."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """What the trainer's ranks shard: nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
+    shard_size: PositiveInt = derived()
+    """Ranks that shard one copy of the model; with more ranks there are several copies, as with several machines."""
     trainer_restarts: Count = 3
     """How often the run resumes by itself after a process of its trainer, reference or critic dies."""
     placement: PlacementSection | None = None

@@ -86,37 +86,51 @@ class RankGroup:
             self._group: Any = process_group(kind, store, rank, world, host, patience)
 
     @torch.no_grad()
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Iterable[nn.Parameter], over: Any = None) -> None:
         """Each parameter's gradient becomes its sum over the ranks; one that no rank has stays None.
 
         In the gradient's own type. A rank that had no micro-batch takes part with zeros.
+
+        Args:
+            over: as for ``sum``.
         """
         every = list(parameters)
         there = torch.tensor([float(p.grad is not None) for p in every], device=self.device)
-        self.sum(there)
+        self.sum(there, over)
         for bucket in _buckets([p for p, n in zip(every, there.tolist(), strict=True) if n]):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = grads[0].contiguous().view(-1) if len(grads) == 1 else torch.cat([g.flatten() for g in grads])
-            self.sum(flat)
+            self.sum(flat, over)
             for parameter, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 parameter.grad = piece.view_as(parameter)
 
-    def check_equal(self, tensors: Iterable[Tensor]) -> None:
-        """Raises: ModelError: the ranks do not all have the same."""
+    def check_equal(self, tensors: Iterable[Tensor], over: Any = None) -> None:
+        """Compare tensors between ranks.
+
+        Args:
+            over: as for ``sum``.
+
+        Raises:
+            ModelError: the ranks do not all have the same.
+        """
         digest = 0
         for tensor in tensors:
             digest = zlib.crc32((checksum(tensor) % 2**64).to_bytes(8, "little"), digest)
-        total = torch.tensor([digest], device=self.device)
-        self.sum(total)
-        if int(total) != self.world * digest:
+        total = torch.tensor([digest, 1], device=self.device)
+        self.sum(total, over)
+        if int(total[0]) != int(total[1]) * digest:
             raise ModelError(
                 "the ranks of a trainer have different weights: the model has to be the same on every machine"
             )
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+    def sum(self, tensor: Tensor, over: Any = None) -> Tensor:
+        """The sum over the ranks, in place.
+
+        Args:
+            over: a process group of some of them, this one among them; None: all.
+        """
         with self.waiting():
-            self._group.allreduce([tensor]).wait()
+            (over or self._group).allreduce([tensor]).wait()
         return tensor
 
     def waiting(self) -> AbstractContextManager[None]:

@@ -183,6 +183,7 @@ class Decoder:
             if self.sharding is None or self.sharding.rank == 0:  # every rank has the whole adapter
                 self.adapter.save(Path(directory))
         elif self.sharding is not None:
-            save_weights(self.module, Path(directory), self.dtype, stored_weights, self.sharding)
+            if self.sharding.first_copy:
+                save_weights(self.module, Path(directory), self.dtype, stored_weights, self.sharding)
         else:
             self.module.save_pretrained(directory)

@@ -62,9 +62,9 @@ def save_weights(
     stored: Callable[[PreTrainedModel, Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]],
     sharding: Sharding,
 ) -> None:
-    """Write a model in Hugging Face format. All ranks call this together, and each writes some of the files.
+    """Write a model in Hugging Face format. The ranks of one copy call this together; each writes some of the files.
 
-    As many files as there are ranks are gathered, then written at the same time.
+    As many files as these ranks are are gathered, then written at the same time.
 
     Args:
         stored: gives weights the names and shapes that they have in files.

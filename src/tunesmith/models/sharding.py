@@ -3,6 +3,9 @@
 Each rank keeps its rows of every parameter, in float32 if the model trains. The weights of a decoder layer are gathered
 before it runs, in the type that the model computes in, and freed afterwards. Gradients are summed over the ranks in
 float32, and each rank gets its rows of the sum.
+
+With hybrid sharding there are several copies of the model, each sharded over some of the ranks. Passes then communicate
+among the ranks of one copy; the sums of the copies are added up once per optimizer step.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -11,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -31,18 +34,38 @@ class Sharding:
     """How a model is sharded.
 
     Args:
-        mesh: one dimension, of all ranks that train the model.
+        mesh: one dimension, of the ranks that share this rank's copy of the model.
+        copies: one dimension, of the ranks that have the same rows, each of its own copy.
         stage: ZeRO's. 1 shards the optimizer state, 2 the gradients too, 3 the weights too. Gathered weights are freed
             after the backward pass in stages 1 and 2, and after each layer in stage 3. In stage 1 gradients are summed
             over the ranks once per optimizer batch, else after each micro-batch.
     """
 
     mesh: DeviceMesh
+    copies: DeviceMesh
     stage: int
+
+    @classmethod
+    def over(cls, device: str, stage: int, size: int) -> Self:
+        """Shard over the ranks of torch.distributed's default group. Consecutive ones share a copy.
+
+        Args:
+            device: ``cpu`` or ``cuda``.
+            size: ranks that share a copy.
+        """
+        count = torch.distributed.get_world_size() // size
+        mesh = init_device_mesh(device, (count, size), mesh_dim_names=("copies", "fsdp"))  # peft knows "fsdp"
+        return cls(mesh["fsdp"], mesh["copies"], stage)
 
     @property
     def rank(self) -> int:
+        """Of all ranks."""
         return self.mesh.get_rank()
+
+    @property
+    def first_copy(self) -> bool:
+        """Whether this rank's copy is the one that is written to files and given to engines."""
+        return self.copies.get_local_rank() == 0
 
     def shard(self, module: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         """Shard a module whose parameters are on the meta device; this rank's rows are then uninitialised memory.

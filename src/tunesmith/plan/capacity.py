@@ -17,7 +17,7 @@ from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost import LEAST_ROWS, activation_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.filling import Filling
+from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import engines_together
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.memory import (
@@ -26,6 +26,7 @@ from tunesmith.plan.memory import (
     free_memory,
     gpu_of,
     layout_of,
+    least,
     longest_sample,
     on_gpu,
     planned_elsewhere,
@@ -64,7 +65,7 @@ def derive_system(filling: Filling, facts: Facts) -> None:
         raise ConfigError(problem)
     _derive_ranks(filling, facts)
     here, gpu = on_gpu(filling.config), gpu_of(filling.config, facts)
-    _derive_threads(filling, machine.cores, 1 if here else filling.config.system.trainer_ranks)
+    _derive_threads(filling, machine.cores, 1 if here else facts.ranks_here or filling.config.system.trainer_ranks)
     # A GPU that nvidia-smi does not list is assumed to be a recent one.
     name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
     if native:
@@ -73,6 +74,7 @@ def derive_system(filling: Filling, facts: Facts) -> None:
         filling.fill("model.dtype", "float16", f"{name} does not compute bfloat16 natively")
     filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
     if filling.config.trains:
+        _derive_shards(filling, facts)
         _derive_checkpointing(filling, facts)
     if isinstance(filling.config, RLConfig):
         _derive_hybrid(filling, facts)
@@ -86,8 +88,8 @@ def derive_system(filling: Filling, facts: Facts) -> None:
 def _derive_ranks(filling: Filling, facts: Facts) -> None:
     """Refuse (ConfigError) more trainer ranks than this machine has GPUs, and put engines into processes."""
     config, gpus = filling.config, len(facts.hardware.gpus)
-    ranks = config.system.trainer_ranks
-    if ranks == 1 or config.system.cluster != "none":
+    ranks = facts.ranks_here or config.system.trainer_ranks
+    if config.system.trainer_ranks == 1 or config.system.cluster != "none":
         return
     if on_gpu(config) and 0 < gpus < ranks:
         raise ConfigError(
@@ -96,6 +98,20 @@ def _derive_ranks(filling: Filling, facts: Facts) -> None:
         )
     if isinstance(config, RLConfig) and not config.system.engine_process:
         filling.set("system.engine_process", True, "each trainer rank is a process, and so are the engines")
+
+
+def _derive_shards(filling: Filling, facts: Facts) -> None:
+    """Ranks of one machine share a copy of the model if it fits them: between machines everything takes longer."""
+    config, key, here = filling.config, "system.shard_size", facts.ranks_here
+    ranks = config.system.trainer_ranks
+    if not config.system.zero_stage:
+        return
+    if here is not None and 1 < here < ranks and ranks % here == 0:
+        needed = least(with_values(config, {key: here, "system.gradient_checkpointing": True}), facts)
+        if needed is None or needed.peak <= trainer_memory(config, facts):
+            filling.fill(key, here, f"the ranks of one machine; the {ranks // here} machines have a copy each")
+        filling.fill(key, ranks, f"all ranks: the {here} of one machine are too few for the model")
+    filling.fill(key, ranks, "all ranks share one copy of the model")
 
 
 def _reserved(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> int:

@@ -59,6 +59,8 @@ class Facts:
     together: int | None = None
     frozen_parameters: int = 0
     """Of the run's reward models and its teacher, together."""
+    ranks_here: int | None = None
+    """Trainer ranks on this machine, where a launcher started ranks on several."""
     instances_for: str | None = None
     """The reward function that takes the environments' instances."""
 

@@ -118,7 +118,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         models=1 + (has_critic(config) and _shares_trainer_device(config, "critic")),
         references=int(keeps_reference(config) and _shares_trainer_device(config, "ref")),
         frozen_parameters=frozen,
-        shards=system.trainer_ranks if system.zero_stage else 1,
+        shards=(known(system, "shard_size") or system.trainer_ranks) if system.zero_stage else 1,
         zero_stage=system.zero_stage,
         has_vocabulary_head=not isinstance(config, ScoreConfig),
         checkpointing=bool(known(system, "gradient_checkpointing")),

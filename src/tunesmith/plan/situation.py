@@ -96,6 +96,7 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "colocated": colocated(config),
         "one_of_each_together": colocated(config) and system.engines == system.trainer_ranks == 1,
         "ranks_per_engine": ranks_per_engine(config),
+        "left_over_ranks": system.trainer_ranks % size if (size := known(system, "shard_size")) else None,
         "rewarded": bool(reward and reward.given),
         "scored_by_model": any(model.weight > 0 for model in (reward.models if reward else ())),
     }
