@@ -30,7 +30,8 @@ from tunesmith.plan import hub
 from tunesmith.plan.cost import Layout, activation_bytes, adapter_numbers, copy_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
 from tunesmith.plan.hardware import Gpu, Hardware
-from tunesmith.plan.memory import memory_table, planned
+from tunesmith.plan.memory import planned
+from tunesmith.plan.report import memory_of, memory_rows
 from tunesmith.plan.resolve import resolve
 
 GB = 10**9
@@ -193,26 +194,24 @@ def test_models_beside_the_policy_count() -> None:
 
 def test_the_table_names_every_part_and_what_is_free() -> None:
     facts = on(A100, SMALL)
-    rows = dict(memory_table(resolved(RLConfig, facts), facts))
-    assert rows["memory planned"] == ["cuda"] and rows["weights"] == ["10MB"] and rows["optimizer"] == ["60MB"]
-    assert rows["free"] == ["79GB"] and {"gradients", "activations of a micro-batch", "keys and values"} <= rows.keys()
+    rows = dict(memory_rows(memory_of(resolved(RLConfig, facts), facts)))
+    assert rows["memory of each device"] == ["trainer's"]
+    assert rows["policy: weights"] == ["10MB"] and rows["policy: optimizer"] == ["60MB"] and rows["free"] == ["79GB"]
+    assert {"policy: gradients", "policy: activations of a micro-batch", "engines: keys and values"} <= rows.keys()
     two = replace(facts, hardware=replace(facts.hardware, gpus=(A100, A100)))
-    apart = dict(memory_table(resolved(RLConfig, two, "system.engine_process=true"), two))
-    assert apart["memory planned"] == ["cuda", "each engine's GPU"] and apart["the engines' weights"] == ["", "10MB"]
-    assert (
-        memory_table(
-            resolved(RLConfig, on(A100, replace(SMALL, parameters=None))), on(A100, replace(SMALL, parameters=None))
-        )
-        == []
-    )
+    apart = dict(memory_rows(memory_of(resolved(RLConfig, two, "system.engine_process=true"), two)))
+    assert apart["memory of each device"] == ["trainer's", "engine's"]
+    assert apart["engine: the engines' weights"] == ["", "10MB"]
+    unknown = on(A100, replace(SMALL, parameters=None))
+    assert memory_rows(memory_of(resolved(RLConfig, unknown), unknown)) == []
 
 
 def test_the_command_shows_it(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     (tmp_path / "run.toml").write_text("")
-    done = CliRunner().invoke(app, ["config", str(tmp_path / "run.toml"), *sft_settings(tmp_path, model)])
+    done = CliRunner().invoke(app, ["plan", str(tmp_path / "run.toml"), *sft_settings(tmp_path, model)])
     assert done.exit_code == 0, done.output
-    for words in ("memory planned", "weights", "gradients", "optimizer", "activations", "at most, at once", "free"):
+    for words in ("memory of each", "weights", "gradients", "optimizer", "activations", "at most, at once", "free"):
         assert words in done.output
 
 

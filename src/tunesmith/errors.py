@@ -34,6 +34,12 @@ class ConfigError(UserError):
         return "\n  ".join([f"{len(self.args)} settings do not fit together:", *map(str, self.args)])
 
 
+class CapacityError(ConfigError):
+    """A run needs more memory than its devices have, whatever its layout."""
+
+    exit_code = 3
+
+
 class DataError(UserError):
     """A data file or line cannot be used."""
 

@@ -25,7 +25,7 @@ from tunesmith.errors import CheckpointError, ConfigError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
 from tunesmith.plan.facts import Facts
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.hardware import Hardware, read_hardware
 from tunesmith.plan.hub import known_model_facts, known_parameters
 from tunesmith.plan.resolve import resolve
 from tunesmith.rewards.loading import check_rewards
@@ -94,11 +94,11 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
     return resolved
 
 
-def facts_of_run(config: RunConfig) -> Facts:
-    """What is known before the data is read."""
-    frozen, launch = frozen_parameters(config), Launch.of()
+def facts_of_run(config: RunConfig, hardware: Hardware | None = None) -> Facts:
+    """What is known before the data is read; ``hardware``: another machine than this one."""
+    frozen, model, launch = frozen_parameters(config), known_model_facts(config.model.path), Launch.of()
     here = launch.local_world if launch else None
-    return Facts(read_hardware(), known_model_facts(config.model.path), frozen_parameters=frozen, ranks_here=here)
+    return Facts(hardware or read_hardware(), model, frozen_parameters=frozen, ranks_here=here)
 
 
 def frozen_parameters(config: RunConfig) -> int:

@@ -8,25 +8,17 @@ from tunesmith.cli.arguments import Overrides, RunFile
 
 
 def show_config(run: RunFile, overrides: Overrides = None) -> None:
-    """Check a run file as its command does, and print every setting that was given or derived, and the planned memory.
+    """Check a run file as its command does, and print every setting that was given or derived.
 
     Nothing is loaded. Of the data, it reads each local source's first line. What depends on all of it, such as the
     number of steps, is derived when the run starts.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    from tunesmith.assembly.checking import check_run, facts_of_run
+    from tunesmith.assembly.checking import check_run
     from tunesmith.config.load import find_kind, load_config
     from tunesmith.config.places import placed
     from tunesmith.config.resolved import print_resolved
-    from tunesmith.plan.memory import memory_table
 
     with placed(run, overrides or ()):
         config = load_config(find_kind(run, overrides or ()), run, overrides or ())
         resolved = check_run(config, Path(run).parent, hub=False)
     print_resolved(resolved)
-    table = Table.grid(padding=(0, 2))
-    for name, amounts in memory_table(resolved.config, facts_of_run(config)):
-        table.add_row(name, *amounts)
-    Console().print(table)

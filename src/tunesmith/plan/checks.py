@@ -13,15 +13,14 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
-from tunesmith.plan.cluster import cluster_problems
+from tunesmith.plan.cluster import cluster_problems, ray_not_installed
 from tunesmith.plan.engine import SAMPLER_KEYS, server_problems
 from tunesmith.plan.evaluation import metric_problems
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.gpus import device_problems
-from tunesmith.plan.memory import memory_problems
 from tunesmith.plan.rules import refused_problems, unread_problems
 from tunesmith.plan.situation import resolved_algorithm, rollout_samples, situation
-from tunesmith.plan.vllm import vllm_misfits, vllm_problems
+from tunesmith.plan.vllm import vllm_misfits, vllm_not_installed, vllm_problems
 
 MOST_ROLLOUTS = 10**6
 """In one step. The largest published runs have some thousands."""
@@ -31,13 +30,18 @@ FOR_SAMPLING = (
 )
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, *, installed: bool = True) -> None:
     """Refuse a configuration that contradicts itself, with all contradictions listed.
+
+    Args:
+        installed: also what needs a library that this environment lacks.
 
     Raises:
         ConfigError: naming the keys, why they do not go together, and what to change.
     """
     problems = [*unread_problems(config, situation(config, None)), *contradictions(config)]
+    if installed:
+        problems += [*_not_installed(config), *vllm_not_installed(config), *ray_not_installed(config)]
     if config.supervised:
         given = settings(config, given_only=True)
         why = "has no effect in supervised training, which samples nothing; leave it out"
@@ -58,11 +62,6 @@ def contradictions(config: RunConfig, facts: Facts | None = None) -> Iterator[st
     yield from server_problems(config)
     yield from vllm_problems(config)
     yield from cluster_problems(config)
-    if config.model.quantize and find_spec("bitsandbytes") is None:
-        yield (
-            f"model.quantize = '{config.model.quantize}' needs bitsandbytes, which is not installed: "
-            "pip install 'tunesmith[quantize]', or leave model.quantize out"
-        )
     if isinstance(config, RLConfig):
         yield from _check_batch(config)
         try:
@@ -72,7 +71,14 @@ def contradictions(config: RunConfig, facts: Facts | None = None) -> Iterator[st
     if facts is not None:
         yield from vllm_misfits(config, facts)
         yield from device_problems(config, len(facts.hardware.gpus))
-        yield from memory_problems(config, facts)
+
+
+def _not_installed(config: RunConfig) -> Iterator[str]:
+    if config.model.quantize and find_spec("bitsandbytes") is None:
+        yield (
+            f"model.quantize = '{config.model.quantize}' needs bitsandbytes, which is not installed: "
+            "pip install 'tunesmith[quantize]', or leave model.quantize out"
+        )
 
 
 def _check_batch(config: RLConfig) -> Iterator[str]:

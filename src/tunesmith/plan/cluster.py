@@ -57,10 +57,13 @@ def cluster_problems(config: RunConfig) -> Iterator[str]:
     """Problems with Ray and with the placement on it."""
     if config.system.cluster == "none" or not isinstance(config, RLConfig):
         return
-    if find_spec("ray") is None:
-        yield 'system.cluster = "ray": Ray is not installed. Install it: pip install "tunesmith[ray]"'
     yield from _check_shared(config)
     yield from _check_ranks(config)
+
+
+def ray_not_installed(config: RunConfig) -> Iterator[str]:
+    if config.system.cluster == "ray" and isinstance(config, RLConfig) and find_spec("ray") is None:
+        yield 'system.cluster = "ray": Ray is not installed. Install it: pip install "tunesmith[ray]"'
 
 
 def _check_ranks(config: RLConfig) -> Iterator[str]:

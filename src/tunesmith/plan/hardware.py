@@ -44,6 +44,8 @@ class Hardware:
     bf16: bool
     gpus: tuple[Gpu, ...] = ()
     nodes: int = 1
+    named: bool = False
+    """It was only named, and is another machine than this one."""
 
 
 def read_hardware() -> Hardware:

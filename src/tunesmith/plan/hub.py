@@ -21,11 +21,19 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 def known_model_facts(path: str) -> ModelFacts | None:
     """Facts of a local directory or a hub name; None if neither the cache nor the hub has its configuration.
 
+    Without safetensors files in the directory, its parameters are counted by formula.
+
     Raises:
         ModelError: a local model's files are missing or damaged.
     """
     directory = Path(path).expanduser()
-    return read_model_facts(directory) if directory.is_dir() else _hub_facts(path)
+    if not directory.is_dir():
+        return _hub_facts(path)
+    facts = read_model_facts(directory)
+    if facts is None or facts.parameters is not None:
+        return facts
+    config: dict[str, Any] = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    return replace(facts, parameters=estimated_parameters(config, facts))
 
 
 def known_parameters(path: str) -> int | None:

@@ -92,7 +92,8 @@ def machine(spec: str) -> Hardware:
         )
     memory = kind.host_memory * count
     cpu = f"CPU of {kind.host}"
-    return Hardware(cpu, kind.cores * count, memory, memory, bf16=False, gpus=(kind.gpu,) * count, nodes=nodes)
+    gpus = (kind.gpu,) * count
+    return Hardware(cpu, kind.cores * count, memory, memory, bf16=False, gpus=gpus, nodes=nodes, named=True)
 
 
 def kind_of(gpu: Gpu) -> GpuKind | None:

@@ -15,7 +15,7 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.toml import toml_value
-from tunesmith.plan.cost import USUAL_RANK, Layout, Price, copy_bytes, price
+from tunesmith.plan.cost import USUAL_RANK, Layout, Price, activation_bytes, copy_bytes, price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_engine
@@ -133,13 +133,17 @@ def planned(config: RunConfig, facts: Facts) -> Price | None:
     """Memory of a resolved run on the trainer's or sampler's device; None if the model's size is unknown."""
     if facts.model is None or facts.model.parameters is None:
         return None
-    layout = layout_of(config, facts)
-    tokens = known(config.system, "max_tokens_per_microbatch") or longest_sample(config, facts) or LEAST_TOKENS
     kv = known(config.system, "kv_memory")
     here = not engines_elsewhere(config, facts)
     engines = engines_together(config, len(facts.hardware.gpus))
     kv_bytes = parse_size(kv) * engines if kv is not None and here else 0
-    return price(facts.model, replace(layout, tokens=tokens, kv_bytes=kv_bytes))
+    return price(facts.model, replace(_with_tokens(config, facts, layout_of(config, facts)), kv_bytes=kv_bytes))
+
+
+def _with_tokens(config: RunConfig, facts: Facts, layout: Layout) -> Layout:
+    """The layout with the tokens of a micro-batch, as far as they are known."""
+    tokens = known(config.system, "max_tokens_per_microbatch") or longest_sample(config, facts) or LEAST_TOKENS
+    return replace(layout, tokens=tokens)
 
 
 def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
@@ -152,22 +156,56 @@ def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
     return Price(engine=copy // ranks_per_engine(config), kv=kv)
 
 
-def memory_table(config: RunConfig, facts: Facts) -> list[tuple[str, list[str]]]:
-    """Rows of planned and free memory by device; none if the model's size is unknown."""
-    own, elsewhere = planned(config, facts), planned_elsewhere(config, facts)
-    if own is None:
+def planned_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:
+    """Each kind of device that the run uses, by the processes on it: planned and free memory; none if the model's size
+    is unknown."""
+    own = planned(config, facts)
+    if own is None or facts.model is None:
         return []
-    columns = [(config.system.device, own, trainer_memory(config, facts))]
-    if elsewhere is not None:
-        columns.append(("each engine's GPU", elsewhere, free_memory(config, facts)))
-    rows = [("memory planned", [name for name, *_ in columns])]
-    for part, words in PARTS.items():
-        amounts = [getattr(planned, part) for _, planned, _ in columns]
-        if any(amounts):
-            rows.append((words, [format_size(n) if n else "" for n in amounts]))
-    rows.append(("at most, at once", [format_size(planned.peak) for _, planned, _ in columns]))
-    rows.append(("free", [format_size(free) for *_, free in columns]))
-    return rows
+    here = "trainer" if config.trains else "engine"
+    devices = [(here, own, trainer_memory(config, facts))]
+    if (engines := planned_elsewhere(config, facts)) is not None:
+        devices.append(("engine", engines, free_memory(config, facts)))
+    return [*devices, *((role, each, free_memory(config, facts)) for role, each in _roles_apart(config, facts))]
+
+
+def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]:
+    """Models that have GPUs of their own on a cluster, without the engines."""
+    if config.system.cluster == "none" or not on_gpu(config) or facts.model is None:
+        return
+    layout = replace(layout_of(config, facts), models=1, references=0, frozen_parameters=0, engines=0)
+    tokens = known(config.system, "max_tokens_per_microbatch") or longest_sample(config, facts) or LEAST_TOKENS
+    scored = tokens * activation_bytes(facts.model, layout.bytes_per_number, checkpointing=True) // facts.model.layers
+    if has_critic(config) and not _shares_trainer_device(config, "critic"):
+        yield "critic", price(facts.model, replace(layout, tokens=tokens, has_vocabulary_head=False))
+    if keeps_reference(config) and not _shares_trainer_device(config, "ref"):
+        yield "reference", Price(frozen=copy_bytes(facts.model, layout.bytes_per_number), activations=scored)
+    if facts.frozen_parameters and not _shares_trainer_device(config, "reward"):
+        weights = facts.frozen_parameters * layout.bytes_per_number
+        yield "reward model", Price(frozen=weights, activations=scored)
+
+
+def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
+    """The trainer's device by role. What does not train only holds its weights; the sum is ``planned``."""
+    model, own = facts.model, planned(config, facts)
+    if model is None or own is None:
+        return {}
+    layout = layout_of(config, facts)
+    policy = price(model, replace(_with_tokens(config, facts, layout), models=1, references=0, frozen_parameters=0))
+    policy = replace(policy, engine=0, kv=0)
+    roles = {"policy": policy}
+    if layout.models > 1:
+        both = price(model, replace(layout, models=2))
+        one = price(model, replace(layout, models=1))
+        parts = ("weights", "gradients", "optimizer")
+        roles["critic"] = Price(**{part: getattr(both, part) - getattr(one, part) for part in parts})
+    if layout.references:
+        roles["reference"] = Price(frozen=price(model, replace(layout, frozen_parameters=0)).frozen)
+    if others := own.frozen - sum(role.frozen for role in roles.values()):
+        roles["teacher" if isinstance(config, DistillConfig) else "reward models"] = Price(frozen=others)
+    if own.engine or own.kv:
+        roles["engines"] = Price(engine=own.engine, kv=own.kv)
+    return roles
 
 
 PARTS = {

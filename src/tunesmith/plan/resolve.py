@@ -13,12 +13,13 @@ from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
+from tunesmith.errors import CapacityError
 from tunesmith.plan.capacity import derive_system
 from tunesmith.plan.checks import check, contradictions, raise_all
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.generation import derive_sampling
-from tunesmith.plan.memory import longest_sample, memory_notes
+from tunesmith.plan.memory import longest_sample, memory_notes, memory_problems
 from tunesmith.plan.situation import optimizer_steps, resolved_algorithm, rollout_samples
 from tunesmith.plan.vllm import derive_vllm
 from tunesmith.plan.weights import derive_weights
@@ -45,8 +46,9 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
 
     Raises:
         ConfigError: settings contradict each other or the facts; all of them are listed.
+        CapacityError: the run needs more memory than its devices have.
     """
-    check(config)
+    check(config, installed=not facts.hardware.named)
     filling = Filling(config)
     if isinstance(config, SamplingConfig):
         derive_sampling(filling)
@@ -71,7 +73,10 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     derive_vllm(filling, facts)
     if config.trains:
         _derive_limits(filling, facts)
-    raise_all([*contradictions(filling.config, facts)])
+    problems = [*contradictions(filling.config, facts)]
+    if lacking := [*memory_problems(filling.config, facts)]:
+        raise CapacityError(*problems, *lacking)
+    raise_all(problems)
     given = settings(config, given_only=True)
     return Resolved(filling.config, given, tuple(filling.derived), tuple(_notes(filling.config, facts)))
 

@@ -54,8 +54,6 @@ def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) ->
 def vllm_problems(config: RunConfig) -> Iterator[str]:
     """Problems with ``system.engine = "vllm"`` and its settings that show without facts."""
     if config.system.engine == "vllm":
-        if config.system.engine_python is None:
-            yield from _check_installed()
         for name in config.system.vllm.extra or {}:
             if key := OWN_ARGUMENTS.get(name):
                 yield f"system.vllm.extra.{name} is called {key} here"
@@ -85,7 +83,10 @@ def _check_sampling(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _check_installed() -> Iterator[str]:
+def vllm_not_installed(config: RunConfig) -> Iterator[str]:
+    """A vLLM that a run needs in this environment, and that is missing or has another version."""
+    if config.system.engine != "vllm" or config.system.engine_python is not None:
+        return
     if find_spec("vllm") is None:
         yield (
             'system.engine = "vllm": vLLM is not installed in this environment. Install it, or name the interpreter '

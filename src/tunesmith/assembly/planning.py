@@ -1,0 +1,51 @@
+"""A run as it would be on a machine that need not be there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tunesmith.assembly.checking import facts_of_run
+from tunesmith.config.resolved import Resolved
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.errors import CapacityError
+from tunesmith.plan.cluster import bundles, missing
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.machines import machine
+from tunesmith.plan.resolve import resolve
+
+ASSUMED_SAMPLE, ASSUMED_PROMPT = 2048, 1024
+"""Tokens of the longest sample and prompt where no setting limits them: the data is not read."""
+
+
+def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
+    """What a run resolves to on a machine, and the facts that it was resolved with.
+
+    Raises:
+        ConfigError: an unknown machine, or settings that contradict each other or the machine.
+        CapacityError: the run does not fit.
+    """
+    facts, notes = _with_lengths(config, facts_of_run(config, machine(on)))
+    resolved = resolve(config, facts)
+    if resolved.config.system.cluster == "ray" and isinstance(resolved.config, RLConfig):
+        each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}
+        if lacking := missing(bundles(resolved.config), [each] * facts.hardware.nodes):
+            raise CapacityError(lacking)
+    return replace(resolved, notes=(*notes, *resolved.notes)), facts
+
+
+def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:
+    """Facts with a length for the data's longest line; a note where it is assumed."""
+    if facts.model is None:
+        return facts, [f"{config.model.path}: neither its files nor the hub told its sizes; memory is not planned"]
+    supervised, context = config.supervised, facts.model.context or ASSUMED_SAMPLE
+    key = "data.max_tokens" if supervised else "data.max_prompt_tokens"
+    limit = config.data.max_tokens if supervised else config.data.max_prompt_tokens
+    if limit is not None:
+        return replace(facts, longest=limit), []
+    room = max(1, context - config.new_tokens)
+    longest = min(room, ASSUMED_SAMPLE if supervised else ASSUMED_PROMPT)
+    what = "sample" if supervised else "prompt"
+    return replace(facts, longest=longest), [
+        f"the longest {what} is assumed to have {longest} tokens, since the data is not read; {key} sets another length"
+    ]

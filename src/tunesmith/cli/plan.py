@@ -1,0 +1,63 @@
+"""``tunesmith plan``: how a run would use a machine, which need not be there."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tunesmith.cli.arguments import Overrides, RunFile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def plan(
+    run: RunFile,
+    overrides: Overrides = None,
+    on: Annotated[
+        str, typer.Option(metavar="MACHINE", help="Such as 8xH100-80GB, 2x8xA100-80GB, or this machine.")
+    ] = "this",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with bytes and seconds.")] = False,
+) -> None:
+    """Show how a run would use a machine: its layout with reasons, memory by device, about how long a step takes.
+
+    Nothing is loaded, and the data is not read. The exit code is 3 if the run does not fit.
+
+    Example: tunesmith plan run.toml --on 8xH100-80GB
+    """
+    from tunesmith.assembly.planning import plan_run
+    from tunesmith.config.load import find_kind, load_config
+    from tunesmith.config.places import placed
+    from tunesmith.config.resolved import print_resolved
+    from tunesmith.errors import CapacityError
+    from tunesmith.plan.report import layout_of_run, memory_of, memory_rows, plan_of, seconds_rows
+    from tunesmith.plan.seconds import step_seconds
+
+    with placed(run, overrides or ()):
+        config = load_config(find_kind(run, overrides or ()), run, overrides or ())
+        try:
+            resolved, facts = plan_run(config, on)
+        except CapacityError as error:
+            if as_json:
+                print(json.dumps({"fits": False, "problems": [*error.args]}, indent=2))
+            raise
+    if as_json:
+        print(json.dumps({"fits": True, **plan_of(resolved, facts)}, indent=2))
+        return
+    print_resolved(layout_of_run(resolved))
+    _print_table(memory_rows(memory_of(resolved.config, facts)))
+    _print_table(seconds_rows(step_seconds(resolved.config, facts)))
+
+
+def _print_table(rows: Sequence[tuple[str, list[str]]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for name, amounts in rows:
+        table.add_row(name, *amounts)
+    if rows:
+        print()
+        Console().print(table)

@@ -1,0 +1,118 @@
+"""A plan as data: the layout with reasons, memory by device, role, category and phase, seconds by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tunesmith.config.resolved import Derived, Resolved, settings
+from tunesmith.config.schema import RunConfig
+from tunesmith.config.sizes import format_size
+from tunesmith.plan.cost import Price
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.memory import PARTS, planned_devices, planned_roles
+from tunesmith.plan.seconds import step_seconds
+
+LAYOUT = (
+    *("model.dtype", "system.device", "system.trainer_ranks", "system.zero_stage", "system.shard_size"),
+    *(
+        "system.gradient_checkpointing",
+        "system.max_tokens_per_microbatch",
+        "system.engine",
+        "system.engine_process",
+        "system.engines",
+    ),
+    *("system.vllm.tensor_parallel_size", "system.hybrid", "system.weight_plane", "system.kv_memory", "system.threads"),
+)
+"""The settings that a plan shows, beside those of ``[system]`` and ``[lora]`` that were given."""
+
+
+def layout_of_run(resolved: Resolved[Any]) -> Resolved[Any]:
+    """The part of a resolved run that is about its layout, defaults included."""
+    values, reasons = settings(resolved.config), {d.key: d.reason for d in resolved.derived}
+    given = {k: v for k, v in resolved.given.items() if k in LAYOUT or k.startswith(("system.", "lora."))}
+    shown = [key for key in LAYOUT if values.get(key) is not None and key not in given and _matters(resolved, key)]
+    derived = tuple(Derived(key, values[key], reasons.get(key, "the default")) for key in shown)
+    return replace(resolved, given=given, derived=derived)
+
+
+def plan_of(resolved: Resolved[Any], facts: Facts) -> dict[str, Any]:
+    """A resolved run as plain JSON values; bytes and seconds."""
+    config, machine, model, layout = resolved.config, facts.hardware, facts.model, layout_of_run(resolved)
+    told = {key: {"value": value, "reason": "given"} for key, value in layout.given.items()}
+    told |= {d.key: {"value": d.value, "reason": d.reason} for d in layout.derived}
+    gpus = [gpu.name for gpu in machine.gpus]
+    return {
+        "machine": {"nodes": machine.nodes, "gpus": gpus, "cores": machine.cores, "memory": machine.memory_total},
+        "model": {"path": config.model.path, "parameters": model.parameters if model else None},
+        "layout": told,
+        "memory": memory_of(config, facts),
+        "seconds": step_seconds(config, facts),
+        "notes": [*resolved.notes],
+    }
+
+
+def _matters(resolved: Resolved[Any], key: str) -> bool:
+    """Whether the run has what a setting is about."""
+    config = resolved.config
+    if key.startswith("system.vllm."):
+        return config.drawing is not None and config.system.engine == "vllm"
+    if key in ("system.trainer_ranks", "system.zero_stage", "system.max_tokens_per_microbatch"):
+        return config.trains
+    return config.drawing is not None or not key.startswith(("system.engine", "system.hybrid"))
+
+
+def memory_of(config: RunConfig, facts: Facts) -> list[dict[str, Any]]:
+    """Each kind of device: bytes by role and category, of each phase, at the peak; what is free, and the peak's share.
+
+    Empty if the model's size is unknown.
+    """
+    devices = planned_devices(config, facts)
+    own = planned_roles(config, facts)
+    return [
+        {
+            "device": name,
+            "roles": {role: _parts(each) for role, each in (own if place == 0 else {name: planned}).items()},
+            "phases": _phases(config, planned),
+            "peak": planned.peak,
+            "free": free,
+            "share": planned.peak / max(1, free),
+        }
+        for place, (name, planned, free) in enumerate(devices)
+    ]
+
+
+def _parts(price: Price) -> dict[str, int]:
+    return {part: amount for part in PARTS if (amount := getattr(price, part))}
+
+
+def _phases(config: RunConfig, price: Price) -> dict[str, int]:
+    training = {"training": price.training} if config.trains else {}
+    return training | ({"sampling": price.sampling} if config.drawing is not None else {})
+
+
+def memory_rows(memory: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """A table for people: a row of names, then one for each role and category, phase, and limit."""
+    if not memory:
+        return []
+    rows = [("memory of each device", [f"{device['device']}'s" for device in memory])]
+    for role in dict.fromkeys(role for device in memory for role in device["roles"]):
+        for part, words in PARTS.items():
+            amounts = [device["roles"].get(role, {}).get(part) for device in memory]
+            if any(amounts):
+                rows.append((f"{role}: {words}", _sizes(amounts)))
+    for phase in dict.fromkeys(phase for device in memory for phase in device["phases"]):
+        rows.append((f"while {phase}", _sizes([device["phases"].get(phase) for device in memory])))
+    rows.append(("at most, at once", [f"{format_size(d['peak'])} ({d['share']:.0%})" for d in memory]))
+    return [*rows, ("free", _sizes([device["free"] for device in memory]))]
+
+
+def _sizes(amounts: list[int | None]) -> list[str]:
+    return [format_size(amount) if amount else "" for amount in amounts]
+
+
+def seconds_rows(seconds: Mapping[str, float]) -> list[tuple[str, list[str]]]:
+    """A table of phases; a step is not always their sum."""
+    rows = [(name, [f"{amount:.3g} s"]) for name, amount in seconds.items()]
+    return [("seconds of each step, about", [""]), *rows] if rows else []

@@ -1,0 +1,110 @@
+"""About how long a step takes on a GPU of the table: operations and bytes over the rates that are usually attained.
+
+Assumed: every sample is as long as the longest one may be, large matrix products attain ``FLOPS_SHARE`` of the peak
+rate and decoding ``BANDWIDTH_SHARE`` of the memory's. Not counted: rewards, environments, new weights on their way to
+engines, launches of kernels. The numbers compare layouts with each other; they have not been measured.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
+from tunesmith.config.sizes import parse_size
+from tunesmith.plan.cost import CostModel, copy_bytes
+from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.gpus import ranks_per_engine
+from tunesmith.plan.machines import GpuKind, kind_of
+from tunesmith.plan.memory import bytes_per_number, gpu_of, has_critic, keeps_reference, longest_sample
+from tunesmith.plan.situation import rollout_samples
+
+FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6
+BETWEEN_MACHINES = 50e9
+"""Bytes per second of a GPU to other machines, in one direction: a 400 Gb/s adapter for each GPU."""
+RECOMPUTED = 4 / 3
+"""Of the products with gradient checkpointing: each forward pass of a layer is computed twice."""
+
+
+def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
+    """Seconds of each phase of a step of a resolved run that trains, and of the ``step``; empty where they are unknown:
+    no GPU of the table, no size of the model, float32."""
+    gpu, model, longest = gpu_of(config, facts), facts.model, longest_sample(config, facts)
+    kind = kind_of(gpu) if gpu else None
+    if kind is None or model is None or not model.parameters or not longest or not config.trains:
+        return {}
+    if bytes_per_number(config) == 4:
+        return {}
+    phases = _training(config, model, kind, longest, facts.hardware.nodes)
+    if not isinstance(config, RLConfig):
+        return phases | {"step": sum(phases.values())}
+    if config.system.served:
+        return {}
+    sampling = _sampling(config, model, kind, longest)
+    together = max if config.rollout.max_staleness else sum
+    return {"sampling": sampling, **phases, "step": together((sampling, sum(phases.values())))}
+
+
+def _training(config: RunConfig, model: ModelFacts, kind: GpuKind, longest: int, nodes: int) -> dict[str, float]:
+    system, ranks = config.system, config.system.trainer_ranks
+    rl = isinstance(config, RLConfig)
+    samples = rollout_samples(config) * config.train.passes_per_batch if rl else config.train.batch_size
+    cost = _cost_of(model)
+    body, head = samples * cost.prefix(longest), samples * cost.head * (config.new_tokens or longest)
+    scored = (
+        (keeps_reference(config) + has_critic(config) + bool(rl and known(config.algorithm, "decoupled"))) * body / 3
+    )
+    body *= (2 / 3 if config.lora.on else 1.0) * (RECOMPUTED if system.gradient_checkpointing else 1.0)
+    rate = ranks * kind.flops * FLOPS_SHARE
+    phases = {"scoring": scored / rate} if scored else {}
+    phases["training"] = (body * (1 + has_critic(config)) + head) / rate
+    if ranks > 1 and not config.lora.on:
+        batches = samples // (known(config.train, "batch_size") or samples) or 1
+        micro = ceil(samples * longest / batches / ranks / system.max_tokens_per_microbatch)
+        link = min(kind.link, BETWEEN_MACHINES) if nodes > 1 else kind.link
+        phases["between GPUs"] = batches * _exchanged(model, system.zero_stage, micro) * (ranks - 1) / ranks / link
+    return phases
+
+
+def _exchanged(model: ModelFacts, stage: int, micro: int) -> int:
+    """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches.
+
+    Gradients are summed in float32: a sum for all ranks takes twice its size, one for each rank's rows its size.
+    Weights are gathered in 16 bits.
+    """
+    summed, gathered = 4 * (model.parameters or 0), 2 * (model.parameters or 0)
+    match stage:
+        case 0:
+            return 2 * summed
+        case 1:
+            return summed + micro * gathered
+        case 2:
+            return micro * (summed + gathered)
+        case _:
+            return micro * (summed + 2 * gathered)
+
+
+def _sampling(config: RLConfig, model: ModelFacts, kind: GpuKind, longest: int) -> float:
+    system, number = config.system, bytes_per_number(config)
+    ranks, new = ranks_per_engine(config), config.rollout.max_new_tokens
+    per_token = model.kv_bytes_per_token(number)
+    asked = ceil(rollout_samples(config) / system.engines)
+    held = parse_size(system.kv_memory) * ranks // (longest * per_token) if known(system, "kv_memory") else asked
+    together = max(1, min(asked, system.max_running, held))
+    bandwidth = ranks * kind.bandwidth * BANDWIDTH_SHARE
+    middle = longest - new / 2
+    token = (copy_bytes(model, number, config.model.quantize) + together * middle * per_token) / bandwidth
+    prefill = config.rollout.prompts_per_step / system.engines * _cost_of(model).prefix(longest - new) / 3
+    return ceil(asked / together) * new * token + prefill / (ranks * kind.flops * FLOPS_SHARE)
+
+
+def _cost_of(model: ModelFacts) -> CostModel:
+    embeddings = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
+    return CostModel.of_decoder(
+        parameters=(model.parameters or 0) - embeddings,
+        layers=model.layers,
+        heads=model.heads,
+        head_dim=model.head_dim,
+        vocabulary=model.vocab_size,
+        hidden=model.hidden_size,
+    )

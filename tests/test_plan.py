@@ -1,0 +1,170 @@
+"""``tunesmith plan``: a run on a machine that is not there, without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from test_cli import HEAVY, tunesmith
+from tunesmith.assembly.planning import plan_run
+from tunesmith.cli.main import app
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.errors import CapacityError
+from tunesmith.plan.memory import PARTS, planned, planned_devices, planned_roles
+from tunesmith.plan.report import plan_of
+from tunesmith.plan.seconds import FLOPS_SHARE, step_seconds
+
+QWEN_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN_72B = QWEN_7B | {
+    "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+TINY = QWEN_7B | {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512,
+}  # fmt: skip
+ON_RAY = (
+    'system.cluster="ray"', 'system.engine="vllm"', "system.trainer_ranks=4", "system.zero_stage=3", "system.engines=2",
+    "system.vllm.tensor_parallel_size=2",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Configurations of models, without weights; the data of the run file does not exist."""
+    for name, config in {"7b": QWEN_7B, "72b": QWEN_72B, "tiny": TINY}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run.toml").write_text('[model]\npath = "7b"\n[data]\ntrain = "org/data"\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan(kind: type[RunConfig], on: str, *said: str) -> Any:
+    base = ["model.path=7b", "data.train=org/data"]
+    base += ['reward.functions=["exact_match"]'] if kind is RLConfig else []
+    return plan_run(load_config(kind, None, [*base, *said]), on)
+
+
+def test_the_command_needs_neither_the_machine_nor_torch(folder: Path) -> None:
+    ended, modules = tunesmith(folder, "plan", "run.toml", "lora.rank=16", "--on", "2xA100-80GB", "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert not modules & HEAVY
+    found = json.loads(ended.stdout)
+    assert found["fits"] and found["machine"]["gpus"] == ["A100-80GB"] * 2
+    assert found["layout"]["lora.rank"] == {"value": 16, "reason": "given"}
+    assert found["layout"]["model.dtype"]["value"] == "bfloat16"
+    [device] = found["memory"]
+    assert device["device"] == "trainer" and 0 < device["share"] < 1 and device["phases"]["training"] == device["peak"]
+    assert any("data.max_tokens" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "told"),
+    [
+        (("--on", "A10G", "model.path=72b"), 3, ["does not fit", "23.6GB are free", "1.32TB"]),
+        (("--on", "A11G"), 2, ["A10G-24GB"]),
+        (("--on", "H100", "train.lr=0"), 2, ["train.lr"]),
+    ],
+)
+def test_what_is_refused_has_its_exit_code(said: tuple[str, ...], code: int, told: list[str]) -> None:
+    done = CliRunner().invoke(app, ["plan", "run.toml", *said])
+    assert done.exit_code == code and all(word in done.output for word in told)
+
+
+def test_what_does_not_fit_is_json_too() -> None:
+    done = CliRunner().invoke(app, ["plan", "run.toml", "--on", "A10G", "--json"])
+    assert done.exit_code == 3
+    found = json.loads(done.stdout)
+    assert not found["fits"] and "lora.rank = 16" in found["problems"][0]
+
+
+def test_the_table_has_each_part_of_each_role() -> None:
+    done = CliRunner().invoke(app, ["plan", "run.toml", "--on", "H200"])
+    assert done.exit_code == 0, done.output
+    rows = [line.split("  ")[0] for line in done.output.splitlines()]
+    for row in ("policy: weights", "policy: optimizer", "while training", "at most, at once", "free", "step"):
+        assert row in rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (SFTConfig, ()),
+        (RLConfig, ("algorithm.name=ppo", "algorithm.kl.coef=0.1", "train.ema_decay=0.9")),
+        (RLConfig, ("algorithm.name=ppo", "system.trainer_ranks=2", "system.zero_stage=3")),
+        (RLConfig, ("lora.rank=8", "system.engine_process=true")),
+    ],
+)
+def test_the_roles_of_a_device_add_up(kind: type[RunConfig], said: tuple[str, ...]) -> None:
+    resolved, facts = plan(kind, "4xH200", "model.path=tiny", *said)
+    facts = replace(facts, frozen_parameters=1000)
+    whole, roles = planned(resolved.config, facts), planned_roles(resolved.config, facts)
+    assert whole is not None and {"policy"} <= roles.keys()
+    for part in PARTS:
+        assert sum(getattr(each, part) for each in roles.values()) == getattr(whole, part), part
+    if "algorithm.name=ppo" in said:
+        assert roles["critic"].optimizer > 0.9 * roles["policy"].optimizer
+
+
+def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
+    said = (*ON_RAY, "algorithm.name=ppo", "algorithm.kl.coef=0.1", "system.gradient_checkpointing=true")
+    resolved, facts = plan(RLConfig, "2x8xA100-80GB", *said)
+    devices = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}
+    assert devices.keys() == {"trainer", "engine", "critic", "reference"}
+    assert devices["reference"].frozen == 2 * facts.model.parameters
+    assert devices["engine"].engine == facts.model.parameters  # bfloat16, over two ranks
+    assert devices["critic"].optimizer == devices["trainer"].optimizer and not devices["critic"].head
+    with pytest.raises(CapacityError, match=r"13 GPUs are needed .*, and the cluster has 8"):
+        plan(RLConfig, "8xA100-80GB", *said)
+
+
+def test_seconds_follow_operations_and_devices() -> None:
+    """By hand: 6 operations for each parameter and token, at a share of the peak rate; a third more to recompute."""
+    said = ("system.gradient_checkpointing=false", "train.batch_size=4", "data.max_tokens=100")
+    found, facts = plan(SFTConfig, "H200", *said)
+    seconds = step_seconds(found.config, facts)
+    weights, pairs = facts.model.parameters - 152064 * 3584, 100 * 101 / 2
+    flops = 4 * (6 * weights * 100 + 12 * 28 * 28 * 128 * pairs)
+    assert seconds["training"] == pytest.approx(flops / (989e12 * FLOPS_SHARE), rel=1e-3)
+    assert seconds["step"] == seconds["training"]
+    two, facts = plan(SFTConfig, "2xH200", *said, "system.trainer_ranks=2")
+    seconds_of_two = step_seconds(two.config, facts)
+    assert seconds_of_two["training"] == pytest.approx(seconds["training"] / 2)
+    assert seconds_of_two["between GPUs"] == pytest.approx(8 * facts.model.parameters / 2 / 450e9)
+    again, facts = plan(SFTConfig, "H200", *said[1:], "system.gradient_checkpointing=true")
+    assert seconds["training"] < step_seconds(again.config, facts)["training"] < 4 / 3 * seconds["training"]
+
+
+def test_working_at_once_takes_the_longer_phase() -> None:
+    said = (*ON_RAY, "data.max_prompt_tokens=512")
+    in_turn, facts = plan(RLConfig, "8xH100", *said)
+    turns = step_seconds(in_turn.config, facts)
+    at_once = step_seconds(plan(RLConfig, "8xH100", *said, "rollout.max_staleness=1")[0].config, facts)
+    assert turns["step"] == pytest.approx(sum(turns.values()) / 2)
+    assert at_once["step"] < sum(v for k, v in at_once.items() if k != "step")
+
+
+def test_a_plan_is_plain_data() -> None:
+    resolved, facts = plan(RLConfig, "8xH100", *ON_RAY)
+    found = plan_of(resolved, facts)
+    assert json.loads(json.dumps(found)) == found
+    assert found["layout"]["system.vllm.tensor_parallel_size"] == {"value": 2, "reason": "given"}
+    assert [device["device"] for device in found["memory"]] == ["trainer", "engine"]
+
+
+def test_a_model_without_sizes_is_planned_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    resolved, facts = plan(SFTConfig, "8xH100", "model.path=org/unknown")
+    found = plan_of(resolved, facts)
+    assert found["memory"] == [] and found["seconds"] == {} and "org/unknown" in found["notes"][0]
