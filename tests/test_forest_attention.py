@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,6 +20,7 @@ from training import forest_of
 from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Segment
 from tunesmith.data.packing import pack
+from tunesmith.models import varlen_attention
 from tunesmith.models.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.forest_attention import ForestAttention
@@ -252,18 +254,91 @@ def test_checkpointing_saves_memory_and_recomputes(tmp_path: Path) -> None:
     assert saved() < without / 4
 
 
+def emulated_runs(
+    query: Tensor, key: Tensor, query_ends: Tensor, key_ends: Tensor, longest: tuple[int, int], rule: tuple[Any, ...]
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Of each run of the flash kernel its query rows, key rows and scores ``[H, q, k]``."""
+    causal, left, right, scale = rule
+    assert right in (None, 0) and query_ends[-1] == len(query) and key_ends[-1] == len(key)
+    for (a, b), (c, d) in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
+        assert b - a <= longest[0] and d - c <= longest[1]
+        last = torch.arange(b - a)[:, None] + (d - c) - (b - a)  # aligned at the bottom right
+        at = torch.arange(d - c)
+        seen = (at <= last) if causal else torch.ones(b - a, d - c, dtype=torch.bool)
+        if left is not None:
+            seen = seen & (at >= last - left)
+        scores = torch.einsum("qhd,khd->hqk", query[a:b], key[c:d]) * scale
+        yield slice(a, b), slice(c, d), scores.masked_fill(~seen, -torch.inf)
+
+
+def emulated_forward(
+    q: Tensor, k: Tensor, v: Tensor, qe: Tensor, ke: Tensor, lq: int, lk: int, *rest: Any, **by: Any
+) -> Any:
+    """``aten._flash_attention_forward`` of variable-length runs, as its kernel documents it."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    rule = (rest[1], by.get("window_size_left"), by.get("window_size_right"), by["scale"])
+    out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q), dtype=q.dtype)
+    for rows, keys, scores in emulated_runs(q, k, qe, ke, (lq, lk), rule):
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys])
+        lse[:, rows] = scores.logsumexp(-1)
+    return out, lse, None, None, None
+
+
+def emulated_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, qe: Tensor, ke: Tensor, lq: int, lk: int,
+    *rest: Any, **by: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``aten._flash_attention_backward``: the softmax comes from the log-sum-exp that it is given."""
+    groups = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    rule = (rest[1], by.get("window_size_left"), by.get("window_size_right"), by["scale"])
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    for rows, keys, scores in emulated_runs(q, wide_k, qe, ke, (lq, lk), rule):
+        weights = (scores - lse[:, rows].unsqueeze(-1)).exp()
+        inner = torch.einsum("qhd,khd->hqk", grad[rows], wide_v[keys])
+        own = (grad[rows] * out[rows]).sum(-1).t().unsqueeze(-1)
+        change = weights * (inner - own) * by["scale"]
+        dq[rows] = torch.einsum("hqk,khd->qhd", change, wide_k[keys])
+        dk[keys] = torch.einsum("hqk,qhd->khd", change, q[rows])
+        dv[keys] = torch.einsum("hqk,qhd->khd", weights, grad[rows])
+    return dq, *(t.unflatten(1, (-1, groups)).sum(2) for t in (dk, dv))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(st.just(TREE), forests()), st.one_of(st.none(), st.integers(1, 45)), st.sampled_from([1, 2, 4]))
+def test_the_calls_of_the_cuda_kernel(
+    monkeypatch: pytest.MonkeyPatch, segments: tuple[Segment, ...], window: int | None, kv_heads: int
+) -> None:
+    """With an emulated kernel; ``test_exact_on_cuda`` has the real one."""
+    monkeypatch.setattr(varlen_attention, "_forward", emulated_forward)
+    monkeypatch.setattr(varlen_attention, "_backward", emulated_backward)
+    total = sum(s.length for s in segments)
+    inputs = tensors(total, 4, kv_heads, torch.float32, 8)
+    upstream = torch.randn(total, 4, 8, generator=torch.Generator().manual_seed(1))
+    attention = varlen_attention.CudaFlash(segments, torch.device("cpu"))
+    got = attention.attend(*inputs, AttentionRule(0.3, window))
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = reference(visible(segments, window), *exact, 0.3)
+    assert difference(got, want) < 1e-5
+    gradients = torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, exact, upstream.double())
+    for a, b in zip(*gradients, strict=True):
+        assert difference(a, b) < 1e-5
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_exact_on_cuda(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+def test_exact_on_cuda(heads: int, kv_heads: int, dtype: torch.dtype, window: int | None) -> None:
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
     inputs = [t.detach().cuda().requires_grad_() for t in tensors(58, heads, kv_heads, dtype, 64)]
     upstream = torch.randn(58, heads, 64, dtype=torch.float64, device="cuda").to(dtype)
     attention = ForestAttention(TREE)
-    got = attention.attend(0, *inputs, AttentionRule(0.125))
+    got = attention.attend(0, *inputs, AttentionRule(0.125, window))
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    want = reference(visible(TREE).cuda(), *exact, 0.125)
+    want = reference(visible(TREE, window).cuda(), *exact, 0.125)
     assert difference(got, want) < tolerance
     gradients = torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, exact, upstream.double())
     for a, b in zip(*gradients, strict=True):

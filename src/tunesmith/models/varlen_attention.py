@@ -1,8 +1,8 @@
 """Forest attention on CUDA: variable-length flash attention calls, merged by log-sum-exp.
 
-The first call computes the causal attention of every segment to itself. Then one call per depth computes the attention
-of all segments below that depth to their ancestors at it. Only the depth
-of the forest decides the number of calls.
+Without a window, the first call computes the causal attention of every segment to itself. Then one call per depth
+computes the attention of all segments below that depth to their ancestors at it. Only the depth of the forest decides
+the number of calls. With a window, one call computes every segment's attention to itself and to the end of its path.
 """
 
 from __future__ import annotations
@@ -38,46 +38,89 @@ class _Call:
     longest_query: int
     longest_key: int
     causal: bool
+    """The last query of a run sees all its keys, the one before it all but one, and so on."""
+    window: int | None = None
 
     @classmethod
-    def of(cls, queries: list[Run], keys: list[Run], *, causal: bool, device: torch.device) -> _Call:
-        """A causal call takes all rows in order."""
-        lengths = [[stop - start for start, stop in runs] for runs in (queries, keys)]
-        ends = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in lengths]
-        longest = [max(each, default=0) for each in lengths]
-        if causal:
-            return cls(None, None, ends[0], ends[1], longest[0], longest[1], causal)
-        rows = [torch.cat([torch.arange(*run) for run in runs]).to(device) for runs in (queries, keys)]
-        return cls(rows[0], rows[1], ends[0], ends[1], longest[0], longest[1], causal)
+    def to_itself(cls, own: list[Run], device: torch.device) -> _Call:
+        """Every segment's causal attention to its own rows."""
+        ends, longest = _ends(own, device)
+        return cls(None, None, ends, ends, longest, longest, causal=True)
+
+    @classmethod
+    def to_ancestors(cls, below: list[Run], above: list[Run], device: torch.device) -> _Call:
+        """Rows ``below`` see all rows of the segment ``above`` them."""
+        return cls(_indices(below, device), _indices(above, device), *_both(below, above, device), causal=False)
+
+    @classmethod
+    def in_window(cls, segments: Sequence[Segment], own: list[Run], window: int, device: torch.device) -> _Call:
+        """Every segment's attention to its own rows and to the last ``window - 1`` rows of its path."""
+        seen: list[list[Run]] = []
+        for segment, run in zip(segments, own, strict=True):
+            path, left, parent = [run], window - 1, segment.parent
+            while parent >= 0 and left > 0:
+                start, stop = own[parent]
+                path.insert(0, (max(start, stop - left), stop))
+                left, parent = left - (stop - start), segments[parent].parent
+            seen.append(path)
+        keys = _indices([run for path in seen for run in path], device)
+        lengths = [(0, sum(stop - start for start, stop in path)) for path in seen]
+        return cls(None, keys, *_both(own, lengths, device), causal=True, window=window)
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, int, int, float, bool]:
         """The kernels' arguments after the tensors, without dropout."""
         return self.query_ends, self.key_ends, self.longest_query, self.longest_key, 0.0, self.causal
 
+    @property
+    def options(self) -> dict[str, int]:
+        return {} if self.window is None else {"window_size_left": self.window - 1, "window_size_right": 0}
+
+
+def _ends(runs: list[Run], device: torch.device) -> tuple[Tensor, int]:
+    """Where each run ends when they follow one another, from 0, and the longest."""
+    lengths = [stop - start for start, stop in runs]
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), max(lengths, default=0)
+
+
+def _both(queries: list[Run], keys: list[Run], device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    (query_ends, longest_query), (key_ends, longest_key) = _ends(queries, device), _ends(keys, device)
+    return query_ends, key_ends, longest_query, longest_key
+
+
+def _indices(runs: list[Run], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(*run) for run in runs]).to(device)
+
 
 class CudaFlash:
-    """A kernel of ``ForestAttention`` for 16-bit tensors without windows and soft caps."""
+    """A kernel of ``ForestAttention`` for 16-bit tensors without soft caps."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        own = [(s.start, s.start + s.length) for s in segments]
+        self.segments, self.device = segments, device
+        self.own = own = [(s.start, s.start + s.length) for s in segments]
         stops = subtree_ends(segments)
         depths: list[int] = []
         for s in segments:
             depths.append(depths[s.parent] + 1 if s.parent >= 0 else 0)
-        self.calls = [_Call.of(own, own, causal=True, device=device)]
+        self.calls = [_Call.to_itself(own, device)]
         for depth in range(max(depths, default=0)):
             parents = [i for i, d in enumerate(depths) if d == depth and stops[i] > own[i][1]]
             below, above = [(own[i][1], stops[i]) for i in parents], [own[i] for i in parents]
-            self.calls.append(_Call.of(below, above, causal=False, device=device))
+            self.calls.append(_Call.to_ancestors(below, above, device))
+        self.windowed: dict[int, _Call] = {}
 
     @staticmethod
     def supports(query: Tensor, rule: AttentionRule) -> bool:
         dim, fits = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-        return query.is_cuda and fits and dim % 8 == 0 and dim <= 256 and rule.window is None and rule.softcap is None
+        return query.is_cuda and fits and dim % 8 == 0 and dim <= 256 and rule.softcap is None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        return cast(Tensor, _Varlen.apply(self.calls, query, key, value, rule.scale))
+        calls = self.calls
+        if rule.window is not None:
+            if rule.window not in self.windowed:
+                self.windowed[rule.window] = _Call.in_window(self.segments, self.own, rule.window, self.device)
+            calls = [self.windowed[rule.window]]
+        return cast(Tensor, _Varlen.apply(calls, query, key, value, rule.scale))
 
 
 def _rows(t: Tensor, at: Tensor | None) -> Tensor:
@@ -91,7 +134,7 @@ class _Varlen(torch.autograd.Function):
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for call in calls:
             rows = (_rows(query, call.queries), _rows(key, call.keys), _rows(value, call.keys))
-            part, part_lse, *_ = _forward(*rows, *call.arguments, False, scale=scale)
+            part, part_lse, *_ = _forward(*rows, *call.arguments, False, scale=scale, **call.options)
             part, part_lse = part.float(), part_lse.transpose(0, 1)
             if call.queries is None:
                 out, lse = part, part_lse.contiguous()
@@ -123,10 +166,11 @@ class _Varlen(torch.autograd.Function):
                 unused,
                 unused,
                 scale=scale,
+                **call.options,
             )
             for total, part, at in zip(grads, parts, (call.queries, call.keys, call.keys), strict=True):
                 if at is None:
                     total += part
-                else:
-                    total[at] += part.float()
+                else:  # windows of siblings overlap in their ancestors' rows
+                    total.index_add_(0, at, part.float())
         return None, *(g.to(query.dtype) for g in grads), None
