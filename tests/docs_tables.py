@@ -23,7 +23,7 @@ from tunesmith.monitor.catalogue import CATALOGUE
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = tuple(
     DOCS / f"{name}.md"
-    for name in ("algorithms", "observability", "coming-from", "hardware", "models", "troubleshooting")
+    for name in ("algorithms", "configuration", "observability", "coming-from", "hardware", "models", "troubleshooting")
 )
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -54,12 +54,12 @@ def choices(family: type[Choice]) -> str:
     return _table(("name", "formula", "for", "source", "keys and defaults", "needs")[: len(rows[0])], rows)
 
 
-def keys(table: str) -> str:
-    """Every key in a table of ``[algorithm]``."""
+def keys(table: str, section: str = "algorithm") -> str:
+    """Every key in a table of a section."""
     rows = [
-        (f"`{setting.key.removeprefix('algorithm.')}`", setting.kind, setting.default, _cell(setting.meaning))
-        for setting in settings_of(f"algorithm.{table}")
-        if setting.key != f"algorithm.{table}"
+        (f"`{setting.key.removeprefix(f'{section}.')}`", setting.kind, setting.default, _cell(setting.meaning))
+        for setting in settings_of(f"{section}.{table}")
+        if setting.key != f"{section}.{table}"
     ]
     return _table(("key", "value", "default", "meaning"), rows)
 
@@ -110,6 +110,7 @@ def _key(change: str) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     **{made.__name__: made for made in (presets, families, families_refused, hardware, doctor)},
     **{f"types_{key}": partial(choices, family) for key, family in AlgorithmSection.families.items()},
+    "muon": partial(keys, "optimizer", "train"),
     **{f"keys_{key}": partial(keys, key) for key in (*AlgorithmSection.families, "overlong", "dynamic_filter")},
     **{f"metrics_{kind}": partial(metrics, kind) for kind in CATALOGUE},
     **{name: partial(_foreign, name) for name in FOREIGN},

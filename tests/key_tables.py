@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from documents import KeyRow
+from tunesmith.config.choice import Choice
 from tunesmith.config.describe import describe_at
 from tunesmith.config.section import DERIVED, Section
 from tunesmith.config.toml import toml_value
@@ -18,6 +19,7 @@ def check_row(heading: str, row: KeyRow, section: type[Section]) -> None:
         assert row.default == "required"
     elif field.default not in (None, DERIVED):
         default = list(field.default) if isinstance(field.default, tuple) else field.default
+        default = default.name if isinstance(default, Choice) else default
         assert row.default == f"`{toml_value(default)}`", f"{heading} {row.key}"
     else:
         assert row.default and row.default != "required", f"{heading} {row.key}"

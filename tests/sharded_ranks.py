@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
+from tunesmith.config.optimizer import Muon
 from tunesmith.data.forest import Packing
 from tunesmith.distributed.child import ChildProcess
 from tunesmith.distributed.far import gather
@@ -43,6 +44,7 @@ class Rank:
         dtype: torch.dtype = torch.float32,
         kind: type[CausalLM] | type[ScoreModel] = CausalLM,
         reference: bool = False,
+        muon: Muon | None = None,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -50,7 +52,7 @@ class Rank:
         join_default_group(store, rank, world, HERE, "cpu")
         load = partial(kind.load, path, dtype=dtype, sharding=Sharding.over("cpu", stage, size or world))
         frozen = load(trains=False) if reference else None
-        settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1)
+        settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1, muon=muon)
         self.backend: TorchBackend[Any] = TorchBackend(load(), settings, kind.predict, reference=frozen, **options)
         self.backend.join(RankGroup(store, rank, world, HERE))
         self.rank, self.world = rank, world
@@ -93,10 +95,10 @@ class Rank:
 
     def numbers(self) -> tuple[int, int]:
         """Numbers that this rank keeps: of the weights, and of the optimizer's state."""
-        module, state = self.backend.model.module, self.backend.optimizer.adamw.state
+        module, optimizer = self.backend.model.module, self.backend.optimizer
         return (
             sum(local(p).numel() for p in module.parameters()),
-            sum(t.numel() for slot in state.values() for t in slot.values()),
+            sum(t.numel() for name in optimizer.masters for t in optimizer.slot(name).values()),
         )
 
 

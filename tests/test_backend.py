@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from tiny import save_model
 from training import whole
-from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW, learning_rate
+from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer, learning_rate
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.errors import CheckpointError
@@ -39,7 +39,7 @@ def add_gradient(module: Two, seed: int) -> None:
 
 def test_it_is_torchs_adamw_with_decay_on_matrices_only() -> None:
     ours, theirs = Two(), Two()
-    made = MasterAdamW(ours, AdamWSettings(0.1, (0.8, 0.95), 1e-7, None))
+    made = MasterOptimizer(ours, AdamWSettings(0.1, (0.8, 0.95), 1e-7, None))
     groups = [{"params": [theirs.matrix], "weight_decay": 0.1}, {"params": [theirs.vector], "weight_decay": 0.0}]
     plain = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-7)
     for step in range(4):
@@ -61,14 +61,14 @@ def test_the_first_step_by_hand() -> None:
     add_gradient(module, 1)
     assert module.matrix.grad is not None and module.vector.grad is not None
     signs = module.matrix.grad.sign(), module.vector.grad.sign()
-    MasterAdamW(module, AdamWSettings(0.5, max_grad_norm=None)).step(0.01)
+    MasterOptimizer(module, AdamWSettings(0.5, max_grad_norm=None)).step(0.01)
     torch.testing.assert_close(module.matrix.detach(), before[0] * (1 - 0.01 * 0.5) - 0.01 * signs[0])
     torch.testing.assert_close(module.vector.detach(), before[1] - 0.01 * signs[1])
 
 
 def test_clipping_scales_the_whole_gradient_and_reports_its_norm() -> None:
     module = Two()
-    made = MasterAdamW(module, AdamWSettings(max_grad_norm=0.5))
+    made = MasterOptimizer(module, AdamWSettings(max_grad_norm=0.5))
     add_gradient(module, 1)
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in (module.matrix, module.vector) if p.grad is not None))
     grad = module.matrix.grad.clone() if module.matrix.grad is not None else None
@@ -80,7 +80,7 @@ def test_clipping_scales_the_whole_gradient_and_reports_its_norm() -> None:
 
 def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
     module = Two()
-    made = MasterAdamW(module, AdamWSettings())
+    made = MasterOptimizer(module, AdamWSettings())
     add_gradient(module, 1)
     made.step(0.1)
     before = {n: t.clone() for n, t in made.state().items()} | {"matrix": module.matrix.detach().clone()}
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
 
 def test_bfloat16_weights_have_float32_masters_that_gather_what_rounding_would_lose() -> None:
     module = Two(torch.bfloat16)
-    made = MasterAdamW(module, AdamWSettings(max_grad_norm=None))
+    made = MasterOptimizer(module, AdamWSettings(max_grad_norm=None))
     start = module.matrix.detach().clone()
     for seed in range(40):
         add_gradient(module, 0 * seed)
@@ -112,7 +112,7 @@ def test_bfloat16_weights_have_float32_masters_that_gather_what_rounding_would_l
 
 def test_micro_batch_gradients_of_bfloat16_add_up_in_float32() -> None:
     module = Two(torch.bfloat16)
-    made = MasterAdamW(module, AdamWSettings())
+    made = MasterOptimizer(module, AdamWSettings())
     (module.vector * 256.0).sum().backward()
     for _ in range(4):
         (module.vector * 0.5).sum().backward()
@@ -124,12 +124,12 @@ def test_micro_batch_gradients_of_bfloat16_add_up_in_float32() -> None:
 def test_state_continues_exactly(dtype: torch.dtype) -> None:
     straight, first, second = (Two(dtype) for _ in range(3))
     settings = AdamWSettings(0.1)
-    a, b = MasterAdamW(straight, settings), MasterAdamW(first, settings)
+    a, b = MasterOptimizer(straight, settings), MasterOptimizer(first, settings)
     for seed in range(3):
         add_gradient(straight, seed), a.step(0.01)
         add_gradient(first, seed), b.step(0.01)
     second.load_state_dict(first.state_dict())
-    c = MasterAdamW(second, settings)
+    c = MasterOptimizer(second, settings)
     c.load_state({n: t.clone() for n, t in b.state().items()})
     for seed in range(3, 6):
         add_gradient(straight, seed), a.step(0.01)
@@ -144,7 +144,7 @@ def test_the_whole_state_goes_where_the_weights_are(monkeypatch: pytest.MonkeyPa
     plain = torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, fused, **kw: plain(groups, fused=not fused, **kw))
     module = Two()
-    here, there = (MasterAdamW(m, AdamWSettings()) for m in (module, Two().to("meta")))  # in the place of a GPU
+    here, there = (MasterOptimizer(m, AdamWSettings()) for m in (module, Two().to("meta")))  # in the place of a GPU
     add_gradient(module, 1), here.step(0.01)
     there.load_state(here.state())
     here.move("meta")
@@ -156,7 +156,7 @@ def test_the_whole_state_goes_where_the_weights_are(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_it_continues_from_a_state_on_the_cpu_as_if_it_had_stayed(dtype: torch.dtype) -> None:
     one, other = Two(dtype).cuda(), Two(dtype).cuda()
-    a, b = MasterAdamW(one, AdamWSettings()), MasterAdamW(other, AdamWSettings())
+    a, b = MasterOptimizer(one, AdamWSettings()), MasterOptimizer(other, AdamWSettings())
     a.parameters["matrix"].sum().backward(), a.step(0.01)
     b.move("cpu")
     other.load_state_dict(one.state_dict())

@@ -45,7 +45,10 @@ FLOORS = {
     "api": 6,
 }
 ADAPTER_ROOMS = ("engines", "backends", "weights")
-SHARED = ("base", "flat", "memory", "partial", "passes", "state_files", "stats", "step_thread", "stopping", "timed")
+SHARED = (
+    "base", "flat", "masters", "memory", "muon", "partial", "passes", "state_files", "stats", "step_thread", "stopping",
+    "timed",
+)  # fmt: skip
 """Ports of those rooms, and parts that several adapters use."""
 HEAVY = ("torch", "transformers")
 LIGHT = [room for room, floor in FLOORS.items() if floor <= 1]

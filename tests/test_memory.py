@@ -16,7 +16,7 @@ from hardware_table import FLOAT32, GPUS, MODELS, TOKENS, WAYS, fits, needed
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings
 from tunesmith import assembly
-from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
+from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
 from tunesmith.cli.main import app
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.generation import GenerateConfig, RFTConfig
@@ -66,7 +66,7 @@ def refusal(kind: Any, facts: Facts, *said: str) -> str:
 def test_the_trainer_holds_so_many_bytes_of_each_number(tmp_path: Path, dtype: torch.dtype, each: int) -> None:
     """Counted in the optimizer itself, after a backward pass and a step."""
     model = CausalLM.load(save_model(tmp_path / "model"), dtype=dtype)
-    optimizer = MasterAdamW(model.module, AdamWSettings())
+    optimizer = MasterOptimizer(model.module, AdamWSettings())
     count = sum(p.numel() for p in optimizer.parameters.values())
 
     def gradients() -> None:

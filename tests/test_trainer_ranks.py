@@ -26,7 +26,7 @@ from tiny import save_model
 from tunesmith.algorithms.objective import Objective, SFTObjective
 from tunesmith.backends.base import Quantity
 from tunesmith.backends.memory import memory_boundary
-from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
+from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
 from tunesmith.data.batch import Batch, Floats
@@ -65,7 +65,7 @@ class Threads:
         return self.replicas[0].optimizer_steps
 
     @property
-    def optimizer(self) -> MasterAdamW:
+    def optimizer(self) -> MasterOptimizer:
         return self.replicas[0].optimizer
 
     def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
@@ -222,7 +222,7 @@ def test_sums_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step(group: RankGroup) -> tuple[dict[str, Any], dict[str, Any], float]:
         module, rank = Parts(), group.rank
-        optimizer = MasterAdamW(module, AdamWSettings(0.5, max_grad_norm=None))
+        optimizer = MasterOptimizer(module, AdamWSettings(0.5, max_grad_norm=None))
         loss = (rank + 1) * module.all.sum() + 10**-9 * (rank + 1) * module.wide.sum()
         loss = loss + (256.0 if rank == 0 else 0.5) * module.narrow.sum()
         (loss + 7 * module.first.sum() if rank == 0 else loss).backward()

@@ -16,6 +16,7 @@ from tiny import save_model
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
+from tunesmith.config.optimizer import Muon
 from tunesmith.data.forest import Packing
 from tunesmith.models.causal_lm import CausalLM
 
@@ -46,9 +47,11 @@ def packing(max_tokens: int = 40, groups: int = 4) -> Packing:
     return Packing.of(training.weighed(training.samples_of(groups=groups)), max_tokens)
 
 
-def alone(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> TorchBackend[CausalLM]:
+def alone(
+    path: Path, dtype: torch.dtype = torch.float32, muon: Muon | None = None, **options: Any
+) -> TorchBackend[CausalLM]:
     """One process, with the Hugging Face modules, whose norms are float32 in a float64 model as well."""
-    settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1)
+    settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1, muon=muon)
     model = CausalLM.load(path, dtype=dtype)
     model.lean = None
     return TorchBackend(model, settings, CausalLM.predict, **options)
@@ -178,3 +181,46 @@ def test_ranks_continue_what_one_process_saved(start: Start, model: Path, tmp_pa
     ranks("backend.load", tmp_path)
     (_, found), *_ = ranks("train", batch, 1)
     same_weights(found, one)
+
+
+@pytest.mark.parametrize(("world", "size", "stage"), [(2, 2, 1), (3, 3, 3), (4, 2, 2)])
+def test_muon_makes_the_same_steps_of_sharded_matrices(
+    start: Start, model: Path, world: int, size: int, stage: int
+) -> None:
+    """Up to bfloat16's rounding of gradients that differ in their last digits. Three ranks have uneven rows."""
+    batch, one = packing(), alone(model, muon=Muon())
+    before = {name: w.clone() for name, w in one.model.module.state_dict().items()}
+    (norms, weights), *_ = start(world, stage, size=size, muon=Muon())("train", batch)
+    expected: list[float] = []
+    for _ in range(3):
+        one.forward_backward(batch, SFTObjective())
+        expected.append(one.step(1e-2)["grad_norm"])
+    assert norms == pytest.approx(expected, rel=2e-3)
+    for name, weight in one.model.module.state_dict().items():
+        moved = float((weight - before[name]).norm())
+        assert float((weights[name].float() - weight).norm()) < 0.02 * moved, name
+
+
+def test_muons_momentum_is_sharded_and_continues_with_any_number_of_ranks(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
+    batch, ranks = packing(), start(2, 3, muon=Muon())
+    ranks("train", batch, 2)
+    parameters = dict(CausalLM.load(model).module.named_parameters())
+    hidden = sum(p.numel() for name, p in parameters.items() if ".layers." in name and p.ndim == 2)
+    plain = [p.numel() for name, p in parameters.items() if ".layers." not in name or p.ndim < 2]
+    _, state = zip(*ranks("numbers"), strict=True)
+    assert sum(state) == hidden + 2 * sum(plain) + 2 * len(plain)  # with the step counter of each on both ranks
+    ranks("backend.save", tmp_path)
+    (_, expected), *_ = ranks("train", batch, 1)
+    ranks("backend.load", tmp_path)
+    (_, again), *_ = ranks("train", batch, 1)
+    assert all(again[name].equal(weight) for name, weight in expected.items())
+    three, one = start(3, 2, muon=Muon()), alone(model, muon=Muon())
+    three("backend.load", tmp_path), one.load(tmp_path)
+    (_, found), *_ = three("train", batch, 1)
+    one.forward_backward(batch, SFTObjective())
+    one.step(1e-2)
+    for name, weight in one.model.module.state_dict().items():
+        for other in (found[name], weight):
+            torch.testing.assert_close(other.float(), expected[name].float(), rtol=1e-3, atol=2e-4)

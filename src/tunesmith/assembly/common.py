@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tunesmith.config.optimizer import Muon
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cost import PeakRates
@@ -128,11 +129,12 @@ def make_backend(
     from tunesmith.backends.optimizer import AdamWSettings
     from tunesmith.backends.torch import TorchBackend
 
-    train = config.train
+    train, optimizer = config.train, config.train.optimizer
+    muon = optimizer if isinstance(optimizer, Muon) else None
     head_lr = config.critic.lr if isinstance(config, RLConfig) and value_head is not None else None
     return TorchBackend(
         model,
-        AdamWSettings(train.weight_decay, train.betas, train.eps, train.max_grad_norm),
+        AdamWSettings(train.weight_decay, train.betas, train.eps, train.max_grad_norm, muon),
         predict,
         reference=reference,
         value_head=value_head,

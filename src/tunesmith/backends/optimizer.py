@@ -1,17 +1,20 @@
-"""AdamW over float32 weights, whatever the model computes in, and its learning-rate schedule."""
+"""Optimizers over float32 weights, whatever the model computes in, and their learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from tunesmith.models.sharding import first_row, local
+from tunesmith.backends.masters import Master
+from tunesmith.backends.muon import ShardedMuon, hidden_matrices, options_of
+from tunesmith.config.optimizer import Muon
+from tunesmith.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,68 +23,60 @@ class AdamWSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
+    muon: Muon | None = None
+    """Trains the matrices of the decoder's layers in AdamW's place."""
 
 
-class MasterAdamW:
-    """AdamW on master weights.
+class MasterOptimizer:
+    """AdamW, or Muon and AdamW, on master weights (``Master``).
 
-    A parameter of float32 or wider is its own master. A narrower one (bfloat16) gets a float32 master:
-    each micro-batch's gradient is added to the master's in float32, the step is taken there, and the
-    result is rounded into the parameter. Matrices decay, vectors (norms, biases) do not.
-    The master of a parameter that is sharded over ranks is this rank's rows of it.
-
-    A ``head`` trains beside the module, undecayed, at ``head_lr_ratio`` times its learning rate.
+    Matrices decay, vectors (norms, biases) do not. A ``head`` trains beside the module with AdamW, undecayed, at
+    ``head_lr_ratio`` times its learning rate.
     """
 
     def __init__(
         self, module: nn.Module, settings: AdamWSettings, head: nn.Module | None = None, head_lr_ratio: float = 1.0
     ) -> None:
         self.settings = settings
-        own = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        beside = {f"value_head.{name}": p for name, p in head.named_parameters()} if head else {}
-        self.parameters = {**own, **beside}
-        self.masters = {name: self._master_of(p) for name, p in self.parameters.items()}
-        self.sharded = {name for name, p in own.items() if isinstance(p, DTensor)}
-        decay = [m for name, m in self.masters.items() if name in own and m.ndim >= 2]
-        others = [m for name, m in self.masters.items() if name in own and m.ndim < 2]
+        own = {name: Master(p) for name, p in module.named_parameters() if p.requires_grad}
+        beside = {f"value_head.{name}": Master(p) for name, p in head.named_parameters()} if head else {}
+        self._all = {**own, **beside}
+        self.parameters = {name: master.parameter for name, master in self._all.items()}
+        self.masters = {name: master.weight for name, master in self._all.items()}
+        self.sharded = {name for name, master in self._all.items() if master.sharded}
+        hidden = hidden_matrices(cast(PreTrainedModel, module)) if settings.muon else set[str]()
         groups: list[dict[str, Any]] = [
-            {"params": decay, "weight_decay": settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-            {"params": [self.masters[name] for name in beside], "weight_decay": 0.0, "lr_ratio": head_lr_ratio},
+            {"params": [m.weight for n, m in own.items() if m.weight.ndim >= 2 and n not in hidden]},
+            {"params": [m.weight for m in own.values() if m.weight.ndim < 2], "weight_decay": 0.0},
+            {"params": [m.weight for m in beside.values()], "weight_decay": 0.0, "lr_ratio": head_lr_ratio},
         ]
         self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=0.0, betas=settings.betas, eps=settings.eps, fused=True
+            [g for g in groups if g["params"]],
+            lr=0.0,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
         )
+        self._optimizers: list[torch.optim.Optimizer] = [self.adamw]
+        if settings.muon:
+            self._optimizers.append(_muon([own[name] for name in sorted(hidden)], settings.muon, settings.weight_decay))
+        self._of = {p: o for o in self._optimizers for group in o.param_groups for p in group["params"]}
 
-    @staticmethod
-    def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-        if isinstance(parameter, DTensor):
-            return nn.Parameter(local(parameter.detach()))
-        if parameter.dtype in (torch.float32, torch.float64):
-            return parameter
-        master = nn.Parameter(parameter.detach().float())
-
-        def accumulate(narrow: Tensor) -> None:
-            assert narrow.grad is not None
-            if master.grad is None:
-                master.grad = narrow.grad.float()
-            else:
-                master.grad += narrow.grad
-            narrow.grad = None
-
-        parameter.register_post_accumulate_grad_hook(accumulate)
-        return master
+    def join(self, waiting: Callable[[], Any]) -> None:
+        """Args: waiting: the context in which a rank waits for those that it shares the model with."""
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, ShardedMuon):
+                optimizer.waiting = waiting
 
     def zero_grad(self) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.grad = None
-            self.masters[name].grad = None
+        for master in self._all.values():
+            master.clear()
 
-    def take_rows(self) -> None:
-        """Give masters the gradients of their rows of sharded parameters. Called before ``step``."""
-        for name in self.sharded:
-            grad = self.parameters[name].grad
-            self.masters[name].grad = None if grad is None else local(grad)
+    def take_gradients(self) -> None:
+        """Give the masters the gradients of sharded parameters. Called before ``step``."""
+        for master in self._all.values():
+            master.take_gradient()
 
     @torch.no_grad()
     def step(self, lr: float, over_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
@@ -97,12 +92,12 @@ class MasterAdamW:
         if finite:
             if self.settings.max_grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, norm)
-            for group in self.adamw.param_groups:
-                group["lr"] = lr * group.get("lr_ratio", 1.0)
-            self.adamw.step()
-            for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter and name not in self.sharded:
-                    parameter.copy_(self.masters[name])
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * group.get("lr_ratio", 1.0)
+                optimizer.step()
+            for master in self._all.values():
+                master.publish()
         self.zero_grad()
         return {"grad_norm": float(norm), "skipped_steps": float(not finite)}
 
@@ -123,49 +118,67 @@ class MasterAdamW:
     @torch.no_grad()
     def not_finite(self) -> str | None:
         """The first parameter with a value that is not finite. Reads each once, and waits for the device once."""
-        own = {name: local(p.detach()) for name, p in self.parameters.items()}
+        own = {name: master.rows for name, master in self._all.items()}
         if torch.nn.utils.get_total_norm([p for p in own.values() if p.numel()], math.inf).isfinite():
             return None
         return next(name for name, p in own.items() if not p.isfinite().all())
 
     def first_row(self, name: str) -> int | None:
         """The first row of a parameter that this rank has; None where it has all of a parameter or this is none."""
-        return first_row(self.parameters[name]) if name in self.sharded else None
+        return self._all[name].first_row if name in self._all else None
+
+    def slot(self, name: str) -> dict[str, Tensor]:
+        """The moments of a parameter; changes of the dictionary count."""
+        weight = self.masters[name]
+        return cast("dict[str, Tensor]", self._of[weight].state[weight])
 
     @torch.no_grad()
     def move(self, device: torch.device | str) -> None:
         """Put masters that are no parameters, and the moments, on a device; a step needs them on the model's."""
-        for name, master in self.masters.items():
-            slot: dict[str, Any] = self.adamw.state.get(master, {})
+        for name, master in self._all.items():
+            slot = self.slot(name)
             for key, value in slot.items():
                 slot[key] = value.to(device)
-            if master is not self.parameters[name] and name not in self.sharded:
-                master.data = master.data.to(device)
+            master.move(device)
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor needed to continue exactly, by name."""
         tensors: dict[str, Tensor] = {}
-        for name, master in self.masters.items():
-            for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{key}:{name}"] = value
-            if master is not self.parameters[name]:  # or its rows
-                tensors[f"master:{name}"] = master.detach()
+        for name, master in self._all.items():
+            tensors |= {f"{key}:{name}": value for key, value in self.slot(name).items()}
+            if master.weight is not master.parameter:  # or its rows
+                tensors[f"master:{name}"] = master.weight.detach()
         return tensors
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Continue from ``state()``. Masters that are not in it, as after float32 training, come from the weights."""
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter and name not in self.sharded:
-                self.masters[name].copy_(parameter)
+        """Continue from ``state()``. Masters that are not in it, as after float32 training, come from the weights.
+
+        Raises:
+            CheckpointError: it is of another optimizer.
+        """
+        for master in self._all.values():
+            master.refresh()
         for key, value in tensors.items():
             kind, name = key.split(":", 1)
             master = self.masters[name]
             if kind == "master":
                 master.copy_(value)
-            else:
-                slot: dict[str, Any] = self.adamw.state[master]
-                slot[kind] = value.to(master.device, copy=True)  # the fused kernel wants steps there too
+                continue
+            if (kind == "momentum_buffer") == (self._of[master] is self.adamw):
+                raise CheckpointError(
+                    f"the checkpoint's '{kind}' of '{name}' is of another optimizer than the run's. Resume with the "
+                    "train.optimizer of the run that wrote it, or start a new run from its model."
+                )
+            self.slot(name)[kind] = value.to(master.device, copy=True)  # the fused kernel wants steps there too
+
+
+def _muon(masters: Sequence[Master], settings: Muon, weight_decay: float) -> torch.optim.Muon:
+    options: dict[str, Any] = {**options_of(settings), "weight_decay": weight_decay}
+    sharded = any(master.sharded for master in masters)
+    made = ShardedMuon(masters, **options) if sharded else torch.optim.Muon([m.weight for m in masters], **options)
+    made.param_groups[0]["lr_ratio"] = settings.lr_ratio
+    return made
 
 
 def learning_rate(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.base import Metrics, Quantity
 from tunesmith.backends.memory import memory_boundary
-from tunesmith.backends.optimizer import AdamWSettings, MasterAdamW
+from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
 from tunesmith.backends.passes import Passes, Sums
 from tunesmith.backends.state_files import OPTIMIZER_FILE, StateFiles, write_state
 from tunesmith.data.batch import Floats
@@ -70,7 +70,7 @@ class TorchBackend(Generic[M]):
         self.passes = Passes(model, predict)
         self.reference_passes = None if reference is None else Passes(reference, predict)
         self.value_head, self.ema_decay = value_head, ema_decay
-        self.optimizer = MasterAdamW(model.module, settings, value_head, head_lr_ratio)
+        self.optimizer = MasterOptimizer(model.module, settings, value_head, head_lr_ratio)
         masters = self.optimizer.masters if ema_decay is not None else {}
         self.ema = {name: m.detach().clone() for name, m in masters.items()}
         self.group: RankGroup | None = None
@@ -94,6 +94,7 @@ class TorchBackend(Generic[M]):
         if sharding is not None and len(sharding.copies.mesh) > 1:
             group.check_equal((local(p) for p in parameters if isinstance(p, DTensor)), sharding.copies.get_group())
         self.group = self.passes.group = group
+        self.optimizer.join(group.waiting)
         if self.reference_passes is not None:
             self.reference_passes.group = group
         torch.manual_seed(torch.initial_seed() + group.rank)
@@ -166,7 +167,7 @@ class TorchBackend(Generic[M]):
 
     def sum_gradients(self) -> None:
         """The gradients of an optimizer batch become their sums over the ranks, as far as passes did not sum them."""
-        self.optimizer.take_rows()
+        self.optimizer.take_gradients()
         if self.group is None:
             return
         masters, sharded, sharding = self.optimizer.masters, self.optimizer.sharded, self.model.sharding

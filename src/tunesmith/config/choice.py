@@ -27,6 +27,8 @@ class Choice(Section):
     """The family's types in the package, by name."""
     usual: ClassVar[str] = ""
     """The type of a table without ``type``, if the preset has none either."""
+    open_to_users: ClassVar[bool] = True
+    """Whether a type may be a class in a user's file."""
     family: ClassVar[type[Any]]
 
     name: ClassVar[str] = ""
@@ -86,7 +88,7 @@ class Choice(Section):
     @classmethod
     def typed(cls, name: object) -> type[Self]:
         """The class of a name or reference."""
-        if isinstance(name, str) and ":" in name:
+        if cls.open_to_users and isinstance(name, str) and ":" in name:
             return cls._loaded(name)
         if not name:
             raise ValueError(f"the table has no type; set type to one of {', '.join(map(repr, cls.types))}")

@@ -47,7 +47,8 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
             return f"a list{least}, each item {describe(items[0])}"
         return f"a list of {len(items)}, each {describe(items[0])}"
     if names := names_of(annotation):
-        own = "" if "none" in names and annotation.usual else ", 'file.py:Class'"
+        closed = not annotation.open_to_users or ("none" in names and annotation.usual)
+        own = "" if closed else ", 'file.py:Class'"
         return f"one of {', '.join(map(repr, names))}{own}, or a table with type"
     if is_section(annotation):
         return f"a table with the keys {', '.join(annotation.model_fields)}"

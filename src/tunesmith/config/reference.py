@@ -92,7 +92,8 @@ def _of_schema(kind: type[BaseModel], key: str) -> tuple[str, ...]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    return "none" if field.default is None else "derived" if field.default is DERIVED else toml_value(field.default)
+    value = field.default.name if isinstance(field.default, Choice) else field.default
+    return "none" if value is None else "derived" if value is DERIVED else toml_value(value)
 
 
 def _meaning(section: type[BaseModel], key: str) -> str:

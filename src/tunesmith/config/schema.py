@@ -14,6 +14,7 @@ from pydantic import Field
 
 from tunesmith.config.algorithm import AlgorithmSection, CriticSection
 from tunesmith.config.monitor import MonitorSection
+from tunesmith.config.optimizer import AdamW, Optimizer
 from tunesmith.config.sampling import SamplingKeys
 from tunesmith.config.section import Section, derived
 from tunesmith.config.system import SystemSection
@@ -208,6 +209,8 @@ class TrainSection(Section):
     """Samples per optimizer step; None: the whole rollout batch (RL) or 32 (supervised)."""
     passes_per_batch: PositiveInt = 1
     """Passes over one rollout batch."""
+    optimizer: Optimizer = AdamW()
+    """What turns gradients into steps: AdamW, or Muon for the matrices of the layers and AdamW for all else."""
     lr: Rate = derived()
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Share = 0.0

@@ -32,6 +32,8 @@ class Layout:
     lora_rank: int | None = None
     """None: the whole model is trained."""
     quantize: str | None = None
+    muon: bool = False
+    """Whether the matrices of the layers have one moment."""
     ema: bool = False
     models: int = 1
     """Trained models of the policy's size: two with a separate critic."""
@@ -101,7 +103,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     """Memory of a run; a model of unknown size counts as nothing.
 
     A trained number takes its weight, a float32 gradient, AdamW's two float32 moments and, if the weight has 16 bits,
-    a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``).
+    a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``). Muon has one moment.
     """
     numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
@@ -115,10 +117,11 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     trained = numbers if layout.lora_rank is None else adapter_numbers(model, layout.lora_rank)
     adapter = 0 if layout.lora_rank is None else trained * layout.bytes_per_number
     kept = (8 if wide else 12) + (4 if layout.ema else 0)
+    muon = 4 * (numbers - _outside(model)) if layout.muon else 0
     return Price(
         weights=layout.models * (held + adapter),
         gradients=layout.models * 4 * trained,
-        optimizer=layout.models * kept * trained,
+        optimizer=layout.models * (kept * trained - muon),
         frozen=frozen,
         activations=layout.tokens * activation_bytes(model, layout.bytes_per_number, layout.checkpointing),
         head=head_bytes(model, layout) if layout.has_vocabulary_head else 0,
@@ -134,12 +137,13 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
     Every rank has the whole of an adapter. What is gathered counts with the activations, as it is there while training.
     """
     numbers, size = model.parameters or 0, layout.bytes_per_number
-    outside = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
+    outside = _outside(model)
     layer = (numbers - outside) // model.layers
     gathered = outside + 2 * layer if layout.zero_stage == 3 else numbers  # one layer runs, the next one arrives
     rows = numbers // layout.shards
     kept, summed, ema = rows * 4, numbers if layout.zero_stage == 1 else rows, 4 if layout.ema else 0
-    gradients, optimizer = 4 * summed, rows * (8 + ema)
+    moments = 8 * rows - (4 * (numbers - outside) // layout.shards if layout.muon else 0)
+    gradients, optimizer = 4 * summed, moments + rows * ema
     passing = max(outside, layer) * (size + 4)  # a gradient on its way to its rows
     if layout.lora_rank is not None:
         trained, passing = adapter_numbers(model, layout.lora_rank), 0
@@ -171,8 +175,13 @@ def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = 
     numbers = model.parameters or 0
     if quantize is None:
         return numbers * bytes_per_number
-    whole = min(numbers, (1 if model.tied else 2) * model.vocab_size * model.hidden_size)
+    whole = min(numbers, _outside(model))
     return whole * bytes_per_number + int((numbers - whole) * QUANTISED_BYTES[quantize])
+
+
+def _outside(model: ModelFacts) -> int:
+    """Numbers outside the layers: of embedding and head."""
+    return (1 if model.tied else 2) * model.vocab_size * model.hidden_size
 
 
 def adapter_numbers(model: ModelFacts, rank: int) -> int:

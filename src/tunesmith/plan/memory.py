@@ -114,6 +114,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         trains=config.trains,
         lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
         quantize=config.model.quantize,
+        muon=config.train.optimizer.name == "muon",
         ema=config.train.ema_decay is not None,
         models=1 + (has_critic(config) and _shares_trainer_device(config, "critic")),
         references=int(keeps_reference(config) and _shares_trainer_device(config, "ref")),

@@ -1,0 +1,50 @@
+"""``train.optimizer``: what turns gradients into steps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tunesmith.config.choice import Choice
+from tunesmith.config.values import Beta, at_most
+
+
+class Optimizer(Choice):
+    """``train.lr``, ``train.weight_decay`` and ``train.max_grad_norm`` are for all of them, ``train.betas`` and
+    ``train.eps`` for what AdamW trains."""
+
+    what = "optimizer"
+    open_to_users = False
+
+
+class AdamW(Optimizer):
+    name = "adamw"
+    source = "arXiv:1711.05101"
+
+
+class Muon(Optimizer):
+    """Matrices of the decoder's layers move along the orthogonal factor of their momentum; AdamW trains all else.
+
+    ``m ← momentum·m + (1 − momentum)·g``, ``u = (1 − momentum)·g + momentum·m`` (with ``nesterov``, else ``m``), and
+    the step is ``−lr · lr_ratio · scale · NS(u)``. ``NS`` is a Newton-Schulz iteration in bfloat16 that moves all
+    singular values near 1 (Jordan, https://kellerjordan.github.io/posts/muon).
+
+    The entries of ``NS(u)``, of a matrix of ``A × B``, have a root mean square near ``1/√max(A, B)``. Those of AdamW's
+    steps are near 0.2 to 0.4, so ``scale = 0.2·√max(A, B)`` gives both optimizers one learning rate and weight decay
+    (``match_rms_adamw``, arXiv:2502.16982, equation 4). ``original`` is Jordan's ``√max(1, A/B)``, for rates near 0.02.
+    """
+
+    name = "muon"
+    source = "arXiv:2502.16982"
+
+    momentum: Beta = 0.95
+    """The share of the momentum that stays at each step."""
+    nesterov: bool = True
+    """Add the gradient to the momentum once more for the step."""
+    ns_steps: Annotated[int, Field(gt=0), at_most(99)] = 5
+    """Iterations of Newton-Schulz."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How a matrix's learning rate follows from its shape."""
+    lr_ratio: Annotated[float, Field(gt=0)] = 1.0
+    """Learning rate of these matrices over ``train.lr``."""
