@@ -74,7 +74,7 @@ async def run(sizes: Sequence[str], rounds: int, disk: Path) -> list[dict[str, A
         planes: dict[str, Plane] = {
             "memory": FilePlane(weights.items, shared_directory(2 * SIZES[size][0])),
             "disk": FilePlane(weights.items, shared_directory(0, disk)),
-            "gloo": BroadcastPlane(weights.items),
+            "gloo": BroadcastPlane(weights.items, room=sum(tensor.nbytes for tensor in weights.values())),
         }
         taker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.sync", "--take"),

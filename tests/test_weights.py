@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tiny import save_model
 from tiny_runs import sums, write_lines
-from tunesmith.assembly.planes import published, read_offer
+from tunesmith.assembly.planes import published, published_bytes, read_offer
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig
 from tunesmith.distributed.checksum import checksum
@@ -26,6 +27,7 @@ from tunesmith.distributed.process_group import open_store
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.sharding import whole_weights
 from tunesmith.plan.checks import check
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.broadcast import LOOPBACK, BroadcastPlane
@@ -51,7 +53,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def file_plane(named: NamedTensors, folder: Path) -> Plane:
-    return FilePlane(named, TemporaryDirectory(dir=folder))
+    return FilePlane(named, TemporaryDirectory(dir=folder), file_bytes=700)
 
 
 def gloo_plane(named: NamedTensors, folder: Path) -> Plane:
@@ -103,7 +105,7 @@ async def test_what_was_published_arrives_bit_by_bit(make: Callable[[NamedTensor
             assert weights[name].dtype == tensor.dtype
             assert weights[name].equal(tensor), name
     await plane.publish(6)
-    assert not Path(later[0].get("path", "none")).exists()
+    assert not any(Path(path).exists() for path in later[0].get("paths", ()))
     [newer] = await take_all(await plane.offer(1))
     assert newer["head"].eq(1).all() and newer["embed"].eq(1).all()
     await plane.close()
@@ -124,9 +126,10 @@ async def test_damaged_weights_are_refused(make: Callable[[NamedTensors], Plane]
     await plane.publish(5)
     if isinstance(plane, FilePlane):
         [offer] = await plane.offer(1)
-        raw = bytearray(Path(offer["path"]).read_bytes())
+        [*_, last] = map(Path, offer["paths"])
+        raw = bytearray(last.read_bytes())
         raw[-1] ^= 1
-        Path(offer["path"]).write_bytes(raw)
+        last.write_bytes(raw)
     else:
         assert isinstance(plane, BroadcastPlane | IpcPlane) and plane._flat is not None
         plane._flat.buffer[-20] ^= 1
@@ -137,7 +140,7 @@ async def test_damaged_weights_are_refused(make: Callable[[NamedTensors], Plane]
 
 def test_weights_that_are_gone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="cannot read"):
-        take({"plane": "file", "version": 1, "path": str(tmp_path / "gone.safetensors")})
+        take({"plane": "file", "version": 1, "paths": [str(tmp_path / "gone.safetensors")]})
 
 
 def die_in_a_round(offer: Offer) -> None:
@@ -193,8 +196,74 @@ def test_flat_weights_hold_tied_tensors_once_and_use_their_buffer_again() -> Non
     places = {row[0]: row[3] for row in flat.table}
     assert places["embed"] == places["head"] and all(start % 16 == 0 for start in places.values())
     assert flat.buffer.numel() < sum(t.nbytes for t in named.values())
-    assert flatten(named.items(), into=flat.buffer).buffer is flat.buffer
+    assert flatten(named.items(), into=flat.buffer).buffer.data_ptr() == flat.buffer.data_ptr()
+    assert flatten(named.items(), room=10_000).buffer.equal(flat.buffer)
     assert checksum(flat.buffer) != checksum(flat.buffer.flip(0))
+
+
+def held_bytes(tensor: weakref.ref[Tensor]) -> int:
+    """Of a tensor, 0 after it was dropped."""
+    there = tensor()
+    return 0 if there is None else there.nbytes
+
+
+class Gathered:
+    """Weights that are made one by one, as those of a sharded model; ``peak`` is the most bytes that were held."""
+
+    def __init__(self, count: int, numbers: int) -> None:
+        self.count, self.numbers, self.peak = count, numbers, 0
+
+    def __call__(self) -> Iterator[tuple[str, Tensor]]:
+        made: list[weakref.ref[Tensor]] = []
+        for number in range(self.count):
+            tensor = torch.full((self.numbers,), float(number))
+            made.append(weakref.ref(tensor))
+            self.peak = max(self.peak, sum(map(held_bytes, made)))
+            yield f"layers.{number}.weight", tensor
+            del tensor
+
+
+@pytest.mark.parametrize("make", [FilePlane, BroadcastPlane])
+async def test_publishing_holds_two_buckets_at_most(make: type[FilePlane | BroadcastPlane], tmp_path: Path) -> None:
+    named = Gathered(count=64, numbers=1000)
+    bucket, total = 16_000, 64 * 4000
+    if make is FilePlane:
+        plane: Plane = FilePlane(named, TemporaryDirectory(dir=tmp_path), file_bytes=bucket)
+    else:
+        plane = BroadcastPlane(named, room=total, bucket_bytes=bucket)
+    for version in (1, 2, 3):
+        await plane.publish(version)
+    assert 4000 <= named.peak <= 2 * bucket < total // 4
+    [offer] = await plane.offer(1)
+    [found] = await take_all([offer])
+    assert [float(found[f"layers.{n}.weight"][0]) for n in range(64)] == [*range(64)]
+    if isinstance(plane, FilePlane):
+        assert [Path(path).stat().st_size < 2 * bucket for path in offer["paths"]] == 16 * [True]
+        assert len([*tmp_path.glob("*/*")]) == 2 * 16, "this version, and the files that the next one overwrites"
+    else:
+        assert isinstance(plane, BroadcastPlane) and plane._flat is not None
+        assert plane._flat.buffer.untyped_storage().nbytes() == total, "one copy, and no growth"
+    await plane.close()
+
+
+def test_gathered_weights_are_dropped_one_by_one(tmp_path: Path) -> None:
+    module = CausalLM.load(save_model(tmp_path / "model", "qwen3", tie_word_embeddings=True)).module
+    held: list[weakref.ref[Tensor]] = []
+    names: list[str] = []
+    for name, tensor in whole_weights(module, torch.float64):
+        held.append(weakref.ref(tensor))
+        names.append(name)
+        del tensor
+        assert sum(map(bool, map(held_bytes, held))) == (2 if name == "lm_head.weight" else 1)  # one tensor, two names
+    assert {*names} == module.state_dict().keys() and len(names) == len(module.state_dict())
+    assert names.index("lm_head.weight") == names.index("model.embed_tokens.weight") + 1
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_the_room_for_published_weights_is_known_before(adapted: tuple[CausalLM, CausalLM], merged: bool) -> None:
+    for model in adapted if merged else adapted[1:]:
+        flat = flatten(published(model, merged=merged)())
+        assert flat.buffer.numel() <= published_bytes(model, merged=merged) < 1.5 * flat.buffer.numel() + 2048 * 100
 
 
 @pytest.fixture(scope="module")

@@ -59,17 +59,16 @@ def make_plane(config: RunConfig, model: Decoder) -> Plane:
     system = config.system
     own = system.engine == "local"
     tensors = published(model, merged=system.adapter_sync != "adapter", as_stored=not own)
+    size = published_bytes(model, merged=system.adapter_sync != "adapter")
     if system.weight_plane == "ipc":
         from tunesmith.weights.ipc import IpcPlane
 
-        return IpcPlane(tensors, str(model.device))
+        return IpcPlane(tensors, str(model.device), size)
     if system.weight_plane in ("gloo", "nccl"):
         from tunesmith.weights.broadcast import BroadcastPlane
 
-        return BroadcastPlane(tensors, system.weight_plane, own_address(config), str(model.device))
+        return BroadcastPlane(tensors, system.weight_plane, own_address(config), str(model.device), size)
     directory = system.engine_directory if system.weight_plane == "disk" else None
-    sharded = model.module.state_dict().values() if model.sharding else None
-    size = sum(t.numel() for t in sharded) * model.dtype.itemsize if sharded else None
     return file_plane(tensors, directory, size)
 
 
@@ -92,6 +91,17 @@ def file_plane(tensors: NamedTensors, directory: Path | None = None, num_bytes: 
 
     size = sum(t.nbytes for _, t in tensors()) if num_bytes is None else num_bytes
     return FilePlane(tensors, shared_directory(size, directory))
+
+
+def published_bytes(model: Decoder, *, merged: bool = True) -> int:
+    """Of what ``published`` gives, tied weights counted once, and some room to align them."""
+    if model.adapter is not None and not merged:
+        sizes = [tensor.nbytes for _, tensor in model.adapter.own_weights()]
+    else:
+        parameters = {id(p): p.numel() * model.dtype.itemsize for p in model.module.parameters()}
+        state = model.module.state_dict()
+        sizes = [*parameters.values(), *(b.nbytes for name, b in model.module.named_buffers() if name in state)]
+    return sum(sizes) + 2048 * len(sizes)
 
 
 def published(model: Decoder, *, merged: bool = True, as_stored: bool = False) -> NamedTensors:
@@ -124,5 +134,5 @@ def read_offer(offer: Offer) -> Iterator[tuple[str, Tensor]]:
         case "ipc":
             from tunesmith.weights.ipc import take_ipc as take
         case _:
-            from tunesmith.weights.files import take_file as take
+            from tunesmith.weights.files import take_files as take
     return take(offer)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -227,8 +229,16 @@ def takes_tf32(dtype: torch.dtype, device: str | torch.device) -> bool:
 
 
 def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    """A module's weights under the names in its files: transformers may rename or fuse weights when it loads them."""
-    return cast("dict[str, Tensor]", revert_weight_conversion(module, dict(named))).items()
+    """A module's weights under the names in its files: transformers may rename or fuse weights when it loads them.
+
+    Those of one decoder layer are converted at once and handed on before the next ones are asked for.
+    """
+    nothing: dict[str, Tensor] = {}
+    if revert_weight_conversion(module, nothing) is nothing:  # there is nothing to convert
+        yield from named
+        return
+    for _, group in groupby(named, lambda item: re.sub(r"(\.\d+\.).*", r"\1", item[0])):
+        yield from cast("dict[str, Tensor]", revert_weight_conversion(module, dict(group))).items()
 
 
 @cache

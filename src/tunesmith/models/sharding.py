@@ -169,13 +169,19 @@ def unshard_trained(module: nn.Module) -> None:
 
 
 def whole_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """All weights in host memory, gathered one by one; tied ones under each of their names. Ranks iterate together."""
-    parameters = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
-    uses = list(parameters.values())
-    tied: dict[int, Tensor] = {}
+    """All weights in host memory, gathered one by one and not kept. Ranks iterate together.
+
+    Tied ones come one after the other under each of their names.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = {each[0]: each for each in names.values()}
+    others = {name for each in names.values() for name in each[1:]}
     for name, tensor in module.state_dict().items():
-        key = parameters.get(name, 0)  # 0: a buffer, whose type is not the weights'
-        weight = tied[key] if key in tied else whole(tensor, dtype if key else None).cpu()
-        if uses.count(key) > 1:
-            tied[key] = weight
-        yield name, weight
+        if name in others:
+            continue
+        weight = whole(tensor, dtype if name in tied else None).cpu()  # a buffer's type is not the weights'
+        for each in tied.get(name, [name]):
+            yield each, weight
+        del weight

@@ -50,6 +50,7 @@ class BroadcastPlane:
     Args:
         host: address of this machine that engines can reach.
         device: that NCCL sends from.
+        room: bytes of the weights, if they are made one by one.
         bucket_bytes: sent at a time, and what NCCL needs of the GPU's memory.
         patience: seconds that engines may take to come, and one bucket to arrive.
     """
@@ -58,6 +59,7 @@ class BroadcastPlane:
     backend: GroupKind = "gloo"
     host: str = LOOPBACK
     device: str = "cuda"
+    room: int = 0
     bucket_bytes: int = BUCKET
     patience: float = 60.0
     _flat: FlatWeights | None = field(default=None, init=False)
@@ -96,7 +98,7 @@ class BroadcastPlane:
 
     def _snapshot(self, version: int) -> None:
         before = self._flat
-        flat = self._flat = flatten(self.tensors(), into=before.buffer if before else None)
+        flat = self._flat = flatten(self.tensors(), into=before.buffer if before else None, room=self.room)
         sums = [checksum(bucket) for bucket in flat.buffer.split(self.bucket_bytes)]
         said = {"version": version, "table": flat.table, "bytes": flat.buffer.numel()}
         self._header = json.dumps({**said, "bucket_bytes": self.bucket_bytes, "checksums": sums})

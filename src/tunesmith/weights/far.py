@@ -25,7 +25,7 @@ class FarPlane:
 
     async def offer(self, takers: int) -> list[Offer]:
         offers: list[Offer] = await self._far.call_async("plane.offer", takers)
-        self._folders |= {Path(offer["path"]).parent for offer in offers if "path" in offer}
+        self._folders |= {Path(path).parent for offer in offers for path in offer.get("paths", ())}
         return offers
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:

@@ -1,7 +1,8 @@
-"""Weights handed from one process to another through a file, best one in memory (``/dev/shm``).
+"""Weights handed from one process to another through files, best in memory (``/dev/shm``).
 
 A file is written under another name and renamed when it is complete. It carries its version and a checksum of every
-tensor, and is renamed again when the next version is written, so that nobody opens an old one.
+tensor, and is renamed again when the next version is written, so that nobody opens an old one. The weights are written
+as they are gathered, a file at a time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tunesmith.errors import EngineError, StorageError, boundary
 from tunesmith.monitor.children import owned_name, remove_at_end, remove_stale
 from tunesmith.storage import replacing
 from tunesmith.weights.base import NamedTensors, Offer
+from tunesmith.weights.flat import in_buckets
 
 MEMORY = Path("/dev/shm")
 DTYPES = {
@@ -38,6 +40,8 @@ DTYPES = {
 ROOM = 2.5
 """Free space to find there, in weights, before memory is preferred to disk: two files are kept."""
 PREFIX = "tunesmith-weights-"
+FILE_BYTES = 256 << 20
+"""Of each file; a larger tensor has a file to itself."""
 
 
 def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDirectory[str]:
@@ -66,17 +70,21 @@ def _own_directory(parent: Path | None) -> TemporaryDirectory[str]:
 
 @dataclass(slots=True)
 class FilePlane:
-    """Publishes a trainer's weights, each time in another file, which any number of engines may read.
+    """Publishes a trainer's weights, each time in other files, which any number of engines may read.
 
-    The file before the last one is overwritten: writing to existing pages takes a third of the time of new ones. An
-    engine that still reads it notices by its checksums.
+    The files before the last ones are overwritten: writing to existing pages takes a third of the time of new ones. An
+    engine that still reads them notices by their checksums.
+
+    Args:
+        file_bytes: of each file. So much and one tensor are held in memory while files are written.
     """
 
     tensors: NamedTensors
     directory: TemporaryDirectory[str]
+    file_bytes: int = FILE_BYTES
     _published: int = field(default=0, init=False)
-    _newest: tuple[int, Path] | None = field(default=None, init=False)
-    _spare: Path | None = field(default=None, init=False)
+    _newest: tuple[int, list[Path]] | None = field(default=None, init=False)
+    _spares: list[Path] = field(default_factory=list[Path], init=False)
 
     async def publish(self, version: int) -> None:
         # On a thread: requests in flight go on meanwhile.
@@ -84,8 +92,8 @@ class FilePlane:
 
     async def offer(self, takers: int) -> list[Offer]:
         assert self._newest is not None, "nothing was published"
-        version, path = self._newest
-        return [{"plane": "file", "version": version, "path": str(path)}] * takers
+        version, paths = self._newest
+        return [{"plane": "file", "version": version, "paths": [str(path) for path in paths]}] * takers
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
         """No engine waits for another."""
@@ -93,22 +101,25 @@ class FilePlane:
     async def close(self) -> None:
         self.directory.cleanup()
 
-    def write(self, version: int) -> Path:
-        """The file of the current weights, which are ``version``.
+    def write(self, version: int) -> None:
+        """Write the current weights, which are ``version``.
 
         Written anew also where the version is the last one's: an evaluation may have put averaged weights in place.
         """
         self._published += 1
-        path = Path(self.directory.name) / f"{self._published}-version-{version}.safetensors"
-        with boundary(StorageError, f"cannot write weights to {path}", OSError), replacing(path) as unfinished:
-            if self._spare is not None:
-                self._spare.rename(unfinished)
-                self._spare = None
-            _write(unfinished, version, dict(self.tensors()))
-            if self._newest is not None:  # cannot be found any more, but those who are reading it can go on
-                self._spare = self._newest[1].rename(self._newest[1].with_suffix(".old"))
-        self._newest = version, path
-        return path
+        (_, last), written = self._newest or (0, list[Path]()), list[Path]()
+        for number, bucket in enumerate(in_buckets(self.tensors(), self.file_bytes)):
+            path = Path(self.directory.name) / f"{self._published}-version-{version}-{number:05d}.safetensors"
+            with boundary(StorageError, f"cannot write weights to {path}", OSError), replacing(path) as unfinished:
+                if self._spares:
+                    self._spares.pop(0).rename(unfinished)
+                _write(unfinished, version, bucket)
+            written.append(path)
+        for path in self._spares:
+            path.unlink()
+        # The last ones cannot be found any more, but those who are reading them can go on.
+        self._spares = [path.rename(path.with_suffix(".old")) for path in last]
+        self._newest = version, written
 
 
 def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -144,13 +155,17 @@ def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
         file.write(room.to_bytes(8, "little") + header(sums).ljust(room))
 
 
-def take_file(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a published file, one after the other.
+def take_files(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of published files, one after the other.
 
     Raises:
-        EngineError: it is of another version, or a tensor is not what was written.
+        EngineError: a file is of another version, or a tensor is not what was written.
     """
-    path, version = offer["path"], offer["version"]
+    for path in offer["paths"]:
+        yield from _take(path, offer["version"])
+
+
+def _take(path: str, version: int) -> Iterator[tuple[str, Tensor]]:
     with boundary(EngineError, f"cannot read {path}", (OSError, SafetensorError)):
         opened = safe_open(path, framework="pt")
     with opened:

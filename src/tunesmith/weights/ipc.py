@@ -19,17 +19,22 @@ from tunesmith.weights.flat import BUCKET, FlatWeights, flatten
 
 @dataclass(slots=True)
 class IpcPlane:
-    """The trainer's side: one copy of the weights on its GPU, which any number of engines on that GPU may read."""
+    """The trainer's side: one copy of the weights on its GPU, which any number of engines on that GPU may read.
+
+    Args:
+        room: bytes of the weights.
+    """
 
     tensors: NamedTensors
     device: str = "cuda"
+    room: int = 0
     _flat: FlatWeights | None = field(default=None, init=False)
     _offer: Offer = field(default_factory=dict[str, Any], init=False)
 
     async def publish(self, version: int) -> None:
         before = self._flat
         flat = self._flat = await asyncio.to_thread(
-            flatten, self.tensors(), self.device, before.buffer if before else None
+            flatten, self.tensors(), self.device, before.buffer if before else None, self.room
         )
         self._offer = {
             "plane": "ipc",

@@ -323,7 +323,7 @@ class SglangEngine:
         self._not_loading.clear()
         try:
             try:
-                await self._server.load(Path(offer["path"]).parent, tag)
+                await self._server.load(Path(offer["paths"][0]).parent, tag)
             except BaseException:
                 with suppress(EngineError):
                     await self._server.go_on(patience=0.0)
