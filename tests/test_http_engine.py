@@ -150,7 +150,7 @@ async def test_the_last_weights_alone_stay_on_disk(sglang: Sglang, model: Causal
     for version in (1, 2, 3):
         await engine.load_weights(version)
     folder = Path(next(body["model_path"] for name, body in sglang.asked if name.startswith("update")))
-    assert [file.name for file in folder.glob("*.safetensors")] == ["3-version-3.safetensors"]
+    assert [file.name for file in folder.glob("*.safetensors")] == ["3-version-3-00000.safetensors"]
     await engine.close()
     assert not folder.exists()
 
