@@ -55,7 +55,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 
 # The real vLLM (its build for CPUs), which pins a stack of its own.
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadgroup --timeout 300 tests/vllm_engine
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadgroup tests/vllm_engine
 
 lint: $(INSTALLED)
 	$(RUN)/ruff format --check src tests examples benchmarks

@@ -134,10 +134,14 @@ async def check_logprobs_are_the_scorers(s: Subject) -> None:
 
 
 async def check_short_ones_are_delivered_while_long_ones_run(s: Subject) -> None:
-    long = asyncio.create_task(s.write(replace(FREE, max_new_tokens=40)))
-    await s.write(replace(FREE, max_new_tokens=2))
-    assert not long.done()
-    await long
+    ended: list[int] = []
+
+    async def write(count: int) -> None:
+        ended.append(len((await s.write(replace(FREE, max_new_tokens=count))).token_ids))
+
+    long = s.context - 14
+    await asyncio.gather(write(long), write(2))
+    assert ended == [2, long]
 
 
 async def check_abort(s: Subject) -> None:
@@ -158,7 +162,7 @@ async def check_interrupt(s: Subject) -> None:
     short = asyncio.create_task(s.write(replace(FREE, max_new_tokens=2)))
     await short
     await s.engine.interrupt()
-    for done in await asyncio.wait_for(asyncio.gather(*running), 30):
+    for done in await asyncio.wait_for(asyncio.gather(*running), 300):
         assert len(done.token_ids) == len(done.logprobs) == len(done.versions)
         if done.finish_reason == "abort":  # an engine may have been faster
             assert 0 <= len(done.token_ids) < 40
@@ -176,12 +180,12 @@ async def check_versions(s: Subject) -> None:
 async def check_new_weights_with_requests_in_flight(s: Subject) -> None:
     """Within a few tries the new weights come while some tokens are written and others are not."""
     seen: list[set[int]] = []
-    for attempt in range(40):
+    for attempt in range(200):
         old, new = 2 * attempt + 7, 2 * attempt + 8
         await s.engine.load_weights(old)
         running = asyncio.create_task(s.write(replace(FREE, max_new_tokens=s.context - 14)))
         for _ in range(6):
-            await asyncio.sleep(0.0005 * attempt)
+            await asyncio.sleep(0.0005 * (attempt % 40))
         await s.engine.load_weights(new)
         versions = (await running).versions
         assert versions == sorted(versions)
@@ -222,22 +226,30 @@ async def check_new_weights_while_asleep(s: Subject) -> None:
 
 
 async def check_sleep_refuses_while_running(s: Subject) -> None:
-    running = asyncio.create_task(s.write())
-    for _ in range(3):
-        await asyncio.sleep(0)
-    with pytest.raises(EngineError):
-        await s.engine.sleep()
-    await running
+    """A completion may have ended before an engine in another process is asked: then once more."""
+    for _ in range(50):
+        running = asyncio.create_task(s.write(replace(FREE, max_new_tokens=s.context - 14)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        try:
+            await s.engine.sleep()
+        except EngineError:
+            await running
+            return
+        assert running.done()
+        await s.engine.wake()
+    raise AssertionError("it sleeps while a completion is being written")
 
 
 async def check_close_fails_what_is_in_flight(s: Subject) -> None:
     await s.write()
-    running = asyncio.create_task(s.write(replace(FREE, max_new_tokens=40)))
+    running = asyncio.create_task(s.write(replace(FREE, max_new_tokens=s.context - 14)))
     for _ in range(3):
         await asyncio.sleep(0)
     await s.engine.close()
-    with pytest.raises(EngineError):
-        await asyncio.wait_for(running, 5)
+    [ended] = await asyncio.wait_for(asyncio.gather(running, return_exceptions=True), 300)
+    # One in another process may have written all before it was asked to close.
+    assert isinstance(ended, EngineError) or len(ended.token_ids) == s.context - 14
     with pytest.raises(EngineError):
         await s.write()
 

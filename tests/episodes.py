@@ -70,7 +70,7 @@ def play(
     group_size: int = 1,
     max_new_tokens: int = 400,
     max_tokens: int = 4000,
-    timeout: float = 20.0,
+    timeout: float = 120.0,
     chat: bool = True,
     end: str = "<|im_end|>",
     concurrency: int | None = None,

@@ -72,6 +72,8 @@ class Sglang:
         self.aborts: list[str] = []
         self.requests: dict[str, _Request] = {}
         self.may_run = asyncio.Event()
+        self.holds_at: int | None = None
+        """Tokens of a completion after which it is held until it is aborted, once."""
         self._draws = 0
         self.restart()
 
@@ -124,6 +126,7 @@ class Sglang:
     async def _pause_generation(self, body: Any) -> web.Response:
         assert body == {"mode": "abort"}
         self.may_run.clear()
+        self.holds_at = None
         while self.requests:
             for request in self.requests.values():
                 request.aborted = True
@@ -180,6 +183,9 @@ class Sglang:
         temperature = settings["temperature"] or 1.0  # and top_k = 1
         limit = min(settings["max_new_tokens"], self.context - 1 - len(ids) - 1)
         while not request.aborted:
+            if len(request.output_ids) == self.holds_at:
+                await asyncio.sleep(0.001)
+                continue
             so_far = [*ids, *request.output_ids]
             scores = (self.writer.logits(so_far) / temperature).log_softmax(-1)
             greedy = settings["temperature"] == 0

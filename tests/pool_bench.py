@@ -16,6 +16,7 @@ from engine_contract import CHECKS, Subject
 from tiny import save_model
 from tunesmith.assembly.planes import file_plane
 from tunesmith.engines.base import Member
+from tunesmith.engines.far import FarEngine
 from tunesmith.engines.pool import EnginePool
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.weights.base import Plane
@@ -27,6 +28,14 @@ each_check = pytest.mark.parametrize(
     "check", [c for c in CHECKS if c is not LAST], ids=lambda c: c.__name__.removeprefix("check_")
 )
 """All but the one that closes the engine."""
+
+
+def lose_patience(pool: EnginePool) -> None:
+    """Have the pool's first engine killed, which answers no more; others have as long as always."""
+    member = pool.members[0]
+    assert isinstance(member, FarEngine)
+    member.far._patience = 0.5  # pyright: ignore[reportPrivateUsage]
+    member.far._watch()  # pyright: ignore[reportPrivateUsage]
 
 
 class PoolBench:

@@ -186,8 +186,9 @@ NO_CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
     ],
 )  # fmt: skip
 def test_what_goes_wrong_in_an_agent(body: str, status: Status, words: str, tokenizer: Any, tmp_path: Path) -> None:
+    limit = 1.0 if status is Status.TIMED_OUT else 60.0
     environments = load(tmp_path, agent(body), path="env.py:agent")
-    (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], counting, timeout=1.0)
+    (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], counting, timeout=limit)
     assert rollout.status is status and words in str(rollout.error), rollout.error
     assert rollout.reward is None
 

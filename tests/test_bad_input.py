@@ -45,7 +45,7 @@ def tunesmith(folder: Path, commands: list[list[str]]) -> list[Ended]:
     """Run commands one after another in one new process; what each ended with."""
     done = subprocess.run(
         [sys.executable, "-c", f"HEAVY = {HEAVY!r}\n{MANY}"],
-        input=json.dumps(commands), cwd=folder, capture_output=True, text=True, timeout=100,
+        input=json.dumps(commands), cwd=folder, capture_output=True, text=True, timeout=600,
         env={**os.environ, "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

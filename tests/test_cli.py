@@ -48,7 +48,7 @@ def tunesmith(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProces
     environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "140"}
     ended = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=60, env=environment,
+        cwd=folder, capture_output=True, text=True, timeout=600, env=environment,
     )  # fmt: skip
     ended.stderr, _, modules = ended.stderr.partition("\0")
     return ended, set(modules.split())

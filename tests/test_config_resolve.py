@@ -441,7 +441,7 @@ def test_an_address_space_limit_counts() -> None:
         "from tunesmith.plan.hardware import read_hardware; h = read_hardware();"
         "assert h.memory_total <= 2**30 and h.memory_available < 2**30, h"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
 
 
 def test_limits_are_measured_once() -> None:

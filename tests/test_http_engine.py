@@ -78,7 +78,7 @@ class Alone(SglangEngine):
 
 
 def sglang_engine(url: str, model: CausalLM, **options: Any) -> Alone:
-    return Alone(url, model, **{"patience": 5.0, "report": lambda _: None, **options})
+    return Alone(url, model, **{"patience": 300.0, "report": lambda _: None, **options})
 
 
 @torch.inference_mode()
@@ -125,8 +125,9 @@ def test_new_weights_arrive_and_each_token_is_of_the_weights_that_drew_it(sglang
         with torch.no_grad():
             for parameter in own.module.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        sglang.holds_at = 5
         running = asyncio.create_task(engine.generate(PROMPT, replace(FREE, max_new_tokens=55)))
-        while not any(r.output_ids for r in sglang.requests.values()):
+        while not any(r.output_ids for r in list(sglang.requests.values())):
             await asyncio.sleep(0.001)
         await engine.load_weights(2)
         done, after = await running, await engine.generate(PROMPT, FREE)
@@ -197,7 +198,7 @@ async def test_a_server_that_was_left_paused_goes_on(sglang: Sglang, model: Caus
     sglang.may_run.clear()
 
     engine = sglang_engine(sglang.url, model)
-    assert len((await asyncio.wait_for(engine.generate(PROMPT, FREE), 20)).token_ids) == 12
+    assert len((await asyncio.wait_for(engine.generate(PROMPT, FREE), 300)).token_ids) == 12
     await engine.close()
 
 
@@ -216,6 +217,7 @@ def test_cancelling_aborts_at_the_server(sglang: Sglang, model: CausalLM) -> Non
     async def run() -> None:
         engine = sglang_engine(sglang.url, model)
         await engine.load_weights(0)
+        sglang.holds_at = 5
         running = asyncio.create_task(engine.generate(PROMPT, replace(FREE, max_new_tokens=55)))
         while not sglang.requests:
             await asyncio.sleep(0.001)

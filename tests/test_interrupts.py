@@ -26,8 +26,12 @@ from tunesmith.monitor.interrupts import Interrupted
 
 
 @pytest.fixture(autouse=True)
-def signals_as_in_a_terminal() -> Iterator[None]:
-    """Whoever runs the tests (``nohup``, a script's background job) may have set signals to be ignored."""
+def signals_as_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whoever runs the tests (``nohup``, a script's background job) may have set signals to be ignored.
+
+    A step has all the time it needs.
+    """
+    monkeypatch.setattr(interrupts, "GRACE", 600.0)
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -55,7 +59,7 @@ def ended(body: str, *signals: int, ignored: bool = False) -> tuple[int, str]:
         for number in signals:
             process.send_signal(number)
             said = said or process.stderr.readline()
-        said += process.communicate(timeout=300)[1]
+        said += process.communicate(timeout=600)[1]
         return process.returncode, said
 
 

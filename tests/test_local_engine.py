@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -145,14 +146,19 @@ def test_new_weights_reach_the_next_token(llama: CausalLM, monkeypatch: pytest.M
     before = run(engine, (prompt, free(8, temperature=0)))[0]
     counted = engine.stats()
 
+    held = held_at(4)
+
     async def change() -> tuple[Completion, Completion]:
         flying = asyncio.create_task(engine.generate(prompt, free(8, temperature=0)))
         while engine.stats().since(counted).sampled_tokens < 1:
             await asyncio.sleep(0)
-        await engine.load_weights(1)
+        loading = asyncio.create_task(engine.load_weights(1))
+        await turns()
+        held.go.set()
+        await loading
         return await flying, await engine.generate(prompt, free(8, temperature=0))
 
-    monkeypatch.setattr(CausalLM, "hidden", slowed(0.005))
+    monkeypatch.setattr(CausalLM, "hidden", held)
     try:
         flying, after = asyncio.run(change())
     finally:
@@ -213,8 +219,11 @@ def test_requests_are_admitted_in_order(llama: CausalLM) -> None:
     assert engine.stats().peak_running == 2
 
 
-def test_cancelled_requests_make_room_whether_running_or_waiting(llama: CausalLM) -> None:
-    engine = make(llama, max_running=3)
+def test_cancelled_requests_make_room_whether_running_or_waiting(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, held = make(llama, max_running=3), held_at(20)
+    monkeypatch.setattr(CausalLM, "hidden", held)
 
     async def go() -> None:
         tasks = [asyncio.create_task(engine.generate(p, free(50, i))) for i, p in enumerate(prompts(4, 4, 6, 6, 8))]
@@ -222,6 +231,8 @@ def test_cancelled_requests_make_room_whether_running_or_waiting(llama: CausalLM
             await asyncio.sleep(0)
         for i in (0, 3):
             tasks[i].cancel()
+        await turns()
+        held.go.set()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert [isinstance(d, asyncio.CancelledError) for d in done] == [True, False, False, True, False]
         assert [len(d.token_ids) for d in done if isinstance(d, Completion)] == [50] * 3
@@ -252,31 +263,47 @@ def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(llama: CausalLM, mo
     assert run(make(llama), (prompt, free(8, 2)))[0].token_ids == third.token_ids
 
 
-def slowed(seconds: float) -> Any:
-    """``CausalLM.hidden``, which takes so long at least."""
-    hidden = CausalLM.hidden
+class held_at:
+    """``CausalLM.hidden``, which is held in its ``number``-th call until it may ``go`` on."""
 
-    def slow(*args: Any) -> torch.Tensor:
-        time.sleep(seconds)
-        return hidden(*args)
+    def __init__(self, number: int) -> None:
+        self.number, self.calls, self.hidden = number, 0, CausalLM.hidden
+        self.held, self.go = threading.Event(), threading.Event()
 
-    return slow
+    def __call__(self, *args: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.number:
+            self.held.set()
+            assert self.go.wait(60)
+        return self.hidden(*args)
+
+    def __get__(self, model: CausalLM | None, _: type[CausalLM]) -> Any:
+        return self if model is None else partial(self, model)
+
+
+async def turns() -> None:
+    """Of the event loop, so that what was asked for is on its way to the engine."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def test_the_event_loop_does_not_wait_for_steps(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CausalLM, "hidden", slowed(0.05))
+    held = held_at(2)
+    monkeypatch.setattr(CausalLM, "hidden", held)
     threads = threading.active_count()
     engine, (prompt,) = make(llama), prompts(4)
 
-    async def turns() -> int:
-        writing, turns = asyncio.create_task(engine.generate(prompt, free(4))), 0
-        while not writing.done():
-            await asyncio.sleep(0.001)
-            turns += 1
+    async def meanwhile() -> None:
+        writing = asyncio.create_task(engine.generate(prompt, free(4)))
+        while not held.held.is_set():
+            await asyncio.sleep(0)
+        await turns()
+        assert not writing.done()
+        held.go.set()
+        assert len((await writing).token_ids) == 4
         await engine.close()
-        return turns
 
-    assert asyncio.run(turns()) > 20  # with steps on the event loop there would be one each
+    asyncio.run(meanwhile())
     assert threading.active_count() <= threads  # closing ends the engine's
 
 
@@ -320,12 +347,13 @@ def test_the_trainers_random_numbers_stay_its_own(llama: CausalLM) -> None:
 
 async def test_weights_do_not_change_within_a_step(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while they are updated nor after a request was cancelled is anything computed."""
-    busy, slow = [False], slowed(0.01)
+    busy, hidden = [False], CausalLM.hidden
 
     def noted(*args: Any) -> torch.Tensor:
         busy[0] = True
         try:
-            return slow(*args)
+            time.sleep(0.01)
+            return hidden(*args)
         finally:
             busy[0] = False
 

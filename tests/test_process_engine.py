@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine_contract import FREE, Subject
-from pool_bench import LAST, PoolBench, each_check
+from pool_bench import LAST, PoolBench, each_check, lose_patience
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
 from tunesmith.assembly import engine_host
@@ -41,18 +41,16 @@ from tunesmith.weights.broadcast import BroadcastPlane
 from tunesmith.weights.files import MEMORY
 
 
-def spawn(patience: float = 120.0, python: Path | None = None) -> ChildProcess:
-    return ChildProcess("the engine's process", EngineLostError, patience=patience, python=python)
+def spawn(python: Path | None = None) -> ChildProcess:
+    return ChildProcess("the engine's process", EngineLostError, python=python)
 
 
 class Bench(PoolBench):
-    patience = 120.0
-
     async def start(self) -> FarEngine:
-        return await FarEngine.start(spawn(self.patience), partial(make_engine_host, self.settings))
+        return await FarEngine.start(spawn(), partial(make_engine_host, self.settings))
 
     def gloo(self) -> Plane:
-        return BroadcastPlane(self.named, bucket_bytes=10_000, patience=20)
+        return BroadcastPlane(self.named, bucket_bytes=10_000, patience=60)
 
     def another(self, plane: Plane | None = None, **options: Any) -> EnginePool:
         return super().another(plane or self.gloo(), **options)
@@ -84,11 +82,7 @@ def test_new_weights_reach_the_worker(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("how", "size"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 1)], ids=["killed", "hanging"])
-def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(
-    bench: Bench, how: signal.Signals, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "patience", 4.0)
-
+def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(bench: Bench, how: signal.Signals, size: int) -> None:
     async def run() -> None:
         engine = bench.another(bench.gloo() if size > 1 else file_plane(bench.named), size=size)
         try:
@@ -99,7 +93,9 @@ def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(
             running = [asyncio.create_task(engine.generate([11, 12], s)) for s in wanted]
             await asyncio.sleep(0)
             os.kill(first, how)
-            again = await asyncio.wait_for(asyncio.gather(*running), 90)
+            if how == signal.SIGSTOP:
+                lose_patience(engine)
+            again = await asyncio.wait_for(asyncio.gather(*running), 600)
             assert [c.token_ids for c in again] == [c.token_ids for c in undisturbed]
             assert all(c.versions == [5] * 30 for c in again)
             await engine.load_weights(6)
@@ -120,7 +116,7 @@ def test_the_last_death_fails_what_waits(bench: Bench) -> None:
         await asyncio.sleep(0)
         os.kill(pids(engine)[0], signal.SIGKILL)
         with pytest.raises(EngineError, match="once too often"):
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, 300)
         await engine.close()
 
     bench.runner.run(run())
@@ -160,7 +156,7 @@ async def test_requests_are_answered_while_weights_arrive_and_none_is_used_befor
     def read(_: Offer) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, tensor * 1.5) for name, tensor in bench.named())
         arriving.set()
-        assert go_on.wait(30)
+        assert go_on.wait(300)
 
     monkeypatch.setattr(engine_host, "read_offer", read)
 
@@ -169,7 +165,7 @@ async def test_requests_are_answered_while_weights_arrive_and_none_is_used_befor
 
     before = await write()
     taking = asyncio.create_task(engine.take(7, {"plane": ""}))
-    await asyncio.to_thread(arriving.wait, 30)
+    await asyncio.to_thread(arriving.wait, 300)
     meanwhile = await write()
     go_on.set()
     await taking
@@ -255,23 +251,22 @@ def test_weights_of_a_killed_trainer_do_not_stay_in_memory(tmp_path: Path) -> No
     model = save_model(tmp_path / "model")
     settings = rl_settings(tmp_path, model, train__steps=100_000, system__engine_process=True)
     (tmp_path / "none.toml").touch()
-    before = set(MEMORY.glob("tunesmith-weights-*"))
     command = [sys.executable, "-m", "tunesmith", "rl", str(tmp_path / "none.toml"), *settings]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
     metrics = tmp_path / "run/metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
-    own = set(MEMORY.glob("tunesmith-weights-*")) - before  # and those of tests that run beside this one
-    assert own
+    own = f"tunesmith-weights-*-{process.pid}-*"
+    assert list(MEMORY.glob(own))
     process.kill()
     process.wait()
-    wait_until(lambda: own.isdisjoint(MEMORY.glob("tunesmith-weights-*")))
+    wait_until(lambda: not list(MEMORY.glob(own)))
 
 
 def pids(pool: EnginePool) -> list[int]:
     return [member.far.pid() for member in pool.members if isinstance(member, FarEngine)]
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_contract import FREE, Subject
-from pool_bench import PoolBench, each_check
+from pool_bench import PoolBench, each_check, lose_patience
 from tiny import save_model
 from tiny_runs import rl_settings
 from training import learner_of
@@ -65,7 +65,7 @@ PLACES = [Bundle((role,), 0.1, 0.0) for role in ("actor", "actor", "ref", "rollo
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    with RayCluster.open(SystemSection(), PLACES, patience=20.0) as opened:
+    with RayCluster.open(SystemSection(), PLACES) as opened:
         yield opened
 
 
@@ -103,11 +103,7 @@ def test_contract(check: Callable[[Subject], Awaitable[None]], bench: Bench) -> 
         pytest.param(signal.SIGSTOP, id="hanging", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]),
     ],
 )
-def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(
-    bench: Bench, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench.cluster, "_patience", 4.0)
-
+def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(bench: Bench, how: signal.Signals) -> None:
     async def run() -> None:
         await bench.engine.close()  # its place is for the next one
         bench.engine = bench.another()
@@ -118,7 +114,9 @@ def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(
         running = [asyncio.create_task(bench.engine.generate([11, 12], s)) for s in wanted]
         await asyncio.sleep(0.01)
         os.kill(first, how)
-        again = await asyncio.wait_for(asyncio.gather(*running), 60)
+        if how == signal.SIGSTOP:
+            lose_patience(bench.engine)
+        again = await asyncio.wait_for(asyncio.gather(*running), 600)
         assert pid(bench.engine) != first
         assert [c.token_ids for c in again] == [c.token_ids for c in undisturbed]
         assert all(c.versions == [5] * 30 for c in again)
@@ -313,7 +311,7 @@ def test_no_cluster_at_the_address(address: str) -> None:
         "from tunesmith.config.system import SystemSection\nfrom tunesmith.distributed.ray_cluster import RayCluster\n"
         f"RayCluster.open(SystemSection(ray_address='{address}'), [])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert f"ClusterError: there is no Ray cluster at {address}. Start it" in done.stderr
 
 
@@ -428,7 +426,7 @@ with RayCluster.open(SystemSection(weight_plane="memory"), [place, place]) as cl
 @pytest.mark.xdist_group("ray")
 def test_processes_of_one_place_see_their_part_of_its_gpus() -> None:
     """Ray is told of four GPUs, and counts them as if they were there."""
-    done = subprocess.run([sys.executable, "-c", DEALT], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", DEALT], capture_output=True, text=True, timeout=600, check=True)
     seen = [line.split() for line in done.stdout.splitlines() if line.startswith(("actor", "rollout"))]
     trainers = [gpus for role, gpus in seen if role == "actor"]
     engines = [gpus for role, gpus in seen if role == "rollout"]
@@ -509,7 +507,7 @@ def submit(script: Path, folder: Path, **environment: str) -> subprocess.Complet
     job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "77", "CALLS": str(calls)}
     path = f"{tools}:{os.environ['PATH']}"
     env = {**os.environ, **job, "PATH": path, **environment}
-    return subprocess.run(["bash", str(script)], cwd=folder, env=env, capture_output=True, text=True, timeout=30)
+    return subprocess.run(["bash", str(script)], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_the_slurm_job_starts_a_cluster_and_the_run(tmp_path: Path) -> None:

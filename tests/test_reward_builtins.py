@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ def test_regex_format_matches_the_whole_completion() -> None:
 
 def test_a_pattern_that_backtracks_without_end_times_out_alone() -> None:
     pairs = [(None, "a" * 40 + "!"), (None, "aaa")]
-    hung, fine = builtin("regex_format", pairs, pattern="(a+)+", timeout=1.0)
+    hung, fine = builtin("regex_format", pairs, pattern="(a+)+", timeout=2.0)
     assert (hung.status, hung.reward) == (Status.TIMED_OUT, None)
     assert fine.reward == 1.0
 
@@ -103,7 +102,7 @@ def test_conversational_completions() -> None:
 
 @pytest.fixture(scope="module")
 def mathematics() -> Generator[RewardSet]:
-    rewards = load_rewards(RewardSection(functions=("math",), timeout=3.0), Path())
+    rewards = load_rewards(RewardSection(functions=("math",), timeout=60.0), Path())
     yield rewards
     rewards.close()
 
@@ -150,13 +149,13 @@ def test_math_gold_that_does_not_parse_is_a_data_error(mathematics: RewardSet) -
     assert fine.reward == 1.0
 
 
-def test_math_kills_what_never_ends(mathematics: RewardSet) -> None:
-    start = time.monotonic()
-    hung, fine = judge(mathematics, [("7", r"\boxed{9^{9^{9^{9}}}}"), ("7", "7")])
+def test_math_kills_what_never_ends() -> None:
+    rewards = load_rewards(RewardSection(functions=("math",), timeout=3.0), Path())
+    hung, fine = judge(rewards, [("7", r"\boxed{9^{9^{9^{9}}}}"), ("7", "7")])
+    rewards.close()
     assert (hung.status, hung.reward) == (Status.TIMED_OUT, None)
     assert "answered" not in hung.metrics
     assert fine.reward == 1.0
-    assert time.monotonic() - start < 60
 
 
 @pytest.fixture

@@ -482,7 +482,7 @@ def test_the_process_ends_although_a_reward_hangs(tmp_path: Path) -> None:
         print(one.status.value)
     """)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=True
     )
     assert (done.stdout.strip(), done.stderr) == ("timed_out", "")
 

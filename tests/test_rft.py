@@ -222,7 +222,7 @@ def test_a_whole_run_of_two_rounds_and_again_changes_nothing(tmp_path: Path, mod
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.jsonl")} == before
     assert again.earlier == pytest.approx(sum(seconds_of(done.usage).values()))
     assert sum(seconds_of(again.usage).values()) > again.earlier, "what an earlier call took is added"
-    assert again.usage["seconds/training"] == pytest.approx(done.usage["seconds/training"], abs=0.1)
+    assert 1.0 <= again.usage["seconds/training"] / done.usage["seconds/training"] < 1.5, "nothing was trained again"
     with pytest.raises(ConfigError, match=r"all 2 rounds.*are trained"):
         rft("generate", tmp_path, model, *more)
 

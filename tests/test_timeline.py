@@ -276,7 +276,7 @@ def test_the_watchdogs_thread_looks_by_itself_and_ends(hand: Hand) -> None:
     timeline = Timeline(now=hand)
     with Watchdog(timeline, 0.01, report):
         hand.time += 1
-        assert told.wait(30)
+        assert told.wait(60)
     assert "no work and no wait" in said[0]
     assert not any(t.name == "watchdog" for t in threading.enumerate())
 
@@ -286,18 +286,18 @@ async def test_a_reward_that_hangs_in_its_thread_is_shown_by_its_lines() -> None
 
     def hangs() -> None:
         begun.set()
-        end.wait(30)
+        end.wait(300)
 
     def shown() -> bool:
-        return any(line.endswith("in hangs: end.wait(30)") for line in threads_at())
+        return any(line.endswith("in hangs: end.wait(300)") for line in threads_at())
 
-    with EpisodeCode(30.0) as code:
+    with EpisodeCode(300.0) as code:
         call = asyncio.ensure_future(code.run("hangs", hangs))
-        await asyncio.to_thread(begun.wait, 30)
+        await asyncio.to_thread(begun.wait, 60)
         assert shown()
         end.set()
         await call
-        for _ in range(200):  # it may still be on its way back
+        for _ in range(6000):  # it may still be on its way back
             if shown():
                 await asyncio.sleep(0.01)
         assert not shown()
@@ -309,7 +309,7 @@ def test_threads_with_nothing_to_do_are_not_shown() -> None:
 
     with ThreadPoolExecutor(1, "unused") as pool:
         pool.submit(int).result()
-        for _ in range(200):  # it may still be on its way back
+        for _ in range(6000):  # it may still be on its way back
             if shown():
                 time.sleep(0.01)
         assert not shown()

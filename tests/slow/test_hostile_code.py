@@ -37,7 +37,7 @@ def test_a_run_outlives_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), train__steps=4)
     (tmp_path / "rewards.py").write_text(HOSTILE)
-    changed = ["reward.isolation=process", "reward.timeout=3", "reward.max_failed_share=0.6"]
+    changed = ["reward.isolation=process", "reward.timeout=6", "reward.max_failed_share=0.6"]
     outcome = assembly.run_rl(None, [s for s in settings if not s.startswith("reward.isolation")] + changed)
     lines: list[dict[str, Any]] = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
     assert len(lines) == 4 and all((tmp_path / name).exists() for name in ("hung", "gone", "killed"))

@@ -1,19 +1,18 @@
-"""``kill -9`` of a run with a critic, averaged weights and a moving reference: the end is bitwise the same."""
+"""A run with a critic, averaged weights and a moving reference, ended by the kernel: the end is bitwise the same."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_kill_and_resume import finish, kill_after, seconds_of, start
+from test_kill_and_resume import finish, killed_after, seconds_of, start
 
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sums, untimed, write_lines
-from tunesmith.loop.checkpoint import Checkpoints, read_state
+from tunesmith.loop.checkpoint import read_state
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 STEPS = 16
 
@@ -30,8 +29,7 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: Path, s
     }  # fmt: skip
     finish(start("rl", tmp_path, rl_settings(tmp_path, model, "straight", **common)))
     settings = rl_settings(tmp_path, model, "killed", **common)
-    checkpoints = Checkpoints(tmp_path / "killed/checkpoints", 2)
-    kill_after(start("rl", tmp_path, settings), checkpoints, 4, random.Random(), seconds_of(4, tmp_path / "straight"))
+    killed_after("rl", tmp_path, settings, 4, seconds_of(4, tmp_path / "straight"))
     finish(start("rl", tmp_path, [*settings, "checkpoint.resume=true"]))
     ends = [tmp_path / run / f"checkpoints/step-{STEPS:06d}" for run in ("straight", "killed")]
     same_tensors(*ends)

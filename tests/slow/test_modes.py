@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from sums import check_learned_as, learned, taught
 from tunesmith.assembly.opening import RunResult
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 APART: dict[str, Any] = {"system.engine_process": True}
 AHEAD: dict[str, Any] = {"rollout.max_staleness": 1, **APART}

@@ -32,7 +32,6 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return example("number_guessing", tmp_path_factory.mktemp("guessing"))
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_number_guessing_learns_over_turns(seed: int, guessing: Path) -> None:
     run = guessing / "runs" / f"seed-{seed}"
@@ -45,7 +44,6 @@ def test_number_guessing_learns_over_turns(seed: int, guessing: Path) -> None:
     assert all(line["status"] == "ok" for line in shown)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("name", "steps", "rise"), [("grid_walk", 20, 0.25), ("calculator", 20, 0.1)])
 def test_an_example_with_an_environment_learns(name: str, steps: int, rise: float, tmp_path: Path) -> None:
     here = example(name, tmp_path)

@@ -15,7 +15,7 @@ from tiny_runs import rl_settings, sums, write_lines
 from tunesmith import assembly
 from tunesmith.monitor.metrics import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 RUNS: dict[str, dict[str, Any]] = {
     "one behind": {"system__engine_process": True, "rollout__max_staleness": 1},

@@ -12,7 +12,7 @@ from tiny_preferences import RUNS, lines_of, preference_settings
 from tiny_runs import sft_settings, write_lines
 from tunesmith import assembly
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 SEEDS = (0, 1, 2)
 

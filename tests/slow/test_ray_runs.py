@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Timer
@@ -24,19 +24,48 @@ from tiny_runs import rl_settings, sums, write_lines
 from tunesmith.monitor.metrics import read_metrics
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 STEPS = 24
 RAY: dict[str, Any] = {"system__cluster": "ray"}
 
 
+HOLDING = """
+import time
+from pathlib import Path
+
+def share(completions, trainer_state, **columns):
+    step = trainer_state.global_step
+    Path(__file__).with_name(f"came to {step}").touch()
+    while Path(__file__).with_name(f"holds {step}").exists():
+        time.sleep(0.01)
+    return [sum(c < "N" for c in text) / max(1, len(text)) for text in completions]
+"""
+"""The reward of ``tiny_runs``; it holds the steps that a test names until the test has done what it wants to."""
+
+
 class Run:
-    """``tunesmith rl`` in a process of its own."""
+    """``tunesmith rl`` in a process of its own.
+
+    Args:
+        holds: steps in whose rollouts it waits for ``held``.
+    """
 
     def __init__(
-        self, folder: Path, name: str, text: str = "", environment: dict[str, str] | None = None, **changed: Any
+        self,
+        folder: Path,
+        name: str,
+        text: str = "",
+        environment: dict[str, str] | None = None,
+        holds: Sequence[int] = (),
+        **changed: Any,
     ) -> None:
-        self.directory = folder / name
+        self.folder, self.directory = folder, folder / name
+        if holds:
+            (folder / "holding.py").write_text(HOLDING)
+            changed |= {"reward__functions": [f"{folder}/holding.py:share"], "reward__timeout": 600}
+        for step in holds:
+            (folder / f"holds {step}").touch()
         model = folder / "model"
         if not model.exists():
             save_model(model)
@@ -49,26 +78,32 @@ class Run:
         self.process = subprocess.Popen(arguments, cwd=folder, stdout=pipe, stderr=subprocess.STDOUT, env=env)
 
     def finish(self) -> str:
-        said, _ = self.process.communicate(timeout=400)
+        said, _ = self.process.communicate(timeout=600)
         assert self.process.returncode == 0, said.decode()
         return said.decode()
 
     def metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.directory / "metrics.jsonl")
 
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 300
-        while not any(line["step"] >= step and "loss" in line for line in self.metrics()):
+    def wait_for(self, holds: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 600
+        while not holds():
             assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
             time.sleep(0.01)
 
+    @contextmanager
+    def held(self, step: int) -> Generator[None]:
+        """While the run waits in a step of ``holds``."""
+        self.wait_for((self.folder / f"came to {step}").exists)
+        yield
+        (self.folder / f"holds {step}").unlink()
+
     def kill(self, actor: str) -> None:
         """The first of the actors that ``ps`` shows under this name."""
-        deadline = time.monotonic() + 60
-        while not (found := self.actors(actor)):  # one may be about to take the place of another
-            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
-            time.sleep(0.05)
-        found[0].send_signal(signal.SIGKILL)
+        self.wait_for(lambda: self.actors(actor))  # one may be about to take the place of another
+        killed = self.actors(actor)[0]
+        killed.send_signal(signal.SIGKILL)
+        psutil.wait_procs([killed], timeout=600)
 
     def actors(self, name: str) -> list[psutil.Process]:
         found: list[psutil.Process] = []
@@ -118,10 +153,10 @@ def undisturbed(tmp_path: Path) -> Run:
 
 
 def test_a_killed_engine_changes_nothing(tmp_path: Path, undisturbed: Run) -> None:
-    run = Run(tmp_path, "run", train__steps=STEPS, train__lr=1e-3, system__engines=2, **RAY)
+    run = Run(tmp_path, "run", holds=(3, 12), train__steps=STEPS, train__lr=1e-3, system__engines=2, **RAY)
     for step in (3, 12):
-        run.wait_for_step(step)
-        run.kill("Engine")
+        with run.held(step):
+            run.kill("Engine")
     assert run.finish().count("starting another") == 2
     same(undisturbed, run)
     assert all(line["rollouts"] == 16 for line in run.metrics())
@@ -130,12 +165,10 @@ def test_a_killed_engine_changes_nothing(tmp_path: Path, undisturbed: Run) -> No
 def test_a_killed_trainer_is_gone_back_from_and_every_step_counts_once(tmp_path: Path, undisturbed: Run) -> None:
     """One of two ranks: once before there is a checkpoint, once after."""
     settings = {"train__steps": STEPS, "train__lr": 1e-3, "checkpoint__every": 8, "system__trainer_ranks": 2}
-    run = Run(tmp_path, "run", **settings, **RAY)
-    run.wait_for_step(2)
-    run.kill("Trainer")
-    time.sleep(1)
-    run.wait_for_step(10)
-    run.kill("Trainer")
+    run = Run(tmp_path, "run", holds=(3, 11), **settings, **RAY)
+    for step in (3, 11):
+        with run.held(step):
+            run.kill("Trainer")
     said = run.finish()
     assert "the run goes on from the beginning, there being no checkpoint yet; 2 more times" in said
     assert "checkpoints/step-000008; 1 more times" in said
@@ -153,10 +186,11 @@ def test_two_ranks_of_trainer_and_critic_end_as_one_process(tmp_path: Path) -> N
 
 
 def test_the_last_death_ends_the_run_and_says_how_to_go_on(tmp_path: Path) -> None:
-    run = Run(tmp_path, "run", train__steps=400, checkpoint__every=2, system__trainer_restarts=0, **RAY)
-    run.wait_for_step(3)
-    run.kill("Trainer")
-    said, _ = run.process.communicate(timeout=200)
+    changed = {"train__steps": 8, "checkpoint__every": 2, "system__trainer_restarts": 0}
+    run = Run(tmp_path, "run", holds=(4,), **changed, **RAY)
+    with run.held(4):
+        run.kill("Trainer")
+    said, _ = run.process.communicate(timeout=600)
     assert run.process.returncode == 1
     assert "once too often (system.trainer_restarts)" in said.decode()
     assert f"run_dir={run.directory} checkpoint.resume=true" in said.decode()
@@ -164,13 +198,13 @@ def test_the_last_death_ends_the_run_and_says_how_to_go_on(tmp_path: Path) -> No
 
 def test_a_killed_controller_takes_its_actors_along_and_resumes(tmp_path: Path, undisturbed: Run) -> None:
     settings = {"train__steps": STEPS, "train__lr": 1e-3, "checkpoint__every": 4, **RAY}
-    run = Run(tmp_path, "run", **settings)
-    run.wait_for_step(6)
-    children = psutil.Process(run.process.pid).children(recursive=True)
-    run.process.send_signal(signal.SIGKILL)
-    run.process.communicate()
+    run = Run(tmp_path, "run", holds=(7,), **settings)
+    with run.held(7):
+        children = psutil.Process(run.process.pid).children(recursive=True)
+        run.process.send_signal(signal.SIGKILL)
+        run.process.communicate()
     # Ray's own agents take longer.
-    _, alive = psutil.wait_procs([p for p in children if not p.name().endswith("Agent")], timeout=60)
+    _, alive = psutil.wait_procs([p for p in children if not p.name().endswith("Agent")], timeout=600)
     assert not alive
     again = Run(tmp_path, "run", **settings, checkpoint__resume=True)
     again.finish()
@@ -185,7 +219,7 @@ def running_cluster(folder: Path, key: dict[str, str]) -> Generator[str]:
     env.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
     start = [str(ray), "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block"]
     head = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=folder, text=True)
-    given_up = Timer(120, head.kill)
+    given_up = Timer(600, head.kill)
     given_up.start()
     try:
         assert head.stdout is not None
@@ -194,12 +228,12 @@ def running_cluster(folder: Path, key: dict[str, str]) -> Generator[str]:
             if "ray start --address" in said:
                 break
         given_up.cancel()
-        assert "ray start --address" in said, "ray start gave no address within 120 s"
+        assert "ray start --address" in said, "ray start gave no address within 600 s"
         yield said.split("=")[-1].strip(" '\"\n")
     finally:
         given_up.cancel()
         head.terminate()
-        head.wait(30)
+        head.wait(300)
 
 
 def test_the_same_run_on_a_cluster_that_runs_already(tmp_path: Path) -> None:
@@ -211,9 +245,9 @@ def test_the_same_run_on_a_cluster_that_runs_already(tmp_path: Path) -> None:
         run.finish()
         assert [line["step"] for line in run.metrics()] == [1, 2, 3]
         crowd = Run(tmp_path, "crowd", "", {**key, "RAY_ADDRESS": address}, **RAY, system__engines=4)
-        said, _ = crowd.process.communicate(timeout=200)
+        said, _ = crowd.process.communicate(timeout=600)
         assert crowd.process.returncode == 2
         assert "5 CPUs are needed (1 × trainer 1, 4 × engine 1), and the cluster has 2" in said.decode()
         stranger = Run(tmp_path, "stranger", **RAY, system__ray_address=address)
-        said, _ = stranger.process.communicate(timeout=200)
+        said, _ = stranger.process.communicate(timeout=600)
         assert stranger.process.returncode == 2 and "set RAY_AUTH_MODE=token" in said.decode()

@@ -14,7 +14,7 @@ from tunesmith import assembly
 from tunesmith.config.toml import toml_value
 from tunesmith.recipes.arithmetic import make_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LETTERS = "abcdefgh"
 REWARD = """\

@@ -20,7 +20,7 @@ from tunesmith.config.optimizer import Muon
 from tunesmith.data.forest import Packing
 from tunesmith.models.causal_lm import CausalLM
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 Start = Callable[..., Ranks]
 
 
