@@ -24,6 +24,7 @@ from tunesmith.distributed.rank_group import RankGroup, join_default_group, reac
 from tunesmith.errors import DeviceMemoryError, TrainerLostError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
+from tunesmith.models.sequence import sequence_group
 from tunesmith.models.sharding import Sharding, decoder_layers, local, whole, whole_weights
 
 HERE = "127.0.0.1"
@@ -44,25 +45,34 @@ class Rank:
         dtype: torch.dtype = torch.float32,
         kind: type[CausalLM] | type[ScoreModel] = CausalLM,
         reference: bool = False,
+        sequence: int = 1,
         muon: Muon | None = None,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
         store = reach_store(HERE, port)
         join_default_group(store, rank, world, HERE, "cpu")
-        load = partial(kind.load, path, dtype=dtype, sharding=Sharding.over("cpu", stage, size or world))
+        sharding = Sharding.over("cpu", stage, size or world)
+
+        def load(*, trains: bool = True) -> Any:
+            model = kind.load(path, dtype=dtype, sharding=sharding, trains=trains)
+            model.sequence = sequence_group(sequence) if sequence > 1 else None
+            return model
+
         frozen = load(trains=False) if reference else None
         settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1, muon=muon)
         self.backend: TorchBackend[Any] = TorchBackend(load(), settings, kind.predict, reference=frozen, **options)
         self.backend.join(RankGroup(store, rank, world, HERE))
-        self.rank, self.world = rank, world
+        self.rank = rank
+        self.share = rank // sequence, world // sequence
+        """The number of its share of the micro-batches, and the number of shares."""
 
     def gradient(
         self, packing: Packing, most_tokens: int | None = None, *, backward: bool = False
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Loss and whole gradients; ``DeviceMemoryError`` on rank 1 in a layer's pass over more than so many tokens."""
         with short_of_memory(self.backend.model.module, most_tokens if self.rank == 1 else None, backward=backward):
-            metrics = self.backend.forward_backward(packing.for_rank(self.rank, self.world), SFTObjective())
+            metrics = self.backend.forward_backward(packing.for_rank(*self.share), SFTObjective())
         self.backend.sum_gradients()
         optimizer = self.backend.optimizer
         named = {name: m.grad for name, m in optimizer.masters.items() if m.grad is not None}
@@ -83,7 +93,7 @@ class Rank:
         """Gradient norms and whole weights after some steps."""
         norms: list[float] = []
         for _ in range(steps):
-            self.backend.forward_backward(packing.for_rank(self.rank, self.world), SFTObjective())
+            self.backend.forward_backward(packing.for_rank(*self.share), SFTObjective())
             norms.append(self.backend.step(lr)["grad_norm"])
         return norms, self.weights()
 
@@ -91,7 +101,7 @@ class Rank:
         return {name: t.clone() for name, t in whole_weights(self.backend.model.module, torch.float64)}
 
     def score(self, packing: Packing, *, reference: bool = False) -> Any:
-        return self.backend.score(packing.for_rank(self.rank, self.world, columns=False), reference=reference)
+        return self.backend.score(packing.for_rank(*self.share, columns=False), reference=reference)
 
     def numbers(self) -> tuple[int, int]:
         """Numbers that this rank keeps: of the weights, and of the optimizer's state."""

@@ -161,6 +161,8 @@ def test_commands_parse(where: str, arguments: list[str]) -> None:
         assert section in fields, f"{where}: {text}"
         if key:
             kind: Any = fields[section].annotation
+            for part in reversed(key[1:]):
+                value = {part: value}
             kind.model_validate({**required(kind), key[0]: value})
 
 

@@ -113,12 +113,14 @@ MEANT = {
     "assistant_model": "system.speculative system.draft_model",
     "num_processes": "system.trainer_ranks",
     "ds.zero_stage": "system.zero_stage",
+    "ulysses_sequence_parallel_size": "system.sequence_parallel.size",
+    "ds.ring_attn_size": "system.sequence_parallel.size",
     "zero_optimization.stage": "system.zero_stage",
 }
 ABSENT = {
     "fsdp": "system.zero_stage",
     "actor_rollout_ref.actor.fsdp_config.forward_prefetch": "system.zero_stage",
-    "ulysses_sequence_parallel_size": "no sequence",
+    "ring_head_stride": "head",
     "packing_samples": "packed",
     "use_remove_padding": "packed",
     "micro_train_batch_size": "micro-batches",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +139,41 @@ def test_ranks_of_a_machine_share_a_copy(ranks: int, here: int | None, billions:
     found = resolve(sharded, facts).config
     assert found.system.shard_size == size
     assert layout_of(found, facts).shards == size
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (("system.trainer_ranks=3",), ("size = 2", "system.trainer_ranks = 3")),
+        ((), ("size = 2", "system.trainer_ranks = 1")),
+        (("system.trainer_ranks=6", "system.sequence_parallel.size=3"), ("size = 3", "16 attention heads")),
+        (("system.sequence_parallel.size=0",), ("size", "above 0")),
+        (("system.sequence_parallel.size=1", 'system.sequence_parallel.type="ulysses"'), ("type", "size = 1")),
+        (("system.trainer_ranks=2", 'system.sequence_parallel.type="rings"'), ("type", "ulysses")),
+    ],
+)
+def test_groups_that_cannot_share_a_sequence(said: tuple[str, ...], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolved(SFTConfig, "system.sequence_parallel.size=2", *said)
+    assert all(word in str(error.value) for word in ("system.sequence_parallel", *words))
+
+
+def test_a_group_computes_longer_micro_batches() -> None:
+    said = ("system.trainer_ranks=4", "system.gradient_checkpointing=false")
+    alone, together = (resolved(SFTConfig, *said, *more, gpus=4) for more in ((), ("system.sequence_parallel.size=4",)))
+    ratio = together.system.max_tokens_per_microbatch / alone.system.max_tokens_per_microbatch
+    assert ratio == pytest.approx(4, rel=0.01)
+
+
+def test_a_sequence_that_fits_no_gpu_fits_several_that_share_it() -> None:
+    facts = Facts(replace(CPU, gpus=(GPU,) * 8), MODEL, train_size=100, longest=90_000)
+    said = 'system.device_memory="20GB"'
+    with pytest.raises(ConfigError, match="does not fit") as error:
+        resolve(config(SFTConfig, said), facts)
+    changes = re.findall(r"(system\.[\w.]+) = (\d)", str(error.value))
+    assert "system.sequence_parallel.size" in dict(changes)
+    found = resolve(config(SFTConfig, said, *("=".join(change) for change in changes)), facts).config
+    assert found.system.max_tokens_per_microbatch >= 90_000 and found.system.gradient_checkpointing
 
 
 def test_a_model_that_fits_no_gpu_fits_several_that_shard_it() -> None:

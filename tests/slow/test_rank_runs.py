@@ -65,6 +65,10 @@ COMMANDS: dict[str, tuple[Run, Callable[..., list[str]]]] = {
 }
 
 
+SHARING = ("distill", "dpo", "rm", "rl")
+"""Commands that are also run with two ranks that share each sequence: a teacher, a reference, scores, a critic."""
+
+
 def same(one: assembly.RunResult, other: assembly.RunResult) -> None:
     """Losses and gradients to 1e-5. AdamW may move a weight with a gradient near 0 by more."""
     lines = [read_metrics(result.run_dir / "metrics.jsonl") for result in (one, other)]
@@ -87,6 +91,9 @@ def test_two_ranks_end_as_one(command: str, model: Path, tmp_path: Path) -> None
     run, settings = COMMANDS[command]
     found = [run(None, settings(tmp_path, model, f"{n}", system__trainer_ranks=n)) for n in (1, 2)]
     same(*found)
+    if command in SHARING:
+        shared = settings(tmp_path, model, "shared", system__trainer_ranks=2, system__sequence_parallel__size=2)
+        same(found[0], run(None, shared))
 
 
 def test_a_rank_without_work(model: Path, tmp_path: Path) -> None:

@@ -63,19 +63,25 @@ def gradients(backend: TorchBackend[CausalLM], batch: Packing) -> training.Grads
 
 
 @pytest.mark.parametrize(
-    ("world", "size", "stage", "groups"),
-    [(2, 2, 1, 4), (2, 2, 2, 4), (2, 2, 3, 4), (3, 3, 3, 1), (4, 2, 1, 4), (4, 2, 2, 4), (4, 2, 3, 1)],
-    ids=["1", "2", "3", "a rank idles", "1, two copies", "2, two copies", "3, two copies, a rank idles"],
+    ("world", "size", "sequence", "stage", "groups"),
+    [
+        *((2, 2, 1, 1, 4), (2, 2, 1, 2, 4), (2, 2, 1, 3, 4), (3, 3, 1, 3, 1)),
+        *((4, 2, 1, 1, 4), (4, 2, 1, 2, 4), (4, 2, 1, 3, 1), (4, 4, 2, 3, 5), (4, 2, 2, 2, 5)),
+    ],
+    ids=[
+        *("1", "2", "3", "a rank idles", "1, two copies", "2, two copies", "3, two copies, a rank idles"),
+        *("3, two groups share sequences", "2, two copies, two groups share sequences"),
+    ],
 )
 def test_gradients_and_weights_are_those_of_one_process(
-    start: Start, model: Path, world: int, size: int, stage: int, groups: int
+    start: Start, model: Path, world: int, size: int, sequence: int, stage: int, groups: int
 ) -> None:
     batch, one = packing(groups=groups), alone(model)
-    ranks = start(world, stage, size=size)
+    ranks = start(world, stage, size=size, sequence=sequence)
     [(_, theirs), *_] = found = ranks("gradient", batch)
     ours = gradients(one, batch)
     assert training.difference(theirs, ours) < 1e-5
-    assert sum(metrics["loss"] for metrics, _ in found) == pytest.approx(
+    assert sum(metrics["loss"] for metrics, _ in found[::sequence]) == pytest.approx(
         one.forward_backward(batch, SFTObjective())["loss"], rel=1e-5
     )
     (norms, weights), *_ = ranks("train", batch)
@@ -129,15 +135,16 @@ def test_scores_and_a_sharded_reference(start: Start, model: Path) -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(("world", "stage"), [(2, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize(("world", "sequence", "stage"), [(2, 1, 1), (2, 1, 3), (4, 1, 2), (2, 2, 3)])
 def test_a_rank_that_runs_out_of_memory_stops_all_and_a_smaller_layout_gives_the_same_gradient(
-    start: Start, model: Path, world: int, stage: int, backward: bool
+    start: Start, model: Path, world: int, sequence: int, stage: int, backward: bool
 ) -> None:
     large, small = packing(200), packing(24)
-    ranks = start(world, stage, size=2)
+    ranks = start(world, stage, size=2, sequence=sequence)
     uneven = packing(60)
-    most = max(forest.num_tokens for forest in uneven.for_rank(1, world).forests) - 1  # the largest of rank 1 fails
-    found = ranks("after_failures", uneven, max(most, 25), small, backward=backward)
+    share = uneven.for_rank(1 // sequence, world // sequence)
+    most = max(forest.num_tokens for forest in share.forests) // sequence - 1  # the largest of rank 1 fails
+    found = ranks("after_failures", uneven, max(most, 25 // sequence), small, backward=backward)
     assert [failed for failed, _ in found] == world * [True]
     assert training.difference(found[0][1], gradients(alone(model), large)) < 1e-5
 

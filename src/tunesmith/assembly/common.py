@@ -70,6 +70,7 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
             sharding=_sharding(config),
             trains=not frozen and not lora.on,
         )
+    _share_sequences(config, model)
     if lora.on:
         from tunesmith.models import adapters
 
@@ -95,6 +96,31 @@ def _sharding(config: RunConfig) -> Sharding | None:
     return Sharding.over(system.device.partition(":")[0], system.zero_stage, system.shard_size)
 
 
+def shared_work(config: RunConfig) -> str | None:
+    """The setting for which a trainer's ranks communicate while they compute, if there is one."""
+    stage, size = config.system.zero_stage, config.system.sequence_parallel.size
+    if stage:
+        return f"system.zero_stage = {stage}"
+    return f"system.sequence_parallel.size = {size}" if size > 1 else None
+
+
+def _share_sequences(config: RunConfig, model: Decoder) -> None:
+    """Make a model of a trainer's rank compute its part of each micro-batch.
+
+    Raises:
+        ModelError: its attention heads cannot be shared.
+    """
+    import torch.distributed as dist
+
+    if config.system.sequence_parallel.size == 1 or not dist.is_initialized():
+        return
+    from tunesmith.models.sequence import sequence_group
+
+    model.sequence = sequence_group(config.system.sequence_parallel.size)
+    text: Any = model.module.config.get_text_config()
+    model.sequence.check_heads(model.module.name_or_path, text.num_attention_heads)
+
+
 def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM:
     """Another language model, computed as the run's own and never trained: a teacher, a draft model."""
     import torch
@@ -110,6 +136,7 @@ def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM
             tokenizer=tokenizer,
         )
     model.module.requires_grad_(False)
+    _share_sequences(config, model)
     return model
 
 

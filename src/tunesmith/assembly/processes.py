@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.assembly.common import limits_of, load_model, load_tokenizer
+from tunesmith.assembly.common import limits_of, load_model, load_tokenizer, shared_work
 from tunesmith.assembly.engines import local_gpus
 from tunesmith.assembly.opening import ReadyRun, RunResult
 from tunesmith.config.placement import Role
@@ -83,7 +83,7 @@ class TrainerHost:
         if place:
             store = self.store or reach_store(*place)
             group = RankGroup(store, rank, world, self.address, device)
-            if self.config.system.zero_stage:
+            if shared_work(self.config):
                 join_default_group(store, rank, world, self.address, device)
         with redirect_stdout(None) if rank else nullcontext():  # all ranks would print the same
             self.backend = self.make(self.config, load_tokenizer(self.config))
@@ -175,11 +175,10 @@ def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None
     if config.system.trainer_ranks == 1:
         return nullcontext()
     gpus, met = local_gpus(config), meeting()
-    if met and config.system.zero_stage and has_critic(config):
+    if met and (setting := shared_work(config)) and has_critic(config):
         raise ConfigError(
-            f"system.zero_stage = {config.system.zero_stage} with a separate critic does not work under a launcher, "
-            "whose processes would train both models: start the command by itself with system.trainer_ranks, or set "
-            "critic.shared_trunk = true"
+            f"{setting} with a separate critic does not work under a launcher, whose processes would train both "
+            "models: start the command by itself with system.trainer_ranks, or set critic.shared_trunk = true"
         )
     return LaunchedProcesses(met, gpus) if met else LocalProcesses(gpus)
 
@@ -204,7 +203,7 @@ def remote_trainer(
             reference.make(partial(host_reference, config)).result()
     one: PeakRates = ranks[0].get("limits")
     limits = PeakRates(world * one.flops_per_second, world * one.bytes_per_second)
-    return RankedBackend(ranks, reference), limits
+    return RankedBackend(ranks, reference, config.system.sequence_parallel.size), limits
 
 
 def remote_reward_model(

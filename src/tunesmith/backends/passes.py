@@ -1,9 +1,10 @@
-"""Running a model on micro-batches, in step with the other ranks if it is sharded."""
+"""Running a model on micro-batches, in step with the other ranks if they share it or its micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -33,15 +34,21 @@ class Passes(Generic[M]):
     def __init__(self, model: M, predict: Callable[[M, Forest], Predictions]) -> None:
         self.model, self._predict = model, predict
         self.group: RankGroup | None = None
-        """Of the ranks that share a sharded model."""
+        """Of the ranks that train the model together."""
         self._lock_step = None
-        if model.sharding is not None:
+        if model.sharding is not None or model.sequence is not None:
             from tunesmith.models.lock_step import LockStep
 
-            self._lock_step = LockStep(model.module, self._waiting)
+            self._lock_step = LockStep(model.module, self._waiting, model.sequence)
 
     def predict(self, forest: Forest) -> Predictions:
-        if self._lock_step is None:
+        """Of all the forest's predictions, also where a sequence group shares its tokens."""
+        if self.model.sequence is None or forest.own is None:
+            return self._predict_own(forest)
+        return self.model.sequence.whole(self._predict_own(forest.own), forest.own, len(forest.source))
+
+    def _predict_own(self, forest: Forest) -> Predictions:
+        if self.model.sharding is None:
             return self._predict(self.model, forest)
 
         def values() -> tuple[Tensor | None, ...]:
@@ -52,13 +59,13 @@ class Passes(Generic[M]):
         return Predictions(*run(self.model.module, values))
 
     def over(self, forests: Iterable[Forest], kind: Callable[[int], object] | None = None) -> Iterator[Forest]:
-        """The micro-batches on the model's device; of a sharded model an empty one first, for ``LockStep.record``.
+        """The micro-batches on the model's device; for ranks in lock step an empty one first (``LockStep.record``).
 
         Args:
             kind: of the pass over the micro-batch of an index, if passes communicate differently.
 
         Raises:
-            DeviceMemoryError: a micro-batch did not fit on some rank of a sharded model.
+            DeviceMemoryError: a micro-batch did not fit on some rank of those in lock step.
         """
         steps, device = self._lock_step, self.model.device
         for index, forest in enumerate(forests):
@@ -69,20 +76,27 @@ class Passes(Generic[M]):
             named = (torch.is_grad_enabled(), kind and kind(index))
             if steps.begin(named):
                 with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                    yield forest.padding().to(device)
+                    yield self._placed(forest.padding())
                 steps.record(named)
+            placed = self._placed(forest)
             if not steps.failure:
-                yield forest.to(device)
+                yield placed
             steps.finish(named)
         if steps is not None and self.group is not None:
             steps.settle(self.group.sum, self.group.device)
+
+    def _placed(self, forest: Forest) -> Forest:
+        """On the model's device; in a sequence group with this rank's part."""
+        if self.model.sequence is not None:
+            forest = replace(forest, own=self.model.sequence.part(self.model.laid_out(forest)))
+        return forest.to(self.model.device)
 
     @contextmanager
     def attempt(self, what: str, forest: Forest) -> Generator[None]:
         """A pass over a micro-batch.
 
         Raises:
-            DeviceMemoryError: it did not fit; for a sharded model ``over`` raises it, on all ranks.
+            DeviceMemoryError: it did not fit; for ranks in lock step ``over`` raises it, on all of them.
         """
         try:
             with memory_boundary(f"{what} of {forest.num_tokens} tokens"):

@@ -29,13 +29,14 @@ class RankedBackend:
     Args:
         replicas: objects with a ``backend``, which have joined one ``RankGroup`` where there are several.
         reference: an object with ``score``, ``take``, ``save`` and ``load``, where the reference has its own process.
+        sequence: how many ranks in a row share a micro-batch; each of them returns what all of them computed.
 
     Raises:
         TrainerLostError: from every method, when the process of a rank or of the reference has ended.
     """
 
-    def __init__(self, replicas: Sequence[Far], reference: Far | None = None) -> None:
-        self.replicas, self.reference = replicas, reference
+    def __init__(self, replicas: Sequence[Far], reference: Far | None = None, sequence: int = 1) -> None:
+        self.replicas, self.reference, self.sequence = replicas, reference, sequence
         self.cost: CostModel = self.first.get("backend.cost")
         self._optimizer_steps: int = self.first.get("backend.optimizer_steps")
         self._reference_is_new = False
@@ -47,7 +48,7 @@ class RankedBackend:
 
     @property
     def ranks(self) -> int:
-        return len(self.replicas)
+        return len(self.replicas) // self.sequence
 
     @property
     def optimizer_steps(self) -> int:
@@ -66,13 +67,14 @@ class RankedBackend:
         return _summed(self._parts(packing, "backend.evaluate", objective))
 
     def _parts(self, packing: Packing, name: str, *args: Any, columns: bool = True, **kwargs: Any) -> list[Any]:
-        """Call a method of all at once, each with its share of the micro-batches."""
+        """Call a method of all at once, each with its share of the micro-batches; what each share gave."""
+        shares = [packing.for_rank(rank, self.ranks, columns=columns) for rank in range(self.ranks)]
         answers = [
-            replica.submit(name, packing.for_rank(rank, self.ranks, columns=columns), *args, **kwargs)
+            replica.submit(name, shares[rank // self.sequence], *args, **kwargs)
             for rank, replica in enumerate(self.replicas)
         ]
         try:
-            return self._gather(answers)
+            return self._gather(answers)[:: self.sequence]
         except DeviceMemoryError:
             for answer in answers:  # the next attempt finds nothing of this one running
                 with suppress(DeviceMemoryError):

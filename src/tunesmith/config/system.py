@@ -13,12 +13,22 @@ from tunesmith.config.values import Count, PositiveInt, Size, Text, Url
 from tunesmith.config.vllm import VllmSection
 
 
+class SequenceParallelSection(Section):
+    """``[system.sequence_parallel]``: groups of trainer ranks that share the tokens of each micro-batch."""
+
+    type: Literal["ulysses"] = "ulysses"
+    """How attention spans the ranks of a group: each computes some heads for all tokens (``ulysses``)."""
+    size: PositiveInt = 1
+    """Ranks that compute a micro-batch together, so that longer sequences fit."""
+
+
 class SystemSection(Section):
     device: Text = derived()
     device_memory: Size | None = None
     """How much of the device's memory the run may use, such as ``20GB``; None: what is free when it starts."""
     threads: PositiveInt = derived()
     max_tokens_per_microbatch: PositiveInt = derived()
+    """Of one rank, or of the ranks of ``sequence_parallel`` together."""
     share_prompts: bool = True
     gradient_checkpointing: bool = derived()
     logprob_chunk: PositiveInt | None = None
@@ -76,6 +86,7 @@ class SystemSection(Section):
     """Most guessed tokens per completion and step."""
     draft_model: Text | None = None
     """A directory or a hub name: a smaller model with the same vocabulary, for ``speculative = "draft"``."""
+    sequence_parallel: SequenceParallelSection = SequenceParallelSection()
     vllm: VllmSection = VllmSection()
 
     @property

@@ -60,6 +60,10 @@ class Forest:
     lengths: tuple[int, ...]  # S, tokens of each sample
     columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [N] float
     per_sample: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [S] float
+    rotary_lengths: tuple[int, ...] = ()
+    """Of each token, the sequence length that decides its rotary frequencies (``models.rope``); empty: none does."""
+    own: Forest | None = None
+    """The part that this rank of a sequence group computes; None: all."""
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +82,8 @@ class Forest:
         own = {f.name: moved(value) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
         columns = {name: moved(column) for name, column in self.columns.items()}
         per_sample = {name: moved(column) for name, column in self.per_sample.items()}
-        return replace(self, **cast(Any, own), columns=columns, per_sample=per_sample)
+        part = None if self.own is None else self.own.to(device)
+        return replace(self, **cast(Any, own), columns=columns, per_sample=per_sample, own=part)
 
     def gather(self, batch: Batch) -> Forest:
         """The forest with the batch's columns in float32, or in float64 if that is torch's default dtype."""
@@ -98,6 +103,33 @@ class Forest:
             {name: column[:0] for name, column in self.columns.items()},
             {name: column[:0] for name, column in self.per_sample.items()},
         )  # fmt: skip
+
+    def part(self, rank: int, size: int) -> Forest:
+        """Every ``size``-th token from number ``rank`` on, and the predictions from these tokens.
+
+        So each part has its share of prompts and completions. ``segments`` stay those of the whole forest, of which
+        ``predictions`` are indices too. A segment of filling comes last if ``size`` does not divide the tokens.
+
+        Example:
+            Part 1 of 2 of ``build_forest``'s example: tokens ``6 2`` and the filling, source ``0 0``, targets ``7 8``.
+        """
+        filling = torch.arange(-self.num_tokens % size)
+        segments = (*self.segments, Segment(self.num_tokens, len(filling), -1)) if len(filling) else self.segments
+        lengths = (*self.rotary_lengths, *self.rotary_lengths[-1:] * len(filling))
+        chosen = (self.source % size == rank).nonzero().squeeze(1)
+        return replace(
+            self,
+            token_ids=torch.cat([self.token_ids, torch.zeros_like(filling)])[rank::size],
+            position_ids=torch.cat([self.position_ids, filling])[rank::size],
+            segments=segments,
+            source=self.source[chosen] // size,
+            targets=self.targets[chosen],
+            sample=self.sample[chosen],
+            predictions=chosen,
+            columns={},
+            per_sample={},
+            rotary_lengths=lengths[rank::size],
+        )
 
     def with_ends(self, first: int) -> Forest:
         """A forest for scoring, with one more prediction per sample: after its last token.

@@ -19,6 +19,7 @@ from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.loading import load_config, load_module, load_tokenizer, stored_weights
 from tunesmith.models.quantised import Quantize
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
+from tunesmith.models.sequence import SequenceGroup
 from tunesmith.models.shard_files import save_weights
 from tunesmith.models.sharding import Sharding
 
@@ -68,6 +69,8 @@ class Decoder:
     """Weights that are trained instead of the module's own; see ``adapters.attach``."""
     sharding: Sharding | None = field(default=None, repr=False)
     """How the weights are sharded over ranks; None: they are whole."""
+    sequence: SequenceGroup | None = field(default=None, init=False, repr=False)
+    """The ranks that share the tokens of each micro-batch; None: this one computes all."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
     """Which sequence lengths share rotary frequencies, if these depend on the length."""
 
@@ -168,12 +171,21 @@ class Decoder:
             return out.last_hidden_state[0]
 
     def states(self, forest: Forest) -> Tensor:
-        """The hidden states that predict a forest's targets, ``[N, d]``."""
-        lengths: list[int] | None = None
-        if self.lengths is not None:
-            forest, lengths = split_by_length(forest, self.lengths)
-        hidden = self.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest), lengths)
+        """The hidden states that predict a forest's targets, ``[N, d]``.
+
+        Args:
+            forest: one that is ``laid_out`` or not; in a sequence group a part of one that is.
+        """
+        forest = self.laid_out(forest)
+        attention: AttentionContext = ForestAttention(forest)
+        if self.sequence is not None:
+            attention = self.sequence.around(attention, forest)
+        hidden = self.hidden(forest.token_ids, forest.position_ids, attention, forest.rotary_lengths or None)
         return hidden.index_select(0, forest.source)
+
+    def laid_out(self, forest: Forest) -> Forest:
+        """The forest as the model computes it: where rotary frequencies depend on lengths, it is split by them."""
+        return forest if self.lengths is None or forest.rotary_lengths else split_by_length(forest, self.lengths)
 
     def save(self, directory: str | Path) -> None:
         """Write model and tokenizer in Hugging Face format; if the model has an adapter, only the adapter."""

@@ -1,4 +1,4 @@
-"""Keeps the ranks of a sharded model together when one of them runs out of memory."""
+"""Keeps ranks that share a model or micro-batches together when one of them runs out of memory."""
 
 # pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from transformers import PreTrainedModel
 
 from tunesmith.errors import DeviceMemoryError
+from tunesmith.models.sequence import SequenceGroup
 from tunesmith.models.sharding import shards
 
 Replay = Callable[[], object]
@@ -23,7 +24,7 @@ Waiting = Callable[[], AbstractContextManager[None]]
 
 
 class LockStep:
-    """The passes of a sharded model.
+    """The passes of a sharded model, or of one in a sequence group.
 
     A pass issues the same collective operations in the same order on every rank, whatever its tokens. If a rank runs
     out of memory it issues the remaining ones with empty data, so that the others can finish theirs; ``settle`` then
@@ -33,10 +34,10 @@ class LockStep:
         waiting: the context in which a rank waits for the others.
     """
 
-    def __init__(self, module: PreTrainedModel, waiting: Waiting) -> None:
+    def __init__(self, module: PreTrainedModel, waiting: Waiting, sequence: SequenceGroup | None = None) -> None:
         self.failure: str | None = None
         """Why a pass failed on this rank, since ``settle``."""
-        self._module = module
+        self._module, self._sequence, self._waiting = module, sequence, waiting
         self._recorded: dict[Hashable, list[Replay]] = {}
         """How to issue each collective operation of a kind of pass again."""
         self._issued: list[Replay] = []
@@ -48,6 +49,8 @@ class LockStep:
     def begin(self, kind: Hashable) -> bool:
         """Whether a pass of this kind has yet to be recorded, by one that needs next to no memory."""
         self._issued.clear()
+        if self._sequence is not None:
+            self._sequence.issued, self._sequence.waiting = self._issued, self._waiting
         self._failed_before = self.failure is not None
         return kind not in self._recorded
 
@@ -67,7 +70,8 @@ class LockStep:
         """Issue what is left of a failed pass's operations."""
         if self.failure is None:
             return
-        cast(FSDPModule, self._module).reset_iter_state()
+        if isinstance(self._module, FSDPModule):
+            self._module.reset_iter_state()
         forget_unsharded_gradients(self._module)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -133,14 +133,14 @@ def rotated_by(lengths: Sequence[int] | None) -> Generator[None]:
         _LENGTHS.reset(token)
 
 
-def split_by_length(forest: Forest, rule: LengthRule) -> tuple[Forest, list[int]]:
-    """The forest in which sequences share a prefix only if they share frequencies, and each row's length for them.
+def split_by_length(forest: Forest, rule: LengthRule) -> Forest:
+    """The forest in which sequences share a prefix only if they share frequencies, with its ``rotary_lengths``.
 
     The segments of a prompt are repeated for each set of frequencies among its completions.
     """
     alike = [rule.alike(length) for length in forest.lengths]
     if len(set(alike)) <= 1:
-        return forest, (alike[:1] or [1]) * forest.num_tokens
+        return replace(forest, rotary_lengths=tuple(alike[:1] or [1]) * forest.num_tokens)
     segment_of = [i for i, segment in enumerate(forest.segments) for _ in range(segment.length)]
     needed: dict[int, set[int]] = {length: set() for length in sorted(set(alike))}
     last_source = dict(zip(forest.sample.tolist(), forest.source.tolist(), strict=True))
@@ -169,4 +169,5 @@ def split_by_length(forest: Forest, rule: LengthRule) -> tuple[Forest, list[int]
         position_ids=forest.position_ids[taken],
         source=place[forest.sample, forest.source],
         segments=tuple(segments),
-    ), lengths
+        rotary_lengths=tuple(lengths),
+    )

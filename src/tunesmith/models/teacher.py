@@ -29,7 +29,15 @@ def predict_with_teacher(
     """The student's log-probabilities of the targets, and its ``divergence`` from the teacher at each.
 
     The teacher runs without gradient, and only its ``top_k`` log-probabilities of a row are kept.
+
+    Raises:
+        ModelError: in a sequence group, both split forests by length, but not at the same lengths.
     """
+    if student.sequence is not None and student.lengths != teacher.lengths:
+        raise ModelError(
+            "the teacher's rotary frequencies depend on the length in another way than the student's, so ranks cannot "
+            "share a sequence of both: leave system.sequence_parallel out"
+        )
     # Models pad the vocabulary to different sizes: the teacher's rows that the student lacks are dropped.
     size, head = len(student.head.weight), teacher.scaled_head(temperature, chunk)
     if len(head.weight) > size:

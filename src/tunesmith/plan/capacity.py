@@ -15,13 +15,14 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.errors import ConfigError
-from tunesmith.plan.cost import LEAST_ROWS, activation_bytes, price
+from tunesmith.plan.cost import LEAST_ROWS, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import engines_together
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.memory import (
     bytes_per_number,
+    bytes_per_token,
     engines_elsewhere,
     free_memory,
     gpu_of,
@@ -169,7 +170,7 @@ def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
     if model is None or longest is None:
         filling.fill(key, False, "the longest sample's size is not known" if model else "the model's size is not known")
         return
-    per_token = activation_bytes(model, bytes_per_number(config), checkpointing=False)
+    per_token = bytes_per_token(config, model, checkpointing=False)
     room = max(0, trainer_memory(config, facts) - _reserved(config, facts, turns=True))
     short = longest * per_token > room // 2
     kept = f"{format_size(longest * per_token)} of activations of the longest sample"
@@ -187,7 +188,7 @@ def _derive_hybrid(filling: Filling, facts: Facts) -> None:
         filling.fill(key, True, "engine and trainer share the GPU")
         return
     budget = trainer_memory(config, facts) - _reserved(config, facts, turns=False)
-    per_token = activation_bytes(model, bytes_per_number(config), config.system.gradient_checkpointing)
+    per_token = bytes_per_token(config, model, checkpointing=config.system.gradient_checkpointing)
     wanted = _wanted_kv(config, facts, model, longest, 1)[1]
     short = wanted > budget // 4 or longest * per_token > budget // 2
     reason = "short for both at once" if short else "enough for both at once"
@@ -201,9 +202,9 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, kind: str) -
         filling.fill(key, max(UNKNOWN_MODEL_TOKENS, longest), "the model's size is not known")
         return
     checkpointing = bool(known(config.system, "gradient_checkpointing"))
-    per_token = activation_bytes(model, bytes_per_number(config), checkpointing)
+    per_token = bytes_per_token(config, model, checkpointing=checkpointing)
     fitting = budget // 2 // per_token
-    most = MOST_TOKENS[kind]
+    most = MOST_TOKENS[kind] * config.system.sequence_parallel.size
     if longest >= min(fitting, most):
         tokens, reason = longest, "the longest sample has to fit"
     elif fitting >= most:

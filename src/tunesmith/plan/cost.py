@@ -49,6 +49,8 @@ class Layout:
     checkpointing: bool = False
     tokens: int = 0
     """Of a micro-batch."""
+    sequence: int = 1
+    """Ranks that share the tokens of a micro-batch."""
     chunk: int | None = None
     """Rows of the head that are computed at once."""
     engines: int = 0
@@ -123,7 +125,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
         gradients=layout.models * 4 * trained,
         optimizer=layout.models * (kept * trained - muon),
         frozen=frozen,
-        activations=layout.tokens * activation_bytes(model, layout.bytes_per_number, layout.checkpointing),
+        activations=_activations(model, layout),
         head=head_bytes(model, layout) if layout.has_vocabulary_head else 0,
         engine=engine,
         kv=kv,
@@ -153,9 +155,15 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         gradients=layout.models * gradients + passing,
         optimizer=layout.models * optimizer,
         frozen=layout.references * rows * size + layout.frozen_parameters * size,
-        activations=gathered * size + layout.tokens * activation_bytes(model, size, layout.checkpointing),
+        activations=gathered * size + _activations(model, layout),
         head=head_bytes(model, layout) if layout.has_vocabulary_head else 0,
     )
+
+
+def _activations(model: ModelFacts, layout: Layout) -> int:
+    """What backward keeps of a micro-batch on one rank, without the head."""
+    own = -(-layout.tokens // layout.sequence)
+    return own * activation_bytes(model, layout.bytes_per_number, layout.checkpointing)
 
 
 def activation_bytes(model: ModelFacts, bytes_per_number: int, checkpointing: bool) -> int:
@@ -196,7 +204,7 @@ def head_bytes(model: ModelFacts, layout: Layout) -> int:
     """Of one chunk its logits, their log-softmax and gradient, in float32; where the head is trained, the float32 sum
     of its gradient and one chunk's part of it (``models.head``)."""
     rows = layout.chunk or chunk_rows(model.vocab_size, layout.device)
-    logits = 3 * min(rows, max(1, layout.tokens)) * model.vocab_size * 4
+    logits = 3 * min(rows, max(1, layout.tokens // layout.sequence)) * model.vocab_size * 4
     return logits + (2 * 4 * model.vocab_size * model.hidden_size if layout.lora_rank is None else 0)
 
 

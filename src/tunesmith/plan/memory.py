@@ -16,7 +16,7 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.toml import toml_value
 from tunesmith.plan.cost import USUAL_RANK, Layout, Price, activation_bytes, copy_bytes, price
-from tunesmith.plan.facts import Facts
+from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
@@ -53,6 +53,11 @@ def trainer_memory(config: RunConfig, facts: Facts) -> int:
 
 def bytes_per_number(config: RunConfig) -> int:
     return 4 if known(config.model, "dtype") == "float32" else 2
+
+
+def bytes_per_token(config: RunConfig, model: ModelFacts, *, checkpointing: bool) -> int:
+    """What backward keeps of a micro-batch's token on each of the ranks that share it."""
+    return ceil(activation_bytes(model, bytes_per_number(config), checkpointing) / config.system.sequence_parallel.size)
 
 
 def has_critic(config: RunConfig) -> bool:
@@ -123,6 +128,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         zero_stage=system.zero_stage,
         has_vocabulary_head=not isinstance(config, ScoreConfig),
         checkpointing=bool(known(system, "gradient_checkpointing")),
+        sequence=system.sequence_parallel.size,
         chunk=system.logprob_chunk,
         engines=together if weights_apart(config) else 0,
         ranks=ranks_per_engine(config),
@@ -295,6 +301,9 @@ def _changes(config: RunConfig, facts: Facts) -> Iterator[dict[str, Any]]:
         if not config.lora.on:
             for ranks in (n for n in (2, 4, 8) if n <= len(facts.hardware.gpus)):
                 yield {"system.trainer_ranks": ranks, "system.zero_stage": 3}
+                if facts.model is not None and facts.model.heads % ranks == 0:
+                    together = {"system.zero_stage": 3, "system.sequence_parallel.size": ranks}
+                    yield {"system.trainer_ranks": ranks, **together}
             yield {"lora.rank": USUAL_RANK}
     engine = config.system.engine
     if config.model.quantize is None and engine == "local" and not isinstance(config, ScoreConfig):

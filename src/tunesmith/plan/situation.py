@@ -97,6 +97,7 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "one_of_each_together": colocated(config) and system.engines == system.trainer_ranks == 1,
         "ranks_per_engine": ranks_per_engine(config),
         "left_over_ranks": system.trainer_ranks % size if (size := known(system, "shard_size")) else None,
+        "ungrouped_ranks": system.trainer_ranks % system.sequence_parallel.size,
         "rewarded": bool(reward and reward.given),
         "scored_by_model": any(model.weight > 0 for model in (reward.models if reward else ())),
     }
@@ -160,6 +161,8 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
             "switch": model.switch,
             "vocab_size": model.vocab_size,
             "layers": model.layers,
+            "heads": model.heads,
+            "unshared_heads": model.heads % system.sequence_parallel.size,
             "odd_heads": model.head_dim if odd else None,
         }
     return values

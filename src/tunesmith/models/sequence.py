@@ -1,0 +1,160 @@
+"""Sequence parallelism: the ranks of a group share the tokens of each micro-batch.
+
+A rank computes embedding, norms, feed-forward blocks and head for its own tokens only (``Forest.part``), so it keeps
+``1 / size`` of the activations. Attention exchanges tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509): an
+all-to-all gives every rank all tokens of some heads, another one returns the results. Losses see whole samples, because
+the ranks gather what they predict; only the owner of a prediction carries its gradient on. So each rank has a part of
+the weights' gradients, and their sum over all ranks of the trainer is the gradient.
+
+Shape legend: ``s`` ranks, ``T`` tokens, ``t = T / s``, ``H`` query heads, ``K`` key/value heads, ``D`` head size,
+``N`` predictions, ``n`` of them on this rank, ``F`` values per prediction.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from datetime import timedelta
+from functools import cache, partial, reduce
+from math import lcm
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tunesmith.data.forest import Forest, Predictions
+from tunesmith.distributed.rank_group import PATIENCE
+from tunesmith.errors import ModelError
+from tunesmith.models.attention import AttentionContext, AttentionRule
+
+
+@cache
+def sequence_group(size: int) -> SequenceGroup:
+    """This process's group, of ``size`` ranks in a row. All processes of the default group call this together."""
+    group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=PATIENCE))
+    assert group is not None
+    return SequenceGroup(group)
+
+
+class SequenceGroup:
+    """The ranks that share micro-batches. They make the same calls in the same order."""
+
+    def __init__(self, group: Any) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group = group
+        self._tokens = self._predictions = 0
+        self.issued: list[Callable[[], object]] = []
+        """How to issue each operation again with empty data, in the sizes of the current micro-batch."""
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def check_heads(self, path: Any, heads: int) -> None:
+        """Raises: ModelError: the ranks cannot share the attention heads of the model at ``path``."""
+        if heads % self.size:
+            raise ModelError(
+                f"the {heads} attention heads of '{path}' cannot be shared by {self.size} ranks: "
+                f"system.sequence_parallel.size has to divide {heads}"
+            )
+
+    def part(self, forest: Forest) -> Forest:
+        """This rank's part of a micro-batch, which becomes the current one."""
+        part = forest.part(self.rank, self.size)
+        self._tokens, self._predictions = part.num_tokens, len(forest.source)
+        return part
+
+    def around(self, attention: AttentionContext, part: Forest) -> AttentionContext:
+        """``attention`` over a whole forest, for the tokens of a part."""
+        tokens = sum(segment.length for segment in part.segments)
+        assert part.num_tokens * self.size == tokens, "a sequence group computes parts of forests"
+        return Ulysses(self, attention)
+
+    def whole(self, own: Predictions, part: Forest, total: int) -> Predictions:
+        """The predictions of all ranks, ``[N]``, from those of each one's part."""
+        found = {f.name: t for f in fields(own) if (t := cast("Tensor | None", getattr(own, f.name))) is not None}
+        exact = reduce(torch.promote_types, (t.dtype for t in found.values()))
+        stacked = torch.stack([t.to(exact) for t in found.values()], 1)
+        whole = cast(Tensor, _Gather.apply(stacked, part.predictions, total, self))
+        return Predictions(**dict(zip(found, whole.unbind(1), strict=True)))
+
+    def exchange(self, given: Tensor) -> Tensor:
+        """Block ``i`` of ``given [s, t, ...]`` goes to rank ``i``; block ``j`` of the result is from rank ``j``."""
+
+        def issue(given: Tensor) -> Tensor:
+            taken = torch.empty_like(given)
+            with self.waiting():
+                self._group.alltoall_base(taken, given, [], []).wait()
+            return taken
+
+        self._note(issue, lambda width: (self.size, self._tokens, *width), given, given.shape[2:])
+        return issue(given)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Of ``[N, F]`` over the ranks, in place."""
+
+        def issue(tensor: Tensor) -> Tensor:
+            with self.waiting():
+                self._group.allreduce([tensor]).wait()
+            return tensor
+
+        self._note(issue, lambda width: (self._predictions, *width), tensor, tensor.shape[1:])
+        return issue(tensor)
+
+    def _note(
+        self,
+        issue: Callable[[Tensor], Tensor],
+        shape: Callable[[torch.Size], tuple[int, ...]],
+        like: Tensor,
+        width: torch.Size,
+    ) -> None:
+        zeros = partial(torch.zeros, dtype=like.dtype, device=like.device)
+        self.issued.append(lambda: issue(zeros(shape(width))))
+
+
+class Ulysses:
+    """An ``AttentionContext`` for a part's tokens, around one that sees all tokens of some heads."""
+
+    def __init__(self, group: SequenceGroup, inner: AttentionContext) -> None:
+        self.group, self.inner = group, inner
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """As ``AttentionContext.attend``, on ``t`` tokens. Key/value heads that ranks have to share are repeated."""
+        size, heads = self.group.size, key.shape[1]
+        copies = lcm(heads, size) // heads
+        key, value = (t.unsqueeze(2).expand(-1, -1, copies, -1).flatten(1, 2) for t in (key, value))
+        by_rank = [t.unflatten(1, (size, -1)) for t in (query, key, value)]  # each [t, s, heads of a rank, D]
+        received = self._exchanged(torch.cat(by_rank, 2))  # [t, s, ...]: token i of rank j is token i * s + j
+        q, k, v = received.flatten(0, 1).split([t.shape[2] for t in by_rank], 1)
+        out = self.inner.attend(layer, q, k, v, rule)  # [T, H / s, D]
+        return self._exchanged(out.unflatten(0, (-1, size))).flatten(1, 2)
+
+    def _exchanged(self, by_rank: Tensor) -> Tensor:
+        """``[t, s, ...]``: what is for each rank, to what is from each."""
+        return cast(Tensor, _Exchange.apply(by_rank.transpose(0, 1), self.group)).transpose(0, 1)
+
+
+class _Exchange(torch.autograd.Function):
+    """The gradient of what was sent comes back by the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, group: SequenceGroup) -> Tensor:
+        ctx.group = group
+        return group.exchange(given.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return cast(SequenceGroup, ctx.group).exchange(grad.contiguous()), None
+
+
+class _Gather(torch.autograd.Function):
+    """``own [n, F]`` of each rank to ``[N, F]`` on all; the gradient stays with the owner."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, places: Tensor, total: int, group: SequenceGroup) -> Tensor:
+        ctx.save_for_backward(places)
+        return group.sum(own.new_zeros(total, own.shape[1]).index_copy_(0, places, own))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.index_select(0, cast("tuple[Tensor, ...]", ctx.saved_tensors)[0]), None, None, None
