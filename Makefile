@@ -23,7 +23,7 @@ demo: $(INSTALLED)
 	$(RUN)/tunesmith demo
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m slow --durations 25

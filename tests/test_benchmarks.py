@@ -222,6 +222,7 @@ def test_the_weight_planes_figures() -> None:
     assert table == sync.table(json.loads(sync.RESULTS.with_name(name).read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_weights_reach_another_process_and_are_timed(tmp_path: Path) -> None:
     import asyncio
 

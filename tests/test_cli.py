@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 
+import commands
 from tunesmith.assembly.opening import RunResult
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.outcome import print_outcome
@@ -54,7 +55,7 @@ def tunesmith(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProces
     return ended, set(modules.split())
 
 
-HEAVY = {"torch", "transformers", "datasets", "tokenizers"}
+HEAVY = set(commands.HEAVY)
 
 
 def test_help_is_light(folder: Path) -> None:
@@ -62,10 +63,8 @@ def test_help_is_light(folder: Path) -> None:
     assert ended.returncode == 0
     assert all(command in ended.stdout for command in ("rl", "sft", "demo", "config"))
     assert not modules & {*HEAVY, "numpy", "pydantic", "rich"}
-    for command in ("rl", "sft", "demo", "config"):
-        ended, modules = tunesmith(folder, command, "--help")
-        assert ended.returncode == 0
-        assert not modules & HEAVY
+    for told in commands.tunesmith(folder, [[command, "--help"] for command in ("rl", "sft", "demo", "config")]):
+        assert told.code == 0 and "Usage" in told.shown and not told.loaded
 
 
 def test_version(folder: Path) -> None:
@@ -73,9 +72,9 @@ def test_version(folder: Path) -> None:
     assert ended.stdout.startswith("tunesmith ") and ended.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
+def test_a_bad_setting_ends_with_2_and_one_message_before_anything_loads(folder: Path) -> None:
+    (folder / "empty.jsonl").touch()
+    cases = [
         (["rl", "run.toml", "train.learning_rate=1"], "train.learning_rate is called train.lr here"),
         (["rl", "run.toml", "rollout.group_size=1"], "leaves nothing to compare"),
         (
@@ -87,25 +86,18 @@ def test_version(folder: Path) -> None:
         (["rl", "gone.toml"], "run file gone.toml does not exist"),
         (["sft", "run.toml"], "[reward] has no meaning in a run file of tunesmith sft"),
         (["config", "run.toml", "train.lr=fast"], 'train.lr is "fast"; it must be a number above 0'),
-    ],
-)
-def test_a_bad_setting_ends_with_2_and_one_message_before_anything_loads(
-    folder: Path, arguments: list[str], told: str
-) -> None:
-    (folder / "empty.jsonl").touch()
-    ended, modules = tunesmith(folder, *arguments)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: ") and told in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert not modules & HEAVY
+    ]
+    for (_, words), ended in zip(cases, commands.tunesmith(folder, [said for said, _ in cases]), strict=True):
+        assert ended.code == 2
+        assert ended.told.startswith("error: ") and words in ended.told
+        assert "Traceback" not in ended.told and not ended.loaded
     assert not (folder / "runs").exists(), "nothing is left behind"
 
 
 def test_unknown_commands_and_missing_arguments(folder: Path) -> None:
-    ended, _ = tunesmith(folder, "lr", "run.toml")
-    assert ended.returncode == 2 and "No such command" in ended.stderr
-    ended, _ = tunesmith(folder, "rl")
-    assert ended.returncode == 2 and "RUN.toml" in ended.stderr
+    unknown, missing = commands.tunesmith(folder, [["lr", "run.toml"], ["rl"]])
+    assert unknown.code == 2 and "No such command" in unknown.told
+    assert missing.code == 2 and "RUN.toml" in missing.told
 
 
 def test_config_shows_what_a_run_file_resolves_to(folder: Path) -> None:

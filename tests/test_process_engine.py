@@ -81,7 +81,13 @@ def test_new_weights_reach_the_worker(bench: Bench) -> None:
     bench.runner.run(run())
 
 
-@pytest.mark.parametrize(("how", "size"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 1)], ids=["killed", "hanging"])
+@pytest.mark.parametrize(
+    ("how", "size"),
+    [
+        pytest.param(signal.SIGKILL, 2, id="killed"),
+        pytest.param(signal.SIGSTOP, 1, id="hanging", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(bench: Bench, how: signal.Signals, size: int) -> None:
     async def run() -> None:
         engine = bench.another(bench.gloo() if size > 1 else file_plane(bench.named), size=size)
@@ -246,6 +252,7 @@ def test_engines_that_cannot_be_are_refused(tmp_path: Path, settings: dict[str, 
         assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
 
 
+@pytest.mark.slow
 def test_weights_of_a_killed_trainer_do_not_stay_in_memory(tmp_path: Path) -> None:
     """The worker sees its input end, and clears away what it was sent."""
     model = save_model(tmp_path / "model")
