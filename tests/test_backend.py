@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from tiny import save_model
 from training import whole
+from tunesmith.backends.loss_scale import FIRST, GROWS_AFTER, LEAST, LossScale
 from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer, learning_rate
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.data.forest import Forest, Packing, Predictions
@@ -254,7 +255,7 @@ def test_backend_version_counts_steps_and_a_step_lowers_the_loss(models: dict[st
 
 
 @pytest.mark.parametrize("model", ["llama", "tied"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_saved_and_loaded_it_continues_bit_by_bit(
     models: dict[str, Path], tmp_path: Path, model: str, dtype: torch.dtype
 ) -> None:
@@ -324,6 +325,57 @@ def test_resumed_in_another_precision_nothing_learned_is_lost(
     exact = before.optimizer.masters["lm_head.weight"]
     if now is torch.float32:
         assert after.optimizer.masters["lm_head.weight"].equal(exact)
+
+
+def test_small_gradients_survive_float16(models: dict[str, Path]) -> None:
+    """Gradients of a hundred-thousandth of the loss are below float16's smallest number unless the loss is scaled."""
+
+    def small(forest: Forest, predictions: Predictions) -> tuple[Tensor, dict[str, Tensor]]:
+        return 1e-5 * nll(forest, predictions)[0], {}
+
+    def gradient(dtype: torch.dtype, scaled: bool = True) -> Tensor:
+        backend = backend_of(models["llama"], dtype)
+        if not scaled:
+            backend.optimizer.loss_scale = None
+        backend.forward_backward(packing(0), small)
+        factor = backend.optimizer.loss_scale.factor if backend.optimizer.loss_scale else 1.0
+        grads = [m.grad.flatten() / factor for m in backend.optimizer.masters.values() if m.grad is not None]
+        return torch.cat(grads)
+
+    exact = gradient(torch.float32)
+    assert (gradient(torch.float16) - exact).norm() < 0.01 * exact.norm()
+    assert (gradient(torch.float16, scaled=False) - exact).norm() > 0.05 * exact.norm()
+
+
+def test_a_step_that_overflows_is_dropped_and_halves_the_factor(models: dict[str, Path], tmp_path: Path) -> None:
+    backend = backend_of(models["llama"], torch.float16)
+    scale = backend.optimizer.loss_scale
+    assert scale is not None
+    scale.factor = 2.0**40
+    before = {name: weight.detach().clone() for name, weight in backend.optimizer.masters.items()}
+    loss = backend.forward_backward(packing(0), nll)["loss"]
+    assert loss < 20, "the loss that is reported is not scaled"
+    metrics = backend.step(0.01)
+    assert metrics["skipped_steps"] == 1 and metrics["loss_scale"] == 2.0**40 and scale.factor == 2.0**39
+    assert all(weight.equal(before[name]) for name, weight in backend.optimizer.masters.items())
+    scale.factor = 2.0**10
+    train(backend, range(2))
+    backend.save(tmp_path)
+    resumed = backend_of(models["llama"], torch.float16)
+    resumed.load(tmp_path)
+    found = resumed.optimizer.loss_scale
+    assert found is not None and (found.factor, found.steps) == (2.0**10, 2)
+    backend_of(models["llama"], torch.bfloat16).load(tmp_path)  # which has no use for it
+
+
+def test_the_factor_grows_after_enough_steps() -> None:
+    scale = LossScale()
+    for _ in range(GROWS_AFTER):
+        scale.update(True)
+    assert (scale.factor, scale.steps) == (2 * FIRST, 0)
+    for _ in range(40):
+        scale.update(False)
+    assert scale.factor == LEAST
 
 
 def test_another_models_checkpoint_is_refused_by_tensor(models: dict[str, Path], tmp_path: Path) -> None:

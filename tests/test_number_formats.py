@@ -42,14 +42,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_model(path, hidden_size=64, intermediate_size=128, initializer_range=0.1)
 
 
-def test_a_gpu_without_bfloat16_samples_in_float16_and_trains_in_float32() -> None:
+def test_a_gpu_without_bfloat16_computes_in_float16() -> None:
     machine = facts(hardware=replace(CPU, gpus=(OLD,)))
     assert resolve(load_config(GenerateConfig, None, BASE[:2]), machine).config.model.dtype == "float16"
     for kind, said in ((RLConfig, BASE), (RFTConfig, BASE), (SFTConfig, BASE[:2])):
         found: Any = resolve(load_config(kind, None, said), machine)
-        assert found.config.model.dtype == "float32"
-        with pytest.raises(ConfigError, match=r"model\.dtype = .float16."):
-            resolve(load_config(kind, None, [*said, "model.dtype=float16"]), machine)
+        assert found.config.model.dtype == "float16"
 
 
 def test_products_in_float32_take_tf32_on_gpus_only(directory: Path) -> None:

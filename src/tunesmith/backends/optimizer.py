@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tunesmith.backends.loss_scale import LossScale
 from tunesmith.backends.masters import Master
 from tunesmith.backends.muon import ShardedMuon, hidden_matrices, options_of
 from tunesmith.config.optimizer import Muon
@@ -61,6 +62,7 @@ class MasterOptimizer:
         self._optimizers: list[torch.optim.Optimizer] = [self.adamw]
         if settings.muon:
             self._optimizers.append(_muon([own[name] for name in sorted(hidden)], settings.muon, settings.weight_decay))
+        self.loss_scale: LossScale | None = None
         self._of = {p: o for o in self._optimizers for group in o.param_groups for p in group["params"]}
 
     def join(self, waiting: Callable[[], Any]) -> None:
@@ -78,6 +80,16 @@ class MasterOptimizer:
         for master in self._all.values():
             master.take_gradient()
 
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch's loss, scaled where the model computes in float16."""
+        scaled = loss if self.loss_scale is None else loss * self.loss_scale.factor
+        scaled.backward()  # pyright: ignore[reportUnknownMemberType]
+
+    def _unscale(self) -> None:
+        if self.loss_scale is not None:
+            grads = [m.grad for m in self.masters.values() if m.grad is not None]
+            torch._foreach_mul_(grads, 1 / self.loss_scale.factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
     @torch.no_grad()
     def step(self, lr: float, over_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
         """Clip, step, round into the parameters, clear gradients.
@@ -87,6 +99,7 @@ class MasterOptimizer:
         Args:
             over_ranks: sums a number over the ranks that shard the parameters.
         """
+        self._unscale()
         norm = self._norm(over_ranks)
         finite = bool(torch.isfinite(norm))
         if finite:
@@ -99,7 +112,11 @@ class MasterOptimizer:
             for master in self._all.values():
                 master.publish()
         self.zero_grad()
-        return {"grad_norm": float(norm), "skipped_steps": float(not finite)}
+        metrics = {"grad_norm": float(norm), "skipped_steps": float(not finite)}
+        if self.loss_scale is not None:
+            metrics["loss_scale"] = self.loss_scale.factor
+            self.loss_scale.update(finite)
+        return metrics
 
     def _norm(self, over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
         """Of the whole gradient, also where each rank has a part of it."""

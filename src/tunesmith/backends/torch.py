@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.base import Metrics, Quantity
+from tunesmith.backends.loss_scale import LossScale
 from tunesmith.backends.memory import memory_boundary
 from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
 from tunesmith.backends.passes import Passes, Sums
@@ -32,6 +33,7 @@ from tunesmith.plan.cost import CostModel
 MODEL_DIRECTORY = "model"
 AVERAGE_DIRECTORY, REFERENCE_DIRECTORY = "ema", "reference"
 HEAD_FILE = "value_head.safetensors"
+LOSS_SCALE = "scale:loss"
 RANDOM_FILE = "random-{rank:05d}.safetensors"
 """Random state of each rank but the first, whose state is with the optimizer's."""
 
@@ -71,6 +73,8 @@ class TorchBackend(Generic[M]):
         self.reference_passes = None if reference is None else Passes(reference, predict)
         self.value_head, self.ema_decay = value_head, ema_decay
         self.optimizer = MasterOptimizer(model.module, settings, value_head, head_lr_ratio)
+        if model.dtype == torch.float16:
+            self.optimizer.loss_scale = LossScale()
         masters = self.optimizer.masters if ema_decay is not None else {}
         self.ema = {name: m.detach().clone() for name, m in masters.items()}
         self.group: RankGroup | None = None
@@ -135,7 +139,7 @@ class TorchBackend(Generic[M]):
         for forest in self.passes.over(packing, set_gradient_sync):
             with self.passes.attempt("a micro-batch", forest):
                 loss, metrics = objective(forest, self.passes.predict(forest))
-                loss.backward()  # pyright: ignore[reportUnknownMemberType]
+                self.optimizer.backward(loss)
                 sums.add({"loss": loss, **metrics})
             loss = metrics = None  # with the graph, before the next one grows, also where this one failed
         return sums.read()
@@ -269,6 +273,8 @@ class TorchBackend(Generic[M]):
             tensors = {key: tensors[key] for key in sharded}
         else:
             tensors |= self._random_state()
+            if self.optimizer.loss_scale is not None:
+                tensors[LOSS_SCALE] = self.optimizer.loss_scale.state()
         if tensors and first_copy:
             write_state(directory, tensors, sharded, self._optimizer_steps, rank)
 
@@ -286,6 +292,9 @@ class TorchBackend(Generic[M]):
         self._load_random_state(
             directory, {key: tensors.pop(key) for key in list(tensors) if key.startswith("random:")}
         )
+        scale = tensors.pop(LOSS_SCALE, None)
+        if scale is not None and self.optimizer.loss_scale is not None:
+            self.optimizer.loss_scale.load(scale)
         averages = {key.split(":", 1)[1]: tensors.pop(key) for key in list(tensors) if key.startswith("ema:")}
         self._check_names(directory, {key.split(":", 1)[1] for key in tensors})
         if missing := self.ema.keys() - averages.keys():

@@ -37,7 +37,7 @@ class ModelSection(Section):
     path: str
     """A directory or a hub name, in Hugging Face format."""
     dtype: Literal["float32", "bfloat16", "float16"] = derived()
-    """Of computation. With bfloat16 the optimizer keeps float32 master weights. float16 is for batch inference only."""
+    """Of computation. With 16 bits the optimizer keeps float32 master weights; with float16 the loss is scaled, too."""
     trust_remote_code: bool = False
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own template."""

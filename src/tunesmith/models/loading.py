@@ -120,7 +120,7 @@ def load_module(
     if sharding is None:
         module = read()
     else:
-        stored = torch.float32 if trains and dtype == torch.bfloat16 else dtype
+        stored = torch.float32 if trains and dtype.itemsize == 2 else dtype
         with boundary(ModelError, f"cannot shard model '{path}'", ANY_ERROR):
             module = _without_weights(path, partial(auto.from_config, dtype=stored, **options), trains=trains)
         sharding.shard(module, dtype, torch.device(device))

@@ -81,7 +81,7 @@ class Sharding:
         module.tie_weights()
         module.config.dtype = dtype
         trains = any(p.requires_grad for p in module.parameters())
-        narrow = dtype == torch.bfloat16
+        narrow = dtype.itemsize == 2
         policy = MixedPrecisionPolicy(
             param_dtype=dtype if trains and narrow else None,
             reduce_dtype=torch.float32 if narrow else None,

@@ -71,8 +71,9 @@ def derive_system(filling: Filling, facts: Facts) -> None:
     name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
     if native:
         filling.fill("model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32")
-    elif here and not filling.config.trains:
-        filling.fill("model.dtype", "float16", f"{name} does not compute bfloat16 natively")
+    elif here:
+        scaled = "; the loss is scaled, and master weights stay float32" if filling.config.trains else ""
+        filling.fill("model.dtype", "float16", f"{name} does not compute bfloat16 natively{scaled}")
     filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
     if filling.config.trains:
         _derive_shards(filling, facts)

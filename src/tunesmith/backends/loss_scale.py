@@ -1,0 +1,35 @@
+"""Loss scaling for float16, whose smallest number is 6e-8: gradients are computed of a multiple of the loss.
+
+As in "Mixed Precision Training" (arXiv:1710.03740, section 3.2) and PyTorch's ``GradScaler``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FIRST = 2.0**16
+LEAST = 1.0
+GROWS_AFTER = 2000
+"""Steps in a row without overflow, after which the factor doubles."""
+
+
+class LossScale:
+    """The factor of the loss. It halves when a gradient overflows, and that optimizer step is dropped."""
+
+    def __init__(self) -> None:
+        self.factor, self.steps = FIRST, 0
+
+    def update(self, finite: bool) -> None:
+        """After an optimizer step, or a dropped one."""
+        self.steps = self.steps + 1 if finite else 0
+        if not finite:
+            self.factor = max(LEAST, self.factor / 2)
+        elif self.steps == GROWS_AFTER:
+            self.factor, self.steps = self.factor * 2, 0
+
+    def state(self) -> Tensor:
+        return torch.tensor([self.factor, self.steps], dtype=torch.float64)
+
+    def load(self, state: Tensor) -> None:
+        self.factor, self.steps = float(state[0]), int(state[1])
