@@ -33,8 +33,6 @@ GPUS = {
     "H200": 149e9,
 }
 """Bytes that are free before a run."""
-FLOAT32 = ("T4",)
-"""They do not compute bfloat16."""
 LIBRARIES = 10**9
 """What CUDA and its libraries take of a GPU."""
 
@@ -53,4 +51,4 @@ def rows() -> list[tuple[str, ...]]:
 
 
 def fits(model: ModelFacts, layout: Layout, gpu: str) -> bool:
-    return needed(model, replace(layout, bytes_per_number=4) if gpu in FLOAT32 else layout) <= GPUS[gpu]
+    return needed(model, layout) <= GPUS[gpu]

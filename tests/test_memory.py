@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hardware_table import FLOAT32, GPUS, MODELS, TOKENS, WAYS, fits, needed
+from hardware_table import GPUS, MODELS, TOKENS, WAYS, fits, needed
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings
 from tunesmith import assembly
@@ -284,13 +284,12 @@ def test_the_table_of_gpus_agrees_with_what_a_run_is_refused_for(monkeypatch: py
     monkeypatch.setattr("tunesmith.plan.checks.find_spec", lambda _: object())
     ways = {"full": [], "LoRA": ["lora.rank=16"], "QLoRA (nf4)": ["lora.rank=16", "model.quantize=nf4"]}
     for gpu, memory in GPUS.items():
-        card = Gpu(gpu, int(memory), int(memory), (7, 5) if gpu in FLOAT32 else (9, 0))
+        card = Gpu(gpu, int(memory), int(memory), (7, 5) if gpu == "T4" else (9, 0))
         for model in MODELS.values():
             for way, said in ways.items():
                 facts = on(card, model, longest=TOKENS)
                 if fits(model, WAYS[way], gpu):
-                    assert resolved(SFTConfig, facts, *said).model.dtype == (
-                        "float32" if gpu in FLOAT32 else "bfloat16"
-                    )
+                    dtype = "float16" if gpu == "T4" else "bfloat16"
+                    assert resolved(SFTConfig, facts, *said).model.dtype == dtype
                 elif way == "full" and needed(model, WAYS[way]) > 1.5 * memory:
                     assert "does not fit" in refusal(SFTConfig, facts, *said)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, cast
 
@@ -112,7 +113,8 @@ class CudaFlash:
     @staticmethod
     def supports(query: Tensor, rule: AttentionRule) -> bool:
         dim, fits = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-        return query.is_cuda and fits and dim % 8 == 0 and dim <= 256 and rule.softcap is None
+        fits = fits and dim % 8 == 0 and dim <= 256 and rule.softcap is None
+        return query.is_cuda and fits and _has_kernel(query.device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         calls = self.calls
@@ -121,6 +123,12 @@ class CudaFlash:
                 self.windowed[rule.window] = _Call.in_window(self.segments, self.own, rule.window, self.device)
             calls = [self.windowed[rule.window]]
         return cast(Tensor, _Varlen.apply(calls, query, key, value, rule.scale))
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    """The kernel needs Ampere or later; where no GPU is, its operations are only counted."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _rows(t: Tensor, at: Tensor | None) -> Tensor:
