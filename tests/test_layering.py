@@ -27,6 +27,7 @@ FLOORS = {
     "algorithms": 1,
     "data": 1,
     "plan": 1,
+    "migrate": 1,
     "usercode": 1,
     "distributed": 1,
     "doctor": 1,

@@ -28,6 +28,9 @@ class UserError(TunesmithError, ValueError):
 class ConfigError(UserError):
     """A setting is unknown, of the wrong type or at odds with another; or several are, with a text each."""
 
+    keys: tuple[str, ...] = ()
+    """The settings at fault, if these are known one by one."""
+
     def __str__(self) -> str:
         if len(self.args) < 2:
             return super().__str__()

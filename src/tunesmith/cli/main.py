@@ -19,6 +19,7 @@ from tunesmith.cli.guard import guarded
 from tunesmith.cli.init import init
 from tunesmith.cli.launch import launch
 from tunesmith.cli.merge import merge
+from tunesmith.cli.migrate import migrate
 from tunesmith.cli.plan import plan
 from tunesmith.cli.reference import keys, models, presets
 from tunesmith.cli.rft import rft
@@ -37,8 +38,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS: list[Callable[..., None]] = [
-    demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, keys, explain, presets,
-    models, serve_reward, launch, check, doctor,
+    demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, keys, explain, migrate,
+    presets, models, serve_reward, launch, check, doctor,
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:

@@ -43,6 +43,14 @@ class Meaning:
     value: str = ""
     inverted: bool = False
     why: str = ""
+    convert: str = ""
+    """The conversion of ``tunesmith.migrate`` that does what ``how`` says."""
+    commands: str = ""
+    """Only in run files of these commands; of all, if empty."""
+    derived: bool = False
+    """What the setting was for is derived here, so that leaving it out changes nothing."""
+    effect: str = ""
+    """What is learned differently without it; nothing, if empty."""
     fallback: bool = False
     """Only if no other name fits: a family of names most of which have their own entries."""
 
@@ -59,8 +67,10 @@ def _meaning(entry: Mapping[str, Any], keys: str = "") -> Meaning:
     return Meaning(names, tuple(keys.split()), **{key: value for key, value in entry.items() if key not in names})
 
 
-def meanings_of(name: str) -> tuple[str, list[Meaning]]:
+def meanings_of(name: str, frameworks: tuple[str, ...] = ()) -> tuple[str, list[Meaning]]:
     """What a flag, a key or a dotted path may mean, and the known name that it ends with.
+
+    With ``frameworks``, it is a name of one of these.
 
     The longest known end of the path decides: ``critic.optim.lr`` before ``optim.lr``. Several meanings come from
     several frameworks or commands.
@@ -72,7 +82,7 @@ def meanings_of(name: str) -> tuple[str, list[Meaning]]:
     """
     parts = spelled(name).split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
-    for exact, patterns in _index():
+    for exact, patterns in _index(frameworks):
         for end in ends:
             if end in exact:
                 return end, exact[end]
@@ -112,15 +122,16 @@ def foreign_values() -> Mapping[str, Mapping[str, str]]:
 
 
 @cache
-def _index() -> tuple[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]], ...]:
+def _index(frameworks: tuple[str, ...]) -> tuple[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]], ...]:
     """Meanings by exact name and by name with a ``*``; then those to fall back on."""
+    wanted = frameworks or (*FRAMEWORKS, EARLIER)
     levels: list[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]]] = []
     for fallback in (False, True):
         exact: dict[str, list[Meaning]] = {}
         patterns: dict[str, list[Meaning]] = {}
         for meaning in meanings():
             if meaning.fallback == fallback:
-                for name in {spelled(name) for names in meaning.names.values() for name in names}:
+                for name in {spelled(name) for of, names in meaning.names.items() if of in wanted for name in names}:
                     (patterns if "*" in name else exact).setdefault(name, []).append(meaning)
         levels.append((exact, patterns))
     return tuple(levels)

@@ -34,7 +34,7 @@ C = TypeVar("C", bound=RunConfig)
 Tree = dict[str, Any]
 
 
-def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ()) -> C:
+def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = (), *, files: bool = True) -> C:
     """Read, override and check a run file; refuse it with every problem listed.
 
     Relative paths of existing files (model, data, rewards, chat template, checkpoint) are looked up in the run file's
@@ -46,6 +46,7 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
         kind: the command's, such as ``RLConfig``.
         path: the TOML file; None for a configuration of overrides only.
         overrides: ``section.key=value``, the value in TOML; what is not valid TOML is taken as text.
+        files: look for the files that it names; without, their paths stay as they are.
 
     Raises:
         ConfigError: naming file, line and key of each problem, and what is valid.
@@ -54,7 +55,8 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = ())
     problems = [*origins.problems, *shape_problems(kind, data)]
     if any(len(problem.path) >= DEEPEST for problem in problems):
         raise_problems(problems, origins)
-    problems += locate_files(data, path.parent if path else None, origins.is_override)
+    if files:
+        problems += locate_files(data, path.parent if path else None, origins.is_override)
     config: C | None = None
     try:
         # JSON mode, because it is strict about types and still takes lists for tuples and text for paths.

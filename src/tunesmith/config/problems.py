@@ -58,6 +58,7 @@ def raise_problems(problems: Sequence[Problem], origins: Origins) -> NoReturn:
     """One ``ConfigError`` for all, in the order of the file, overrides last."""
     error = ConfigError(_listed(problems, origins))
     error.places_known = True
+    error.keys = tuple(dotted(problem.path) for problem in problems)
     raise error
 
 

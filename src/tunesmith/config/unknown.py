@@ -50,6 +50,7 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     if name in keys:
         return Equivalent((name,))
     spelling, known = meanings_of(name)
+    known = [m for m in known if not m.commands or kind is None or kind.command in m.commands.split()]
     here = tuple(m for m in known if any(key in keys for key in m.keys))
     ours = tuple(dict.fromkeys(key for m in here for key in m.keys if key in keys))
     same = [key for key in keys if key.rpartition(".")[2] == last]

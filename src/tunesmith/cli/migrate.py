@@ -1,0 +1,78 @@
+"""``tunesmith migrate``: a run file from another framework's script or configuration."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tunesmith.errors import ConfigError, StorageError, boundary
+
+
+def migrate(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A launch script, a Python script, a notebook, YAML or JSON.", show_default=False
+        ),
+    ],
+    variables: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME=value]...", help="Values of shell variables.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The run file to write; left out, it is printed.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Over how many devices the batch was spread, if the source does not say.")
+    ] = None,
+    which: Annotated[int, typer.Option(min=1, help="Which program, if the source starts several.")] = 1,
+) -> None:
+    """Write the run file of an OpenRLHF, verl, TRL, transformers, DeepSpeed, accelerate or StateSet Agents source.
+
+    Nothing of the source is run, and every setting in it is accounted for.
+
+    Example: tunesmith migrate train_ppo.sh -o run.toml
+    """
+    from dataclasses import replace
+
+    from tunesmith.migrate.convert import convert
+    from tunesmith.migrate.read import read_source
+    from tunesmith.migrate.settle import settle
+    from tunesmith.migrate.write import account, run_file
+
+    if output is not None and output.exists():
+        raise ConfigError(f"{output} exists; remove it, or name another file")
+    launches = read_source(source, dict(_assignment(text) for text in variables or ()))
+    if which > len(launches):
+        raise ConfigError(f"--which {which}: {source} starts {len(launches)} programs")
+    launch = launches[which - 1]
+    if devices is not None:
+        launch = replace(launch, devices=devices)
+    migration = convert(launch)
+    problems = settle(migration)
+    text = run_file(migration, str(source))
+    if output is not None:
+        with boundary(StorageError, f"cannot write {output}", OSError):
+            output.write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
+    report = sys.stdout if output is not None else sys.stderr
+    for line in account(migration):
+        print(line, file=report)
+    for note in launch.notes:
+        print(f"note: {note}", file=report)
+    if len(launches) > 1:
+        programs = ", ".join(f"{number} {launch.program}" for number, launch in enumerate(launches, 1))
+        print(f"note: the source starts several programs (--which): {programs}", file=report)
+    for problem in problems:
+        print(f"still to do: {problem}", file=report)
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ConfigError(f"'{text}' is not NAME=value, the value of a shell variable of the source")
+    return name, value

@@ -1,0 +1,236 @@
+"""Batch sizes, lengths of training and devices: several numbers there are one number here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tunesmith.migrate.given import Given
+from tunesmith.migrate.there import OFF, Dropped, There, Value
+
+Result = Sequence[Value] | Dropped
+
+
+def _devices(there: There) -> tuple[int, str]:
+    """How many devices share a batch, and that in words."""
+    count = there.launch.devices
+    return (1, "1 device, as none are named (--devices)") if count is None else (count, f"{count} devices")
+
+
+def parts(given: Given, there: There) -> Result:
+    """Size per device × accumulation × devices; in RL also how many prompts a step has."""
+    names = ("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
+    if given.value == "auto" or (there.framework in ("accelerate", "deepspeed") and not there.given(*names)):
+        return Dropped("it is one factor of train.batch_size, and the others are not here", off=True)
+    each, steps = there.number(*names), there.number("gradient_accumulation_steps")
+    devices, words = _devices(there)
+    batch, how = each * steps * devices, f"{each} × {steps} × {words}"
+    if not there.rl:
+        return [Value("train.batch_size", batch, how)]
+    if there.given("num_ppo_epochs") or "PPO" in there.launch.program or "ppo" in there.launch.program:
+        minis = there.number("num_mini_batches")
+        return [
+            Value("rollout.prompts_per_step", batch, how),
+            Value("train.batch_size", max(batch // minis, 1), f"{how} / {minis} mini-batches"),
+        ]
+    group = there.number("num_generations", default=8)
+    generated = there.number(
+        "generation_batch_size", default=each * devices * there.number("steps_per_generation", default=steps)
+    )
+    if generated % group or generated < group:
+        return Dropped(
+            f"{how} = {batch} completions are not whole groups of {group}: give the number of devices (--devices), or "
+            "set rollout.prompts_per_step and train.batch_size"
+        )
+    prompts = f"{generated} completions / {group} per prompt"
+    return [Value("rollout.prompts_per_step", generated // group, prompts), Value("train.batch_size", batch, how)]
+
+
+def mini_batch(given: Given, there: There) -> Result:
+    """verl's ``ppo_mini_batch_size`` counts prompts."""
+    if "critic" in given.name:
+        return Dropped("the critic's batch is the policy's here", off=True)
+    group, prompts = there.number("rollout.n"), there.number("data.train_batch_size", "train_batch_size", default=1024)
+    if not isinstance(given.value, int):
+        return OFF
+    used = min(given.value, prompts)
+    return [Value("train.batch_size", used * group, f"{used} prompts × {group} completions")]
+
+
+def prompts(given: Given, there: There) -> Result:
+    """verl's ``data.train_batch_size``: prompts in RL, samples in supervised training; 0 where it plays ahead."""
+    if given.value == 0 and there.rl and there.framework == "verl":
+        each, batches = there.number("ppo_mini_batch_size", default=256), there.number("async_training.require_batches")
+        return [Value("rollout.prompts_per_step", each * batches, f"{each} prompts × {batches} mini-batches")]
+    if not isinstance(given.value, int) or given.value < 1:
+        return Dropped("prompts are counted by another setting there", off=True)
+    return [Value("rollout.prompts_per_step" if there.rl else "train.batch_size", given.value)]
+
+
+def passes(given: Given, there: There) -> Result:
+    """OpenRLHF's ``max_epochs``."""
+    return [Value("train.passes_per_batch" if there.rl else "train.epochs", given.value)]
+
+
+def epochs(given: Given, there: There) -> Result:
+    steps = there.number("max_steps", "total_training_steps", default=0)
+    if steps or there.given("total_episodes") or there.number("rollout.total_rollout_steps", default=0):
+        return Dropped("the number of steps is given as well, and wins", off=True)
+    return [Value("train.epochs", given.value)] if isinstance(given.value, int | float) and given.value > 0 else OFF
+
+
+def steps(given: Given, there: There) -> Result:
+    """In RL, TRL counts optimizer steps and a run file rollout batches."""
+    count = given.value
+    if not isinstance(count, int | float) or count <= 0:
+        return OFF
+    if there.rl and there.framework == "trl":
+        accumulated = there.number("gradient_accumulation_steps")
+        each = max(
+            there.number("steps_per_generation", default=accumulated) * there.number("num_iterations") // accumulated, 1
+        )
+        return [Value("train.steps", max(int(count) // each, 1), f"{count} optimizer steps / {each} per rollout batch")]
+    return [Value("train.steps", int(count))]
+
+
+def ahead_steps(given: Given, there: There) -> Result:
+    """verl's ``rollout.total_rollout_steps``, in prompts."""
+    each = there.number("ppo_mini_batch_size", default=256) * there.number("async_training.require_batches")
+    if not isinstance(given.value, int) or given.value < 1:
+        return OFF
+    return [Value("train.steps", max(given.value // each, 1), f"{given.value} prompts / {each} per step")]
+
+
+def mode(given: Given, _there: There) -> Result:
+    """TRL's ``vllm_mode``."""
+    if given.value == "server":
+        return [Value("system.engine_process", True)]
+    return Dropped("the engine is in the process of the run by itself", derived=True)
+
+
+def episodes(given: Given, there: There) -> Result:
+    devices, words = _devices(there)
+    batch = there.number("per_device_train_batch_size") * there.number("gradient_accumulation_steps") * devices
+    if not isinstance(given.value, int) or given.value < 1:
+        return OFF
+    return [Value("train.steps", max(given.value // batch, 1), f"{given.value} episodes / {batch} per step ({words})")]
+
+
+def length(given: Given, there: There) -> Result:
+    """OpenRLHF's ``max_len``: in RL, prompt and completion together."""
+    if not there.rl:
+        return [Value("data.max_tokens", given.value)]
+    new = there.number("rollout.max_new_tokens", "generate_max_len", default=0)
+    total = given.value
+    if not isinstance(total, int) or there.given("prompt_max_len"):
+        return Dropped("the prompt's limit is given as well", off=True)
+    if new and total > new:
+        return [Value("data.max_prompt_tokens", total - new, f"{total} − {new} new tokens")]
+    return [
+        Value("data.max_prompt_tokens", total // 2, f"half of {total}"),
+        Value("rollout.max_new_tokens", total // 2, f"half of {total}"),
+    ]
+
+
+def ranks(given: Given, there: There) -> Result:
+    """Processes of the trainer: for supervised training the devices of the launch, on one machine."""
+    count = given.value if isinstance(given.value, int) and not isinstance(given.value, bool) else 0
+    if there.rl:
+        return Dropped(
+            f"{given.value} GPUs there; which of yours train and which sample: system.trainer_ranks, system.engines"
+        )
+    nodes = there.number("trainer.nnodes", "nnodes", "num_machines", "num_nodes")
+    if nodes > 1:
+        return Dropped(f'{nodes} machines: system.cluster = "ray" with system.trainer_ranks = {nodes * count}')
+    devices = there.launch.devices or count
+    return [Value("system.trainer_ranks", devices)] if devices > 1 else Dropped("1 is the default here too", off=True)
+
+
+def nodes(given: Given, _there: There) -> Result:
+    if given.value in (0, 1, None):
+        return Dropped("one machine is the default here too", off=True)
+    return Dropped(f'{given.value} machines: system.cluster = "ray", and tunesmith launch slurm writes the job')
+
+
+def zero_stage(given: Given, there: There) -> Result:
+    devices = there.launch.devices or 1
+    if not isinstance(given.value, int) or isinstance(given.value, bool) or not 0 <= given.value <= 3:
+        return OFF
+    if there.rl or devices < 2:
+        return Dropped(
+            f"sharding needs several ranks: with system.trainer_ranks also system.zero_stage = {given.value}"
+        )
+    return [Value("system.zero_stage", given.value)]
+
+
+def sequence(given: Given, there: There) -> Result:
+    """Ranks that share a sequence."""
+    size = given.value if isinstance(given.value, int) and not isinstance(given.value, bool) else 1
+    if size < 2:
+        return Dropped("each rank has its own sequences here too", off=True)
+    if there.rl or (there.launch.devices or 1) % size:
+        return Dropped(f"with system.trainer_ranks also system.sequence_parallel.size = {size}")
+    return [Value("system.sequence_parallel.size", size)]
+
+
+def engine(given: Given, _there: There) -> Result:
+    """OpenRLHF's ``vllm_num_engines`` and verl's ``rollout.name``."""
+    if isinstance(given.value, int):
+        if given.value < 1:
+            return OFF
+        several = (
+            [Value("system.engines", given.value), Value("system.engine_process", True)] if given.value > 1 else []
+        )
+        return [Value("system.engine", "vllm"), *several]
+    name = str(given.value)
+    if name == "sglang":
+        return Dropped(
+            "the run starts no SGLang; it samples with its own engine, or with servers by system.engine_urls"
+        )
+    return [Value("system.engine", name)] if name in ("vllm", "local") else Dropped(f"there is no engine {name} here")
+
+
+def of_vllm(key: str) -> Callable[[Given, There], Result]:
+    """A setting of vLLM, where it is what samples."""
+
+    def convert(given: Given, there: There) -> Result:
+        name = there.get("rollout.name", "use_vllm", "backend")
+        if "reward" in given.name or "teacher" in given.name:
+            return Dropped("a reward model and a teacher are scored by the trainer's code, which plans its own memory")
+        if given.value is None:
+            return OFF
+        if name in ("vllm", True) or there.number("vllm_num_engines", "vllm.num_engines", default=0) or name is None:
+            ranks = key.endswith("tensor_parallel_size") and isinstance(given.value, int) and given.value > 1
+            return [Value(key, given.value), *([Value("system.engine_process", True)] if ranks else [])]
+        return Dropped("vLLM does not sample", off=True)
+
+    return convert
+
+
+def ahead(given: Given, _there: There) -> Result:
+    """Asynchronous training is a bound on staleness."""
+    if given.value in (False, None, 0, "sync", "synchronous"):
+        return OFF
+    if given.value is True or not isinstance(given.value, int | float):
+        return [Value("rollout.max_staleness", 1), Value("system.engine_process", True)]
+    return [Value("rollout.max_staleness", max(int(given.value), 1)), Value("system.engine_process", True)]
+
+
+def queue(given: Given, there: There) -> Result:
+    """Batches that wait, in prompts."""
+    if not there.get("train.async_enable", "async_enable", "async_train") or not isinstance(given.value, int):
+        return Dropped("training is synchronous there", off=True)
+    size = there.number("rollout.batch_size", "rollout_batch_size", default=1024)
+    return [Value("rollout.queue_size", given.value * size, f"{given.value} batches × {size} prompts")]
+
+
+BATCHES: Mapping[str, Callable[[Given, There], Result]] = {
+    "parts": parts, "mini_batch": mini_batch, "prompts": prompts, "passes": passes, "epochs": epochs, "steps": steps,
+    "episodes": episodes, "ahead_steps": ahead_steps, "mode": mode, "sequence": sequence,
+    "length": length, "ranks": ranks, "nodes": nodes, "zero_stage": zero_stage, "engine": engine,
+    "ahead": ahead, "queue": queue, "memory_share": of_vllm("system.vllm.memory_share"),
+    "tensor_parallel": of_vllm("system.vllm.tensor_parallel_size"),
+    "max_model_len": of_vllm("system.vllm.max_model_len"),
+    "max_batched_tokens": of_vllm("system.vllm.max_batched_tokens"),
+    "chunked_prefill": of_vllm("system.vllm.chunked_prefill"),
+    "prefix_caching": of_vllm("system.vllm.prefix_caching"), "eager": of_vllm("system.vllm.eager"),
+}  # fmt: skip

@@ -1,0 +1,161 @@
+"""The launches in a shell script: OpenRLHF's and TRL's options, verl's Hydra overrides, and their launchers'."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunesmith.migrate.given import Given, Launch
+from tunesmith.migrate.programs import Program, find_program, parsed
+from tunesmith.migrate.python import read_python
+from tunesmith.migrate.shell import Word, read_script
+from tunesmith.migrate.trees import accelerate_settings, read_tree_file, tree_settings
+
+_LAUNCHERS = {"accelerate": "accelerate", "torchrun": "accelerate", "deepspeed": "accelerate", "ray": "openrlhf"}
+_DEVICES = ("num_processes", "nproc_per_node", "num_gpus")
+_NODES = ("nnodes", "num_nodes")
+_MENTIONS = re.compile(r"openrlhf\.cli\.|verl\.trainer|\btrl (sft|dpo|grpo|kto|reward|rloo)\b|trl/scripts/")
+
+
+def read_shell(text: str, variables: Mapping[str, str], folder: Path, line: int = 1) -> list[Launch]:
+    """Every program that a script starts and that trains or samples here.
+
+    Args:
+        variables: values for variables that the script does not set.
+        folder: where files that the script names are looked for, after the working directory.
+    """
+    script = read_script(text, variables, line)
+    launches: list[Launch] = []
+    for words in script.commands:
+        inner = [w for w in words if re.search(r"\s", w.text) and _MENTIONS.search(w.text)]
+        if inner and not _program(words):
+            known = {k: v for k, v in script.variables.items() if isinstance(v, str)}
+            for word in inner:
+                text = word.text.replace("\\'", "'").replace('\\"', '"')
+                launches += read_shell(text, known | dict(variables), folder, word.line)
+        elif found := _program(words):
+            launches += _launch(*found, words, folder)
+    return launches
+
+
+def _program(words: Sequence[Word]) -> tuple[int, str] | None:
+    """Where the options of a program begin, and what it is called."""
+    for at, word in enumerate(words):
+        text = word.text
+        following = words[at + 1].text if at + 1 < len(words) else ""
+        if text.rpartition("/")[2] == "trl" and find_program(f"trl:{following}"):
+            return at + 2, f"trl:{following}"
+        if "=" in text or text.startswith("-"):
+            continue
+        if text.endswith(".py") and (find_program(text) or at):
+            return at + 1, text
+        if re.fullmatch(r"(\w+\.)+\w+", text) and find_program(text) and not text.endswith((".json", ".txt")):
+            return at + 1, text
+    return None
+
+
+def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Iterator[Launch]:
+    """A launch; nothing for a program that does not train or sample."""
+    program = find_program(name)
+    before, after = words[: start - 1], words[start:]
+    if program is None:
+        file = next((f for f in (Path(name), folder / Path(name).name) if f.is_file()), None)
+        if file is None or file.stat().st_size > 2_000_000:
+            return
+        for launch in read_python(file.read_text(encoding="utf-8", errors="replace"), file.name):
+            own = tuple(options(after, launch.framework))
+            yield Launch(
+                launch.program,
+                launch.command,
+                launch.framework,
+                (*launch.settings, *own),
+                launch.defaults,
+                _devices(before),
+            )
+        return
+    if not program.command:
+        return
+    if program.framework == "verl":
+        settings, notes = _hydra(after, folder)
+    else:
+        settings, notes = list(options(after, program.framework)), []
+        settings, notes = _with_config(settings, program, folder)
+    launcher = list(_launcher(before, folder, program.framework))
+    yield Launch(
+        name, program.command, program.framework, (*launcher, *settings), program.defaults,
+        _devices(before, launcher), (*notes, *([program.missing] if program.missing else [])),
+    )  # fmt: skip
+
+
+def options(words: Sequence[Word], framework: str) -> Iterator[Given]:
+    """``--name value``, ``--name=value``, ``--flag`` and ``--name a b``; ``--no_name`` is a flag that is off."""
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not re.match(r"--?[A-Za-z]", word.text):
+            continue
+        name, equals, value = word.text.lstrip("-").partition("=")
+        values = [value] if equals else []
+        while not equals and at < len(words) and not re.match(r"--?[A-Za-z]", words[at].text):
+            values.append(words[at].text)
+            at += 1
+        text = " ".join([word.text, *([] if equals else values)])
+        is_off = name.startswith("no_") and framework in ("trl", "transformers") and not values
+        items = [parsed(v) for v in values]
+        result: Any = not is_off if not items else items[0] if len(items) == 1 else items
+        yield Given(name.removeprefix("no_") if is_off else name, result, word.line, framework, text)
+
+
+def _with_config(settings: list[Given], program: Program, folder: Path) -> tuple[list[Given], list[str]]:
+    """TRL's ``--config FILE``: its settings, under those of the command line."""
+    named = next((g for g in settings if g.name == "config"), None)
+    if named is None or program.framework != "trl":
+        return settings, []
+    rest = [g for g in settings if g is not named]
+    tree = read_tree_file(str(named.value), folder)
+    if tree is None:
+        return rest, [f"line {named.line}: {named.text} was not found; migrate it as well"]
+    return [*tree_settings(tree, program.framework), *rest], []
+
+
+def _hydra(words: Sequence[Word], folder: Path) -> tuple[list[Given], list[str]]:
+    """``key=value``, ``+key=value``, ``++key=value``; a file of ``--config-path`` and ``--config-name`` comes first."""
+    hydra = {g.name.replace("_", "-"): g for g in options([w for w in words if w.text.startswith("--")], "verl")}
+    path, file = (str(hydra[n].value) if n in hydra else "" for n in ("config-path", "config-name"))
+    settings, notes = list[Given](), list[str]()
+    if file:
+        tree = read_tree_file(f"{path}/{file.removesuffix('.yaml')}.yaml" if path else f"{file}.yaml", folder)
+        settings += tree_settings(tree, "verl") if tree else []
+        if tree is None:
+            notes.append(
+                f"line {hydra['config-name'].line}: the configuration {file} was not found; migrate it as well"
+            )
+    for word in words:
+        found = re.match(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", word.text, re.DOTALL)
+        if found and not word.text.startswith("-"):
+            settings.append(Given(found[1], parsed(found[2]), word.line, "verl", word.text))
+    return settings, notes
+
+
+def _launcher(words: Sequence[Word], folder: Path, framework: str) -> Iterator[Given]:
+    """The launcher's own options; those of accelerate's configuration file too."""
+    which = next((w.text.rpartition("/")[2] for w in words if w.text.rpartition("/")[2] in _LAUNCHERS), "")
+    if not which:
+        return
+    own = framework if _LAUNCHERS[which] == "openrlhf" else "accelerate"
+    for given in options([w for w in words if w.text not in ("-m", "--module", "--", "-i", "-u")], own):
+        if given.name == "config_file" and (tree := read_tree_file(str(given.value), folder)):
+            yield from accelerate_settings(tree, given.line)
+        else:
+            yield given
+
+
+def _devices(words: Sequence[Word], launcher: Sequence[Given] = ()) -> int | None:
+    """How many processes a launcher starts on all machines together."""
+    found = {g.name.replace("-", "_"): g.value for g in (*options(words, "accelerate"), *launcher)}
+    count = next((found[name] for name in _DEVICES if isinstance(found.get(name), int)), None)
+    nodes = next((found[name] for name in _NODES if isinstance(found.get(name), int)), 1)
+    return None if count is None else count * (1 if "num_processes" in found else nodes)

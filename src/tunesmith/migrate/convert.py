@@ -1,0 +1,166 @@
+"""From the settings of a launch to those of a run file, with an account of each."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tunesmith.config.foreign import Meaning, meanings_of, spelled, value_of
+from tunesmith.config.kinds import KINDS, all_keys
+from tunesmith.config.unknown import rule_of
+from tunesmith.migrate.given import UNKNOWN, Given, Launch
+from tunesmith.migrate.programs import find_program
+from tunesmith.migrate.there import ROLES, Dropped, NotKnownError, There, Value, family, is_off
+from tunesmith.migrate.values import CONVERSIONS
+
+Kind = Literal["mapped", "derived", "off", "by hand", "absent", "changes", "unknown", "replaced"]
+"""What became of a setting: it has a line; what it was for is derived here; it switched nothing on; a person must
+decide; there is no counterpart, without or with a change in what is learned; its name or its value is not known; a
+later line replaces it."""
+
+_OF_THE_POLICY = ("train.", "model.", "rollout.", "lora.", "system.gradient_checkpointing", "data.")
+"""Settings that only the policy has here; those of another model must not replace them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting that was found, and what became of it."""
+
+    given: Given
+    kind: Kind
+    text: str
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Entry:
+    """A line of the run file: the value, how it was computed, and from which settings; none are our own."""
+
+    value: Any
+    how: str = ""
+    of: list[Given] = field(default_factory=list[Given])
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Migration:
+    command: str
+    launch: Launch
+    entries: dict[str, Entry]
+    rows: list[Row]
+
+
+def convert(launch: Launch) -> Migration:
+    """Every setting of a launch, in order; then the program's defaults that decide what is learned."""
+    there = There(launch)
+    migration = Migration(launch.command, launch, {}, [])
+    program = find_program(launch.program)
+    for key, value in (program.extra if program else {}).items():
+        migration.entries[key] = Entry(value, note=f"as {launch.program}")
+    last = {spelled(given.name): given for given in launch.settings}
+    for given in launch.settings:
+        if last[spelled(given.name)] is not given:
+            text = f"replaced by line {last[spelled(given.name)].line}"
+            migration.rows.append(Row(given, "replaced", text))
+        else:
+            migration.rows.append(_account(given, there, migration))
+    for given in there.defaults():
+        _account(given, there, migration, is_default=True)
+    for key in [key for key, entry in migration.entries.items() if entry.value is False]:
+        for inner in [inner for inner in migration.entries if inner.startswith(f"{key}.")]:
+            del migration.entries[inner]  # a table that is off has no keys
+    return migration
+
+
+def _account(given: Given, there: There, migration: Migration, *, is_default: bool = False) -> Row:
+    """What becomes of one setting; its lines are added to the run file."""
+    if given.unknown:
+        keys = tuple(key for m in _meanings(given, there) for key in m.keys)[:1]
+        return Row(given, "unknown", f"the value is not known here: {given.unknown}", keys)
+    meanings = _meanings(given, there)
+    if not meanings:
+        return (
+            Row(given, "off", "it is off there")
+            if is_off(given.value)
+            else Row(given, "unknown", "this name is not known")
+        )
+    results = [_result(given, meaning, there) for meaning in meanings]
+    best = next((r for r in results if not isinstance(r, Row)), results[0])
+    if isinstance(best, Row):
+        return best
+    if any(UNKNOWN.search(str(value.value)) or "None" in repr(value.value) for value in best):
+        return Row(given, "by hand", "a part of the value is not known here", tuple(value.key for value in best))
+    for value in best:
+        if is_default and value.key in migration.entries:
+            continue
+        before = migration.entries.get(value.key)
+        if before and before.of and before.value == value.value:
+            before.of.append(given)
+        else:
+            migration.entries[value.key] = Entry(
+                value.value, value.how, [given], f"{there.name}'s default" if is_default else ""
+            )
+    return Row(given, "mapped", "", tuple(value.key for value in best))
+
+
+def _meanings(given: Given, there: There) -> list[Meaning]:
+    """The meanings of a name for this command: those with a key in its run files first, else those with a reason."""
+    _, known = meanings_of(given.name, family(given.framework))
+    if not known:
+        _, known = meanings_of(given.name)
+    known = [m for m in known if not m.commands or there.command in m.commands.split()]
+    keys = all_keys(KINDS[there.command])
+    here = [m for m in known if any(key in keys for key in m.keys)]
+    return here or [m for m in known if m.why] or known
+
+
+def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | Row:
+    keys = all_keys(KINDS[there.command])
+    mine = tuple(key for key in meaning.keys if key in keys)
+    if not mine:
+        return _without(given, meaning, there)
+    role = ROLES.match(given.name)
+    if role and all(key.startswith(_OF_THE_POLICY) for key in mine):
+        return Row(given, "off", f"the {role[1]} takes the policy's: {' and '.join(mine)}", mine)
+    if meaning.convert:
+        try:
+            result = CONVERSIONS[meaning.convert](given, there)
+        except NotKnownError as error:
+            return Row(given, "unknown", str(error), mine)
+        if isinstance(result, Dropped):
+            kind: Kind = "off" if result.off else "derived" if result.derived else "by hand"
+            return Row(given, kind, result.why, mine)
+        values = [value for value in result if value.key in keys]
+        return values or Row(given, "off", f"it has no meaning in tunesmith {there.command}", mine)
+    if is_off(given.value) and given.value != 0 and not (given.value is False and not meaning.value):
+        return Row(given, "off", "it is off there", mine)
+    if meaning.value:
+        on = bool(given.value) and given.value not in ("false", "False")
+        return [Value(key, meaning.value) for key in mine] if on else Row(given, "off", "it is off there", mine)
+    if meaning.how:
+        return Row(given, "off" if is_off(given.value) else "by hand", meaning.how, mine)
+    return list(_copied(given, meaning, mine))
+
+
+def _copied(given: Given, meaning: Meaning, keys: Sequence[str]) -> Iterator[Value]:
+    for key in keys:
+        ours = value_of(key, given.value)
+        value = tomllib.loads(f"x = {ours}")["x"] if ours else given.value
+        yield Value(key, not value if meaning.inverted and isinstance(value, bool) else value)
+
+
+def _without(given: Given, meaning: Meaning, there: There) -> Row:
+    """A setting that has no key in this run file."""
+    if is_off(given.value):
+        return Row(given, "off", f"it is off there; {meaning.why}" if meaning.why else "it is off there")
+    if meaning.keys:
+        rule = rule_of(meaning)
+        text = f"{' and '.join(meaning.keys)} has no meaning in tunesmith {there.command}"
+        return Row(given, "absent", f"{text}{f' ({rule})' if rule else ''}")
+    if meaning.derived:
+        return Row(given, "derived", meaning.why)
+    if meaning.effect:
+        return Row(given, "changes", f"{meaning.why}. {meaning.effect}")
+    return Row(given, "absent", meaning.why)

@@ -1,0 +1,154 @@
+"""Which kind of file a source is, and the launches in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from tunesmith.errors import ConfigError, boundary
+from tunesmith.migrate.commands import read_shell
+from tunesmith.migrate.given import Given, Launch
+from tunesmith.migrate.programs import find_program
+from tunesmith.migrate.python import docstrings, read_python
+from tunesmith.migrate.trees import accelerate_settings, read_tree_text, tree_settings
+
+_LARGEST = 5_000_000
+_VERL = {"actor_rollout_ref", "algorithm", "critic", "reward_model", "trainer", "rollout", "async_training"}
+_ACCELERATE = {
+    "compute_environment",
+    "distributed_type",
+    "num_processes",
+    "num_machines",
+    "fsdp_config",
+    "deepspeed_config",
+}
+_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16", "zero_allow_untested_optimizer"}
+_KINDS = {
+    "num_generations": "GRPOConfig", "max_completion_length": "GRPOConfig", "reward_funcs": "GRPOConfig",
+    "desirable_weight": "KTOConfig", "undesirable_weight": "KTOConfig", "precompute_ref_log_probs": "DPOConfig",
+    "beta": "DPOConfig", "center_rewards_coefficient": "RewardConfig", "packing": "SFTConfig",
+    "assistant_only_loss": "SFTConfig", "completion_only_loss": "SFTConfig", "dataset_name": "SFTConfig",
+}  # fmt: skip
+"""Settings that tell which configuration of TRL a flat file is; the first one found counts."""
+
+
+def read_source(path: Path, variables: Mapping[str, str]) -> list[Launch]:
+    """Everything in a file that trains or samples.
+
+    Args:
+        variables: values of shell variables that the script does not set.
+
+    Raises:
+        ConfigError: there is nothing in it that is known, or it cannot be read.
+    """
+    with boundary(ConfigError, f"cannot read {path}", OSError):
+        if path.is_dir():
+            raise ConfigError(f"{path} is a directory; name a script or a configuration")
+        if path.stat().st_size > _LARGEST:
+            raise ConfigError(f"{path} has more than {_LARGEST // 10**6} MB; name a script or a configuration")
+        text = path.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
+    launches = read_text(text, path, variables)
+    if not launches:
+        raise ConfigError(
+            f"{path} starts or configures nothing that is known. tunesmith migrate reads OpenRLHF, verl and TRL launch "
+            "scripts, Python scripts of TRL, transformers and StateSet Agents, and YAML or JSON of verl, TRL, "
+            "transformers, accelerate and DeepSpeed"
+        )
+    return launches
+
+
+def read_text(text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
+    """The launches in the text of a file.
+
+    Raises:
+        ConfigError: it is not valid, or nested too deeply.
+    """
+    try:
+        return _read(text, path, variables)
+    except RecursionError:
+        raise ConfigError(f"{path.name} has brackets or quotes that are nested too deeply") from None
+
+
+def _read(text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
+    suffix = path.suffix.lower()
+    if suffix == ".ipynb":
+        return read_python(_cells(text, path.name), path.name)
+    if suffix == ".py":
+        return _of_python(text, path, variables)
+    if suffix in (".yaml", ".yml", ".json"):
+        tree = read_tree_text(text, path.name)
+        return _of_tree(cast(Mapping[str, Any], tree), text, path, variables) if isinstance(tree, Mapping) else []
+    return read_shell(text, variables, path.parent)
+
+
+def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
+    """A script; one that takes its settings from the command line has commands in its docstring."""
+    found = read_python(text, path.name)
+    if any(launch.program.endswith(("Config", "Arguments")) for launch in found):
+        return found
+    commands = [launch for part, line in docstrings(text) for launch in read_shell(part, variables, path.parent, line)]
+    own = tuple(given for launch in found for given in launch.settings if not given.unknown)
+    return [replace(launch, settings=(*own, *launch.settings)) for launch in commands] or found
+
+
+def _of_tree(tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
+    names = {str(name) for name in tree}
+    if isinstance(script := tree.get("run"), str):  # a job that has its script in it
+        line = text[: max(text.find("\nrun:"), 0)].count("\n") + 3
+        envs = tree.get("envs")
+        known = {str(k): str(v) for k, v in envs.items() if v is not None} if isinstance(envs, Mapping) else {}
+        return read_shell(script, known | dict(variables), path.parent, line)
+    if names & _VERL and any(isinstance(tree.get(name), Mapping) for name in names & _VERL):
+        kind = "verl.trainer.main_ppo" if "actor_rollout_ref" in names or "algorithm" in names else "fsdp_sft_trainer"
+        return [_launch(kind, "verl", tuple(_located(tree_settings(tree, "verl"), text)))]
+    if names & _ACCELERATE - {"num_processes", "num_machines"} or names <= _ACCELERATE:
+        settings = tuple(_located(accelerate_settings(tree), text))
+        devices = tree.get("num_processes")
+        return [Launch("accelerate", "sft", "accelerate", settings, {}, devices if isinstance(devices, int) else None)]
+    if names & _DEEPSPEED:
+        return [Launch("DeepSpeed", "sft", "deepspeed", tuple(_located(tree_settings(tree, "deepspeed"), text)))]
+    kind = next((kind for name, kind in _KINDS.items() if name in names), "TrainingArguments")
+    framework = "transformers" if kind == "TrainingArguments" else "trl"
+    settings = tuple(_located(tree_settings(tree, framework), text))
+    return [_launch(kind, framework, settings)] if _is_known(settings) else []
+
+
+def _launch(kind: str, framework: str, settings: tuple[Given, ...]) -> Launch:
+    program = find_program(kind)
+    assert program is not None
+    return Launch(kind, program.command, framework, settings, program.defaults)
+
+
+def _is_known(settings: tuple[Given, ...]) -> bool:
+    """Whether a file of unknown origin holds settings of a trainer at all."""
+    from tunesmith.config.foreign import meanings_of
+
+    return sum(bool(meanings_of(given.name)[1]) for given in settings) * 2 > len(settings)
+
+
+def _located(settings: Any, text: str) -> list[Given]:
+    """Settings with the line of a text on which their last word stands, found in order."""
+    lines, located = text.splitlines(), list[Given]()
+    for given in settings:
+        last = re.escape(given.name.rpartition(".")[2])
+        key = re.compile(rf"""^\s*["']?{last}["']?\s*:""")
+        numbers = [n for n, line in enumerate(lines, 1) if key.match(line)]
+        before = located[-1].line if located else 0
+        line = next((n for n in numbers if n > before), numbers[0] if numbers else 0)
+        located.append(Given(given.name, given.value, line, given.framework, given.text))
+    return located
+
+
+def _cells(text: str, name: str) -> str:
+    """The code of a notebook, without its shell lines."""
+    try:
+        cells = json.loads(text)["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ConfigError(f"{name} is not a notebook") from None
+    code = "\n".join(sources)
+    return re.sub(r"^(\s*)[%!].*$", r"\1pass", code, flags=re.MULTILINE)

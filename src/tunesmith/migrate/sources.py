@@ -1,0 +1,187 @@
+"""Data, rewards and services: where a run file names what other frameworks spread over several settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from tunesmith.config.values import SINKS
+from tunesmith.migrate.given import UNKNOWN, Given
+from tunesmith.migrate.there import Dropped, There, Value
+
+Result = Sequence[Value] | Dropped
+_TRAIN = (
+    "dataset_name",
+    "train_dataset",
+    "data.dataset",
+    "dataset",
+    "data.prompt_dataset",
+    "prompt_data",
+    "train_files",
+    "data.path",
+    "train_data",
+)
+_TRAIN_SPLITS = (
+    "dataset_train_split",
+    "data.dataset_split",
+    "data.prompt_split",
+    "dataset_split",
+    "prompt_split",
+    "train_split",
+)
+_PROBS = ("data.dataset_probs", "data.prompt_probs", "dataset_probs", "prompt_data_probs")
+_EVAL = ("eval_dataset", "eval.dataset", "val_files", "validation_data")
+_EVAL_SPLITS = ("dataset_test_split", "eval.split", "eval_split", "val_split", "test_split")
+
+
+def train_data(_given: Given, there: There) -> Result:
+    """A path or a name; with a split, a subset or weights a table, and a list where there are several."""
+    paths = _listed(there.get(*_TRAIN))
+    if not paths:
+        return Dropped("no data set is named beside it")
+    split, subset = there.get(*_TRAIN_SPLITS), there.get("dataset_config")
+    split = split[0] if isinstance(split, list) and split else split
+    weights = _listed(there.get(*_PROBS))
+    tables = [
+        {"path": path, "split": None if split == "train" else split, "subset": subset, "weight": weight}
+        for path, weight in zip(
+            paths, [float(w) for w in weights] if len(weights) == len(paths) else [None] * len(paths), strict=True
+        )
+    ]
+    return [Value("data.train", _plain(tables))]
+
+
+def eval_data(_given: Given, there: There) -> Result:
+    """The held-out data; a split alone is one of the training data."""
+    paths, split = _listed(there.get(*_EVAL)), there.get(*_EVAL_SPLITS)
+    if there.framework in ("trl", "transformers") and there.get("eval_strategy", default="no") in ("no", False):
+        return Dropped("nothing is evaluated there: eval_strategy is no", off=True)
+    if not paths and split:
+        paths = _listed(there.get(*_TRAIN))[:1]
+    if not paths:
+        return Dropped("no data set is named beside it", off=True)
+    return [
+        Value("data.eval", _plain([{"path": path, "split": None if split == "train" else split} for path in paths]))
+    ]
+
+
+def _listed(value: Any) -> list[str]:
+    """Paths of a list, or of a text with commas."""
+    if value is None or isinstance(value, bool):
+        return []
+    items = cast("list[Any]", value) if isinstance(value, list) else str(value).split(",")
+    return [text for item in items if (text := str(item).strip()) and not UNKNOWN.search(text)]
+
+
+def _plain(tables: Sequence[Mapping[str, Any]]) -> Any:
+    """Tables without empty keys; a table of a path alone is the path, and a list of one that one."""
+    full = [{k: v for k, v in table.items() if v is not None} for table in tables]
+    items = [table["path"] if len(table) == 1 else table for table in full]
+    return items[0] if len(items) == 1 else items
+
+
+def functions(given: Given, there: There) -> Result:
+    """Reward functions: of a Python script, or verl's file and function."""
+    path = there.get("custom_reward_function.path", "reward.custom_reward_function.path")
+    if path and "custom_reward_function" in given.name:
+        name = there.get("custom_reward_function.name", default="compute_score")
+        return [Value("reward.functions", [f"{path}:{name}"])]
+    items = [str(v) for v in (given.value if isinstance(given.value, list) else [given.value]) if v]
+    known = [item for item in items if ".py:" in item]
+    if known and len(known) == len(items):
+        return [Value("reward.functions", known, "put them into a file of their own, which only defines them")]
+    if items == ["naive"] or not items:
+        return Dropped("the reward manager that calls your function; none is needed here", off=True)
+    names = ", ".join(UNKNOWN.sub(lambda m: m[0][2:-1], item) for item in items)
+    return Dropped(f'name each function as "file.py:function" in reward.functions: {names}')
+
+
+def tools(given: Given, _there: There) -> Result:
+    """Functions of a Python script."""
+    items = [str(v) for v in (given.value if isinstance(given.value, list) else [given.value])]
+    if items and all(".py:" in item for item in items):
+        return [Value("environment.tools", items, "put them into a file of their own, which only defines them")]
+    return Dropped('name each function as "file.py:function" in environment.tools')
+
+
+def manager(given: Given, there: There) -> Result:
+    """verl's reward managers call the function that ``data_source`` chooses."""
+    if str(given.value) in ("naive", "batch", "prime", "dapo", "None"):
+        return Dropped("it calls the functions of the data's sources; here reward.functions names them", off=True)
+    return functions(given, there)
+
+
+def models(given: Given, there: There) -> Result:
+    if there.get("reward_model.enable", default=True) in (False, None) or not isinstance(given.value, str):
+        return Dropped(
+            "the reward model is off there" if given.value is not True else "it is named beside this", off=True
+        )
+    normalize = bool(there.get("reward.normalize_enable", "normalize_enable", "normalize_reward"))
+    tables = [{"path": path, **({"normalize": True} if normalize else {})} for path in _listed(given.value)]
+    for number, table in enumerate(tables[1:], 2):
+        table["name"] = f"reward_model_{number}"
+    return [Value("reward.models", tables)] if tables else Dropped("no model is named")
+
+
+def remote(given: Given, _there: There) -> Result:
+    """A server's address; a Python file holds a function ``reward_func`` instead."""
+    paths = _listed(given.value)
+    if paths and all(path.endswith(".py") for path in paths):
+        return [
+            Value("reward.functions", [f"{path}:reward_func" for path in paths], "OpenRLHF's own name of the function")
+        ]
+    if paths and all(path.startswith(("http://", "https://")) for path in paths):
+        return [Value("reward.remote", [{"urls": paths, "protocol": "openrlhf"}])]
+    return Dropped("write the server's address into reward.remote, or the function into reward.functions")
+
+
+def sinks(given: Given, _there: There) -> Result:
+    """``report_to``, ``logger`` and flags such as ``use_wandb``."""
+    value = given.value
+    if value is True or (isinstance(value, str) and ("wandb" in given.name or "tensorboard" in given.name)):
+        value = "tensorboard" if "tensorboard" in given.name else "wandb"
+    names = ["wandb" if name == "all" else name for name in _listed(value)]
+    known = [name for name in names if name in SINKS]
+    other = [name for name in names if name not in (*SINKS, "console", "none", "file")]
+    if other:
+        return Dropped(f"there is no sink {', '.join(other)} here; a class of yours can be one")
+    return (
+        [Value("monitor.sinks", known)]
+        if known
+        else Dropped("metrics.jsonl and the terminal are always written", off=True)
+    )
+
+
+def samples(given: Given, _there: There) -> Result:
+    if given.value is True:
+        return Dropped("groups of every step are always written to rollouts.jsonl (monitor.samples)", off=True)
+    return (
+        [Value("monitor.samples", given.value)]
+        if isinstance(given.value, int) and given.value > 0
+        else Dropped("it is off there", off=True)
+    )
+
+
+def hub(given: Given, there: There) -> Result:
+    name = there.get("hub_model_id")
+    if not given.value:
+        return Dropped("it is off there", off=True)
+    return (
+        [Value("checkpoint.push_to_hub", name)]
+        if name
+        else Dropped("name the repository: checkpoint.push_to_hub = 'you/model'")
+    )
+
+
+def resume(given: Given, _there: There) -> Result:
+    value = given.value
+    if value in (False, None, "disable", 0, "resume_path"):
+        return Dropped("a new run is begun there", off=True)
+    return [Value("checkpoint.resume", "auto" if value == "auto" or "load" in given.name else value)]
+
+
+SOURCES: Mapping[str, Callable[[Given, There], Result]] = {
+    "train_data": train_data, "eval_data": eval_data, "functions": functions, "tools": tools, "manager": manager,
+    "models": models,
+    "remote": remote, "sinks": sinks, "samples": samples, "hub": hub, "resume": resume,
+}  # fmt: skip

@@ -1,0 +1,119 @@
+"""The settings of one launch by their meaning, so that a conversion can read what others say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tunesmith.config.foreign import FRAMEWORKS, meanings_of, spelled
+from tunesmith.migrate.given import Given, Launch
+
+_FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "trl": ("trl", "transformers"),
+    "transformers": ("transformers", "trl"),
+    "stateset-agents": ("stateset-agents", "transformers", "trl"),
+    "accelerate": ("accelerate", "deepspeed", "transformers"),
+}
+"""Whose names a program understands, besides its own."""
+
+ROLES = re.compile(r"(?:actor_rollout_ref\.)?(critic|ref|reward_model(?=\.(?:rollout|model)\.))\.")
+"""What the settings of another model than the policy begin with."""
+
+
+def family(framework: str) -> tuple[str, ...]:
+    return _FAMILIES.get(framework, (framework,))
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a setting becomes: ``value`` of ``key``, and how it was computed, if it was."""
+
+    key: str
+    value: Any
+    how: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A setting that has no line in the run file, and why.
+
+    ``off``: it switches nothing on there either. ``derived``: what it was for is derived here.
+    """
+
+    why: str
+    off: bool = False
+    derived: bool = False
+
+
+OFF = Dropped("it is off there", off=True)
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value switches nothing on: none, false, zero, minus one, an empty text or list."""
+    return value in (None, False, 0, -1, "", "none", "None", "no", "auto", "default") or value == [] or value == {}
+
+
+class NotKnownError(LookupError):
+    """A conversion needs a setting whose value only running the source would tell."""
+
+
+class There:
+    """The last value of each setting of a launch, by the known name that its path ends with.
+
+    A setting that is not given has the program's default.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.command, self.framework = launch.command, launch.framework
+        self._given: dict[str, Given] = {}
+        for given in launch.settings:
+            short = meaning_name(given)
+            role = ROLES.match(given.name)  # of another model, whose value is not the policy's
+            self._given |= {spelled(given.name): given} | ({} if role and role[1] not in short else {short: given})
+        self._defaults = {spelled(name): value for name, value in launch.defaults.items()}
+        for name, value in launch.defaults.items():
+            self._defaults.setdefault(meanings_of(name, family(self.framework))[0], value)
+
+    @property
+    def rl(self) -> bool:
+        return self.command in ("rl", "distill")
+
+    @property
+    def name(self) -> str:
+        return FRAMEWORKS.get(self.framework, self.framework)
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The value of the first of these names that is given; else the program's default; else ``default``.
+
+        Raises:
+            NotKnownError: that value is not known.
+        """
+        for name in names:
+            if name in self._given and self._given[name].value is not None:
+                if self._given[name].unknown:
+                    raise NotKnownError(f"{self._given[name].text} is needed for it")
+                return self._given[name].value
+        return next((self._defaults[n] for n in names if n in self._defaults), default)
+
+    def number(self, *names: str, default: int = 1) -> int:
+        """The same for a whole number above 0."""
+        value = self.get(*names, default=default)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+
+    def given(self, *names: str) -> bool:
+        return any(name in self._given for name in names)
+
+    def defaults(self) -> Iterator[Given]:
+        """The program's defaults that nothing given overrides."""
+        for name, value in self.launch.defaults.items():
+            known = meanings_of(name, family(self.framework))[0]
+            if spelled(name) not in self._given and known not in self._given:
+                yield Given(name, value, 0, self.framework, f"{name}={value}")
+
+
+def meaning_name(given: Given) -> str:
+    """The known name that a setting's path ends with; the path itself, if none is known."""
+    return meanings_of(given.name, family(given.framework))[0] or spelled(given.name)

@@ -1,0 +1,80 @@
+"""YAML and JSON configurations: verl's, TRL's, transformers', DeepSpeed's, accelerate's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from tunesmith.errors import ConfigError, shortened
+from tunesmith.migrate.given import Given
+
+_LARGEST = 5_000_000
+"""Bytes of a file that is read."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with ``1e-6`` as a number, and the line of every key."""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"), list("-+.0123456789")
+)
+
+
+def read_tree_text(text: str, name: str) -> Any:
+    """The tree of a YAML or JSON text.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        return json.loads(text) if name.endswith(".json") else yaml.load(text, _Loader)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{name} is not valid: {shortened(' '.join(str(error).split()), 200)}") from None
+
+
+def read_tree_file(name: str, folder: Path) -> Mapping[str, Any] | None:
+    """The mapping in a file that a script names; None if there is no such file here."""
+    for path in (Path(name), folder / name, folder / Path(name).name):
+        if path.is_file() and path.stat().st_size < _LARGEST:
+            try:
+                tree = read_tree_text(path.read_text(encoding="utf-8", errors="replace"), path.name)
+            except ConfigError:
+                return None
+            return cast(Mapping[str, Any], tree) if isinstance(tree, Mapping) else None
+    return None
+
+
+def tree_settings(tree: Mapping[str, Any], framework: str, line: int = 0) -> Iterator[Given]:
+    """A setting for each leaf, by its dotted path; what Hydra itself reads is left out."""
+    for name, value in _leaves(tree, ""):
+        yield Given(name, value, line, framework, f"{name}: {_short(value)}")
+
+
+def accelerate_settings(tree: Mapping[str, Any], line: int = 0) -> Iterator[Given]:
+    """Of accelerate's file; the settings of DeepSpeed and FSDP in it are tables, whose keys stand alone."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from tree_settings(cast(Mapping[str, Any], value), "accelerate", line)
+        else:
+            yield Given(str(name), value, line, "accelerate", f"{name}: {_short(value)}")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if str(key).startswith("_") or (not prefix and key in ("defaults", "hydra")):
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _short(value: Any) -> str:
+    return shortened(json.dumps(value, default=str, ensure_ascii=False), 60)
