@@ -110,7 +110,7 @@ def test_learning_rate_falls_with_the_size_of_the_model() -> None:
         (CPU, [], "cpu", "bfloat16"),
         (OLD_CPU, [], "cpu", "float32"),
         (Hardware("c", 4, 16 * GB, 8 * GB, False, (H100,)), [], "cuda", "bfloat16"),
-        (Hardware("c", 4, 16 * GB, 8 * GB, True, (V100,)), [], "cuda", "float32"),
+        (Hardware("c", 4, 16 * GB, 8 * GB, True, (V100,)), [], "cuda", "float16"),
         (
             Hardware("c", 4, 16 * GB, 8 * GB, True, (V100, H100)),
             ["system.device=cuda:1"],

@@ -183,7 +183,7 @@ def test_a_run_on_gpus_is_refused_before_anything_starts(monkeypatch: pytest.Mon
     from tunesmith.assembly.engines import make_engine
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    wanted = config("system.engines=2")
+    wanted = config("system.engines=2", "system.trainer_ranks=1")
     with pytest.raises(ConfigError, match="take 3 GPUs, and this process sees 2"):
         make_engine(wanted, None, print)  # pyright: ignore[reportArgumentType]
 
@@ -222,9 +222,10 @@ def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
         return found.config.system.kv_memory, next(d.reason for d in found.derived if d.key == "system.kv_memory")
 
     here = ("system.engine_python=" + f'"{sys.executable}"',)
-    assert planned()[0] == "29000MB"  # (60 GB - 2 of weights) / 2
-    assert planned()[1].startswith("on its own GPU, half of the free memory; 1024 requests at once would take")
-    assert planned(*vllm(2), *here)[0] == "29500MB"  # 1 GB of weights on each rank
+    own = ("system.hybrid=false",)
+    assert planned(*own)[0] == "29000MB"  # (60 GB - 2 of weights) / 2
+    assert planned(*own)[1].startswith("on its own GPU, half of the free memory; 1024 requests at once would take")
+    assert planned(*vllm(2), *here, *own)[0] == "29500MB"  # 1 GB of weights on each rank
     # A quarter of 60 GB - 18 of weights, gradients and optimizer - 2 of the engine's own weights - 1.3 of the head.
     for said, gpus in (((), 1), (('system.weight_plane="ipc"',), 3)):
         size, reason = planned("system.hybrid=false", *said, gpus=gpus)

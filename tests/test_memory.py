@@ -199,7 +199,7 @@ def test_the_table_names_every_part_and_what_is_free() -> None:
     assert rows["policy: weights"] == ["10MB"] and rows["policy: optimizer"] == ["60MB"] and rows["free"] == ["79GB"]
     assert {"policy: gradients", "policy: activations of a micro-batch", "engines: keys and values"} <= rows.keys()
     two = replace(facts, hardware=replace(facts.hardware, gpus=(A100, A100)))
-    apart = dict(memory_rows(memory_of(resolved(RLConfig, two, "system.engine_process=true"), two)))
+    apart = dict(memory_rows(memory_of(resolved(RLConfig, two, "system.hybrid=false"), two)))
     assert apart["memory of each device"] == ["trainer's", "engine's"]
     assert apart["engine: the engines' weights"] == ["", "10MB"]
     unknown = on(A100, replace(SMALL, parameters=None))

@@ -138,7 +138,8 @@ def test_seconds_follow_operations_and_devices() -> None:
     flops = 4 * (6 * weights * 100 + 12 * 28 * 28 * 128 * pairs)
     assert seconds["training"] == pytest.approx(flops / (989e12 * FLOPS_SHARE), rel=1e-3)
     assert seconds["step"] == seconds["training"]
-    two, facts = plan(SFTConfig, "2xH200", *said, "system.trainer_ranks=2")
+    assert found.config.system.zero_stage == 0
+    two, facts = plan(SFTConfig, "2xH200", *said, "system.zero_stage=0", 'system.device_memory="999GB"')
     seconds_of_two = step_seconds(two.config, facts)
     assert seconds_of_two["training"] == pytest.approx(seconds["training"] / 2)
     assert seconds_of_two["between GPUs"] == pytest.approx(8 * facts.model.parameters / 2 / 450e9)

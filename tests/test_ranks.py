@@ -12,7 +12,8 @@ from tunesmith.assembly.checking import with_launched_ranks
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.errors import ConfigError
+from tunesmith.config.section import known
+from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.checks import check
 from tunesmith.plan.cost import Layout, price
 from tunesmith.plan.facts import Facts, ModelFacts
@@ -76,7 +77,8 @@ def test_what_cannot_work_with_ranks(kind: type[RunConfig], said: tuple[str, ...
 
 def test_restarts_are_of_ranks() -> None:
     with pytest.raises(ConfigError, match=r"system\.trainer_restarts has no effect with system\.trainer_ranks = 1"):
-        check(config(SFTConfig, "system.trainer_restarts=1"))
+        resolved(SFTConfig, "system.trainer_restarts=1")
+    assert resolved(SFTConfig, "system.trainer_restarts=1", gpus=2).system.trainer_restarts == 1
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
@@ -85,11 +87,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
 
 
 def test_a_launchers_processes_are_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert with_launched_ranks(config(SFTConfig)).system.trainer_ranks == 1
+    assert known(with_launched_ranks(config(SFTConfig)).system, "trainer_ranks") is None
     launched(monkeypatch)
     assert with_launched_ranks(config(SFTConfig)).system.trainer_ranks == 2
     assert with_launched_ranks(config(SFTConfig, "system.trainer_ranks=2")).system.trainer_ranks == 2
-    assert with_launched_ranks(config(GenerateConfig)).system.trainer_ranks == 1
+    assert known(with_launched_ranks(config(GenerateConfig)).system, "trainer_ranks") is None
 
 
 @pytest.mark.parametrize(
@@ -168,19 +170,20 @@ def test_a_group_computes_longer_micro_batches() -> None:
 def test_a_sequence_that_fits_no_gpu_fits_several_that_share_it() -> None:
     facts = Facts(replace(CPU, gpus=(GPU,) * 8), MODEL, train_size=100, longest=90_000)
     said = 'system.device_memory="20GB"'
-    with pytest.raises(ConfigError, match="does not fit") as error:
-        resolve(config(SFTConfig, said), facts)
-    changes = re.findall(r"(system\.[\w.]+) = (\d)", str(error.value))
-    assert "system.sequence_parallel.size" in dict(changes)
-    found = resolve(config(SFTConfig, said, *("=".join(change) for change in changes)), facts).config
-    assert found.system.max_tokens_per_microbatch >= 90_000 and found.system.gradient_checkpointing
+    with pytest.raises(CapacityError, match="does not fit") as error:
+        resolve(config(SFTConfig, said, "system.sequence_parallel.size=1"), facts)
+    changes = dict(re.findall(r"(system\.[\w.]+) = (\d)", str(error.value)))
+    derived = resolve(config(SFTConfig, said), facts).config
+    for found in (derived, resolve(config(SFTConfig, said, *map("=".join, changes.items())), facts).config):
+        assert found.system.sequence_parallel.size == int(changes["system.sequence_parallel.size"]) > 1
+        assert found.system.max_tokens_per_microbatch >= 90_000 and found.system.gradient_checkpointing
 
 
 def test_a_model_that_fits_no_gpu_fits_several_that_shard_it() -> None:
     large = replace(MODEL, parameters=7 * 10**9)
     facts = Facts(replace(CPU, gpus=(GPU,) * 8), large, train_size=100, longest=40)
-    with pytest.raises(ConfigError, match=r"does not fit.*system\.trainer_ranks = 2 and system\.zero_stage = 3"):
-        resolve(config(SFTConfig), facts)
+    with pytest.raises(CapacityError, match=r"does not fit.*system\.zero_stage = 1.*, or 16 such GPUs"):
+        resolve(config(SFTConfig, "system.zero_stage=0"), facts)
     found = resolve(config(SFTConfig, "system.trainer_ranks=4", "system.zero_stage=3"), facts).config
     assert found.system.max_tokens_per_microbatch >= 40
 

@@ -174,15 +174,18 @@ def test_what_cannot_be_is_refused_by_name(said: list[str], words: str) -> None:
 def test_ranks_divide_the_heads_and_have_devices() -> None:
     assert "6 attention heads; use one of [1, 2, 3, 6]" in refused("system.vllm.tensor_parallel_size=4", facts=ON_GPUS)
     assert "take 4 GPUs, and this process sees 2" in refused("system.vllm.tensor_parallel_size=3", facts=ON_GPUS)
-    assert "system.hybrid = true" in refused("system.vllm.tensor_parallel_size=2", facts=ON_GPUS)
-    assert resolved("system.vllm.tensor_parallel_size=2", "system.hybrid=true", facts=ON_GPUS)
+    apart = refused("system.vllm.tensor_parallel_size=2", "system.hybrid=false", facts=ON_GPUS)
+    assert "take 3 GPUs, and this process sees 2" in apart
+    assert resolved("system.vllm.tensor_parallel_size=2", facts=ON_GPUS).config.system.hybrid
     on_one = replace(FACTS, hardware=replace(CPU, gpus=(GPU,)))
     assert "2 ranks, and this machine has 1 GPUs" in refused("system.vllm.pipeline_parallel_size=2", facts=on_one)
     assert resolved("system.vllm.pipeline_parallel_size=2")
     second = 'system.device="cuda:1"'
     assert resolved(second, facts=ON_GPUS)
     # Without system.engine_python this environment is looked at too.
-    assert "CUDA_VISIBLE_DEVICES=1" in "".join(contradictions(load_config(RLConfig, None, [*BASE[:5], second])))
+    assert "CUDA_VISIBLE_DEVICES=1" in "".join(
+        contradictions(load_config(RLConfig, None, [*BASE[:5], second, "system.engine_process=false"]))
+    )
 
 
 @pytest.mark.parametrize(

@@ -313,18 +313,19 @@ def test_an_adapter_alone_is_small(adapted: tuple[CausalLM, CausalLM]) -> None:
 
 
 APART = {"system.engine_process": "true"}
+ALIKE = {"system.engine_process": "false"}
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"system.weight_plane": '"gloo"'}, "system.weight_plane has no effect"),
-        ({"system.adapter_sync": '"merged"', "lora.rank": "2"}, "system.adapter_sync has no effect"),
+        ({**ALIKE, "system.weight_plane": '"gloo"'}, "system.weight_plane has no effect"),
+        ({**ALIKE, "system.adapter_sync": '"merged"', "lora.rank": "2"}, "system.adapter_sync has no effect"),
         ({**APART, "system.adapter_sync": '"merged"'}, "without an adapter"),
         ({**APART, "system.weight_plane": '"disk"'}, "needs system.engine_directory"),
         ({**APART, "system.weight_plane": '"ipc"', "system.device": '"cpu"'}, "is for GPUs"),
         ({**APART, "system.weight_plane": '"nccl"', "system.device": '"cpu"'}, "is for GPUs"),
-        ({"system.canary": "true"}, "system.canary has no effect"),
+        ({**ALIKE, "system.canary": "true"}, "system.canary has no effect"),
         (
             {**APART, "lora.rank": "2", "model.quantize": '"nf4"', "system.adapter_sync": '"merged"'},
             "would not compute with the quantised weights",

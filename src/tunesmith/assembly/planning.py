@@ -25,7 +25,10 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
         ConfigError: an unknown machine, or settings that contradict each other or the machine.
         CapacityError: the run does not fit.
     """
-    facts, notes = _with_lengths(config, facts_of_run(config, machine(on)))
+    hardware = machine(on)
+    facts, notes = _with_lengths(config, facts_of_run(config, hardware))
+    if hardware.nodes > 1 and config.drawing is None:  # torchrun starts as many on each
+        facts = replace(facts, ranks_here=len(hardware.gpus))
     resolved = resolve(config, facts)
     if resolved.config.system.cluster == "ray" and isinstance(resolved.config, RLConfig):
         each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}

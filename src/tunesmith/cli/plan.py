@@ -52,12 +52,7 @@ def plan(
 
 
 def _print_table(rows: Sequence[tuple[str, list[str]]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    for name, amounts in rows:
-        table.add_row(name, *amounts)
-    if rows:
-        print()
-        Console().print(table)
+    lines = [(name, *amounts) for name, amounts in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in [("",), *lines] if lines else []:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=False)).rstrip())

@@ -43,7 +43,7 @@ class SystemSection(Section):
     """Sample in a separate process with its own copy of the weights; a process that dies is replaced."""
     engine_python: Path | None = None
     """Python interpreter of ``engine_process``, if the engine is installed in another environment."""
-    engines: PositiveInt = 1
+    engines: PositiveInt = derived()
     """Number of engine processes, each with ``kv_memory`` and a copy of the weights."""
     engine_restarts: Count = 3
     """How often each engine process may be replaced after it dies."""
@@ -63,10 +63,10 @@ class SystemSection(Section):
     """``host:port`` of a running cluster; None: RAY_ADDRESS, or a new cluster on this machine."""
     ray_runtime_env: Annotated[dict[str, Any] | None, Field(description="a table, as Ray has it")] = None
     """Ray's runtime environment of the actors, such as ``{env_vars = {NCCL_DEBUG = "INFO"}}``."""
-    trainer_ranks: PositiveInt = 1
+    trainer_ranks: PositiveInt = derived()
     """Processes that share the micro-batches of each step; a separate critic has the same number. Under ``torchrun``
     they are its processes."""
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: Literal[0, 1, 2, 3] = derived()
     """What the trainer's ranks shard: nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
     shard_size: PositiveInt = derived()
     """Ranks that shard one copy of the model; with more ranks there are several copies, as with several machines."""

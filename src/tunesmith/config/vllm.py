@@ -11,7 +11,7 @@ from tunesmith.config.values import PositiveInt
 
 
 class VllmSection(Section):
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: PositiveInt = derived()
     """Devices that each layer of one engine is split over."""
     pipeline_parallel_size: PositiveInt = 1
     """Groups of devices among which the layers of one engine are divided."""

@@ -56,17 +56,15 @@ def device_problem(device: str, gpus: tuple[Gpu, ...]) -> str | None:
     return None
 
 
-def derive_system(filling: Filling, facts: Facts) -> None:
-    """Device, threads, number format, micro-batch and sampler memory."""
+def derive_device(filling: Filling, facts: Facts) -> None:
+    """Device and number format."""
     machine = facts.hardware
     if machine.gpus:
         filling.fill("system.device", "cuda", f"there is a {machine.gpus[0].name}")
     filling.fill("system.device", "cpu", "no GPU was found")
     if problem := device_problem(filling.config.system.device, machine.gpus):
         raise ConfigError(problem)
-    _derive_ranks(filling, facts)
     here, gpu = on_gpu(filling.config), gpu_of(filling.config, facts)
-    _derive_threads(filling, machine.cores, 1 if here else facts.ranks_here or filling.config.system.trainer_ranks)
     # A GPU that nvidia-smi does not list is assumed to be a recent one.
     name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
     if native:
@@ -75,6 +73,13 @@ def derive_system(filling: Filling, facts: Facts) -> None:
         scaled = "; the loss is scaled, and master weights stay float32" if filling.config.trains else ""
         filling.fill("model.dtype", "float16", f"{name} does not compute bfloat16 natively{scaled}")
     filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
+
+
+def derive_capacity(filling: Filling, facts: Facts) -> None:
+    """What follows from machine and layout: threads, gradient checkpointing, micro-batch and sampler memory."""
+    machine, here = facts.hardware, on_gpu(filling.config)
+    _derive_ranks(filling, facts)
+    _derive_threads(filling, machine.cores, 1 if here else facts.ranks_here or filling.config.system.trainer_ranks)
     if filling.config.trains:
         _derive_shards(filling, facts)
         _derive_checkpointing(filling, facts)
@@ -120,10 +125,10 @@ def _reserved(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> 
     """Bytes that are not available to activations, keys and values while the policy trains."""
     if facts.model is None:
         return 0
-    layout = layout_of(config, facts)
+    layout, tokens = layout_of(config, facts), longest_sample(config, facts) or LEAST_ROWS
     turns = layout.turns if turns is None else turns
-    planned = price(facts.model, replace(layout, turns=turns, tokens=longest_sample(config, facts) or LEAST_ROWS))
-    return planned.training - planned.activations
+    planned = price(facts.model, replace(layout, turns=turns, tokens=tokens))
+    return planned.training - tokens * bytes_per_token(config, facts.model, checkpointing=layout.checkpointing)
 
 
 def _kv_share(config: RunConfig, facts: Facts, budget: int) -> tuple[int, str]:

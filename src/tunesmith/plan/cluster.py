@@ -69,7 +69,7 @@ def ray_not_installed(config: RunConfig) -> Iterator[str]:
 def _check_ranks(config: RLConfig) -> Iterator[str]:
     """Ranks of one group on one GPU; also refused before the device is known, if parts of GPUs are requested."""
     system = config.system
-    if system.trainer_ranks == 1 or not (known(system, "device") or "cuda").startswith("cuda"):
+    if known(system, "trainer_ranks") in (None, 1) or not (known(system, "device") or "cuda").startswith("cuda"):
         return
     groups = (system.placement or PlacementSection()).colocate
     for role in ("actor", "critic"):
@@ -104,8 +104,8 @@ def _check_shared(config: RLConfig) -> Iterator[str]:
 
 def _side_by_side(config: RLConfig, role: Role) -> int:
     """Places with a process of this role."""
-    ranks = config.system.trainer_ranks
-    return {"actor": ranks, "critic": ranks, "rollout": config.system.engines}.get(role, 1)
+    ranks, engines = known(config.system, "trainer_ranks") or 1, known(config.system, "engines") or 1
+    return {"actor": ranks, "critic": ranks, "rollout": engines}.get(role, 1)
 
 
 def _places(config: RLConfig, group: Sequence[Role]) -> int:

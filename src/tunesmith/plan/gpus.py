@@ -11,7 +11,11 @@ from tunesmith.config.section import known
 def ranks_per_engine(config: RunConfig) -> int:
     """Devices that one engine is split over."""
     vllm = config.system.vllm
-    return vllm.tensor_parallel_size * vllm.pipeline_parallel_size if config.system.engine == "vllm" else 1
+    return (
+        (known(vllm, "tensor_parallel_size") or 1) * vllm.pipeline_parallel_size
+        if config.system.engine == "vllm"
+        else 1
+    )
 
 
 def visible_names(variable: str | None, count: int) -> list[str]:
@@ -34,7 +38,7 @@ def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ..
     if not _apart_on_gpus(config) or len(visible) < 2 or system.weight_plane == "ipc":
         return None
     trainer = int(system.device.partition(":")[2] or 0)
-    free = [*visible[trainer:], *visible[:trainer]][0 if _shares(config) else system.trainer_ranks :]
+    free = [*visible[trainer:], *visible[:trainer]][0 if _shares(config) else known(system, "trainer_ranks") or 1 :]
     return [tuple(free[start : start + ranks]) for start in range(0, len(free) - ranks + 1, ranks)]
 
 
@@ -46,22 +50,22 @@ def has_own_devices(config: RunConfig, gpus: int) -> bool:
 def engines_together(config: RunConfig, gpus: int) -> int:
     """How many engines share the memory of one of this machine's ``gpus``, or of the CPU."""
     alone = config.system.cluster != "none" or has_own_devices(config, gpus)
-    return 1 if alone else config.system.engines
+    return 1 if alone else known(config.system, "engines") or 1
 
 
 def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
     """Requests that exceed the ``gpus`` visible GPUs."""
-    system, ranks = config.system, ranks_per_engine(config)
+    system, ranks, engines = config.system, ranks_per_engine(config), known(config.system, "engines") or 1
     places = own_devices(config, visible_names(None, gpus))
-    if places is not None and len(places) < system.engines:
+    if places is not None and len(places) < engines:
         each = f"{'1 GPU' if ranks == 1 else f'{ranks} GPUs'} each"
-        others, own = ("", 0) if _shares(config) else (" and the trainer", system.trainer_ranks)
+        others, own = ("", 0) if _shares(config) else (" and the trainer", known(system, "trainer_ranks") or 1)
         at_once = not isinstance(config, RLConfig) or known(system, "hybrid") or config.rollout.max_staleness
         turns = ", or let engines and trainer take turns: system.hybrid = true"
         yield (
-            f"system.engines = {system.engines} of {each}{others} take {system.engines * ranks + own} GPUs, and this "
+            f"system.engines = {engines} of {each}{others} take {engines * ranks + own} GPUs, and this "
             f"process sees {gpus}, with room for {len(places)}. Lower system.engines or the ranks of each"
-            f"{'' if at_once or system.engines * ranks > gpus else turns}"
+            f"{'' if at_once or engines * ranks > gpus else turns}"
         )
     if _apart_on_gpus(config) and system.weight_plane == "nccl" and (gpus == 1 or _shares(config)):
         yield ('system.weight_plane = "nccl" is between GPUs, and engine and trainer share one here; use "memory"')

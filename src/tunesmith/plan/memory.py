@@ -1,29 +1,24 @@
-"""How much memory of its devices a run needs, by its settings; a run that cannot fit is refused."""
+"""How much memory of its devices a run needs, by its settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
-from typing import Any
 
 from tunesmith.config.distillation import DistillConfig
-from tunesmith.config.generation import RFTConfig, SamplingConfig
+from tunesmith.config.generation import RFTConfig
 from tunesmith.config.placement import PlacementSection, Role
 from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import format_size, parse_size
-from tunesmith.config.toml import toml_value
+from tunesmith.config.sizes import parse_size
 from tunesmith.plan.cost import USUAL_RANK, Layout, Price, activation_bytes, copy_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.weights import loads_model, weights_apart
 
-MARGIN = 1.1
-"""A run is refused if it needs more than this many times the free memory; both numbers are estimates."""
 LEAST_TOKENS = 64
 """Assumed length of a sample if neither data nor settings tell it."""
 
@@ -181,10 +176,12 @@ def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]
     if config.system.cluster == "none" or not on_gpu(config) or facts.model is None:
         return
     layout = replace(layout_of(config, facts), models=1, references=0, frozen_parameters=0, engines=0)
-    tokens = known(config.system, "max_tokens_per_microbatch") or longest_sample(config, facts) or LEAST_TOKENS
-    scored = tokens * activation_bytes(facts.model, layout.bytes_per_number, checkpointing=True) // facts.model.layers
+    layout = _with_tokens(config, facts, layout)
+    scored = (
+        layout.tokens * activation_bytes(facts.model, layout.bytes_per_number, checkpointing=True) // facts.model.layers
+    )
     if has_critic(config) and not _shares_trainer_device(config, "critic"):
-        yield "critic", price(facts.model, replace(layout, tokens=tokens, has_vocabulary_head=False))
+        yield "critic", price(facts.model, replace(layout, has_vocabulary_head=False))
     if keeps_reference(config) and not _shares_trainer_device(config, "ref"):
         yield "reference", Price(frozen=copy_bytes(facts.model, layout.bytes_per_number), activations=scored)
     if facts.frozen_parameters and not _shares_trainer_device(config, "reward"):
@@ -229,98 +226,31 @@ PARTS = {
 
 
 def least(config: RunConfig, facts: Facts) -> Price | None:
-    """The least memory a run needs: micro-batches of one sample, keys and values of one sequence."""
+    """The least memory a run needs on the trainer's device, with micro-batches of one sample and keys and values of one
+    sequence; None if the model's size is unknown."""
     model = facts.model
     if model is None or model.parameters is None:
         return None
     layout, longest = layout_of(config, facts), longest_sample(config, facts) or LEAST_TOKENS
-    sequence = longest * model.kv_bytes_per_token(layout.bytes_per_number) // layout.ranks
     samples = config.drawing is not None and not engines_elsewhere(config, facts)
     engines = engines_together(config, len(facts.hardware.gpus))
-    kv = sequence * engines if samples and not config.system.served else 0
+    kv = _sequence(config, facts, model) * engines if samples and not config.system.served else 0
     return price(model, replace(layout, tokens=longest if layout.trains else 0, kv_bytes=kv))
 
 
-def memory_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """Problems with what does not fit, with the numbers and the nearest change that fits."""
-    needed, free = least(config, facts), trainer_memory(config, facts)
-    if needed is not None and needed.peak > MARGIN * free:
-        yield _does_not_fit(config, needed, free, _remedy(config, facts, free))
-    elsewhere, model = planned_elsewhere(config, facts), facts.model
-    if elsewhere is not None and model is not None:
-        sequence = (longest_sample(config, facts) or LEAST_TOKENS) * model.kv_bytes_per_token(bytes_per_number(config))
-        needed, free = replace(elsewhere, kv=sequence // ranks_per_engine(config)), free_memory(config, facts)
-        if needed.peak > MARGIN * free:
-            cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
-            yield _does_not_fit(config, needed, free, cure, "each engine's GPU")
+def least_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:
+    """As ``planned_devices``, with the least memory that each needs."""
+    own, model = least(config, facts), facts.model
+    if own is None or model is None:
+        return []
+    devices = [("trainer" if config.trains else "engine", own, trainer_memory(config, facts))]
+    if (engines := planned_elsewhere(config, facts)) is not None:
+        needed = replace(engines, kv=_sequence(config, facts, model))
+        devices.append(("engine", needed, free_memory(config, facts)))
+    return [*devices, *((role, each, free_memory(config, facts)) for role, each in _roles_apart(config, facts))]
 
 
-def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
-    needed, free = least(config, facts), trainer_memory(config, facts)
-    if needed is not None and free < needed.peak <= MARGIN * free:
-        yield f"the run may not fit: it needs about {format_size(needed.peak)}, and {format_size(free)} are free"
-
-
-def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where: str | None = None) -> str:
-    listed = ", ".join(f"{words} {format_size(n)}" for part, words in PARTS.items() if (n := getattr(needed, part)))
-    return (
-        f"{config.model.path} does not fit on {where or config.system.device}: it needs at least "
-        f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free. {cure[0].upper()}{cure[1:]}. If "
-        f'more can be used than was found, set system.device_memory = "{ceil(needed.peak / 10**9)}GB"'
-    )
-
-
-def _remedy(config: RunConfig, facts: Facts, free: int) -> str:
-    """The nearest change after which the run fits, or else the largest run that fits."""
-    always: dict[str, Any] = {"system.gradient_checkpointing": True} if config.trains else {}
-    peaks: list[int] = []
-    for changes in _changes(config, facts):
-        changed = least(with_values(config, always | changes), facts)
-        if changed is None:
-            continue
-        if changed.peak <= free:
-            words = " and ".join(f"{key} = {toml_value(value)}" for key, value in changes.items())
-            return f"what fits: {words} ({format_size(changed.peak)})"
-        peaks.append(changed.peak)
-    if shorter := _longest_that_fits(config, facts, free):
-        return f"what fits: samples of at most {shorter} tokens"
-    parameters = (facts.model and facts.model.parameters) or 0
-    largest = parameters * free / min(peaks, default=1)
-    return f"a model of this shape may have {largest / 1e9:.2g}B parameters at most, with the least memory there is"
-
-
-def _changes(config: RunConfig, facts: Facts) -> Iterator[dict[str, Any]]:
-    """Settings that need less memory, the nearest first."""
-    if config.trains:
-        if not config.system.gradient_checkpointing:
-            yield {"system.gradient_checkpointing": True}
-        if has_critic(config):
-            yield {"critic.shared_trunk": True}
-        if isinstance(config, DPOConfig | KTOConfig):
-            yield {f"{config.command}.precompute_reference": True}
-        if not config.lora.on:
-            for ranks in (n for n in (2, 4, 8) if n <= len(facts.hardware.gpus)):
-                yield {"system.trainer_ranks": ranks, "system.zero_stage": 3}
-                if facts.model is not None and facts.model.heads % ranks == 0:
-                    together = {"system.zero_stage": 3, "system.sequence_parallel.size": ranks}
-                    yield {"system.trainer_ranks": ranks, **together}
-            yield {"lora.rank": USUAL_RANK}
-    engine = config.system.engine
-    if config.model.quantize is None and engine == "local" and not isinstance(config, ScoreConfig):
-        lora = {} if not config.trains or config.lora.on else {"lora.rank": USUAL_RANK}
-        yield from ({**lora, "model.quantize": name} for name in ("int8", "nf4"))
-    if engine == "vllm" and isinstance(config, SamplingConfig):
-        for ranks in (n for n in (2, 4, 8) if n <= len(facts.hardware.gpus)):
-            yield {"system.vllm.tensor_parallel_size": ranks, "system.engine_process": True}
-
-
-def _longest_that_fits(config: RunConfig, facts: Facts, free: int) -> int | None:
-    """The longest sample, divided by a power of two, with which the run fits."""
-    tokens, layout = longest_sample(config, facts), replace(layout_of(config, facts), checkpointing=True)
-    if tokens is None or facts.model is None:
-        return None
-    while (tokens := tokens // 2) >= LEAST_TOKENS:
-        kv = tokens * facts.model.kv_bytes_per_token(layout.bytes_per_number)
-        if price(facts.model, replace(layout, tokens=tokens, kv_bytes=kv)).peak <= free:
-            return tokens
-    return None
+def _sequence(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
+    """Bytes of the longest sample's keys and values on each device of an engine."""
+    longest = longest_sample(config, facts) or LEAST_TOKENS
+    return longest * model.kv_bytes_per_token(bytes_per_number(config)) // ranks_per_engine(config)

@@ -16,6 +16,7 @@ from tunesmith.plan.seconds import step_seconds
 
 LAYOUT = (
     *("model.dtype", "system.device", "system.trainer_ranks", "system.zero_stage", "system.shard_size"),
+    "system.sequence_parallel.size",
     *(
         "system.gradient_checkpointing",
         "system.max_tokens_per_microbatch",
@@ -58,7 +59,7 @@ def _matters(resolved: Resolved[Any], key: str) -> bool:
     config = resolved.config
     if key.startswith("system.vllm."):
         return config.drawing is not None and config.system.engine == "vllm"
-    if key in ("system.trainer_ranks", "system.zero_stage", "system.max_tokens_per_microbatch"):
+    if key in ("system.trainer_ranks", "system.zero_stage", "system.sequence_parallel.size"):
         return config.trains
     return config.drawing is not None or not key.startswith(("system.engine", "system.hybrid"))
 

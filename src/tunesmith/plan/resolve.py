@@ -14,13 +14,16 @@ from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
 from tunesmith.errors import CapacityError
-from tunesmith.plan.capacity import derive_system
+from tunesmith.plan.capacity import derive_capacity, derive_device
 from tunesmith.plan.checks import check, contradictions, raise_all
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
+from tunesmith.plan.fitting import memory_notes, memory_problems
 from tunesmith.plan.generation import derive_sampling
-from tunesmith.plan.memory import longest_sample, memory_notes, memory_problems
-from tunesmith.plan.situation import optimizer_steps, resolved_algorithm, rollout_samples
+from tunesmith.plan.memory import longest_sample
+from tunesmith.plan.rules import unread_problems
+from tunesmith.plan.search import derive_layout
+from tunesmith.plan.situation import optimizer_steps, resolved_algorithm, rollout_samples, situation
 from tunesmith.plan.vllm import derive_vllm
 from tunesmith.plan.weights import derive_weights
 
@@ -68,15 +71,17 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     _derive_episode(filling, facts)
     _derive_isolation(filling, facts)
     # Before the limits, which are often far higher than the data needs.
-    derive_system(filling, facts)
+    derive_device(filling, facts)
+    derive_layout(filling, facts)
+    derive_capacity(filling, facts)
     derive_weights(filling)
     derive_vllm(filling, facts)
     if config.trains:
         _derive_limits(filling, facts)
-    problems = [*contradictions(filling.config, facts)]
-    if lacking := [*memory_problems(filling.config, facts)]:
-        raise CapacityError(*problems, *lacking)
-    raise_all(problems)
+    unread = unread_problems(config, situation(filling.config, facts))
+    if problems := [*memory_problems(filling.config, facts, config)]:
+        raise CapacityError(*problems)  # what else does not fit follows from it
+    raise_all([*unread, *contradictions(filling.config, facts)])
     given = settings(config, given_only=True)
     return Resolved(filling.config, given, tuple(filling.derived), tuple(_notes(filling.config, facts)))
 

@@ -24,6 +24,8 @@ BETWEEN_MACHINES = 50e9
 """Bytes per second of a GPU to other machines, in one direction: a 400 Gb/s adapter for each GPU."""
 RECOMPUTED = 4 / 3
 """Of the products with gradient checkpointing: each forward pass of a layer is computed twice."""
+PLAIN_MODULES = 1.1
+"""Of the time of products with ``system.zero_stage``, which runs on the model's plain modules."""
 
 
 def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
@@ -57,10 +59,12 @@ def _training(config: RunConfig, model: ModelFacts, kind: GpuKind, longest: int,
     body *= (2 / 3 if config.lora.on else 1.0) * (RECOMPUTED if system.gradient_checkpointing else 1.0)
     rate = ranks * kind.flops * FLOPS_SHARE
     phases = {"scoring": scored / rate} if scored else {}
-    phases["training"] = (body * (1 + has_critic(config)) + head) / rate
+    modules = PLAIN_MODULES if system.zero_stage else 1.0
+    phases["training"] = (modules * body * (1 + has_critic(config)) + head) / rate
     if ranks > 1 and not config.lora.on:
         batches = samples // (known(config.train, "batch_size") or samples) or 1
-        micro = ceil(samples * longest / batches / ranks / system.max_tokens_per_microbatch)
+        groups = ranks / system.sequence_parallel.size
+        micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
         link = min(kind.link, BETWEEN_MACHINES) if nodes > 1 else kind.link
         phases["between GPUs"] = batches * _exchanged(model, system.zero_stage, micro) * (ranks - 1) / ranks / link
     return phases

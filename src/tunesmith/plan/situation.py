@@ -73,7 +73,10 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
     """Values by dotted key, and everything else that a rule may name; what is not known is left out or None."""
     system = config.system
     kind, _, number = (known(system, "device") or "").partition(":")
-    apart, reward = engines_apart(config), getattr(config, "reward", None)
+    reward, size, ranks = getattr(config, "reward", None), known(system, "shard_size"), known(system, "trainer_ranks")
+    # Where engines run follows from the machine if no setting says it.
+    open_yet = facts is None and system.cluster == "none" and "engine_process" not in system.model_fields_set
+    apart = None if open_yet and not system.served and not engines_apart(config) else engines_apart(config)
     algorithm: AlgorithmSection | None = None
     if isinstance(config, RLConfig):
         with suppress(ConfigError):  # checks reports it
@@ -89,15 +92,15 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "served": system.served,
         "launch": LAUNCH["sglang"].format(path=config.model.path, port=30000),
         "engines_apart": apart,
-        "engines_elsewhere": apart or system.served,
+        "engines_elsewhere": apart or system.served or None,
         "engine_process_off": "engine_process" in system.model_fields_set and not system.engine_process,
-        "weights_apart": weights_apart(config),
+        "weights_apart": weights_apart(config) or (None if apart is None else False),
         "whole_weights": system.engine != "local" or system.adapter_sync == "merged",
         "colocated": colocated(config),
-        "one_of_each_together": colocated(config) and system.engines == system.trainer_ranks == 1,
+        "one_of_each_together": colocated(config) and {known(system, "engines"), ranks} <= {None, 1},
         "ranks_per_engine": ranks_per_engine(config),
-        "left_over_ranks": system.trainer_ranks % size if (size := known(system, "shard_size")) else None,
-        "ungrouped_ranks": system.trainer_ranks % system.sequence_parallel.size,
+        "left_over_ranks": ranks % size if ranks and size else None,
+        "ungrouped_ranks": ranks % system.sequence_parallel.size if ranks else None,
         "rewarded": bool(reward and reward.given),
         "scored_by_model": any(model.weight > 0 for model in (reward.models if reward else ())),
     }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.gpus import ranks_per_engine
 
 
 def engines_apart(config: RunConfig) -> bool:
     """Whether engines run in processes other than the trainer's, with their own copies of the weights."""
-    ranks = isinstance(config, RLConfig) and config.system.trainer_ranks > 1
+    ranks = isinstance(config, RLConfig) and (known(config.system, "trainer_ranks") or 1) > 1
     return config.system.engine_process or config.system.cluster == "ray" or ranks
 
 

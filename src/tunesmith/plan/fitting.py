@@ -1,0 +1,145 @@
+"""A run that does not fit its devices is refused, with the numbers and the nearest change that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from tunesmith.config.generation import SamplingConfig
+from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RunConfig
+from tunesmith.config.sizes import format_size
+from tunesmith.config.toml import toml_value
+from tunesmith.plan.cost import USUAL_RANK, Price, price
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import with_values
+from tunesmith.plan.layouts import layouts, without_layout
+from tunesmith.plan.memory import (
+    LEAST_TOKENS,
+    PARTS,
+    has_critic,
+    layout_of,
+    least,
+    least_devices,
+    longest_sample,
+    on_gpu,
+)
+from tunesmith.plan.search import fastest_layout, lack
+
+MARGIN = 1.1
+"""A run is refused if it needs more than this many times the free memory; both numbers are estimates."""
+MORE_GPUS = (2, 4, 8, 16, 32, 64, 128)
+
+
+def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterator[str]:
+    """Problems of a resolved run with what does not fit, with the numbers and the nearest change that fits.
+
+    Args:
+        given: the run before its settings were derived.
+    """
+    system = given.system.model_copy(update={"device": config.system.device})
+    free_of_layout = without_layout(config.model_copy(update={"system": system}))
+    for place, (name, needed, free) in enumerate(least_devices(config, facts)):
+        if needed.peak > MARGIN * free:
+            split = place and name == "engine" and config.system.engine == "vllm"
+            cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
+            cure = cure if split else _remedy(config, facts, free, free_of_layout)
+            yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else _devices(config))
+
+
+def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
+    for _, needed, free in least_devices(config, facts):
+        if free < needed.peak <= MARGIN * free:
+            yield f"the run may not fit: it needs about {format_size(needed.peak)}, and {format_size(free)} are free"
+
+
+def _devices(config: RunConfig) -> str:
+    ranks = config.system.trainer_ranks
+    return f"{config.system.device}, on each of {ranks} devices" if ranks > 1 else config.system.device
+
+
+def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where: str) -> str:
+    listed = ", ".join(f"{words} {format_size(n)}" for part, words in PARTS.items() if (n := getattr(needed, part)))
+    return (
+        f"{config.model.path} does not fit on {where}: it needs at least "
+        f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free. {cure[0].upper()}{cure[1:]}. If "
+        f'more can be used than was found, set system.device_memory = "{ceil(needed.peak / 10**9)}GB"'
+    )
+
+
+def _remedy(config: RunConfig, facts: Facts, free: int, free_of_layout: RunConfig) -> str:
+    """The nearest change after which the run fits, or else the largest run that fits; and how many GPUs it fits."""
+    always: dict[str, Any] = {"system.gradient_checkpointing": True} if config.trains else {}
+    more = _more_gpus(free_of_layout, facts)
+    more = f", or {more}" if more else ""
+    peaks: list[int] = []
+    other = {key: value for key, value in (fastest_layout(free_of_layout, facts) or {}).items() if value is not None}
+    for changes in _changes(config, facts, other):
+        changed = least(with_values(config, always | changes), facts)
+        if changed is None:
+            continue
+        if changed.peak <= free:
+            words = " and ".join(f"{key} = {toml_value(value)}" for key, value in changes.items())
+            return f"what fits: {words} ({format_size(changed.peak)}){more}"
+        peaks.append(changed.peak)
+    if shorter := _longest_that_fits(config, facts, free):
+        return f"what fits: samples of at most {shorter} tokens{more}"
+    parameters = (facts.model and facts.model.parameters) or 0
+    largest = parameters * free / min(peaks, default=1)
+    return (
+        f"a model of this shape may have {largest / 1e9:.2g}B parameters at most, with the least memory there is{more}"
+    )
+
+
+def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
+    """The least number of GPUs like the run's that the run fits, with its layout."""
+    machine = facts.hardware
+    if not machine.gpus or not on_gpu(config) or config.system.cluster != "none":
+        return None
+    for count in (n for n in MORE_GPUS if n > len(machine.gpus) * machine.nodes):
+        larger = replace(machine, gpus=machine.gpus[:1] * count, nodes=1, named=True)
+        there = replace(facts, hardware=larger, ranks_here=None)
+        for layout in layouts(config, there):
+            if lack(config, there, layout) <= 1:
+                stage = layout["system.zero_stage"]
+                return f"{count} such GPUs" + (f" with system.zero_stage = {stage}" if stage else "")
+    return None
+
+
+def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Settings that need less memory, the nearest first; ``layout``: another one that fits."""
+    if config.trains:
+        if not config.system.gradient_checkpointing:
+            yield {"system.gradient_checkpointing": True}
+        if has_critic(config):
+            yield {"critic.shared_trunk": True}
+        if isinstance(config, DPOConfig | KTOConfig):
+            yield {f"{config.command}.precompute_reference": True}
+        if layout:
+            values = settings(config)
+            yield {key: value for key, value in layout.items() if values[key] not in (None, value)}
+        if not config.lora.on:
+            yield {"lora.rank": USUAL_RANK}
+    engine = config.system.engine
+    if config.model.quantize is None and engine == "local" and not isinstance(config, ScoreConfig):
+        lora = {} if not config.trains or config.lora.on else {"lora.rank": USUAL_RANK}
+        alone = {"system.zero_stage": 0} if config.system.zero_stage else {}
+        yield from ({**alone, **lora, "model.quantize": name} for name in ("int8", "nf4"))
+    if engine == "vllm" and isinstance(config, SamplingConfig):
+        for ranks in (n for n in (2, 4, 8) if n <= len(facts.hardware.gpus)):
+            yield {"system.vllm.tensor_parallel_size": ranks, "system.engine_process": True}
+
+
+def _longest_that_fits(config: RunConfig, facts: Facts, free: int) -> int | None:
+    """The longest sample, divided by a power of two, with which the run fits."""
+    tokens, layout = longest_sample(config, facts), replace(layout_of(config, facts), checkpointing=True)
+    if tokens is None or facts.model is None:
+        return None
+    while (tokens := tokens // 2) >= LEAST_TOKENS:
+        kv = tokens * facts.model.kv_bytes_per_token(layout.bytes_per_number)
+        if price(facts.model, replace(layout, tokens=tokens, kv_bytes=kv)).peak <= free:
+            return tokens
+    return None

@@ -1,0 +1,126 @@
+"""The layouts that a run can have on a machine's GPUs, the fastest first: its processes, and which GPUs they share.
+
+One search answers two questions: what a run gets whose settings were left out, and how many GPUs it would fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product, takewhile
+from typing import Any, TypeVar
+
+from tunesmith.config.generation import RFTConfig
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.hardware import Gpu
+from tunesmith.plan.memory import has_critic, on_gpu
+
+C = TypeVar("C", bound=RunConfig)
+Settings = Mapping[str, Any]
+"""Values by dotted key."""
+
+RANKS, STAGE, ENGINES = "system.trainer_ranks", "system.zero_stage", "system.engines"
+SEQUENCE = "system.sequence_parallel.size"
+TENSOR, PROCESS, TURNS = "system.vllm.tensor_parallel_size", "system.engine_process", "system.hybrid"
+ONE_PROCESS: Settings = {RANKS: 1, STAGE: 0, SEQUENCE: 1, ENGINES: 1, TENSOR: 1}
+"""The layout of a run on one device."""
+SIZES = (1, 2, 4, 8)
+"""Devices that an engine or a sequence is split over: at most those of one machine, which are fast with each other."""
+
+
+def layouts(config: RunConfig, facts: Facts) -> Iterator[Settings]:
+    """Settings of layouts that agree with those that were given, the fastest first.
+
+    Whole copies of the model on the trainer's ranks come before sharded ones, and small engines before large ones; all
+    GPUs are used for sampling and training in turn, or half of them for each where both go on at once.
+    """
+    gpus = gpus_of_run(config, facts)
+    for shape in _shapes(config, gpus):
+        ranks = shape.get(RANKS, 1)
+        whole = ranks == 1 or config.model.quantize or (facts.ranks_here and has_critic(config))
+        stages = (0,) if whole and not given(config, STAGE) else (0, 1, 2, 3)
+        for size, stage in product(_sequence_sizes(config, facts, ranks), stages):
+            layout = {**ONE_PROCESS, **shape, STAGE: stage, SEQUENCE: size}
+            if all(given(config, key) in (None, value) for key, value in layout.items()):
+                yield layout
+
+
+def without_layout(config: C) -> C:
+    """The configuration as if no setting of its layout had been given."""
+    gone = {key.rpartition(".")[2] for key in (*ONE_PROCESS, TURNS, PROCESS)}
+    vllm = config.system.vllm.model_dump(exclude_unset=True, exclude=gone)
+    system = config.system.model_dump(exclude_unset=True, exclude={*gone, "vllm", "sequence_parallel"})
+    return config.model_copy(update={"system": type(config.system).model_validate({**system, "vllm": vllm})})
+
+
+def given(config: RunConfig, key: str) -> Any:
+    """The value of a setting that the run file, an override or a launcher gave."""
+    system, name = config.system, key.rpartition(".")[2]
+    if key == PROCESS:
+        return system.engine_process if name in system.model_fields_set else None
+    if key == SEQUENCE:
+        return system.sequence_parallel.size if "sequence_parallel" in system.model_fields_set else None
+    return known(system.vllm if key == TENSOR else system, name)
+
+
+def gpus_of_run(config: RunConfig, facts: Facts) -> int:
+    """GPUs that the run may spread over by itself: those like the first one, up to one that is not. 1 on a CPU, on a
+    cluster, and where the model's size is unknown."""
+    machine, model = facts.hardware, facts.model
+    named = ":" in (known(config.system, "device") or "")
+    if not on_gpu(config) or config.system.cluster != "none" or named or model is None or model.parameters is None:
+        return 1
+    alike = takewhile(lambda gpu: _alike(gpu, machine.gpus[0]), machine.gpus)
+    return max(1, len([*alike])) * (1 if config.drawing else machine.nodes)
+
+
+def _alike(gpu: Gpu, first: Gpu) -> bool:
+    """Whether a GPU can do the same work as the first one: it is of the same kind, and no other program fills it."""
+    return gpu.name == first.name and gpu.memory_free >= 0.9 * first.memory_free
+
+
+def _shapes(config: RunConfig, gpus: int) -> Iterator[Settings]:
+    """Numbers of processes, and whether engines and trainer share GPUs."""
+    ranks = given(config, RANKS)
+    size = given(config, SEQUENCE) or 1
+    together = ranks or max(1, min(gpus // size, known(config.train, "batch_size") or gpus) * size)
+    trainer = {RANKS: together} if config.trains else {}
+    in_process = config.system.served or given(config, PROCESS) is False or config.system.weight_plane == "ipc"
+    if config.drawing is None:
+        yield trainer
+    elif gpus > 1 and not in_process:
+        if isinstance(config, RLConfig) and (ranks or given(config, ENGINES)):  # then each has GPUs of its own
+            yield from _apart(config, gpus)
+        for tensor in _tensor_sizes(config, gpus):
+            engines = {ENGINES: given(config, ENGINES) or gpus // tensor, TENSOR: tensor, PROCESS: True}
+            if not isinstance(config, RLConfig):
+                yield {**(trainer if isinstance(config, RFTConfig) else {}), **engines}
+            elif not config.rollout.max_staleness and config.system.weight_plane != "nccl":
+                yield {**trainer, **engines, TURNS: True}
+        if isinstance(config, RLConfig):
+            yield from _apart(config, gpus)
+    if config.drawing is not None:
+        yield {RANKS: ranks or 1, ENGINES: given(config, ENGINES) or 1, TENSOR: given(config, TENSOR) or 1}
+
+
+def _apart(config: RunConfig, gpus: int) -> Iterator[Settings]:
+    """Engines with GPUs of their own: as many as the trainer, or fewer where it needs more."""
+    wanted = given(config, RANKS)
+    for tensor in _tensor_sizes(config, gpus):
+        for ranks in [wanted] if wanted else range(max(1, gpus // 2), gpus, max(1, gpus // 16)):
+            engines = given(config, ENGINES) or (gpus - ranks) // tensor
+            if engines:
+                yield {RANKS: ranks, ENGINES: engines, TENSOR: tensor, PROCESS: True, TURNS: False}
+
+
+def _tensor_sizes(config: RunConfig, gpus: int) -> list[int]:
+    if wanted := given(config, TENSOR):
+        return [wanted]
+    return [n for n in SIZES if n <= gpus] if config.system.engine == "vllm" else [1]
+
+
+def _sequence_sizes(config: RunConfig, facts: Facts, ranks: int) -> list[int]:
+    """Ranks that may share the tokens of a micro-batch: they divide the attention heads."""
+    heads = facts.model.heads if facts.model else 1
+    return [given(config, SEQUENCE) or 1] if ranks == 1 else [n for n in SIZES if ranks % n == heads % n == 0]

@@ -1,0 +1,119 @@
+"""Which layout a run gets: of all that agree with its settings and fit, the one whose step takes least time."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from tunesmith.config.schema import RunConfig
+from tunesmith.config.section import known
+from tunesmith.config.sizes import format_size
+from tunesmith.errors import ConfigError
+from tunesmith.plan.capacity import derive_capacity
+from tunesmith.plan.checks import contradictions
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import Filling, with_values
+from tunesmith.plan.layouts import (
+    ENGINES,
+    ONE_PROCESS,
+    PROCESS,
+    RANKS,
+    SEQUENCE,
+    STAGE,
+    TENSOR,
+    TURNS,
+    Settings,
+    given,
+    gpus_of_run,
+    layouts,
+)
+from tunesmith.plan.memory import least_devices, planned_devices
+from tunesmith.plan.seconds import step_seconds
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def derive_layout(filling: Filling, facts: Facts) -> None:
+    """Fill in the processes of a run: those of the fastest layout that fits, or else of the one that lacks least."""
+    config, gpus = filling.config, gpus_of_run(filling.config, facts)
+    layout = fastest_layout(config, facts) or _nearest_layout(config, facts)
+    reasons = _reasons(with_values(config, layout), facts, gpus)
+    unread = {*(() if config.system.engine == "vllm" else (TENSOR,)), *(() if config.drawing else (ENGINES,))}
+    for key, default in ONE_PROCESS.items():
+        value = layout[key]
+        if (value != default and key != SEQUENCE) or (key in (RANKS, STAGE) and gpus > 1 and config.trains):
+            filling.fill(key, value, reasons[key])
+        elif filling.get(key) is None and key not in unread and key != SEQUENCE:
+            filling.config = with_values(filling.config, {key: value})
+    if layout[SEQUENCE] > 1:
+        filling.set(SEQUENCE, layout[SEQUENCE], reasons[SEQUENCE])
+    if layout.get(PROCESS) and not config.system.engine_process:
+        filling.set(PROCESS, True, "each engine is a process with GPUs of its own")
+    if layout.get(TURNS) is not None:
+        filling.fill(TURNS, layout[TURNS], reasons[TURNS])
+
+
+def fastest_layout(config: RunConfig, facts: Facts) -> Settings | None:
+    """Of the layouts that fit and that nothing refuses, the one with the shortest step, and the first where that is
+    not known; None if there is none. On one device nothing is compared.
+
+    Sequences and engines are split over as few GPUs as hold them: the seconds do not count what the parts send each
+    other, and more engines are faster than larger ones in the guides of OpenRLHF and verl.
+    """
+    choices = [*layouts(config, facts)]
+    if len(choices) == 1 and gpus_of_run(config, facts) == 1:
+        return choices[0]
+    found: list[tuple[tuple[int, int, float], Settings, RunConfig]] = []
+    for layout in choices:
+        whole = _with_capacity(config, facts, layout) if lack(config, facts, layout) <= 1 else None
+        if whole and all(needed.peak <= free for _, needed, free in planned_devices(whole, facts)):
+            seconds = step_seconds(whole, facts).get("step", 0.0)
+            found.append(((layout[SEQUENCE], layout[TENSOR], seconds), layout, whole))
+    found.sort(key=lambda each: each[0])
+    return next((layout for _, layout, whole in found if not any(contradictions(whole, facts))), None)
+
+
+def _nearest_layout(config: RunConfig, facts: Facts) -> Settings:
+    """The layout that lacks the least memory, for the numbers of a refusal; if all are refused, as the settings are."""
+    found = [each for each in layouts(config, facts) if not any(contradictions(with_values(config, each), facts))]
+    as_said = {key: given(config, key) or default for key, default in ONE_PROCESS.items()}
+    return min(found, key=lambda layout: lack(config, facts, layout), default=as_said)
+
+
+def lack(config: RunConfig, facts: Facts, layout: Settings) -> float:
+    """The least memory that a layout needs, as a share of what is free; above 1 it does not fit."""
+    checkpointing = known(config.system, "gradient_checkpointing")
+    always = {"system.gradient_checkpointing": True} if config.trains and checkpointing is None else {}
+    devices = least_devices(with_values(config, {**always, **layout}), facts)
+    return max((needed.peak / max(1, free) for _, needed, free in devices), default=0.0)
+
+
+def _with_capacity(config: C, facts: Facts, layout: Settings) -> C | None:
+    """The configuration with a layout and all that is derived for it; None if that is refused."""
+    filling = Filling(with_values(config, layout))
+    try:
+        derive_capacity(filling, facts)
+    except ConfigError:
+        return None
+    return filling.config
+
+
+def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
+    """Why a layout has its values; ``config`` has them."""
+    ranks, stage, turns = config.system.trainer_ranks, config.system.zero_stage, known(config.system, "hybrid")
+    others = ", and engines have the others" if config.drawing and not turns and ranks < gpus else ""
+    alike = " that are alike and free" if gpus < len(facts.hardware.gpus) else ""
+    need = f"the model and its optimizer take at least {_least(config, facts, 0)}"
+    return {
+        RANKS: f"{'all' if ranks == gpus else f'{ranks} of the'} {gpus} GPUs{alike} train{others}",
+        STAGE: f"{need} whole and {_least(config, facts, stage)} so; the fastest that fits" if stage else need,
+        ENGINES: f"on {'all GPUs' if turns or not config.trains else 'the GPUs that do not train'}",
+        SEQUENCE: "the fewest GPUs that hold the longest sample together",
+        TENSOR: "the fewest GPUs that hold an engine",
+        TURNS: "engines and trainer take turns on all GPUs" if turns else "engines have GPUs of their own",
+    }
+
+
+def _least(config: Any, facts: Facts, stage: int) -> str:
+    """``143GB of 85GB``, of each of the trainer's devices."""
+    devices = least_devices(with_values(config, {STAGE: stage, "system.gradient_checkpointing": True}), facts)
+    return f"{format_size(devices[0][1].peak)} of {format_size(devices[0][2])}" if devices else "an unknown amount"

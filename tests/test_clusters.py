@@ -1,0 +1,99 @@
+"""The run files for clusters resolve, fit the machines that their comments name, and are laid out as these say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from documents import ROOT
+from tunesmith.assembly.planning import plan_run
+from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.resolved import settings
+from tunesmith.config.toml import toml_value
+from tunesmith.errors import CapacityError
+from tunesmith.plan import hub
+from tunesmith.plan.memory import planned_devices
+
+FILES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))
+COMMAND, EXPECTED = re.compile(r"#   tunesmith plan (.*)"), re.compile(r"#     (.*)")
+LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+SIZES: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.2-1B-Instruct": LLAMA | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    },
+    "meta-llama/Llama-3.1-70B-Instruct": LLAMA | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    },
+    "meta-llama/Llama-2-13b-hf": LLAMA | {
+        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
+        "num_key_value_heads": 40, "vocab_size": 32000, "max_position_embeddings": 4096,
+    },
+    "Qwen/Qwen2.5-7B-Instruct": LLAMA | {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+    },
+}  # fmt: skip
+SIZES["Skywork/Skywork-Reward-Llama-3.1-8B"] = SIZES["meta-llama/Llama-3.1-8B-Instruct"]
+
+
+def cases() -> list[tuple[str, list[str]]]:
+    """Each command in the comments, with the lines below it."""
+    found: list[tuple[str, list[str]]] = []
+    for file in FILES:
+        for line in file.read_text().splitlines():
+            if command := COMMAND.fullmatch(line):
+                found.append((command[1], []))
+            elif expected := EXPECTED.fullmatch(line):
+                found[-1][1].append(expected[1])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def hub_of_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that has the configurations of the models, and nothing else."""
+
+    def file(name: str, wanted: str) -> Path | None:
+        if wanted != hub.CONFIG:
+            return None
+        path = tmp_path / name / wanted
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(SIZES[name]))
+        return path
+
+    monkeypatch.setattr(hub, "_file", file)
+    hub._hub_facts.cache_clear()
+
+
+@pytest.mark.parametrize(("command", "expected"), cases(), ids=lambda case: case if isinstance(case, str) else "")
+def test_a_recipe_fits_its_machine(command: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    file, option, machine, *said = shlex.split(command)
+    assert option == "--on"
+    config = load_config(find_kind(Path(file), said), Path(file), said)
+    if expected == ["does not fit"]:
+        with pytest.raises(CapacityError, match=r"needs at least 1\.\d+TB .*free"):
+            plan_run(config, machine)
+        return
+    resolved, facts = plan_run(config, machine)
+    values = settings(resolved.config)
+    for line in expected:
+        key, _, value = line.partition(" = ")
+        assert toml_value(values[key]) == value, line
+    devices = planned_devices(resolved.config, facts)
+    assert devices
+    for name, planned, free in devices:
+        assert planned.peak <= free, name
+
+
+def test_every_recipe_names_a_machine() -> None:
+    assert len(FILES) >= 8
+    assert {shlex.split(command)[0] for command, _ in cases()} == {str(file.relative_to(ROOT)) for file in FILES}
