@@ -276,7 +276,8 @@ def test_one_greedy_completion_stands_flat_and_needs_no_reward(tmp_path: Path, m
     assert [set(line) for line in lines] == [{"prompt", "answer", "completion", "finish_reason", "tokens"}] * 5
 
 
-@pytest.mark.parametrize("way", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["adapter", "merged"])
 def test_an_adapter_answers_wherever_the_engine_is(way: str, tmp_path: Path, model: Path) -> None:
     torch.manual_seed(0)
     adapted = CausalLM.load(model)

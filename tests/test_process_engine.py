@@ -145,6 +145,7 @@ def test_a_process_that_cannot_start_says_how_it_ended(bench: Bench, tmp_path: P
     bench.runner.run(run())
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
     async def run() -> None:
         with pytest.raises(UserError, match="nowhere"):

@@ -125,6 +125,8 @@ def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(bench: Bench, how: 
     assert any("starting another" in text for text in bench.said)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
     async def run() -> None:
         far = bench.cluster.spawn("rollout", EngineLostError)
