@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,11 @@ class Rank:
         named = {name: m.grad for name, m in optimizer.masters.items() if m.grad is not None}
         return metrics, {name: whole_of_rows(grad, optimizer.parameters[name]) for name, grad in named.items()}
 
+    def gradient_within(self, packing: Packing, limit: int) -> dict[str, Tensor]:
+        """Whole gradients; ``DeviceMemoryError`` if a backward pass needs more bytes of activations."""
+        with limited_activations(self.backend.model.module, limit):
+            return self.gradient(packing)[1]
+
     def after_failures(
         self, packing: Packing, most_tokens: int, smaller: Packing, *, backward: bool
     ) -> tuple[bool, dict[str, Tensor]]:
@@ -136,6 +141,26 @@ def short_of_memory(module: nn.Module, most_tokens: int | None, *, backward: boo
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def limited_activations(module: nn.Module, limit: int) -> Generator[list[int]]:
+    """Out of memory, if autograd keeps more bytes than that without parameters; the list has how many so far."""
+    weights = {local(p).untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, Tensor] = {}  # keeps the memory, so that no other tensor has the same place
+    total = [0]
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights | kept.keys():
+            kept[storage.data_ptr()] = tensor
+            total[0] += storage.nbytes()
+        if total[0] > limit:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield total
 
 
 class Ranks:

@@ -11,14 +11,16 @@ import pytest
 import torch
 
 import training
-from sharded_ranks import Ranks
+from sharded_ranks import Ranks, limited_activations
 from tiny import save_model
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.optimizer import Muon
 from tunesmith.data.forest import Packing
+from tunesmith.errors import DeviceMemoryError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.types import Sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 Start = Callable[..., Ranks]
@@ -100,6 +102,20 @@ def same_weights(found: training.Grads, one: TorchBackend[CausalLM]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+def test_four_ranks_train_a_sequence_that_is_too_long_for_one(start: Start, tmp_path: Path) -> None:
+    """32,768 tokens, where each process may keep a third of the activations."""
+    path = save_model(tmp_path / "long", num_hidden_layers=1, max_position_embeddings=32768)
+    tokens = np.random.default_rng(0).integers(5, 260, 32768).tolist()
+    sample = Sample(tokens, [False] * 32000 + [True] * 768)
+    batch, one = Packing.of(training.weighed([sample]), 32768), alone(path)
+    with limited_activations(one.model.module, 10**12) as kept:
+        expected = gradients(one, batch)
+    with limited_activations(one.model.module, kept[0] // 3), pytest.raises(DeviceMemoryError, match="32768 tokens"):
+        one.forward_backward(batch, SFTObjective())
+    [found, *_] = start(4, 3, path, sequence=4)("gradient_within", batch, kept[0] // 3)
+    assert training.difference(found, expected) < 1e-5
+
+
 def test_in_float64_they_agree_to_ten_digits(start: Start, model: Path, world: int) -> None:
     batch = packing()
     [(_, theirs), *_] = start(world, 3, size=2, dtype=torch.float64)("gradient", batch)
