@@ -19,7 +19,7 @@ from tunesmith.data.forest import Packing
 from tunesmith.distributed.process_group import open_store, process_group
 from tunesmith.distributed.rank_group import RankGroup, reach_store
 from tunesmith.errors import DeviceMemoryError
-from tunesmith.models.sequence import SequenceGroup
+from tunesmith.models.sequence import SequenceGroup, SequenceKind
 
 HERE, PATIENCE = "127.0.0.1", 60.0
 
@@ -31,8 +31,15 @@ class SequenceRanks:
         make: makes a rank's backend; its models have the group that is given.
     """
 
-    def __init__(self, make: Callable[[SequenceGroup], TorchBackend[Any]], size: int, world: int | None = None) -> None:
+    def __init__(
+        self,
+        make: Callable[[SequenceGroup], TorchBackend[Any]],
+        size: int,
+        world: int | None = None,
+        kind: SequenceKind = "ulysses",
+    ) -> None:
         self.size, self.world = size, world or size
+        self.kind: SequenceKind = kind
         self._store = open_store(HERE, PATIENCE)
         self._pool = ThreadPoolExecutor(self.world)
         self.backends: list[TorchBackend[Any]] = []
@@ -48,7 +55,7 @@ class SequenceRanks:
         place = rank % self.size, self.size, HERE, PATIENCE
         own: Any = dist.PrefixStore(f"sequence {rank // self.size}", store)
         part = process_group("gloo", own, *place)
-        return RankGroup(store, rank, self.world, HERE, patience=PATIENCE), SequenceGroup(part)
+        return RankGroup(store, rank, self.world, HERE, patience=PATIENCE), SequenceGroup(part, self.kind)
 
     def _each(self, do: Callable[[int], Any]) -> list[Any]:
         answers = [self._pool.submit(do, rank) for rank in range(self.world)]

@@ -127,7 +127,7 @@ def whole_of_rows(rows: Tensor, parameter: Tensor) -> Tensor:
 
 @contextmanager
 def short_of_memory(module: nn.Module, most_tokens: int | None, *, backward: bool = False) -> Iterator[None]:
-    """The second layer raises what the CPU's allocator raises, if it sees more tokens."""
+    """The last layer raises what the CPU's allocator raises, if it sees more tokens."""
 
     def fail(_: Any = None) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
@@ -136,7 +136,7 @@ def short_of_memory(module: nn.Module, most_tokens: int | None, *, backward: boo
         if most_tokens is not None and given[0].shape[-2] > most_tokens:
             given[0].register_hook(fail) if backward else fail()
 
-    handle = decoder_layers(module)[1].register_forward_pre_hook(hook)  # pyright: ignore[reportArgumentType]
+    handle = decoder_layers(module)[-1].register_forward_pre_hook(hook)  # pyright: ignore[reportArgumentType]
     try:
         yield
     finally:

@@ -23,7 +23,9 @@ from tunesmith.data.packing import pack
 from tunesmith.models import varlen_attention
 from tunesmith.models.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cpu_attention import CpuFlash
 from tunesmith.models.forest_attention import ForestAttention
+from tunesmith.models.ring import stops
 from tunesmith.types import Sample
 
 TREE = (  # three deep, with segments of one token, two trees
@@ -324,6 +326,36 @@ def test_the_calls_of_the_cuda_kernel(
     gradients = torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, exact, upstream.double())
     for a, b in zip(*gradients, strict=True):
         assert difference(a, b) < 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.one_of(st.just(TREE), forests()), st.integers(2, 5))
+def test_the_stops_of_a_ring_are_what_tokens_see(segments: tuple[Segment, ...], size: int) -> None:
+    seen = visible(segments)
+    for rank in range(size):
+        for source in range(size):
+            wanted = seen[rank::size, source::size]
+            found = torch.zeros_like(wanted, dtype=torch.int64)
+            for a, b, ka, kb, causal in stops(segments, rank, source, size):
+                assert not causal or b - a == kb - ka
+                every = torch.ones(b - a, kb - ka, dtype=torch.int64)
+                found[a:b, ka:kb] += every.tril() if causal else every
+            assert found.equal(wanted.long())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_stop_of_a_ring_in_both_kernels(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    monkeypatch.setattr(varlen_attention, "_forward", emulated_forward)
+    monkeypatch.setattr(varlen_attention, "_backward", emulated_backward)
+    query, grad = (torch.randn(5, 4, 8) for _ in range(2))
+    key, value = (torch.randn(5 if causal else 3, 2, 8) for _ in range(2))
+    found: list[list[Tensor]] = []
+    for kernel in (CpuFlash, varlen_attention.CudaFlash):
+        out, lse = kernel.forward(query, key, value, causal, 0.3)
+        parts = kernel.backward(grad, query, key, value, 0.5 * out, lse + 0.7, causal, 0.3)  # another part merged in
+        found.append([out, lse, *parts])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

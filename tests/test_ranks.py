@@ -24,6 +24,7 @@ from tunesmith.plan.resolve import resolve
 
 MODEL = ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5)
 CPU = Hardware("CPU", cores=8, memory_total=256 * 10**9, memory_available=240 * 10**9, bf16=True)
+RING_IN_FLOAT32 = ("system.sequence_parallel.type=ring", "system.device=cuda", "model.dtype=float32")
 GPU = Gpu("GPU", 80 * 10**9, 60 * 10**9, (9, 0))
 KINDS: dict[type[RunConfig], tuple[str, ...]] = {
     RLConfig: ('data.train="org/d"', 'reward.functions=["exact_match"]'),
@@ -148,7 +149,8 @@ def test_ranks_of_a_machine_share_a_copy(ranks: int, here: int | None, billions:
     [
         (("system.trainer_ranks=3",), ("size = 2", "system.trainer_ranks = 3")),
         ((), ("size = 2", "system.trainer_ranks = 1")),
-        (("system.trainer_ranks=6", "system.sequence_parallel.size=3"), ("size = 3", "16 attention heads")),
+        (("system.trainer_ranks=6", "system.sequence_parallel.size=3"), ("size = 3", "16 attention heads", "ring")),
+        (("system.trainer_ranks=2", *RING_IN_FLOAT32), ("ring", "model.dtype")),
         (("system.sequence_parallel.size=0",), ("size", "above 0")),
         (("system.sequence_parallel.size=1", 'system.sequence_parallel.type="ulysses"'), ("type", "size = 1")),
         (("system.trainer_ranks=2", 'system.sequence_parallel.type="rings"'), ("type", "ulysses")),

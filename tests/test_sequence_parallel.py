@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 import training
 from sequence_ranks import SequenceRanks, gradients
@@ -26,13 +27,15 @@ from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
 from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Packing, build_forest
+from tunesmith.errors import ModelError
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel, whole_sequence
-from tunesmith.models.sequence import SequenceGroup
+from tunesmith.models.sequence import SequenceGroup, SequenceKind
 from tunesmith.types import Sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+KINDS = pytest.mark.parametrize("kind", ["ulysses", "ring"])
 Make = Callable[[SequenceGroup | None], TorchBackend[Any]]
 
 
@@ -120,10 +123,17 @@ CASES = {
 
 
 def same_steps(
-    make: Make, packing: Packing, objective: Objective, *, size: int, world: int | None = None, bound: float = 1e-5
+    make: Make,
+    packing: Packing,
+    objective: Objective,
+    *,
+    size: int,
+    world: int | None = None,
+    kind: SequenceKind = "ulysses",
+    bound: float = 1e-5,
 ) -> None:
     """Loss, metrics, gradient, and the weights after three optimizer steps."""
-    one, ranks = make(None), SequenceRanks(make, size, world)
+    one, ranks = make(None), SequenceRanks(make, size, world, kind)
     for step in range(3):
         expected = one.forward_backward(packing, objective)
         found, grads = ranks.gradient(packing, objective)
@@ -138,12 +148,13 @@ def same_steps(
         assert float((weight - weights[-1][name]).detach().abs().mean()) < bound, name
 
 
+@KINDS
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_take_the_steps_of_one(model: Path, case: str) -> None:
+def test_two_ranks_take_the_steps_of_one(model: Path, case: str, kind: SequenceKind) -> None:
     what = CASES[case]
     packing = Packing.of(what.batch(), 60, keep_groups=what.keep_groups)
     assert len(packing) > 1
-    same_steps(partial(what.backend, model), packing, what.objective, size=2)
+    same_steps(partial(what.backend, model), packing, what.objective, size=2, kind=kind)
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -166,9 +177,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("hugging_face", [False, True], ids=["lean", "Hugging Face"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_four_ranks_repeat_two_key_value_heads(tmp_path: Path, family: str, hugging_face: bool) -> None:
-    """And each computes one of four query heads. Micro-batches of odd sizes, one of fewer tokens than ranks."""
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*((family, "ulysses") for family in FAMILIES), ("llama", "ring"), ("frequencies by length", "ring")],
+)
+def test_four_ranks_share_four_heads(tmp_path: Path, family: str, kind: SequenceKind, hugging_face: bool) -> None:
+    """There are two key/value heads, which Ulysses repeats.
+
+    Micro-batches of odd sizes, one of fewer tokens than ranks."""
     path = save_model(tmp_path / "model", FAMILIES[family][0], **FAMILIES[family][1])
     samples = [*training.samples_of(), Sample([7, 8, 9], [False, False, True])]
     batch = training.weighed(samples)
@@ -181,10 +197,11 @@ def test_four_ranks_repeat_two_key_value_heads(tmp_path: Path, family: str, hugg
             backend.model.lean = None
         return backend
 
-    same_steps(make, Packing(tuple(forests), batch.num_predictions, batch), SFTObjective(), size=4)
+    same_steps(make, Packing(tuple(forests), batch.num_predictions, batch), SFTObjective(), size=4, kind=kind)
 
 
-def test_two_groups_share_the_micro_batches(model: Path) -> None:
+@KINDS
+def test_two_groups_share_the_micro_batches(model: Path, kind: SequenceKind) -> None:
     """Three of them, so that one group computes padding; activations are computed again in the backward pass."""
     packing = Packing.of(policy_batch(), 60)
     assert len(packing) == 3
@@ -194,14 +211,16 @@ def test_two_groups_share_the_micro_batches(model: Path) -> None:
         CASES["gspo"].objective,
         size=2,
         world=4,
+        kind=kind,
     )
 
 
-def test_in_float64_they_agree_to_ten_digits(model: Path) -> None:
+@KINDS
+def test_in_float64_they_agree_to_ten_digits(model: Path, kind: SequenceKind) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         make = partial(CASES["critic"].backend, model, dtype=torch.float64)
-        same_steps(make, Packing.of(policy_batch(), 60), CASES["critic"].objective, size=2, bound=1e-10)
+        same_steps(make, Packing.of(policy_batch(), 60), CASES["critic"].objective, size=2, kind=kind, bound=1e-10)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -221,13 +240,14 @@ def test_scores_after_the_last_tokens_and_of_the_reference(model: Path, tmp_path
     assert theirs != pytest.approx(one.score(packing), abs=1e-2)
 
 
+@KINDS
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_rank_that_runs_out_of_memory_stops_all_and_a_smaller_layout_gives_the_same_gradient(
-    model: Path, backward: bool
+    model: Path, backward: bool, kind: SequenceKind
 ) -> None:
     make, objective = partial(CASES["sft"].backend, model), SFTObjective()
     large, small = Packing.of(policy_batch(), 200), Packing.of(policy_batch(), 40)
-    one, ranks = make(None), SequenceRanks(make, 2, 4)
+    one, ranks = make(None), SequenceRanks(make, 2, 4, kind)
     most = max(forest.num_tokens for forest in small.forests)
     with short_of_memory(ranks.backends[1].model, -(-most // 2), backward=backward):
         assert ranks.failures(large, objective) == [True] * 4
@@ -256,14 +276,15 @@ def short_of_memory(model: CausalLM, most_tokens: int, *, backward: bool) -> Gen
     model.lean.layers[1] = layer
 
 
-def test_activations_are_a_part_of_those_of_one_rank(model: Path) -> None:
+@KINDS
+def test_activations_are_a_part_of_those_of_one_rank(model: Path, kind: SequenceKind) -> None:
     batch = training.weighed(training.samples_of(groups=40))
     packing = Packing.of(batch, 1600)
     assert len(packing) == 1
 
     one = saved_bytes(CASES["sft"].backend(model), packing)
     for size in (2, 4):
-        ranks = SequenceRanks(partial(CASES["sft"].backend, model), size)
+        ranks = SequenceRanks(partial(CASES["sft"].backend, model), size, kind=kind)
         assert max(ranks.shares(packing, saved_bytes)) <= 1.05 * one / size
 
 
@@ -287,3 +308,31 @@ def saved_bytes(backend: TorchBackend[Any], packing: Packing) -> int:
             loss, _ = SFTObjective()(forest, backend.passes.predict(forest))
         loss.backward()
     return sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "settings", "words"),
+    [
+        (
+            "ulysses",
+            "llama",
+            {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6},
+            "6 attention heads.*4 ranks",
+        ),
+        ("ring", "gemma2", {}, "windows and soft caps"),
+        ("ring", "mistral", {"sliding_window": 8}, "windows and soft caps"),
+    ],
+)
+def test_attention_that_ranks_cannot_share(kind: SequenceKind, family: str, settings: Any, words: str) -> None:
+    class Group:
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 4
+
+    config = AutoConfig.for_model(family, **settings)
+    with pytest.raises(ModelError, match=words) as error:
+        SequenceGroup(Group(), kind).check("org/m", config)
+    assert "org/m" in str(error.value) and "system.sequence_parallel" in str(error.value)
+    SequenceGroup(Group(), kind).check("org/m", AutoConfig.for_model("qwen2"))  # its window is switched off

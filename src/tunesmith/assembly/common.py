@@ -108,7 +108,7 @@ def _share_sequences(config: RunConfig, model: Decoder) -> None:
     """Make a model of a trainer's rank compute its part of each micro-batch.
 
     Raises:
-        ModelError: its attention heads cannot be shared.
+        ModelError: its attention cannot be shared.
     """
     import torch.distributed as dist
 
@@ -116,9 +116,9 @@ def _share_sequences(config: RunConfig, model: Decoder) -> None:
         return
     from tunesmith.models.sequence import sequence_group
 
-    model.sequence = sequence_group(config.system.sequence_parallel.size)
-    text: Any = model.module.config.get_text_config()
-    model.sequence.check_heads(model.module.name_or_path, text.num_attention_heads)
+    section = config.system.sequence_parallel
+    model.sequence = sequence_group(section.size, section.type)
+    model.sequence.check(model.module.name_or_path, model.module.config.get_text_config())
 
 
 def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM:

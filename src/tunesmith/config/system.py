@@ -16,8 +16,9 @@ from tunesmith.config.vllm import VllmSection
 class SequenceParallelSection(Section):
     """``[system.sequence_parallel]``: groups of trainer ranks that share the tokens of each micro-batch."""
 
-    type: Literal["ulysses"] = "ulysses"
-    """How attention spans the ranks of a group: each computes some heads for all tokens (``ulysses``)."""
+    type: Literal["ulysses", "ring"] = "ulysses"
+    """How attention spans the ranks of a group: each computes some heads for all tokens (``ulysses``), or keys and
+    values travel around them (``ring``)."""
     size: PositiveInt = 1
     """Ranks that compute a micro-batch together, so that longer sequences fit."""
 

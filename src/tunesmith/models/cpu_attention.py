@@ -45,6 +45,26 @@ class CpuFlash:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         return cast(Tensor, _CpuFlash.apply(self.causal, self.full, query, key, value, rule.scale))
 
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See ``ring.Kernel``."""
+        groups = query.shape[1] // key.shape[1]
+        q, k, v = _by_group(query, groups), *(_by_group(t, 1).expand(-1, groups, -1, -1) for t in (key, value))
+        out, lse = _flash(q, k, v, 0.0, causal, scale=scale)
+        return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1)
+
+    @staticmethod
+    def backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``ring.Kernel``."""
+        groups, exact = query.shape[1] // key.shape[1], lse.dtype
+        go, q, o = (_by_group(t.to(exact), groups) for t in (grad, query, out))
+        k, v = (_by_group(t.to(exact), 1).expand(-1, groups, -1, -1) for t in (key, value))
+        within = lse.unflatten(1, (-1, groups)).permute(1, 2, 0)
+        dq, dk, dv = _flash_backward(go, q, k, v, o, within, 0.0, causal, scale=scale)
+        return dq.permute(2, 0, 1, 3).flatten(1, 2), *(t.sum(1).transpose(0, 1) for t in (dk, dv))
+
 
 class _CpuFlash(torch.autograd.Function):
     @staticmethod

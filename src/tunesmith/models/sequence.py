@@ -2,9 +2,10 @@
 
 A rank computes embedding, norms, feed-forward blocks and head for its own tokens only (``Forest.part``), so it keeps
 ``1 / size`` of the activations. Attention exchanges tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509): an
-all-to-all gives every rank all tokens of some heads, another one returns the results. Losses see whole samples, because
-the ranks gather what they predict; only the owner of a prediction carries its gradient on. So each rank has a part of
-the weights' gradients, and their sum over all ranks of the trainer is the gradient.
+all-to-all gives every rank all tokens of some heads, another one returns the results. Or keys and values travel around
+the ranks (``models.ring``). Losses see whole samples, because the ranks gather what they predict; only the owner of a
+prediction carries its gradient on. So each rank has a part of the weights' gradients, and their sum over all ranks of
+the trainer is the gradient.
 
 Shape legend: ``s`` ranks, ``T`` tokens, ``t = T / s``, ``H`` query heads, ``K`` key/value heads, ``D`` head size,
 ``N`` predictions, ``n`` of them on this rank, ``F`` values per prediction.
@@ -19,7 +20,7 @@ from dataclasses import fields
 from datetime import timedelta
 from functools import cache, partial, reduce
 from math import lcm
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -29,33 +30,39 @@ from tunesmith.data.forest import Forest, Predictions
 from tunesmith.distributed.rank_group import PATIENCE
 from tunesmith.errors import ModelError
 from tunesmith.models.attention import AttentionContext, AttentionRule
+from tunesmith.models.ring import Ring, check_ring
+
+SequenceKind = Literal["ulysses", "ring"]
 
 
 @cache
-def sequence_group(size: int) -> SequenceGroup:
+def sequence_group(size: int, kind: SequenceKind = "ulysses") -> SequenceGroup:
     """This process's group, of ``size`` ranks in a row. All processes of the default group call this together."""
     group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=PATIENCE))
     assert group is not None
-    return SequenceGroup(group)
+    return SequenceGroup(group, kind)
 
 
 class SequenceGroup:
     """The ranks that share micro-batches. They make the same calls in the same order."""
 
-    def __init__(self, group: Any) -> None:
-        self.rank, self.size = group.rank(), group.size()
+    def __init__(self, group: Any, kind: SequenceKind = "ulysses") -> None:
+        self.rank, self.size, self.kind = group.rank(), group.size(), kind
         self._group = group
         self._tokens = self._predictions = 0
         self.issued: list[Callable[[], object]] = []
         """How to issue each operation again with empty data, in the sizes of the current micro-batch."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def check_heads(self, path: Any, heads: int) -> None:
-        """Raises: ModelError: the ranks cannot share the attention heads of the model at ``path``."""
-        if heads % self.size:
+    def check(self, path: Any, config: Any) -> None:
+        """Raises: ModelError: the ranks cannot share the attention of the model at ``path``, by its configuration."""
+        heads: int = config.num_attention_heads
+        if self.kind == "ring":
+            check_ring(path, config)
+        elif heads % self.size:
             raise ModelError(
                 f"the {heads} attention heads of '{path}' cannot be shared by {self.size} ranks: "
-                f"system.sequence_parallel.size has to divide {heads}"
+                f'system.sequence_parallel.size has to divide {heads}, or set system.sequence_parallel.type = "ring"'
             )
 
     def part(self, forest: Forest) -> Forest:
@@ -65,9 +72,11 @@ class SequenceGroup:
         return part
 
     def around(self, attention: AttentionContext, part: Forest) -> AttentionContext:
-        """``attention`` over a whole forest, for the tokens of a part."""
+        """``attention`` over a whole forest, or what computes the same, for the tokens of a part."""
         tokens = sum(segment.length for segment in part.segments)
         assert part.num_tokens * self.size == tokens, "a sequence group computes parts of forests"
+        if self.kind == "ring":
+            return Ring(part.segments, self.rank, self.size, self.pass_on)
         return Ulysses(self, attention)
 
     def whole(self, own: Predictions, part: Forest, total: int) -> Predictions:
@@ -88,6 +97,20 @@ class SequenceGroup:
             return taken
 
         self._note(issue, lambda width: (self.size, self._tokens, *width), given, given.shape[2:])
+        return issue(given)
+
+    def pass_on(self, given: Tensor) -> Tensor:
+        """``given [t, ...]`` goes to the next rank, around a ring; the result is from the rank before."""
+        ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+
+        def issue(given: Tensor) -> Tensor:
+            taken = torch.empty_like(given)
+            to, source = ([len(given) * (rank == other) for rank in range(self.size)] for other in (ahead, behind))
+            with self.waiting():
+                self._group.alltoall_base(taken, given, source, to).wait()
+            return taken
+
+        self._note(issue, lambda width: (self._tokens, *width), given, given.shape[1:])
         return issue(given)
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -124,6 +124,28 @@ class CudaFlash:
             calls = [self.windowed[rule.window]]
         return cast(Tensor, _Varlen.apply(calls, query, key, value, rule.scale))
 
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See ``ring.Kernel``."""
+        rows = (t.contiguous() for t in (query, key, value))
+        out, lse, *_ = _forward(*rows, *_whole(query, key, causal).arguments, False, scale=scale)
+        return out.float(), lse.transpose(0, 1)
+
+    @staticmethod
+    def backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``ring.Kernel``."""
+        rows = (t.contiguous() for t in (grad, query, key, value, out, lse.transpose(0, 1)))
+        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        dq, dk, dv = _backward(*rows, *_whole(query, key, causal).arguments, unused, unused, scale=scale)
+        return dq.float(), dk.float(), dv.float()
+
+
+def _whole(query: Tensor, key: Tensor, causal: bool) -> _Call:
+    """All queries, and all keys."""
+    return _Call(None, None, *_both([(0, len(query))], [(0, len(key))], query.device), causal=causal)
+
 
 @cache
 def _has_kernel(device: torch.device) -> bool:
