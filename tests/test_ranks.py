@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tunesmith.assembly.checking import with_launched_ranks
+from tunesmith.assembly.machines import Machine, check_machines, look
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import known
-from tunesmith.errors import CapacityError, ConfigError
+from tunesmith.distributed.machines import differences, own_view
+from tunesmith.distributed.torchrun import Launch
+from tunesmith.errors import CapacityError, ConfigError, TunesmithError
 from tunesmith.plan.checks import check
 from tunesmith.plan.cost import Layout, price
 from tunesmith.plan.facts import Facts, ModelFacts
@@ -100,7 +105,11 @@ def test_a_launchers_processes_are_the_ranks(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("system.trainer_ranks=3", {}, r"system\.trainer_ranks = 3, and the launcher started 2 processes"),
         ('system.cluster="ray"', {}, r'2 processes .*, and system\.cluster = "ray" starts its own'),
-        ("train.lr=1", {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "16 processes .*, 8 of them on this machine"),
+        (
+            "train.lr=1",
+            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
+            "16 processes .*, 8 of them on this mach.*ray",
+        ),
     ],
 )
 def test_settings_that_contradict_the_launcher(
@@ -109,6 +118,67 @@ def test_settings_that_contradict_the_launcher(
     launched(monkeypatch, **environment)
     with pytest.raises(ConfigError, match=words):
         with_launched_ranks(config(RLConfig, said))
+
+
+def test_ranks_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each machine has its cores and GPUs for its own ranks."""
+    launched(monkeypatch, WORLD_SIZE="16", LOCAL_WORLD_SIZE="8", RANK="9", LOCAL_RANK="1")
+    assert (launch := Launch.of()) and launch.several_machines and launch.local_rank == 1
+    said = with_launched_ranks(config(SFTConfig, "system.zero_stage=2"))
+    facts = Facts(replace(CPU, gpus=(GPU,) * 8), MODEL, train_size=100, longest=40, ranks_here=8)
+    assert resolve(said, facts).config.system.shard_size == 8
+    assert resolve(said, replace(facts, hardware=CPU)).config.system.threads == 1
+
+
+@pytest.mark.parametrize("setting", ["system.zero_stage=3", "system.sequence_parallel.size=2"])
+def test_a_launcher_shards_no_separate_critic(setting: str) -> None:
+    said = config(RLConfig, setting, "system.trainer_ranks=2", 'algorithm.name="ppo"')
+    facts = Facts(CPU, MODEL, train_size=100, longest=40)
+    assert resolve(said, facts).config.system.trainer_ranks == 2
+    with pytest.raises(ConfigError, match=r"does not work under a launcher.*critic\.shared_trunk = true"):
+        resolve(said, replace(facts, ranks_here=2))
+
+
+def test_views_of_machines_are_compared_with_both_values() -> None:
+    ours = {"python": "3.11.7", "torch": "2.13.0", "run file run.toml": "a = 1\nb = 2\n", "arguments": "sft"}
+    assert differences(ours, dict(ours)) == []
+    theirs = {**ours, "torch": "2.12.1", "run file run.toml": "a = 1\nb = 3\nc = 4\n", "peft": "0.21"}
+    assert differences(ours, theirs) == [
+        "torch: '2.13.0' and '2.12.1'", "run file run.toml line 2: 'b = 2' and 'b = 3'", "peft: 'none' and '0.21'",
+    ]  # fmt: skip
+    assert differences({"text": "a\n"}, {"text": "a\nb\n"}) == ["text line 2: 'nothing' and 'b'"]
+
+
+def test_the_own_view_has_the_run_files_text(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\n")
+    view = own_view(["tunesmith", "sft", str(file), "train.lr=1", "data.train=a.toml"])
+    assert view["arguments"] == "sft train.lr=1 data.train=a.toml" and view["run file run.toml"] == "[train]\n"
+    assert view["torch"] and view["tunesmith"]
+
+
+@pytest.mark.parametrize(("left", "words"), [("probe", "not the same directory"), ("model", "not the same model")])
+def test_machines_without_the_same_files(tmp_path: Path, left: str, words: str) -> None:
+    class There:
+        """A rank on another machine."""
+
+        def __init__(self, host: str, *, same: bool) -> None:
+            self.host, self.same = host, same
+
+        def submit(self, method: str, probe: Path) -> Future[Machine]:
+            assert method == "look"
+            found, done = look(str(tmp_path), probe), Future[Machine]()
+            changed = {"probe": None} if left == "probe" else {"files": {**found.files, "config.json": "3 bytes, x"}}
+            done.set_result(replace(found, host=self.host, **({} if self.same else changed)))
+            return done
+
+    (tmp_path / "config.json").write_text("{}")
+    ranks: list[Any] = [There("a", same=True), There("a", same=True), There("b", same=False)]
+    check_machines(ranks[:2], str(tmp_path), tmp_path)
+    with pytest.raises(TunesmithError, match=words) as error:
+        check_machines(ranks, str(tmp_path), tmp_path)
+    assert "rank 2" in str(error.value) and " b" in str(error.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 
 @pytest.mark.parametrize(

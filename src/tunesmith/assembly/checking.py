@@ -55,10 +55,10 @@ def with_launched_ranks(config: C) -> C:
     if launch is None or isinstance(config, GenerateConfig):
         return config
     started = f"the launcher started {launch.world} processes (WORLD_SIZE)"
-    if launch.local_world != launch.world:
+    if launch.several_machines and isinstance(config, RLConfig):
         raise ConfigError(
-            f"{started}, {launch.local_world} of them on this machine: for several machines say system.cluster = "
-            '"ray", without a launcher'
+            f"{started}, {launch.local_world} of them on this machine: for rollouts on several machines say "
+            'system.cluster = "ray", without a launcher'
         )
     if system.cluster != "none":
         raise ConfigError(f'{started}, and system.cluster = "{system.cluster}" starts its own; leave one of them out')

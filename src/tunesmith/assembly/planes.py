@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import RunConfig
+from tunesmith.distributed.machines import own_address as own_address_in_launch
+from tunesmith.distributed.torchrun import Launch
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 
 if TYPE_CHECKING:
@@ -75,7 +77,8 @@ def make_plane(config: RunConfig, model: Decoder) -> Plane:
 def own_address(config: RunConfig) -> str:
     """This machine's address, as the run's other processes reach it."""
     if config.system.cluster == "none":
-        return "127.0.0.1"
+        launch = Launch.of()
+        return own_address_in_launch() if launch and launch.several_machines else "127.0.0.1"
     from tunesmith.distributed.ray_actor import node_address
 
     return node_address()

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from tunesmith.assembly.common import limits_of, load_model, load_tokenizer, shared_work
 from tunesmith.assembly.engines import local_gpus
+from tunesmith.assembly.machines import Machine, check_machines, look
 from tunesmith.assembly.opening import ReadyRun, RunResult
 from tunesmith.config.placement import Role
 from tunesmith.config.schema import ModelReward, RLConfig, RunConfig
 from tunesmith.distributed.far import gather
 from tunesmith.distributed.local import LocalProcesses, Processes
-from tunesmith.distributed.torchrun import LaunchedProcesses, meeting
-from tunesmith.errors import ConfigError, RewardError, TrainerLostError
+from tunesmith.distributed.torchrun import Launch, LaunchedProcesses, meeting
+from tunesmith.errors import RewardError, TrainerLostError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cluster import NAMES, bundles, processes
 from tunesmith.plan.cost import PeakRates
-from tunesmith.plan.memory import has_critic, keeps_reference
+from tunesmith.plan.memory import keeps_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +62,9 @@ class TrainerHost:
     """Of the device, on the first rank."""
     plane: Plane | None = field(default=None, init=False)
     store: Any = field(default=None, init=False)
+
+    def look(self, probe: Path) -> Machine:
+        return look(self.config.model.path, probe)
 
     def open_store(self) -> tuple[str, int]:
         """Host and port at which the ranks find each other."""
@@ -175,18 +179,17 @@ def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None
     if config.system.trainer_ranks == 1:
         return nullcontext()
     gpus, met = local_gpus(config), meeting()
-    if met and (setting := shared_work(config)) and has_critic(config):
-        raise ConfigError(
-            f"{setting} with a separate critic does not work under a launcher, whose processes would train both "
-            "models: start the command by itself with system.trainer_ranks, or set critic.shared_trunk = true"
-        )
     return LaunchedProcesses(met, gpus) if met else LocalProcesses(gpus)
 
 
 def remote_trainer(
-    processes: Processes, config: RunConfig, make: MakeBackend, role: Role = "actor"
+    processes: Processes, config: RunConfig, make: MakeBackend, role: Role = "actor", run_dir: Path | None = None
 ) -> tuple[RankedBackend, PeakRates]:
-    """The ranks of a trainer, which train one model together, and its reference where that has its own process."""
+    """The ranks of a trainer, which train one model together, and its reference where that has its own process.
+
+    Args:
+        run_dir: which all ranks have to see, where a launcher started them on several machines.
+    """
     from tunesmith.backends.ranked import RankedBackend
 
     world, publishes = config.system.trainer_ranks, isinstance(config, RLConfig) and role == "actor"
@@ -194,6 +197,8 @@ def remote_trainer(
     host = partial(host_trainer, config, make, publishes=publishes)
     with long_wait(f"starting {world} processes of the {NAMES[role]}"):
         gather(far.make(host) for far in ranks)
+        if run_dir and (launch := Launch.of()) and launch.several_machines:
+            check_machines(ranks, config.model.path, run_dir)
         place = ranks[0].call("open_store") if world > 1 else None
         gather(far.submit("build", rank, world, place) for rank, far in enumerate(ranks))
     reference = None

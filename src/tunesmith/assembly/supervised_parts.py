@@ -51,7 +51,7 @@ class Setup(Generic[T]):
         if self.processes is None:
             backend: TrainBackend = make(config, self.run.tokenizer)
         else:
-            backend, limits = remote_trainer(self.processes, config, make)
+            backend, limits = remote_trainer(self.processes, config, make, run_dir=self.run.directory.path)
         return make_learner(
             config, self.session, backend, aggregation, config.train.steps, limits=limits, keep_groups=keep_groups
         )

@@ -113,12 +113,13 @@ def encode_pickle(answer: tuple[int, bool, Any]) -> bytes:
     return packed
 
 
-def serve(connection: Connection, target: Any = None, encode: Encode = encode_pickle) -> NoReturn:
+def serve(connection: Connection, target: Any = None, encode: Encode = encode_pickle, lost: int = 0) -> NoReturn:
     """Answer what ``ConnectedFar`` asks until the connection is closed; methods run on this thread.
 
     Args:
         target: the object, where ``make`` is not called.
         encode: writes an answer.
+        lost: the exit code when the connection is closed without an ``exit``.
     """
     worker, loop = ThisThread(), asyncio.new_event_loop()
     host, running = Host(worker, target), dict[int, asyncio.Task[None]]()
@@ -136,7 +137,7 @@ def serve(connection: Connection, target: Any = None, encode: Encode = encode_pi
 
     def begin(number: int, do: str, packed: bytes) -> None:
         if do == "exit":
-            os._exit(0)
+            os._exit(*pickle.loads(packed))
         if do != "cancel":
             task = running[number] = loop.create_task(answer(number, do, packed))
             task.add_done_callback(lambda _: running.pop(number, None))
@@ -148,7 +149,7 @@ def serve(connection: Connection, target: Any = None, encode: Encode = encode_pi
             try:
                 message = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
-                os._exit(0)
+                os._exit(lost)
             loop.call_soon_threadsafe(begin, *message)
 
     threading.Thread(target=loop.run_forever, name="event loop", daemon=True).start()

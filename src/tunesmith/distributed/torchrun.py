@@ -1,7 +1,8 @@
-"""The processes of a ``torchrun`` or ``accelerate launch`` on this machine, as far objects.
+"""The processes of a ``torchrun`` or ``accelerate launch``, as far objects.
 
 Rank 0 runs the command. The others serve it as trainer ranks until it ends; for rank 0 itself it starts a child.
-They meet at a socket in a directory that only this user can open, named after the launcher that started them all.
+On one machine they meet at a socket in a directory that only this user can open, named after the launcher that started
+them all; on several as ``machines.py`` says.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from tempfile import gettempdir
@@ -24,7 +27,8 @@ from tunesmith.config.placement import Role
 from tunesmith.distributed.far import PATIENCE, ConnectedFar, Far
 from tunesmith.distributed.host import serve
 from tunesmith.distributed.local import RANKED, LocalProcesses
-from tunesmith.errors import TrainerLostError, TunesmithError
+from tunesmith.distributed.machines import Rendezvous, differences, own_view, watched
+from tunesmith.errors import ConfigError, TrainerLostError, TunesmithError
 from tunesmith.monitor.children import remove_at_end
 from tunesmith.plan.cluster import NAMES
 from tunesmith.plan.gpus import visible_names
@@ -40,6 +44,7 @@ class Launch:
     rank: int
     world: int
     local_world: int
+    local_rank: int = 0
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
@@ -47,7 +52,12 @@ class Launch:
         world = int(environment.get("WORLD_SIZE", "1"))
         if world == 1 or "RANK" not in environment:
             return None
-        return cls(int(environment["RANK"]), world, int(environment.get("LOCAL_WORLD_SIZE", world)))
+        here, rank = int(environment.get("LOCAL_WORLD_SIZE", world)), int(environment["RANK"])
+        return cls(rank, world, here, int(environment.get("LOCAL_RANK", rank)))
+
+    @property
+    def several_machines(self) -> bool:
+        return self.local_world < self.world
 
     @property
     def directory(self) -> Path:
@@ -62,43 +72,57 @@ def serve_rank(launch: Launch) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (rank 0 prints)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or visible.count(",") >= launch.rank:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible_names(visible, launch.rank + 1)[-1]
-    connections = [_connect(launch, role) for role in RANKED]
-    for connection in connections[1:]:
-        threading.Thread(target=serve, args=(connection,), daemon=True).start()
-    serve(connections[0])
+    if visible is None or visible.count(",") >= launch.local_rank:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_names(visible, launch.local_rank + 1)[-1]
+    rendezvous = Rendezvous(launch.rank, MEETING) if launch.several_machines else None
+    first, *others = RANKED
+
+    def serve_in(role: Role) -> NoReturn:
+        serve(_connect(launch, role, rendezvous), lost=1)
+
+    for role in others:  # each on its thread: rank 0 may never let it in
+        threading.Thread(target=serve_in, args=(role,), daemon=True).start()
+    serve_in(first)
 
 
-def _connect(launch: Launch, role: Role) -> Connection:
+def _connect(launch: Launch, role: Role, rendezvous: Rendezvous | None) -> Connection:
     deadline = time.monotonic() + MEETING
     while True:
         try:
-            if launch.directory.stat().st_uid != os.getuid():
-                raise PermissionError(f"{launch.directory} belongs to another user")
-            connection = Client(str(launch.directory / "ranks"), "AF_UNIX")
-            connection.send((launch.rank, role, os.getpid()))
+            if rendezvous:
+                connection = watched(rendezvous.reach())
+            else:
+                if launch.directory.stat().st_uid != os.getuid():
+                    raise PermissionError(f"{launch.directory} belongs to another user")
+                connection = Client(str(launch.directory / "ranks"), "AF_UNIX")
+            connection.send((launch.rank, role, os.getpid(), socket.gethostname(), own_view()))
             return connection
-        except (FileNotFoundError, ConnectionRefusedError):
+        except (FileNotFoundError, ConnectionRefusedError, AuthenticationError, EOFError):
             if time.monotonic() > deadline:
                 sys.exit(f"rank {launch.rank}: rank 0 did not appear within {MEETING:g} s")
             time.sleep(0.05)
 
 
 class ServedRank(ConnectedFar):
-    """A far object in a process that the launcher started."""
+    """A far object in a process that the launcher started.
 
-    def __init__(self, connection: Connection, pid: int, name: str, lost: type[TunesmithError]) -> None:
-        super().__init__(connection, f"{name} (process {pid})", lost, PATIENCE)
+    Args:
+        pid: of the process; None where it is on another machine.
+    """
+
+    def __init__(self, connection: Connection, pid: int | None, name: str, lost: type[TunesmithError]) -> None:
+        super().__init__(connection, name, lost, PATIENCE)
         self._number = pid
+        self.exit_code = 0
+        """Which the process ends with."""
         self._start()
 
     def _kill(self) -> None:
         if threading.current_thread() is self._listener:  # it has ended
             return
-        self._send(-1, "exit")  # the launcher would take a signal for a failure
+        self._send(-1, "exit", self.exit_code)  # the launcher would take a signal for a failure
         self._listener.join(5.0)
-        if self._listener.is_alive():
+        if self._number is not None and self._listener.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(self._number, signal.SIGKILL)
 
@@ -110,26 +134,40 @@ class Meeting:
     """Where rank 0 waits for the others."""
 
     def __init__(self, launch: Launch) -> None:
-        self.launch = launch
-        shutil.rmtree(launch.directory, ignore_errors=True)
-        launch.directory.mkdir(0o700)
-        remove_at_end(launch.directory)
-        self._listener = Listener(str(launch.directory / "ranks"), "AF_UNIX", backlog=len(RANKED) * launch.world)
-        self._connected: dict[tuple[Role, int], tuple[Connection, int]] = {}
+        self.launch, backlog = launch, len(RANKED) * launch.world
+        if launch.several_machines:
+            self._rendezvous = Rendezvous(launch.rank, MEETING)  # kept: others read from it
+            self._listener = self._rendezvous.listen(backlog)
+        else:
+            shutil.rmtree(launch.directory, ignore_errors=True)
+            launch.directory.mkdir(0o700)
+            remove_at_end(launch.directory)
+            self._listener = Listener(str(launch.directory / "ranks"), "AF_UNIX", backlog)
+        self._connected: dict[tuple[Role, int], tuple[Connection, int, str]] = {}
 
-    def take(self, role: Role, rank: int) -> tuple[Connection, int]:
-        """A rank's connection for a role, and its process.
+    def take(self, role: Role, rank: int, lost: type[TunesmithError]) -> ServedRank:
+        """A rank in a role.
 
         Raises:
             TrainerLostError: it was taken before: the launcher's processes are not started again.
+            ConfigError: it was started with another command, or has other versions of what it needs.
         """
         while len(self._connected) < len(RANKED) * (self.launch.world - 1) and (role, rank) not in self._connected:
-            connection = self._listener.accept()
-            number, offered, pid = connection.recv()
-            self._connected[offered, number] = connection, pid
+            with suppress(AuthenticationError, EOFError, OSError):  # not of this launch
+                connection = watched(self._listener.accept())
+                number, offered, pid, machine, view = connection.recv()
+                self._connected[offered, number] = connection, pid, machine
+                if different := differences(own_view(), view):
+                    raise ConfigError(
+                        f"the machines of this launch differ: rank 0 on {socket.gethostname()} and rank {number} on "
+                        f"{machine} have {'; '.join(different)}. Make them equal"
+                    )
         if (role, rank) not in self._connected:
             raise TrainerLostError(f"rank {rank} of the {NAMES[role]} was started by the launcher, and only once")
-        return self._connected.pop((role, rank))
+        connection, pid, machine = self._connected.pop((role, rank))
+        place = f" on {machine}" if self.launch.several_machines else ""
+        name = f"rank {rank} of the {NAMES[role]} (process {pid}{place})"
+        return ServedRank(connection, pid if rank < self.launch.local_world else None, name, lost)
 
 
 class LaunchedProcesses(LocalProcesses):
@@ -138,6 +176,12 @@ class LaunchedProcesses(LocalProcesses):
     def __init__(self, meeting: Meeting, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None) -> None:
         super().__init__(gpus)
         self._meeting = meeting
+
+    def __exit__(self, *error: object) -> None:
+        for far in self._running if error[0] else ():  # else launchers of other machines would see a success
+            if isinstance(far, ServedRank):
+                far.exit_code = 1
+        super().__exit__(*error)
 
     def _start(
         self,
@@ -148,7 +192,7 @@ class LaunchedProcesses(LocalProcesses):
         environment: Mapping[str, str] | None,
     ) -> Far:
         if role in RANKED and place:
-            return ServedRank(*self._meeting.take(role, place), f"rank {place} of the {NAMES[role]}", lost)
+            return self._meeting.take(role, place, lost)
         return super()._start(role, place, lost, python, environment)
 
 

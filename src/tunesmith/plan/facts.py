@@ -60,7 +60,7 @@ class Facts:
     frozen_parameters: int = 0
     """Of the run's reward models and its teacher, together."""
     ranks_here: int | None = None
-    """Trainer ranks on this machine, where a launcher started ranks on several."""
+    """Trainer ranks that a launcher started on this machine; None without a launcher."""
     instances_for: str | None = None
     """The reward function that takes the environments' instances."""
 

@@ -153,6 +153,7 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
         "longest_sample": longest,
         "sample": longest if isinstance(config, RLConfig) else facts.together or facts.longest,
         "instances_for": facts.instances_for,
+        "launched": facts.ranks_here is not None,
     }
     if config.drawing and prompt is not None:
         values["prompt_and_new"] = prompt + config.new_tokens

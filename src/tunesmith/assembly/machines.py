@@ -1,0 +1,81 @@
+"""What the machines of a launch have to have in common: the model's files and the run's directory."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from tunesmith.distributed.far import Far, gather
+from tunesmith.distributed.machines import differences
+from tunesmith.errors import ConfigError, ModelError
+
+SAMPLE = 1 << 20
+"""Bytes of each file's beginning and end that are compared. The beginning of a safetensors file lists its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a rank finds on its machine."""
+
+    host: str
+    probe: str | None
+    """The text of the probed file; None: it is not there."""
+    files: dict[str, str]
+    """Of the model's directory: size and digest by name. Nothing of a model of the hub."""
+
+
+def look(model: str, probe: Path) -> Machine:
+    """What this process finds.
+
+    Args:
+        model: ``model.path``.
+        probe: a file in the run's directory, whose text is read.
+    """
+    directory = Path(model).expanduser()
+    kinds = (".safetensors", ".json", ".jinja", ".model")
+    names = sorted(file for file in directory.glob("*") if file.suffix in kinds) if directory.is_dir() else []
+    seen = probe.read_text(encoding="utf-8") if probe.is_file() else None
+    return Machine(socket.gethostname(), seen, {file.name: _digest(file) for file in names})
+
+
+def _digest(file: Path) -> str:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        digest = sha256(opened.read(SAMPLE))
+        opened.seek(max(0, size - SAMPLE))
+        digest.update(opened.read())
+    return f"{size} bytes, {digest.hexdigest()[:12]}"
+
+
+def check_machines(ranks: Sequence[Far], model: str, run_dir: Path) -> None:
+    """Refuse machines that do not see the run's directory, or have other files of the model.
+
+    Args:
+        ranks: far objects with a method ``look``.
+
+    Raises:
+        ConfigError: they write to different directories of the same name.
+        ModelError: they have different models.
+    """
+    probe, text = run_dir.absolute() / f".shared-{secrets.token_hex(4)}", secrets.token_hex(16)
+    probe.write_text(text, encoding="utf-8")
+    try:
+        first, *others = gather(far.submit("look", probe) for far in ranks)
+    finally:
+        probe.unlink(missing_ok=True)
+    for rank, found in enumerate(others, start=1):
+        if found.probe != text:
+            raise ConfigError(
+                f"run_dir = '{run_dir}' is not the same directory everywhere: rank {rank} on {found.host} does not see "
+                f"what rank 0 wrote there on {first.host}. Every rank writes its part of a checkpoint, so set run_dir "
+                "to a directory that all machines share under one path"
+            )
+        if different := differences(first.files, found.files):
+            raise ModelError(
+                f"model.path = '{model}' is not the same model everywhere: on {first.host} (rank 0) and {found.host} "
+                f"(rank {rank}) {'; '.join(different)}"
+            )

@@ -1,0 +1,105 @@
+"""How the processes of a launch over several machines meet, and what has to be the same on all of them.
+
+Rank 0 listens on the address by which the others know its machine. Where that is, and a key without which nobody is
+let in, stands in the store of the launcher (``MASTER_ADDR``, ``MASTER_PORT``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("tunesmith", "torch", "transformers", "peft", "safetensors")
+SILENCE = (20, 10, 3)
+"""Seconds after which a silent connection is probed, seconds between probes, and how many may stay unanswered."""
+_KEY = "tunesmith/meeting/{attempt}"
+
+
+def own_address() -> str:
+    """This machine's address, as the launch's other machines reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        return probe.getsockname()[0]
+
+
+class Rendezvous:
+    """The store of the launch."""
+
+    def __init__(self, rank: int, patience: float) -> None:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._store: Any = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            None,
+            is_master=rank == 0 and not hosted,
+            timeout=timedelta(seconds=patience),
+            wait_for_workers=False,
+        )
+        self._key = _KEY.format(attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    def listen(self, backlog: int) -> Listener:
+        """For the other ranks."""
+        key = secrets.token_bytes(32)
+        listener = Listener((own_address(), 0), "AF_INET", backlog, authkey=key)
+        self._store.set(self._key, json.dumps([*listener.address, key.hex()]))
+        return listener
+
+    def reach(self) -> Connection:
+        """A connection to rank 0, which may have to be tried again: the place may be of an earlier start."""
+        host, port, key = json.loads(self._store.get(self._key))
+        return Client((host, port), "AF_INET", authkey=bytes.fromhex(key))
+
+
+def watched(connection: Connection) -> Connection:
+    """A connection that ends when the other machine is gone, which says no more then."""
+    idle, interval, count = SILENCE
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        if same.family == socket.AF_INET:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in (("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", count)):
+                if hasattr(socket, name):
+                    same.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
+
+
+def own_view(arguments: Sequence[str] = sys.argv) -> dict[str, str]:
+    """What has to be the same on every machine: versions, the command, the text of its run file."""
+    view = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            view[name] = version(name)
+    files = [text for text in arguments[1:] if text.endswith(".toml") and "=" not in text]
+    view["arguments"] = " ".join(text for text in arguments[1:] if text not in files)
+    for file in files:
+        with suppress(OSError, UnicodeDecodeError):
+            view[f"run file {Path(file).name}"] = Path(file).read_text(encoding="utf-8")
+    return view
+
+
+def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """What differs between two views, with both values; of texts the first lines that differ."""
+    found: list[str] = []
+    for name in dict.fromkeys([*ours, *theirs]):
+        one, other = ours.get(name, "none"), theirs.get(name, "none")
+        if one == other:
+            continue
+        lines, others = one.splitlines(), other.splitlines()
+        same = next((n for n, pair in enumerate(zip(lines, others, strict=False)) if pair[0] != pair[1]), None)
+        place = min(len(lines), len(others)) if same is None else same
+        here, there = (text[place] if place < len(text) else "nothing" for text in (lines, others))
+        where = f" line {place + 1}" if max(len(lines), len(others)) > 1 else ""
+        found.append(f"{name}{where}: {here!r} and {there!r}")
+    return found
