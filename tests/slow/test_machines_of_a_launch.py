@@ -131,12 +131,3 @@ def test_machines_with_other_run_files_are_refused(machines: Any, model: Path, t
     assert all(found.end()), found.said()
     assert "run file run.toml line 2: 'seed = 0'" in found.said() or "run.toml line 2: 'seed = 1'" in found.said()
     assert "'seed = 0'" in found.said() and "'seed = 1'" in found.said()
-
-
-def test_machines_with_other_models_or_directories_are_refused(machines: Any, tmp_path: Path) -> None:
-    """Relative paths, which each machine has something of its own at."""
-    for node, layers in enumerate((2, 3)):
-        save_model(tmp_path / f"machine-{node}" / "model", num_hidden_layers=layers)
-    found = machines(sft_settings(tmp_path, Path("model"), "run"))
-    assert all(found.end()), found.said()
-    assert "is not the same model everywhere" in found.said() and "config.json: '" in found.said()

@@ -77,11 +77,16 @@ def make_plane(config: RunConfig, model: Decoder) -> Plane:
 def own_address(config: RunConfig) -> str:
     """This machine's address, as the run's other processes reach it."""
     if config.system.cluster == "none":
-        launch = Launch.of()
-        return own_address_in_launch() if launch and launch.several_machines else "127.0.0.1"
+        return launched_address()
     from tunesmith.distributed.ray_actor import node_address
 
     return node_address()
+
+
+def launched_address() -> str:
+    """As ``own_address``, without Ray."""
+    launch = Launch.of()
+    return own_address_in_launch() if launch and launch.several_machines else "127.0.0.1"
 
 
 def file_plane(tensors: NamedTensors, directory: Path | None = None, num_bytes: int | None = None) -> Plane:

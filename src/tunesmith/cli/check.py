@@ -1,4 +1,4 @@
-"""``tunesmith check``: whether checkpoints are what was written."""
+"""``tunesmith check``: whether checkpoints are what was written, and machines what a run needs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,37 @@ from typing import Annotated
 
 import typer
 
-from tunesmith.errors import CheckpointError
+from tunesmith.errors import CheckpointError, ClusterError, ConfigError, StorageError, boundary
 from tunesmith.loop.checkpoint import STATE_FILE, Checkpoints
 from tunesmith.loop.manifest import damages, has_manifest
 
 
 def check(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A checkpoint or a run's directory.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="PATH|cluster", help="A checkpoint, a run's directory, or the word cluster.", show_default=False
+        ),
     ],
+    shared: Annotated[
+        Path | None,
+        typer.Option(help="cluster: a directory that all machines should share.", show_default="the current one"),
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0.0, help="cluster: GB/s that a sum over the ranks has to reach.")
+    ] = None,
 ) -> None:
     """Compare every file of a checkpoint, or of all checkpoints of a run, with its checksum.
 
+    The word cluster: report devices, versions, addresses, and the speed between the processes of torchrun.
+
     Example: tunesmith check runs/run-1
     """
+    if str(path) == "cluster" and not path.exists():
+        _check_cluster(shared or Path.cwd(), bandwidth)
+        return
+    if shared is not None or bandwidth is not None:
+        raise ConfigError("--shared and --bandwidth are for: tunesmith check cluster")
     runs = Checkpoints(path / "checkpoints", 1)
     single = (path / STATE_FILE).exists() or has_manifest(path)
     checkpoints = [path] if single else [runs.path(step) for step in runs.steps()]
@@ -35,3 +52,18 @@ def check(
             f"{sum(map(bool, damaged.values()))} of {len(damaged)} checkpoints are damaged; "
             + (f"the newest whole one is {whole}" if whole else "none is whole")
         )
+
+
+def _check_cluster(shared: Path, bandwidth: float | None) -> None:
+    from tunesmith.assembly.cluster_check import examine
+    from tunesmith.distributed.torchrun import meeting
+
+    with boundary(StorageError, f"cannot write to {shared}", OSError):
+        report = examine(meeting(), shared)
+    print("\n".join(report.lines()), flush=True)
+    if problems := report.problems(bandwidth):
+        raise ClusterError(
+            "\n  ".join([f"{len(problems)} problems:" if len(problems) > 1 else "1 problem:", *problems])
+        )
+    if report.seconds is None:
+        print("one process; start it with torchrun on all machines to compare them and time what is between them")

@@ -1,0 +1,201 @@
+"""``tunesmith check cluster``: what the processes of a launch run on, and how fast they reach each other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunesmith.assembly.planes import launched_address
+from tunesmith.config.placement import Role
+from tunesmith.config.sizes import format_size
+from tunesmith.distributed.far import gather
+from tunesmith.distributed.machines import PACKAGES, own_view
+from tunesmith.distributed.torchrun import LaunchedProcesses, Meeting
+from tunesmith.errors import TrainerLostError
+from tunesmith.plan.gpus import visible_names
+from tunesmith.plan.hardware import read_hardware
+
+SMALL, LARGE = 8, 32 << 20
+"""Bytes of the sums that show latency and bandwidth."""
+ROUNDS = 7
+_ENVIRONMENT = ("NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What one process runs on."""
+
+    host: str
+    address: str
+    device: str
+    """The GPU's name and memory, or the CPU's name and cores."""
+    driver: str
+    """Of the GPU."""
+    versions: dict[str, str]
+    environment: dict[str, str]
+    """The settings of NCCL, gloo and CUDA."""
+
+
+def own_place() -> Place:
+    machine = read_hardware()
+    device = f"{machine.cpu}, {machine.cores} cores"
+    if machine.gpus:
+        device = f"{machine.gpus[0].name}, {format_size(machine.gpus[0].memory_total)}"
+    view = own_view()
+    return Place(
+        socket.gethostname(),
+        launched_address(),
+        device,
+        _driver() if machine.gpus else "",
+        {name: view[name] for name in ("python", *PACKAGES) if name in view},
+        {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},
+    )
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+@dataclass(slots=True)
+class Prober:
+    """In each process."""
+
+    device: str
+    store: Any = field(default=None, init=False)
+    group: Any = field(default=None, init=False)
+
+    def place(self) -> Place:
+        return own_place()
+
+    def sees(self, probe: Path, text: str) -> bool:
+        return probe.is_file() and probe.read_text(encoding="utf-8") == text
+
+    def open_store(self) -> tuple[str, int]:
+        from tunesmith.distributed.process_group import open_store
+        from tunesmith.distributed.rank_group import PATIENCE
+
+        self.store = open_store(launched_address(), PATIENCE)
+        return launched_address(), self.store.port
+
+    def join(self, rank: int, world: int, at: tuple[str, int]) -> None:
+        from tunesmith.distributed.rank_group import RankGroup, reach_store
+
+        self.group = RankGroup(self.store or reach_store(*at), rank, world, launched_address(), self.device)
+
+    def seconds(self, num_bytes: int) -> float:
+        """Of a sum over the ranks: the median of some, after one that opens connections."""
+        import torch
+
+        numbers, found = torch.ones(num_bytes // 4, device=self.device), list[float]()
+        for _ in range(ROUNDS + 1):
+            start = time.perf_counter()
+            self.group.sum(numbers)
+            if numbers.is_cuda:
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+        return statistics.median(found[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Of all ranks.
+
+    Args:
+        blind: ranks that do not see the shared directory.
+        seconds: of a small and a large sum; None for a single process.
+    """
+
+    places: Sequence[Place]
+    shared: Path
+    blind: Sequence[int] = ()
+    seconds: tuple[float, float] | None = None
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second that cross each rank's connection in a large sum (``nccl-tests``, "bus bandwidth")."""
+        world = len(self.places)
+        return None if self.seconds is None else 2 * (world - 1) / world * LARGE / self.seconds[1]
+
+    def lines(self) -> list[str]:
+        first = self.places[0]
+        found = [", ".join(f"{name} {version}" for name, version in first.versions.items())]
+        for rank, place in enumerate(self.places):
+            driver = f", driver {place.driver}" if place.driver else ""
+            found.append(f"rank {rank}: {place.host} ({place.address}), {place.device}{driver}")
+        found += [f"{name}={value}" for name, value in first.environment.items()]
+        if self.seconds and self.bandwidth:
+            found.append(f"sum of {SMALL} bytes: {1e3 * self.seconds[0]:.3g} ms")
+            found.append(f"sum of {format_size(LARGE)}: {self.bandwidth / 1e9:.3g} GB/s")
+            found.append(f"shared directory: {self.shared}")
+        return found
+
+    def problems(self, least: float | None = None) -> list[str]:
+        """
+        Args:
+            least: GB/s that the bandwidth has to reach.
+        """
+        found = [
+            *self._mixed("devices", lambda place: place.device),
+            *self._mixed("GPU drivers", lambda place: place.driver),
+            *self._mixed("versions", lambda place: ", ".join(f"{n} {v}" for n, v in place.versions.items())),
+        ]
+        for name in sorted({name for place in self.places for name in place.environment} - {"CUDA_VISIBLE_DEVICES"}):
+            found += self._mixed(name, lambda place, name=name: place.environment.get(name, "(not set)"))
+        if self.blind:
+            hosts = ", ".join(f"{rank} on {self.places[rank].host}" for rank in self.blind)
+            found.append(f"{self.shared} is not shared: rank {hosts} does not see what rank 0 writes there")
+        if least is not None and self.bandwidth is not None and self.bandwidth < least * 1e9:
+            found.append(f"the ranks sum at {self.bandwidth / 1e9:.3g} GB/s, and --bandwidth asks for {least:g}")
+        return found
+
+    def _mixed(self, what: str, of: Callable[[Place], str]) -> list[str]:
+        ranks: dict[str, list[int]] = {}
+        for rank, place in enumerate(self.places):
+            ranks.setdefault(of(place), []).append(rank)
+        if len(ranks) == 1:
+            return []
+        listed = "; ".join(f"{value} (rank {', '.join(map(str, which))})" for value, which in ranks.items())
+        return [f"{what} differ: {listed}"]
+
+
+def examine(met: Meeting | None, shared: Path) -> Report:
+    """Look at all ranks of a launch, or at this process alone.
+
+    Raises:
+        ConfigError, TrainerLostError: the ranks do not come together.
+    """
+    if met is None:
+        return Report([own_place()], shared)
+    world, gpus = met.launch.world, read_hardware().gpus
+    own = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
+    seen: dict[Role, list[tuple[str]]] = {"actor": [(name,) for name in own]} if own else {}
+    probe, text = shared.absolute() / f".shared-{secrets.token_hex(4)}", secrets.token_hex(16)
+    with LaunchedProcesses(met, seen) as processes:
+        ranks = [processes.spawn("actor", TrainerLostError) for _ in range(world)]
+        gather(far.make(_prober) for far in ranks)
+        places: list[Place] = gather(far.submit("place") for far in ranks)
+        probe.write_text(text, encoding="utf-8")
+        try:
+            sees = gather(far.submit("sees", probe, text) for far in ranks)
+        finally:
+            probe.unlink(missing_ok=True)
+        at = ranks[0].call("open_store")
+        gather(far.submit("join", rank, world, at) for rank, far in enumerate(ranks))
+        small, large = (max(gather(far.submit("seconds", size) for far in ranks)) for size in (SMALL, LARGE))
+    return Report(places, shared, [rank for rank, there in enumerate(sees) if not there], (small, large))
+
+
+def _prober() -> Prober:
+    return Prober("cuda" if read_hardware().gpus else "cpu")
