@@ -116,6 +116,14 @@ args = PPOConfig(
 PPOTrainer(model="org/base", args=args, train_dataset="org/prompts")
 """
 
+OLD_PPO = """
+from trl import PPOConfig
+config = PPOConfig(
+    model_name="org/base", learning_rate=1.41e-5, batch_size=128, mini_batch_size=16, gradient_accumulation_steps=1,
+    ppo_epochs=4, init_kl_coef=0.2, cliprange=0.2, log_with="wandb", seed=1,
+)
+"""
+
 STATESET = """
 from stateset_agents.training import GSPOConfig
 config = GSPOConfig(
@@ -272,6 +280,13 @@ def test_trls_ppo_has_mini_batches_and_episodes(tmp_path: Path) -> None:
     assert run["train.passes_per_batch"] == 4 and run["rollout.group_size"] == 1
     assert (run["algorithm.advantage.gamma"], run["algorithm.advantage.gae_lambda"]) == (0.99, 0.9)
     assert run["algorithm.loss.clip_low"] == 0.15 and run["rollout.max_new_tokens"] == 64
+
+
+def test_trls_older_ppo_names_its_batches(tmp_path: Path) -> None:
+    run = values(migrated(OLD_PPO, "ppo.py"), tmp_path)
+    assert (run["rollout.prompts_per_step"], run["train.batch_size"]) == (128, 16)
+    assert run["train.passes_per_batch"] == 4 and run["algorithm.kl.coef"] == 0.2
+    assert run["model.path"] == "org/base" and run["monitor.sinks"] == ["wandb"]
 
 
 def test_a_stateset_configuration(tmp_path: Path) -> None:
@@ -469,6 +484,22 @@ def test_several_programs_are_named_and_one_is_chosen(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["migrate", str(tmp_path / "both.sh"), "--which", "2"])
     assert result.exit_code == 0 and "hinge" in result.output and "fsdp_sft_trainer" in result.output
     assert CliRunner().invoke(app, ["migrate", str(tmp_path / "both.sh"), "--which", "3"]).exit_code == 2
+
+
+def test_a_server_is_named(tmp_path: Path) -> None:
+    (tmp_path / "serve.sh").write_text("python -m openrlhf.cli.serve_rm --port 5000\n")
+    result = CliRunner().invoke(app, ["migrate", str(tmp_path / "serve.sh")])
+    assert result.exit_code == 2 and "serve-reward" in result.output
+
+
+def test_a_sourced_script_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "sft.sh").write_text(SFT_OPENRLHF)
+    [launch] = read_text("name=sft\nsource ./${name}.sh slurm\nsource ./job.sh\n", tmp_path / "job.sh", {})
+    assert launch.program == "openrlhf.cli.train_sft"
+    (tmp_path / "a.sh").write_text("source b.sh\n")
+    (tmp_path / "b.sh").write_text("source a.sh\n")
+    with pytest.raises(ConfigError, match="nested"):
+        read_text("source a.sh\n", tmp_path / "c.sh", {})
 
 
 def test_a_source_that_is_missing_or_a_directory_is_refused(tmp_path: Path) -> None:

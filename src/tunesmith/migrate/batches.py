@@ -26,6 +26,8 @@ def parts(given: Given, there: There) -> Result:
     batch, how = each * steps * devices, f"{each} × {steps} × {words}"
     if not there.rl:
         return [Value("train.batch_size", batch, how)]
+    if there.given("batch_size", "mini_batch_size") and there.framework == "trl":
+        return Dropped("batch_size and mini_batch_size say it", off=True)
     if there.given("num_ppo_epochs") or "PPO" in there.launch.program or "ppo" in there.launch.program:
         minis = there.number("num_mini_batches")
         return [

@@ -20,7 +20,7 @@ _MENTIONS = re.compile(r"openrlhf\.cli\.|verl\.trainer|\btrl (sft|dpo|grpo|kto|r
 
 
 def read_shell(text: str, variables: Mapping[str, str], folder: Path, line: int = 1) -> list[Launch]:
-    """Every program that a script starts and that trains or samples here.
+    """Every known program that a script starts, in files that it sources too.
 
     Args:
         variables: values for variables that the script does not set.
@@ -37,6 +37,9 @@ def read_shell(text: str, variables: Mapping[str, str], folder: Path, line: int 
                 launches += read_shell(text, known | dict(variables), folder, word.line)
         elif found := _program(words):
             launches += _launch(*found, words, folder)
+        elif len(words) > 1 and words[0].text in ("source", ".") and (folder / words[1].text).is_file():
+            sourced = (folder / words[1].text).read_text(encoding="utf-8", errors="replace")
+            launches += read_shell(sourced, variables, folder) if sourced != text else []
     return launches
 
 
@@ -57,7 +60,7 @@ def _program(words: Sequence[Word]) -> tuple[int, str] | None:
 
 
 def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Iterator[Launch]:
-    """A launch; nothing for a program that does not train or sample."""
+    """A launch; without a command of ours for a program that does not train or sample."""
     program = find_program(name)
     before, after = words[: start - 1], words[start:]
     if program is None:
@@ -76,6 +79,7 @@ def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Itera
             )
         return
     if not program.command:
+        yield Launch(name, "", program.framework, (), notes=(program.why,))
         return
     if program.framework == "verl":
         settings, notes = _hydra(after, folder)

@@ -48,7 +48,9 @@ def deviation(given: Given, there: There) -> Result:
         return Dropped("this estimator does not divide by a deviation", off=True)
     if given.value == "batch":
         return Dropped("the deviation is the group's here, not the batch's")
-    return OFF if divides else [Value("algorithm.advantage", "dr_grpo", "without the deviation")]
+    if divides:
+        return Dropped("advantages are divided by the group's deviation here too", off=True)
+    return [Value("algorithm.advantage", "dr_grpo", "without the deviation")]
 
 
 def loss_type(given: Given, there: There) -> Result:

@@ -65,12 +65,15 @@ def read_text(text: str, path: Path, variables: Mapping[str, str]) -> list[Launc
     """The launches in the text of a file.
 
     Raises:
-        ConfigError: it is not valid, or nested too deeply.
+        ConfigError: it is not valid, is nested too deeply, or only starts programs that do not train or sample.
     """
     try:
-        return _read(text, path, variables)
+        launches = _read(text, path, variables)
     except RecursionError:
         raise ConfigError(f"{path.name} has brackets or quotes that are nested too deeply") from None
+    if launches and not any(launch.command for launch in launches):
+        raise ConfigError(f"{path.name} starts {launches[0].program}: {launches[0].notes[0]}")
+    return [launch for launch in launches if launch.command]
 
 
 def _read(text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:

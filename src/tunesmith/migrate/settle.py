@@ -17,7 +17,7 @@ from tunesmith.plan.checks import check
 
 _MOST = 60
 """Settings that are taken out at most."""
-_OF_THE_MACHINE = re.compile(r"not installed|this machine|vLLM \d")
+OF_THE_MACHINE = re.compile(r"not installed|this machine|vLLM \d")
 _KEPT = ("model.path", "data.train", "teacher.path")
 _HOW_FAST = ("system.", "monitor.", "checkpoint.", "eval.")
 
@@ -30,7 +30,7 @@ def settle(migration: Migration) -> list[str]:
     _fill_in(migration)
     for _ in range(_MOST):
         problems = _problems(migration)
-        of_settings = [(keys, text) for keys, text in problems if not _OF_THE_MACHINE.search(text)]
+        of_settings = [(keys, text) for keys, text in problems if not OF_THE_MACHINE.search(text)]
         culprits = [(key, text) for keys, text in of_settings if (key := _culprit(keys, text, migration))]
         if not culprits:
             return [text for _, text in problems]

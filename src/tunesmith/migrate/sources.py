@@ -54,7 +54,9 @@ def train_data(_given: Given, there: There) -> Result:
 def eval_data(_given: Given, there: There) -> Result:
     """The held-out data; a split alone is one of the training data."""
     paths, split = _listed(there.get(*_EVAL)), there.get(*_EVAL_SPLITS)
-    if there.framework in ("trl", "transformers") and there.get("eval_strategy", default="no") in ("no", False):
+    if there.framework in ("trl", "transformers") and there.get(
+        "eval_strategy", "evaluation_strategy", default="no"
+    ) in ("no", False):
         return Dropped("nothing is evaluated there: eval_strategy is no", off=True)
     if not paths and split:
         paths = _listed(there.get(*_TRAIN))[:1]

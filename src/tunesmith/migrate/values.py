@@ -77,7 +77,9 @@ def every(given: Given, there: There) -> Result:
         return Dropped(
             "nothing is done during training there" if value != "steps" else "the steps are given as well", off=True
         )
-    strategy = there.get("eval_strategy" if key == "eval.every" else "save_strategy", default="steps")
+    strategy = there.get(
+        *(("eval_strategy", "evaluation_strategy") if key == "eval.every" else ("save_strategy",)), default="steps"
+    )
     if there.framework in ("trl", "transformers") and strategy not in ("steps", None):
         return Dropped(f"without effect there, because the strategy is {strategy}", off=True)
     if isinstance(value, float) and (value < 1 or value == float("inf")):
