@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tunesmith.config.sizes import format_size
-from tunesmith.plan.cost import Layout, price
+from tunesmith.plan.cost import LIBRARIES, Layout, price
 from tunesmith.plan.facts import ModelFacts
 
 MODELS = {
@@ -33,8 +33,6 @@ GPUS = {
     "H200": 149e9,
 }
 """Bytes that are free before a run."""
-LIBRARIES = 10**9
-"""What CUDA and its libraries take of a GPU."""
 
 
 def needed(model: ModelFacts, layout: Layout) -> int:

@@ -96,6 +96,13 @@ def test_two_ranks_end_as_one(command: str, model: Path, tmp_path: Path) -> None
         same(found[0], run(None, shared))
 
 
+def test_ranks_and_engines_that_take_turns_end_as_one_process(model: Path, tmp_path: Path) -> None:
+    """The layout that is derived for a model that fits two GPUs together."""
+    run, settings = COMMANDS["rl"]
+    turns = {"system__trainer_ranks": 2, "system__zero_stage": 3, "system__engines": 2, "system__hybrid": True}
+    same(run(None, settings(tmp_path, model, "one")), run(None, settings(tmp_path, model, "two", **turns)))
+
+
 def test_a_rank_without_work(model: Path, tmp_path: Path) -> None:
     """Two samples to a step, and three ranks."""
     found = [

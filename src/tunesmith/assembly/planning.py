@@ -34,6 +34,10 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
         each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}
         if lacking := missing(bundles(resolved.config), [each] * facts.hardware.nodes):
             raise CapacityError(lacking)
+    if facts.hardware.nodes > 1 and resolved.config.drawing is not None and resolved.config.system.cluster == "none":
+        notes.append(
+            f'this run uses one of {facts.hardware.nodes} machines; system.cluster = "ray" spreads it over all'
+        )
     return replace(resolved, notes=(*notes, *resolved.notes)), facts
 
 

@@ -16,6 +16,8 @@ CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Logits of one chunk. On a CPU they should stay in the cache until they are used."""
 LEAST_ROWS = 128
 """With fewer rows the head's weight would be read too often for the work."""
+LIBRARIES = 10**9
+"""What CUDA and its libraries take of a GPU in each process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class Price:
     engine: int = 0
     """The engines' copies of the weights."""
     kv: int = 0
+    libraries: int = 0
+    """Of CUDA and its libraries."""
     turns: bool = False
 
     @property
@@ -89,11 +93,13 @@ class Price:
 
     @property
     def training(self) -> int:
-        return self.state + self.activations + self.head + (0 if self.turns else self.engine + self.kv)
+        return self.libraries + self.state + self.activations + self.head + (0 if self.turns else self.engine + self.kv)
 
     @property
     def sampling(self) -> int:
-        return self.weights + self.frozen + self.engine + self.kv + (0 if self.turns else self.optimizer)
+        return (
+            self.libraries + self.weights + self.frozen + self.engine + self.kv + (0 if self.turns else self.optimizer)
+        )
 
     @property
     def peak(self) -> int:

@@ -22,7 +22,6 @@ from tunesmith.plan.memory import (
     PARTS,
     has_critic,
     layout_of,
-    least,
     least_devices,
     longest_sample,
     on_gpu,
@@ -78,9 +77,7 @@ def _remedy(config: RunConfig, facts: Facts, free: int, free_of_layout: RunConfi
     peaks: list[int] = []
     other = {key: value for key, value in (fastest_layout(free_of_layout, facts) or {}).items() if value is not None}
     for changes in _changes(config, facts, other):
-        changed = least(with_values(config, always | changes), facts)
-        if changed is None:
-            continue
+        changed = least_devices(with_values(config, always | changes), facts)[0][1]
         if changed.peak <= free:
             words = " and ".join(f"{key} = {toml_value(value)}" for key, value in changes.items())
             return f"what fits: {words} ({format_size(changed.peak)}){more}"

@@ -13,7 +13,7 @@ from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
-from tunesmith.plan.cost import USUAL_RANK, Layout, Price, activation_bytes, copy_bytes, price
+from tunesmith.plan.cost import LIBRARIES, USUAL_RANK, Layout, Price, activation_bytes, copy_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
@@ -168,7 +168,22 @@ def planned_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, i
     devices = [(here, own, trainer_memory(config, facts))]
     if (engines := planned_elsewhere(config, facts)) is not None:
         devices.append(("engine", engines, free_memory(config, facts)))
-    return [*devices, *((role, each, free_memory(config, facts)) for role, each in _roles_apart(config, facts))]
+    return _with_libraries(config, facts, devices)
+
+
+def _with_libraries(
+    config: RunConfig, facts: Facts, devices: list[tuple[str, Price, int]]
+) -> list[tuple[str, Price, int]]:
+    """The devices, and those of roles with GPUs of their own; a GPU also holds CUDA, for trainer and engine each."""
+    devices = [*devices, *((role, each, free_memory(config, facts)) for role, each in _roles_apart(config, facts))]
+    if not on_gpu(config):
+        return devices
+    here = 2 if known(config.system, "hybrid") and config.system.engine_process else 1
+    counts = [here, *[1] * len(devices)]
+    return [
+        (name, replace(each, libraries=n * LIBRARIES), free)
+        for n, (name, each, free) in zip(counts, devices, strict=False)
+    ]
 
 
 def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]:
@@ -221,6 +236,7 @@ PARTS = {
     "head": "log-probabilities of a chunk",
     "engine": "the engines' weights",
     "kv": "keys and values",
+    "libraries": "CUDA and its libraries",
 }
 """The parts of a ``Price`` in words."""
 
@@ -247,7 +263,7 @@ def least_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int
     if (engines := planned_elsewhere(config, facts)) is not None:
         needed = replace(engines, kv=_sequence(config, facts, model))
         devices.append(("engine", needed, free_memory(config, facts)))
-    return [*devices, *((role, each, free_memory(config, facts)) for role, each in _roles_apart(config, facts))]
+    return _with_libraries(config, facts, devices)
 
 
 def _sequence(config: RunConfig, facts: Facts, model: ModelFacts) -> int:

@@ -74,7 +74,7 @@ def memory_of(config: RunConfig, facts: Facts) -> list[dict[str, Any]]:
     return [
         {
             "device": name,
-            "roles": {role: _parts(each) for role, each in (own if place == 0 else {name: planned}).items()},
+            "roles": _roles(own if place == 0 else {name: replace(planned, libraries=0)}, planned),
             "phases": _phases(config, planned),
             "peak": planned.peak,
             "free": free,
@@ -82,6 +82,12 @@ def memory_of(config: RunConfig, facts: Facts) -> list[dict[str, Any]]:
         }
         for place, (name, planned, free) in enumerate(devices)
     ]
+
+
+def _roles(roles: Mapping[str, Price], whole: Price) -> dict[str, dict[str, int]]:
+    """Bytes by role and category; what no role has alone is the device's."""
+    device = {"device": Price(libraries=whole.libraries)} if whole.libraries else {}
+    return {role: _parts(each) for role, each in {**roles, **device}.items()}
 
 
 def _parts(price: Price) -> dict[str, int]:
