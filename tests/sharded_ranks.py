@@ -24,7 +24,7 @@ from tunesmith.distributed.rank_group import RankGroup, join_default_group, reac
 from tunesmith.errors import DeviceMemoryError, TrainerLostError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.models.sequence import sequence_group
+from tunesmith.models.sequence import SequenceKind, sequence_group
 from tunesmith.models.sharding import Sharding, decoder_layers, local, whole, whole_weights
 
 HERE = "127.0.0.1"
@@ -46,6 +46,7 @@ class Rank:
         kind: type[CausalLM] | type[ScoreModel] = CausalLM,
         reference: bool = False,
         sequence: int = 1,
+        sequence_kind: SequenceKind = "ulysses",
         muon: Muon | None = None,
         **options: Any,
     ) -> None:
@@ -56,7 +57,7 @@ class Rank:
 
         def load(*, trains: bool = True) -> Any:
             model = kind.load(path, dtype=dtype, sharding=sharding, trains=trains)
-            model.sequence = sequence_group(sequence) if sequence > 1 else None
+            model.sequence = sequence_group(sequence, sequence_kind) if sequence > 1 else None
             return model
 
         frozen = load(trains=False) if reference else None

@@ -65,7 +65,7 @@ COMMANDS: dict[str, tuple[Run, Callable[..., list[str]]]] = {
 }
 
 
-SHARING = ("distill", "dpo", "rm", "rl")
+SHARING = {"distill": "ring", "dpo": "ulysses", "rm": "ring", "rl": "ulysses"}
 """Commands that are also run with two ranks that share each sequence: a teacher, a reference, scores, a critic."""
 
 
@@ -92,8 +92,8 @@ def test_two_ranks_end_as_one(command: str, model: Path, tmp_path: Path) -> None
     found = [run(None, settings(tmp_path, model, f"{n}", system__trainer_ranks=n)) for n in (1, 2)]
     same(*found)
     if command in SHARING:
-        shared = settings(tmp_path, model, "shared", system__trainer_ranks=2, system__sequence_parallel__size=2)
-        same(found[0], run(None, shared))
+        sharing = {"system__sequence_parallel__size": 2, "system__sequence_parallel__type": SHARING[command]}
+        same(found[0], run(None, settings(tmp_path, model, "shared", system__trainer_ranks=2, **sharing)))
 
 
 def test_ranks_and_engines_that_take_turns_end_as_one_process(model: Path, tmp_path: Path) -> None:

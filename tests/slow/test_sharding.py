@@ -102,8 +102,9 @@ def same_weights(found: training.Grads, one: TorchBackend[CausalLM]) -> None:
 
 
 def test_four_ranks_train_a_sequence_that_is_too_long_for_one(start: Start, tmp_path: Path) -> None:
-    """32,768 tokens, where each process may keep a third of the activations."""
-    path = save_model(tmp_path / "long", num_hidden_layers=1, max_position_embeddings=32768)
+    """32,768 tokens, where each process may keep a third of the activations. One head, around which keys travel."""
+    one_head = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    path = save_model(tmp_path / "long", num_hidden_layers=1, max_position_embeddings=32768, **one_head)
     tokens = np.random.default_rng(0).integers(5, 260, 32768).tolist()
     sample = Sample(tokens, [False] * 32000 + [True] * 768)
     batch, one = Packing.of(training.weighed([sample]), 32768), alone(path)
@@ -111,7 +112,7 @@ def test_four_ranks_train_a_sequence_that_is_too_long_for_one(start: Start, tmp_
         expected = gradients(one, batch)
     with limited_activations(one.model.module, kept[0] // 3), pytest.raises(DeviceMemoryError, match="32768 tokens"):
         one.forward_backward(batch, SFTObjective())
-    [found, *_] = start(4, 3, path, sequence=4)("gradient_within", batch, kept[0] // 3)
+    [found, *_] = start(4, 3, path, sequence=4, sequence_kind="ring")("gradient_within", batch, kept[0] // 3)
     assert training.difference(found, expected) < 1e-5
 
 
