@@ -97,6 +97,8 @@ def test_ranks_share_sequences_that_fit_no_rank_alone() -> None:
     for longest, size in ((8_000, 1), (300_000, 2), (800_000, 4)):
         found = resolved(SFTConfig, "8xH200", replace(QWEN_7B, context=2**20), longest=longest).config.system
         assert (found.trainer_ranks, found.sequence_parallel.size) == (8, size)
+    ring = 'system.sequence_parallel={type="ring", size=8}'
+    assert resolved(SFTConfig, "8xH200", QWEN_7B, ring).config.system.trainer_ranks == 8, "28 heads are not divided"
     said = resolved(SFTConfig, "8xH200", QWEN_7B, "system.sequence_parallel.size=4", "train.batch_size=1").config.system
     assert (said.trainer_ranks, said.sequence_parallel.size) == (4, 4)
 

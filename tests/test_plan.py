@@ -147,6 +147,15 @@ def test_seconds_follow_operations_and_devices() -> None:
     assert seconds["training"] < step_seconds(again.config, facts)["training"] < 4 / 3 * seconds["training"]
 
 
+def test_what_leaves_a_machine_is_slower() -> None:
+    said = ["model.path=tiny", 'system.cluster="ray"', "system.trainer_ranks=8", "system.zero_stage=3"]
+    said += ["system.engines=8", 'system.placement.colocate=[["actor","rollout"]]']
+    for on, rate in (("2x8xH100", 450e9), ("2x4xH100", 50e9)):
+        resolved, facts = plan(RLConfig, on, *said)
+        sent = 8 * facts.model.parameters * 7 / 8
+        assert step_seconds(resolved.config, facts)["between GPUs"] == pytest.approx(sent / rate, rel=1e-3)
+
+
 def test_working_at_once_takes_the_longer_phase() -> None:
     said = (*ON_RAY, "data.max_prompt_tokens=512")
     in_turn, facts = plan(RLConfig, "8xH100", *said)

@@ -122,5 +122,5 @@ def _tensor_sizes(config: RunConfig, gpus: int) -> list[int]:
 
 def _sequence_sizes(config: RunConfig, facts: Facts, ranks: int) -> list[int]:
     """Ranks that may share the tokens of a micro-batch: they divide the attention heads."""
-    heads = facts.model.heads if facts.model else 1
-    return [given(config, SEQUENCE) or 1] if ranks == 1 else [n for n in SIZES if ranks % n == heads % n == 0]
+    heads, wanted = facts.model.heads if facts.model else 1, given(config, SEQUENCE)
+    return [wanted or 1] if wanted or ranks == 1 else [n for n in SIZES if ranks % n == heads % n == 0]

@@ -37,7 +37,7 @@ def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
         return {}
     if bytes_per_number(config) == 4:
         return {}
-    phases = _training(config, model, kind, longest, facts.hardware.nodes)
+    phases = _training(config, model, kind, longest, len(facts.hardware.gpus))
     if not isinstance(config, RLConfig):
         return phases | {"step": sum(phases.values())}
     if config.system.served:
@@ -47,7 +47,7 @@ def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
     return {"sampling": sampling, **phases, "step": together((sampling, sum(phases.values())))}
 
 
-def _training(config: RunConfig, model: ModelFacts, kind: GpuKind, longest: int, nodes: int) -> dict[str, float]:
+def _training(config: RunConfig, model: ModelFacts, kind: GpuKind, longest: int, gpus: int) -> dict[str, float]:
     system, ranks = config.system, config.system.trainer_ranks
     rl = isinstance(config, RLConfig)
     samples = rollout_samples(config) * config.train.passes_per_batch if rl else config.train.batch_size
@@ -65,7 +65,7 @@ def _training(config: RunConfig, model: ModelFacts, kind: GpuKind, longest: int,
         batches = samples // (known(config.train, "batch_size") or samples) or 1
         groups = ranks / system.sequence_parallel.size
         micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
-        link = min(kind.link, BETWEEN_MACHINES) if nodes > 1 else kind.link
+        link = min(kind.link, BETWEEN_MACHINES) if ranks > gpus else kind.link
         phases["between GPUs"] = batches * _exchanged(model, system.zero_stage, micro) * (ranks - 1) / ranks / link
     return phases
 
