@@ -8,7 +8,7 @@ PEERS_INSTALLED := $(PEERS)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 
-.PHONY: install demo test test-slow test-peers test-vllm test-tries docs lint bench clean
+.PHONY: install demo test test-slow test-devices test-peers test-vllm test-tries docs lint bench clean
 
 install: $(INSTALLED)
 
@@ -27,6 +27,10 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m slow --durations 25
+
+# Steps on GPUs that are not there: operations, waits and memory.
+test-devices: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 tests/test_fake_device.py
 
 # Thousands of random bad inputs and faults: run files, data, rewards, checkpoints, kills, HTTP (tests/tries/README.md).
 test-tries: $(INSTALLED)

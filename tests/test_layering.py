@@ -33,6 +33,7 @@ FLOORS = {
     "doctor": 1,
     "rewards": 1,
     "environments": 1,
+    "fake_device": 1,
     "models": 2,
     "engines": 3,
     "backends": 3,
@@ -53,7 +54,7 @@ SHARED = (
 )  # fmt: skip
 """Ports of those rooms, and parts that several adapters use."""
 HEAVY = ("torch", "transformers")
-LIGHT = [room for room, floor in FLOORS.items() if floor <= 1]
+LIGHT = [room for room, floor in FLOORS.items() if floor <= 1 and room != "fake_device"]
 MAY_IMPORT_TORCH = (
     "algorithms/losses.py",
     "data/forest.py",

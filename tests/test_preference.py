@@ -193,7 +193,7 @@ def test_kto_by_hand() -> None:
     assert metrics["accuracy"] == pytest.approx(np.mean([s * (d - 0.3) > 0 for s, d in zip(sides, delta, strict=True)]))
     _, metrics, _ = whole(p.KTOObjective(0.5), judged((1.0,) * 6, -3.0), predicted)
     assert metrics["kl"] == 0.0, "of a negative estimate"
-    assert "rewards/rejected" not in metrics and "margin" not in with_margin(metrics)
+    assert not {"rewards/rejected", "margin"} & with_margin(metrics).keys()
 
 
 def test_process_rewards_by_hand() -> None:

@@ -134,11 +134,17 @@ class Pairs:
 
     @classmethod
     def of(cls, sequences: Sequences) -> Pairs:
+        import torch
+
         # Not ``column``, which is zero for dropped sequences.
         side = sequences.forest.per_sample["side"].to(sequences.weight.dtype)
-        numbers, place = sequences.forest.group.unique(return_inverse=True)
-        none = side.new_zeros(numbers.shape)
-        assert not none.index_add(0, place, side).any(), "a pair was split: the learner must keep groups together"
+        group, split = sequences.forest.group, "a pair was split: the learner must keep groups together"
+        assert len(group) % 2 == 0, split
+        # Sorted, the two of a pair are neighbours. ``unique`` would wait for the device, and so would an assertion.
+        place = torch.empty_like(group)
+        place[group.argsort()] = torch.arange(len(group), device=group.device) // 2
+        none = side.new_zeros(len(group) // 2)
+        torch._assert_async((none.index_add(0, place, side) == 0).all(), split)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         keep = none.index_add(0, place, (~sequences.keep).to(side.dtype)) == 0
         weight = none.index_add(0, place, sequences.weight).masked_fill(~keep, 0.0)
         return cls(place, side, weight, keep)
@@ -199,7 +205,10 @@ class DPOObjective:
 
 @dataclass(frozen=True, slots=True)
 class KTOObjective:
-    """KTO on ``logprobs``. ``class_share`` is 1 / (the number of the batch's sequences with the same side)."""
+    """KTO on ``logprobs``. ``class_share`` is 1 / (the number of the batch's sequences with the same side).
+
+    The metrics ``rewards/chosen/seen`` and ``rewards/rejected/seen`` are 0 for a batch without such answers.
+    """
 
     beta: float
     desirable: float = 1.0
@@ -218,8 +227,8 @@ class KTOObjective:
             "nonfinite_sequences": (~sequences.keep).sum(),
         }
         for name, sign in (("rewards/chosen", 1), ("rewards/rejected", -1)):
-            if (side == sign).any():
-                metrics[name] = (share * reward * (side == sign)).sum()
+            metrics[name] = (share * reward * (side == sign)).sum()
+            metrics[f"{name}/seen"] = (share * (side == sign)).sum()
         return (sequences.weight * loss).sum(), metrics
 
 

@@ -52,7 +52,7 @@ async def make_rl_parts(
     """Load the models, start the engine and continue from the session's checkpoint. The caller closes the engine."""
     config, tokenizer, train = run.config, run.tokenizer, run.train
     dynamic_filter, rollout = config.algorithm.dynamic_filter, config.rollout
-    learner, engine = _learner_and_engine(run, session, processes)
+    learner, engine = make_learner_and_engine(run, session, processes)
     async with AsyncExitStack() as on_failure:
         on_failure.push_async_callback(engine.close)
         remote_reward = remote_value = None
@@ -95,7 +95,7 @@ async def make_rl_parts(
     return parts, AsyncRollouts(parts, session, gate) if gate else SyncRollouts(parts, session)
 
 
-def _learner_and_engine(
+def make_learner_and_engine(
     run: ReadyRun[RLConfig, Task], session: Session, processes: Processes | None
 ) -> tuple[Learner, RolloutEngine]:
     """What trains the policy and what samples with it, here or in other processes."""

@@ -113,12 +113,16 @@ class Passes(Generic[M]):
     def score(self, packing: Packing, of: Quantity) -> Floats:
         """As ``Scorer.score``."""
         self.model.module.eval()
-        scores = np.zeros(packing.num_predictions)
+        found: list[Tensor] = []  # read at the end, so that the device never waits for the host
         for forest in self.over(packing.forests):
             with self.attempt("scoring a micro-batch", forest):
                 values = getattr(self.predict(forest), of)
                 assert isinstance(values, Tensor), f"the model gives no {of}"
-                scores[forest.predictions.cpu().numpy()] = values.double().cpu().numpy()
+                found.append(values)
+        scores = np.zeros(packing.num_predictions)
+        if found:
+            places = torch.cat([forest.predictions for forest in packing.forests])
+            scores[places.numpy()] = torch.cat(found).double().cpu().numpy()
         return scores
 
 

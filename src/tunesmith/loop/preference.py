@@ -86,10 +86,10 @@ def with_reward_std(metrics: Metrics) -> Metrics:
 
 
 def with_margin(metrics: Metrics) -> Metrics:
-    """``margin``: mean reward of the desirable answers less that of the others, where there are both."""
-    if not {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
-        return metrics
-    return {**metrics, "margin": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
+    """Without the mean reward of a side that has no answer; with the ``margin`` of the two, where both have."""
+    absent = {name for name in ("rewards/chosen", "rewards/rejected") if not metrics[f"{name}/seen"]}
+    kept = {name: v for name, v in metrics.items() if name not in absent and not name.endswith("/seen")}
+    return kept if absent else {**kept, "margin": kept["rewards/chosen"] - kept["rewards/rejected"]}
 
 
 def write_reward_stats(evaluation: Callable[[], Metrics], file: str, checkpoint: Path) -> None:

@@ -69,7 +69,7 @@ class _Linear(torch.autograd.Function):
 @functools.cache
 def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype, device=device)
+        return torch.full((), value, dtype=dtype, device=device)
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:

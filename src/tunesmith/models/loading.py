@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_init_weights
 
 from tunesmith.config.files import ADAPTER_CONFIG, is_hub_name
 from tunesmith.errors import ConfigError, ModelError, boundary
@@ -110,6 +112,9 @@ def load_module(
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     options = {"config": config, "attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
 
+    def made(stored: torch.dtype) -> PreTrainedModel:
+        return _without_weights(path, partial(auto.from_config, dtype=stored, **options), trains, device)
+
     def read() -> PreTrainedModel:
         with boundary(ModelError, f"cannot load the weights of model '{path}'", ANY_ERROR):
             options_of_files = {**quantisation, "use_safetensors": True, "output_loading_info": True}
@@ -118,27 +123,38 @@ def load_module(
         return cast(PreTrainedModel, loaded)
 
     if sharding is None:
-        module = read()
+        module = made(dtype) if detect_fake_mode() else read()  # a fake device has no numbers
     else:
-        stored = torch.float32 if trains and dtype.itemsize == 2 else dtype
         with boundary(ModelError, f"cannot shard model '{path}'", ANY_ERROR):
-            module = _without_weights(path, partial(auto.from_config, dtype=stored, **options), trains=trains)
+            module = made(torch.float32 if trains and dtype.itemsize == 2 else dtype)
         sharding.shard(module, dtype, torch.device(device))
-        read_shards(module, path, read, initialised, dropped)
+        if not detect_fake_mode():
+            read_shards(module, path, read, initialised, dropped)
     _disable_dropout(module, dropouts)
     if quantisation:
         let_gradients_pass(module)
-    if quantisation or sharding:
-        return module.eval()
+    placed = quantisation or sharding or detect_fake_mode()
+    return (module if placed else _on(module, device)).eval()
+
+
+def _on(module: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
     message = f"system.device = '{device}' cannot hold the model: it needs torch with CUDA and a free GPU, or use 'cpu'"
     with boundary(ConfigError, message, (AssertionError, RuntimeError)):  # AssertionError: torch without CUDA
-        return cast(PreTrainedModel, cast(nn.Module, module).to(device).eval())
+        return cast(PreTrainedModel, cast(nn.Module, module).to(device))
 
 
-def _without_weights(path: str | Path, make: Callable[[], Any], *, trains: bool) -> PreTrainedModel:
-    """A model whose parameters are on the meta device, with the generation settings of its files."""
-    with init_empty_weights(include_buffers=False):
+def _without_weights(
+    path: str | Path, make: Callable[[], Any], trains: bool, device: str | torch.device
+) -> PreTrainedModel:
+    """A model whose parameters are on the meta device, or on a fake one, with the generation settings of its files."""
+    with ExitStack() as places:
+        if detect_fake_mode():
+            places.enter_context(no_init_weights())
+            places.enter_context(torch.device(device))
+        else:
+            places.enter_context(init_empty_weights(include_buffers=False))
         module = cast(PreTrainedModel, make())
+    module.tie_weights()
     if not trains:
         module.requires_grad_(False)
     if module.can_generate():
@@ -274,6 +290,8 @@ def check_directory(path: str | Path) -> None:
         if (directory / ADAPTER_CONFIG).exists():
             raise ModelError(f"'{path}' is a LoRA adapter, not a whole model; merge it with its base: tunesmith merge")
         raise ModelError(f"'{path}' has no config.json: it is not a model in Hugging Face format")
+    if detect_fake_mode():
+        return
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
             f"'{path}' has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): "

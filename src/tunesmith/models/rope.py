@@ -80,10 +80,11 @@ class RotaryByLength(nn.Module):
         present = sorted(set(lengths))
         if len(present) == 1:
             return self._tables(present[0], x, position_ids, kinds)
-        of_row = torch.tensor(lengths, device=x.device)
+        of_row = torch.tensor(lengths)  # on the host, which would otherwise wait for the device
         rows = [(of_row == length).nonzero().squeeze(1) for length in present]
+        order = torch.cat(rows).argsort().to(x.device, non_blocking=True)
+        rows = [at.to(x.device, non_blocking=True) for at in rows]
         parts = [self._tables(n, x, position_ids[:, at], kinds) for n, at in zip(present, rows, strict=True)]
-        order = torch.cat(rows).argsort()
         cos, sin = (torch.cat(tables, 1).index_select(1, order) for tables in zip(*parts, strict=True))
         return cos, sin
 

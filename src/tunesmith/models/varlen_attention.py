@@ -81,7 +81,9 @@ class _Call:
 def _ends(runs: list[Run], device: torch.device) -> tuple[Tensor, int]:
     """Where each run ends when they follow one another, from 0, and the longest."""
     lengths = [stop - start for start, stop in runs]
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), max(lengths, default=0)
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    # Without non_blocking the host would wait for all that the device still has to compute.
+    return ends.to(device, non_blocking=True), max(lengths, default=0)
 
 
 def _both(queries: list[Run], keys: list[Run], device: torch.device) -> tuple[Tensor, Tensor, int, int]:
@@ -90,7 +92,7 @@ def _both(queries: list[Run], keys: list[Run], device: torch.device) -> tuple[Te
 
 
 def _indices(runs: list[Run], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(*run) for run in runs]).to(device)
+    return torch.cat([torch.arange(*run) for run in runs]).to(device, non_blocking=True)
 
 
 class CudaFlash:

@@ -1,0 +1,62 @@
+"""Runs of models that are only a configuration, on machines that are not there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tunesmith.assembly.dry_run import Phase, dry_run
+from tunesmith.config.kinds import KINDS
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RunConfig
+from tunesmith.plan.cost import Price
+from tunesmith.plan.facts import Facts, facts_of
+from tunesmith.plan.hub import estimated_parameters
+from tunesmith.plan.machines import machine
+from tunesmith.plan.memory import planned
+from tunesmith.plan.resolve import resolve
+
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 40960}
+TINY = QWEN3 | {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+GIVEN = ("system.max_tokens_per_microbatch=256", "system.kv_memory=16MB", "train.batch_size=8")
+RL = (
+    "data.max_prompt_tokens=16",
+    "rollout.max_new_tokens=16",
+    "rollout.group_size=4",
+    'reward.functions=["exact_match"]',
+)
+
+
+def resolved(
+    directory: Path, command: str, shape: dict[str, Any], spec: str, *overrides: str
+) -> tuple[RunConfig, Facts]:
+    """A run on the machine of a specification, whose model has only a ``config.json``."""
+    (directory / "config.json").write_text(json.dumps(shape))
+    (directory / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    own = (f"model.path={directory}", f"data.train={directory}/data.jsonl", f"run_dir={directory}/run")
+    model = facts_of(shape)
+    assert model is not None
+    model = replace(model, parameters=estimated_parameters(shape, model))
+    facts = Facts(machine(spec), model, train_size=1000)
+    return resolve(load_config(KINDS[command], None, [*own, *overrides]), facts).config, facts
+
+
+def phases_of(directory: Path, command: str, *overrides: str) -> dict[str, Phase]:
+    """Of a tiny model on one H100."""
+    data = RL if command == "rl" else ("data.max_tokens=64",)
+    given = GIVEN[:2] if command == "rl" else (GIVEN[0], GIVEN[2])
+    return dry_run(*resolved(directory, command, TINY, "H100-80GB", *data, *given, *overrides))
+
+
+def planned_and_measured(
+    directory: Path, command: str, shape: dict[str, Any], spec: str, *overrides: str
+) -> tuple[Price, dict[str, Phase]]:
+    config, facts = resolved(directory, command, shape, spec, *overrides)
+    price = planned(config, facts)
+    assert price is not None
+    return price, dry_run(config, facts)

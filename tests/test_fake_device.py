@@ -1,0 +1,107 @@
+"""Steps of the product on a GPU that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fake_runs import phases_of
+from tunesmith.engines.local.decode_attention import _scores  # pyright: ignore[reportPrivateUsage]
+from tunesmith.fake_device.device import FakeDevice
+
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+AT_THE_END = {"passes.py", "optimizer.py"}
+"""Where a step may read: the sums of its micro-batches, and whether the gradient and the weights are finite."""
+
+
+def test_the_cpu_computes_and_the_device_only_says_what_would_come_of_it() -> None:
+    with FakeDevice() as device:
+        assert (torch.ones(3) + 1).tolist() == [2, 2, 2]
+        weight = torch.ones(2, 3, device="cuda", requires_grad=True)
+        out = (weight @ torch.ones(3, 4).to("cuda:0")).relu()
+        out[0].sum().backward()
+        assert (out.shape, out.device.type, out.is_cuda) == ((2, 4), "cuda", True)
+        assert weight.grad is not None and weight.grad.shape == weight.shape
+        with pytest.raises(RuntimeError, match="two devices"):
+            torch.ones(3, device="cuda") + torch.ones(3)
+        assert not device.waits.keys() - {key for key in device.waits if "_to_copy" in key}
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.ones(3, device="cuda") if not torch.cuda.is_available() else pytest.skip("there is a GPU")
+
+
+def test_reading_waits_and_gives_zeros() -> None:
+    with FakeDevice() as device:
+        x = torch.ones(2, 2, device="cuda")
+        assert (x.sum().item(), float(x[0, 0]), bool(x.isfinite().all())) == (0, 0.0, True)
+        assert x.tolist() == [[0, 0], [0, 0]] and np.array_equal(x.cpu().numpy(), np.zeros((2, 2)))
+        assert sorted(key.split()[1] for key in device.waits) == ["__bool__", "__float__", "_to_copy", "item", "tolist"]
+        device.waits.clear()
+        torch.ones(4).to("cuda:0", non_blocking=True)
+        assert not device.waits
+        with pytest.raises(Exception, match="nonzero"):  # its size depends on numbers
+            x[x > 0]
+
+
+def test_every_storage_counts_once_until_it_is_freed() -> None:
+    with FakeDevice() as device:
+        memory = device.memory
+        with device.allocating("weights"):
+            linear = nn.Linear(256, 256, bias=False, device="cuda")
+        x = torch.ones(128, 256, device="cuda", requires_grad=True)
+        assert memory.now == {"weights": 256 * 256 * 4, "activations": 128 * 256 * 4}
+        view = x.t()[:10]
+        assert memory.total == (256 + 128) * 256 * 4
+        y = linear(x)
+        del x, view  # the graph keeps them
+        assert memory.now["activations"] == 2 * 128 * 256 * 4
+        memory.begin()
+        y.backward(torch.ones_like(y))
+        assert memory.peak["temporaries"] >= 256 * 256 * 4 and linear.weight.grad is not None
+        memory.assign("gradients", [linear.weight.grad])
+        del y
+        assert memory.now["gradients"] == 256 * 256 * 4
+        linear.weight.untyped_storage().resize_(0)
+        assert memory.now["weights"] == 0
+        tiny = torch.ones(1, device="cuda")
+        memory.assign("weights", [tiny])
+        assert memory.now["weights"] == 512, "the allocator's smallest block"
+
+
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("lora.rank=4",), marks=pytest.mark.slow), ("system.gradient_checkpointing=true",)]
+)
+def test_a_step_waits_only_at_its_end(tmp_path: Path, options: tuple[str, ...]) -> None:
+    train = phases_of(tmp_path, "sft", *options)["train"]
+    assert {key.split("/")[1].split(":")[0] for key in train.waits} == AT_THE_END
+    assert max(train.waits.values()) == 1
+    numbers = 512 * 64 + 2 * (64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 128)
+    if "lora.rank=4" not in options:
+        expected = {"weights": 2 * numbers, "gradients": 4 * numbers, "optimizer": 12 * numbers}
+        assert {name: train.peak[name] for name in expected} == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "command", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "rm", "prm"))]
+)
+def test_preferences_wait_only_at_the_end_of_a_step(tmp_path: Path, command: str) -> None:
+    waits = phases_of(tmp_path, command)["train"].waits
+    assert {key.split("/")[1].split(":")[0] for key in waits} == AT_THE_END
+    assert max(waits.values()) <= 2
+
+
+@pytest.mark.slow
+def test_ppo_and_the_engine(tmp_path: Path) -> None:
+    phases = phases_of(tmp_path, "rl", "algorithm.name=ppo", "train.ema_decay=0.99")
+    assert {key.split("/")[1].split(":")[0] for key in phases["train"].waits} == AT_THE_END
+    assert phases["sample"].peak["keys and values"] == pytest.approx(16e6, rel=0.01)
+    assert {"weights", "optimizer", "frozen models"} <= phases["sample"].peak.keys()
+
+
+def test_scores_of_decoding_are_float32() -> None:
+    with FakeDevice():
+        query = torch.ones(2, 3, 16, dtype=torch.bfloat16, device="cuda")
+        assert _scores(query, query.transpose(1, 2)).dtype == torch.float32
