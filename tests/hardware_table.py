@@ -19,6 +19,7 @@ TOKENS = 2048
 """Of a micro-batch, with gradient checkpointing; and of each of the 16 sequences that inference decodes together."""
 WAYS = {
     "full": Layout(2, checkpointing=True, tokens=TOKENS),
+    "full, optimizer in host memory": Layout(2, offload=True, checkpointing=True, tokens=TOKENS),
     "full, each of 8 GPUs": Layout(2, shards=8, zero_stage=3, checkpointing=True, tokens=TOKENS),
     "full, each of 64 GPUs": Layout(2, shards=64, zero_stage=3, checkpointing=True, tokens=TOKENS),
     "LoRA": Layout(2, lora_rank=16, checkpointing=True, tokens=TOKENS),

@@ -48,12 +48,13 @@ class Rank:
         sequence: int = 1,
         sequence_kind: SequenceKind = "ulysses",
         muon: Muon | None = None,
+        offload: bool = False,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
         store = reach_store(HERE, port)
         join_default_group(store, rank, world, HERE, "cpu")
-        sharding = Sharding.over("cpu", stage, size or world)
+        sharding = Sharding.over("cpu", stage, size or world) if stage else None
 
         def load(*, trains: bool = True) -> Any:
             model = kind.load(path, dtype=dtype, sharding=sharding, trains=trains)
@@ -61,7 +62,7 @@ class Rank:
             return model
 
         frozen = load(trains=False) if reference else None
-        settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1, muon=muon)
+        settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1, muon=muon, offload=offload)
         self.backend: TorchBackend[Any] = TorchBackend(load(), settings, kind.predict, reference=frozen, **options)
         self.backend.join(RankGroup(store, rank, world, HERE))
         self.rank = rank

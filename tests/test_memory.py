@@ -282,7 +282,11 @@ def test_every_step_says_what_memory_it_took_and_how_fast_it_was(tmp_path: Path)
 def test_the_table_of_gpus_agrees_with_what_a_run_is_refused_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the page says yes, the run resolves; and full training is refused where it says no by more than half."""
     monkeypatch.setattr("tunesmith.plan.checks.find_spec", lambda _: object())
-    ways = {"full": [], "LoRA": ["lora.rank=16"], "QLoRA (nf4)": ["lora.rank=16", "model.quantize=nf4"]}
+    ways = {
+        "full": ["system.offload_optimizer=false"],
+        "LoRA": ["lora.rank=16"],
+        "QLoRA (nf4)": ["lora.rank=16", "model.quantize=nf4"],
+    }
     for gpu, memory in GPUS.items():
         card = Gpu(gpu, int(memory), int(memory), (7, 5) if gpu == "T4" else (9, 0))
         for model in MODELS.values():

@@ -157,11 +157,12 @@ def make_backend(
     from tunesmith.backends.torch import TorchBackend
 
     train, optimizer = config.train, config.train.optimizer
+    offload = config.system.offload_optimizer
     muon = optimizer if isinstance(optimizer, Muon) else None
     head_lr = config.critic.lr if isinstance(config, RLConfig) and value_head is not None else None
     return TorchBackend(
         model,
-        AdamWSettings(train.weight_decay, train.betas, train.eps, train.max_grad_norm, muon),
+        AdamWSettings(train.weight_decay, train.betas, train.eps, train.max_grad_norm, muon, offload),
         predict,
         reference=reference,
         value_head=value_head,

@@ -2,11 +2,58 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tunesmith.models.sharding import first_row, local
+
+MOST_ON_THE_WAY = 4
+"""Gradients that a GPU keeps until they are in host memory."""
+
+
+class HostSums:
+    """Adds gradients to sums in host memory. A GPU's are copied while it goes on with the backward pass."""
+
+    def __init__(self) -> None:
+        self._on_the_way: deque[tuple[nn.Parameter, Tensor, torch.cuda.Event | None]] = deque()
+        self._stream: torch.cuda.Stream | None = None
+
+    def add(self, weight: nn.Parameter, grad: Tensor) -> None:
+        """Args: grad: a micro-batch's gradient of the weight, as it is on its device."""
+        arrived = None
+        if grad.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream(grad.device)
+            self._stream.wait_stream(torch.cuda.current_stream(grad.device))
+            with torch.cuda.stream(self._stream):
+                copy = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(grad, non_blocking=True)
+                arrived = torch.cuda.Event()
+                arrived.record(self._stream)
+            grad.record_stream(self._stream)
+            grad = copy
+        self._on_the_way.append((weight, grad, arrived))
+        self.settle(MOST_ON_THE_WAY if arrived else 0)
+
+    def settle(self, most: int = 0) -> None:
+        """Add what has come, until at most so many gradients are on their way."""
+        while len(self._on_the_way) > most:
+            weight, grad, arrived = self._on_the_way.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            _add(weight, grad)
+
+    def forget(self) -> None:
+        self._on_the_way.clear()
+
+
+def _add(weight: nn.Parameter, grad: Tensor) -> None:
+    """To the weight's gradient, in its type."""
+    if weight.grad is None:
+        weight.grad = grad.to(weight.dtype, copy=True)
+    else:
+        weight.grad += grad
 
 
 class Master:
@@ -14,15 +61,22 @@ class Master:
 
     They are the parameter itself if it is that wide, else a copy of it. Of a parameter that is sharded over ranks they
     are this rank's rows.
+
+    Args:
+        host: adds up gradients in host memory, where the weights are then too: a copy in any case.
     """
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, parameter: nn.Parameter, host: HostSums | None = None) -> None:
         self.parameter = parameter
-        self.sharded = isinstance(parameter, DTensor)
+        self.sharded, self._host = isinstance(parameter, DTensor), host
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        self.copied = parameter.dtype != wide
-        own = not self.sharded and not self.copied
-        self.weight = parameter if own else nn.Parameter(self.rows.to(wide))  # rows that are wide share their memory
+        self.copied = host is not None or parameter.dtype != wide
+        if host is not None:
+            self.weight = nn.Parameter(in_host_memory(self.rows, wide))
+        elif self.copied or self.sharded:
+            self.weight = nn.Parameter(self.rows.to(wide))  # rows that are wide share their memory
+        else:
+            self.weight = parameter
         if self.copied and not self.sharded:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
 
@@ -36,25 +90,22 @@ class Master:
         """The first row that this rank has; None if it has all."""
         return first_row(self.parameter) if self.sharded else None
 
-    def _accumulate(self, narrow: Tensor) -> None:
+    def _accumulate(self, parameter: Tensor) -> None:
         """Add a micro-batch's gradient to the sum, which is as wide as the weights."""
-        assert narrow.grad is not None
-        if self.weight.grad is None:
-            self.weight.grad = narrow.grad.to(self.weight.dtype)
-        else:
-            self.weight.grad += narrow.grad
-        narrow.grad = None
+        assert parameter.grad is not None
+        (self._host.add if self._host else _add)(self.weight, parameter.grad)
+        parameter.grad = None
 
     def take_gradient(self) -> None:
         """Give the weights their rows of a sharded parameter's gradient."""
         if self.sharded:
             grad = self.parameter.grad
-            self.weight.grad = None if grad is None else local(grad)
+            self.weight.grad = None if grad is None else local(grad).to(self.weight.device)
 
     def publish(self) -> None:
         """Round the weights into the parameter."""
         if self.copied:
-            self.rows.copy_(self.weight)
+            self.rows.copy_(self.weight, non_blocking=True)
 
     def refresh(self) -> None:
         """Take the parameter's numbers as the weights."""
@@ -68,3 +119,8 @@ class Master:
         """Put a copy on another device."""
         if self.copied:
             self.weight.data = self.weight.data.to(device)
+
+
+def in_host_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in host memory; of a GPU's tensor in pages that the GPU reaches itself."""
+    return torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda).copy_(tensor)

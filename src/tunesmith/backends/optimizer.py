@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunesmith.backends.loss_scale import LossScale
-from tunesmith.backends.masters import Master
+from tunesmith.backends.masters import HostSums, Master
 from tunesmith.backends.muon import ShardedMuon, hidden_matrices, options_of
 from tunesmith.config.optimizer import Muon
 from tunesmith.errors import CheckpointError
@@ -26,6 +26,8 @@ class AdamWSettings:
     max_grad_norm: float | None = 1.0
     muon: Muon | None = None
     """Trains the matrices of the decoder's layers in AdamW's place."""
+    offload: bool = False
+    """Keep masters, their gradients and moments in host memory, and step there."""
 
 
 class MasterOptimizer:
@@ -39,8 +41,9 @@ class MasterOptimizer:
         self, module: nn.Module, settings: AdamWSettings, head: nn.Module | None = None, head_lr_ratio: float = 1.0
     ) -> None:
         self.settings = settings
-        own = {name: Master(p) for name, p in module.named_parameters() if p.requires_grad}
-        beside = {f"value_head.{name}": Master(p) for name, p in head.named_parameters()} if head else {}
+        self._host = HostSums() if settings.offload else None
+        own = {name: Master(p, self._host) for name, p in module.named_parameters() if p.requires_grad}
+        beside = {f"value_head.{name}": Master(p, self._host) for name, p in head.named_parameters()} if head else {}
         self._all = {**own, **beside}
         self.parameters = {name: master.parameter for name, master in self._all.items()}
         self.masters = {name: master.weight for name, master in self._all.items()}
@@ -72,11 +75,15 @@ class MasterOptimizer:
                 optimizer.waiting = waiting
 
     def zero_grad(self) -> None:
+        if self._host:
+            self._host.forget()
         for master in self._all.values():
             master.clear()
 
     def take_gradients(self) -> None:
-        """Give the masters the gradients of sharded parameters. Called before ``step``."""
+        """Give the masters the gradients that they do not have yet. Called before ``step``."""
+        if self._host:
+            self._host.settle()
         for master in self._all.values():
             master.take_gradient()
 

@@ -185,7 +185,8 @@ class TorchBackend(Generic[M]):
         """The sum over a copy's ranks, the same bit by bit on the ranks of all copies."""
         assert self.group is not None
         assert self.model.sharding is not None
-        return self.group.sum(number) / len(self.model.sharding.copies.mesh)
+        total = self.group.sum(number.to(self.group.device)) / len(self.model.sharding.copies.mesh)
+        return total.to(number.device)
 
     def _check_finite(self, lr: float, grad_norm: float) -> None:
         """Weights that no longer are numbers must not reach a checkpoint, where they would replace good ones."""
@@ -242,6 +243,8 @@ class TorchBackend(Generic[M]):
         self._move(self.model.device)
 
     def _move(self, device: torch.device | str) -> None:
+        if self.optimizer.settings.offload:  # all of it is in host memory
+            return
         self.optimizer.move(device)
         self.ema = {name: a.to(device) for name, a in self.ema.items()}
 

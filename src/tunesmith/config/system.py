@@ -32,6 +32,8 @@ class SystemSection(Section):
     """Of one rank, or of the ranks of ``sequence_parallel`` together."""
     share_prompts: bool = True
     gradient_checkpointing: bool = derived()
+    offload_optimizer: bool = derived()
+    """Keep master weights, their gradients and the optimizer's moments in host memory, and step on the CPU."""
     logprob_chunk: PositiveInt | None = None
     """Rows of the head that are computed at once."""
     engine: Literal["local", "vllm", "sglang"] = "local"

@@ -100,9 +100,9 @@ class RankGroup:
         for bucket in _buckets([p for p, n in zip(every, there.tolist(), strict=True) if n]):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = grads[0].contiguous().view(-1) if len(grads) == 1 else torch.cat([g.flatten() for g in grads])
-            self.sum(flat, over)
+            flat = self.sum(flat.to(self.device), over)
             for parameter, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad = piece.view_as(parameter)
+                parameter.grad = piece.view_as(parameter).to(parameter.device)
 
     def check_equal(self, tensors: Iterable[Tensor], over: Any = None) -> None:
         """Compare tensors between ranks.

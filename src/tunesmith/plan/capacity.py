@@ -26,6 +26,7 @@ from tunesmith.plan.memory import (
     engines_elsewhere,
     free_memory,
     gpu_of,
+    host_problem,
     layout_of,
     least,
     longest_sample,
@@ -82,6 +83,7 @@ def derive_capacity(filling: Filling, facts: Facts) -> None:
     _derive_threads(filling, machine.cores, 1 if here else facts.ranks_here or filling.config.system.trainer_ranks)
     if filling.config.trains:
         _derive_shards(filling, facts)
+        _derive_offload(filling, facts)
         _derive_checkpointing(filling, facts)
     if isinstance(filling.config, RLConfig):
         _derive_hybrid(filling, facts)
@@ -167,6 +169,29 @@ def engine_threads(config: RunConfig) -> int:
     """Threads of each engine process: as many as the trainer's if both compute at once, else a share of them."""
     system = config.system
     return system.threads if _engines_share_cpu(config) else max(1, system.threads // system.engines)
+
+
+def _derive_offload(filling: Filling, facts: Facts) -> None:
+    """On if a GPU has room for a sample only without master weights and moments, and the host has room for them."""
+    config, key = filling.config, "system.offload_optimizer"
+    if not on_gpu(config):
+        filling.fill(key, False, "there is no GPU that it would relieve")
+        return
+    turns = {"system.hybrid": True} if isinstance(config, RLConfig) and known(config.system, "hybrid") is None else {}
+    frugal = with_values(config, {"system.gradient_checkpointing": True, **turns})
+    with_it, without = (least(with_values(frugal, {key: value}), facts) for value in (True, False))
+    free = trainer_memory(config, facts)
+    if with_it is None or without is None:
+        filling.fill(key, False, "the model's size is not known")
+    elif without.peak <= free:
+        filling.fill(key, False, "the optimizer fits the GPU")
+    elif config.train.optimizer.name == "muon" or with_it.peak > free:
+        filling.fill(key, False, "the run would not fit either, or its optimizer steps on the GPU")
+    elif problem := host_problem(config, with_it, facts):
+        filling.fill(key, False, f"it would take {problem}")
+    else:
+        kept = format_size(with_it.host)
+        filling.fill(key, True, f"the GPU is short of memory without it; {kept} for each rank fit the host")
 
 
 def _derive_checkpointing(filling: Filling, facts: Facts) -> None:

@@ -36,6 +36,8 @@ class Layout:
     quantize: str | None = None
     muon: bool = False
     """Whether the matrices of the layers have one moment."""
+    offload: bool = False
+    """Whether the optimizer and its gradients are in host memory."""
     ema: bool = False
     models: int = 1
     """Trained models of the policy's size: two with a separate critic."""
@@ -84,6 +86,8 @@ class Price:
     kv: int = 0
     libraries: int = 0
     """Of CUDA and its libraries."""
+    host: int = 0
+    """Host memory beside a GPU: master weights, gradients, moments, the average of the weights."""
     turns: bool = False
 
     @property
@@ -111,7 +115,8 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     """Memory of a run; a model of unknown size counts as nothing.
 
     A trained number takes its weight, a float32 gradient, AdamW's two float32 moments and, if the weight has 16 bits,
-    a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``). Muon has one moment.
+    a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``). Muon has one moment. With
+    ``offload`` only the weight is here, and gradients of some matrices on their way; the others are in host memory.
     """
     numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
@@ -126,10 +131,15 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     adapter = 0 if layout.lora_rank is None else trained * layout.bytes_per_number
     kept = (8 if wide else 12) + (4 if layout.ema else 0)
     muon = 4 * (numbers - _outside(model)) if layout.muon else 0
+    gradients, optimizer, host = layout.models * 4 * trained, layout.models * (kept * trained - muon), 0
+    if layout.offload:
+        on_the_way = min(trained, 2 * model.vocab_size * model.hidden_size)
+        gradients, optimizer, host = on_the_way * layout.bytes_per_number, 0, _in_host_memory(layout, trained)
     return Price(
         weights=layout.models * (held + adapter),
-        gradients=layout.models * 4 * trained,
-        optimizer=layout.models * (kept * trained - muon),
+        gradients=gradients,
+        optimizer=optimizer,
+        host=host,
         frozen=frozen,
         activations=_activations(model, layout),
         head=head_bytes(model, layout) if layout.has_vocabulary_head else 0,
@@ -153,13 +163,15 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
     moments = 8 * rows - (4 * (numbers - outside) // layout.shards if layout.muon else 0)
     gradients, optimizer = 4 * summed, moments + rows * ema
     passing = max(outside, layer) * (size + 4)  # a gradient on its way to its rows
+    trained = rows
     if layout.lora_rank is not None:
         trained, passing = adapter_numbers(model, layout.lora_rank), 0
         kept, gradients, optimizer = rows * size + 4 * trained, 4 * trained, (8 + ema) * trained
     return Price(
         weights=layout.models * kept,
         gradients=layout.models * gradients + passing,
-        optimizer=layout.models * optimizer,
+        optimizer=0 if layout.offload else layout.models * optimizer,
+        host=_in_host_memory(layout, trained) if layout.offload else 0,
         frozen=layout.references * rows * size + layout.frozen_parameters * size,
         activations=gathered * size + _activations(model, layout),
         head=head_bytes(model, layout) if layout.has_vocabulary_head else 0,
@@ -170,6 +182,11 @@ def _activations(model: ModelFacts, layout: Layout) -> int:
     """What backward keeps of a micro-batch on one rank, without the head."""
     own = -(-layout.tokens // layout.sequence)
     return own * activation_bytes(model, layout.bytes_per_number, layout.checkpointing)
+
+
+def _in_host_memory(layout: Layout, trained: int) -> int:
+    """Master weights, gradients, two moments and the average, all in float32."""
+    return layout.models * (20 if layout.ema else 16) * trained
 
 
 def activation_bytes(model: ModelFacts, bytes_per_number: int, checkpointing: bool) -> int:

@@ -21,6 +21,7 @@ from tunesmith.plan.memory import (
     LEAST_TOKENS,
     PARTS,
     has_critic,
+    host_problem,
     layout_of,
     least_devices,
     longest_sample,
@@ -47,6 +48,8 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
             cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
             cure = cure if split else _remedy(config, facts, free, free_of_layout)
             yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else _devices(config))
+        if problem := host_problem(config, needed, facts):
+            yield f"system.offload_optimizer = true takes {problem}. Leave it out, shard the model or set lora.rank"
 
 
 def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
@@ -78,7 +81,7 @@ def _remedy(config: RunConfig, facts: Facts, free: int, free_of_layout: RunConfi
     other = {key: value for key, value in (fastest_layout(free_of_layout, facts) or {}).items() if value is not None}
     for changes in _changes(config, facts, other):
         changed = least_devices(with_values(config, always | changes), facts)[0][1]
-        if changed.peak <= free:
+        if changed.peak <= free and not host_problem(config, changed, facts):
             words = " and ".join(f"{key} = {toml_value(value)}" for key, value in changes.items())
             return f"what fits: {words} ({format_size(changed.peak)}){more}"
         peaks.append(changed.peak)
@@ -111,6 +114,8 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
     if config.trains:
         if not config.system.gradient_checkpointing:
             yield {"system.gradient_checkpointing": True}
+        if on_gpu(config) and config.train.optimizer.name != "muon" and not config.system.offload_optimizer:
+            yield {"system.offload_optimizer": True}
         if has_critic(config):
             yield {"critic.shared_trunk": True}
         if isinstance(config, DPOConfig | KTOConfig):

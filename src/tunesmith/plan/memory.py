@@ -12,7 +12,7 @@ from tunesmith.config.placement import PlacementSection, Role
 from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import parse_size
+from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.plan.cost import LIBRARIES, USUAL_RANK, Layout, Price, activation_bytes, copy_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_engine
@@ -114,6 +114,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         trains=config.trains,
         lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
         quantize=config.model.quantize,
+        offload=bool(known(system, "offload_optimizer")),
         muon=config.train.optimizer.name == "muon",
         ema=config.train.ema_decay is not None,
         models=1 + (has_critic(config) and _shares_trainer_device(config, "critic")),
@@ -270,3 +271,11 @@ def _sequence(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
     """Bytes of the longest sample's keys and values on each device of an engine."""
     longest = longest_sample(config, facts) or LEAST_TOKENS
     return longest * model.kv_bytes_per_token(bytes_per_number(config)) // ranks_per_engine(config)
+
+
+def host_problem(config: RunConfig, needed: Price, facts: Facts) -> str | None:
+    """Why what is kept in host memory does not fit there: the ranks of a machine share it."""
+    ranks, free = facts.ranks_here or config.system.trainer_ranks, facts.hardware.memory_available
+    if needed.host * ranks <= free:
+        return None
+    return f"{format_size(needed.host * ranks)} of host memory, and {format_size(free)} are free"

@@ -19,6 +19,7 @@ LAYOUT = (
     "system.sequence_parallel.size",
     *(
         "system.gradient_checkpointing",
+        "system.offload_optimizer",
         "system.max_tokens_per_microbatch",
         "system.engine",
         "system.engine_process",
@@ -76,6 +77,7 @@ def memory_of(config: RunConfig, facts: Facts) -> list[dict[str, Any]]:
             "device": name,
             "roles": _roles(own if place == 0 else {name: replace(planned, libraries=0)}, planned),
             "phases": _phases(config, planned),
+            "host": planned.host,
             "peak": planned.peak,
             "free": free,
             "share": planned.peak / max(1, free),
@@ -111,6 +113,8 @@ def memory_rows(memory: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
                 rows.append((f"{role}: {words}", _sizes(amounts)))
     for phase in dict.fromkeys(phase for device in memory for phase in device["phases"]):
         rows.append((f"while {phase}", _sizes([device["phases"].get(phase) for device in memory])))
+    if any(device["host"] for device in memory):
+        rows.append(("optimizer, in host memory", _sizes([device["host"] for device in memory])))
     rows.append(("at most, at once", [f"{format_size(d['peak'])} ({d['share']:.0%})" for d in memory]))
     return [*rows, ("free", _sizes([device["free"] for device in memory]))]
 

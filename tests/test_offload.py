@@ -1,0 +1,158 @@
+"""What is kept in host memory: bitwise the same results, where it is, what it costs, when it is derived and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import training
+from test_memory import A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
+from tiny import save_model
+from tunesmith.algorithms.objective import SFTObjective
+from tunesmith.backends import masters
+from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
+from tunesmith.backends.torch import TorchBackend
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
+from tunesmith.data.forest import Packing
+from tunesmith.errors import DeviceMemoryError
+from tunesmith.models import adapters
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.cost import Layout, price
+from tunesmith.plan.resolve import resolve
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("offload") / "model", "qwen3")
+
+
+def packing(max_tokens: int = 40) -> Packing:
+    return Packing.of(training.weighed(training.samples_of()), max_tokens)
+
+
+def backend_of(path: Path, *, offload: bool, dtype: torch.dtype, lora: bool = False, head: bool = False) -> Any:
+    loaded = CausalLM.load(path, dtype=dtype)
+    if lora:
+        torch.manual_seed(0)
+        adapters.attach(loaded, LoraSection(rank=4, alpha=8.0, targets="all-linear"))
+    settings = AdamWSettings(0.1, max_grad_norm=0.5, offload=offload)
+    value_head = nn.Linear(32, 1, bias=False) if head else None
+    if value_head is not None:
+        nn.init.ones_(value_head.weight)
+    return TorchBackend(loaded, settings, CausalLM.predict, value_head=value_head, ema_decay=0.9)
+
+
+def stepped(backend: Any, batches: int, start: int = 0) -> list[float]:
+    norms: list[float] = []
+    for step in range(start, start + batches):
+        backend.forward_backward(Packing.of(training.weighed(training.samples_of(step)), 40), SFTObjective())
+        norms.append(backend.step(1e-2)["grad_norm"])
+    return norms
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "lora", "value head"])
+def test_the_optimizer_in_host_memory_takes_the_same_steps_and_continues(
+    model: Path, tmp_path: Path, kind: str
+) -> None:
+    """Bit by bit, over several micro-batches, with clipping, decay and an average; through a checkpoint either way."""
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    options: dict[str, Any] = {"dtype": dtype, "lora": kind == "lora", "head": kind == "value head"}
+    here, there = (backend_of(model, offload=flag, **options) for flag in (False, True))
+    assert stepped(here, 2) == stepped(there, 2)
+    there.save(tmp_path)
+    expected = stepped(here, 2, 2)
+    assert stepped(there, 2, 2) == expected
+    for flag in (False, True):
+        continued = backend_of(model, offload=flag, **options)
+        continued.load(tmp_path)
+        assert stepped(continued, 2, 2) == expected
+    ours, theirs = here.model.module.state_dict(), there.model.module.state_dict()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+    assert all(here.ema[name].equal(average) for name, average in there.ema.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_everything_but_the_weights_is_in_host_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameter is on the meta device, in the place of a GPU, where a step would have no numbers."""
+    monkeypatch.setattr(masters, "in_host_memory", lambda t, dtype: torch.ones(t.shape, dtype=dtype))
+    there = nn.Parameter(torch.empty(4, 3, dtype=dtype, device="meta"))
+    module = nn.Module()
+    module.register_parameter("matrix", there)
+    made = MasterOptimizer(module, AdamWSettings(offload=True))
+    master = made.masters["matrix"]
+    master.grad = torch.full((4, 3), 0.5)
+    made.step(0.1)
+    assert master.device.type == "cpu" and master.dtype == torch.float32
+    assert {t.device.type for t in made.slot("matrix").values()} == {"cpu"}
+    torch.testing.assert_close(master.detach(), torch.full((4, 3), 0.9))  # AdamW's first step is lr · sign(g)
+
+
+def test_gradients_of_a_pass_that_failed_are_dropped(model: Path) -> None:
+    here, there = (backend_of(model, offload=flag, dtype=torch.bfloat16) for flag in (False, True))
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    handle = next(there.model.module.parameters()).register_hook(fail)  # the embedding's: the last one
+    with pytest.raises(DeviceMemoryError):
+        there.forward_backward(packing(), SFTObjective())
+    handle.remove()
+    assert stepped(here, 1) == stepped(there, 1)
+
+
+def test_hybrid_leaves_what_is_in_host_memory_where_it_is(model: Path) -> None:
+    there = backend_of(model, offload=True, dtype=torch.bfloat16)
+    stepped(there, 1)
+    before = {name: t.data_ptr() for name, t in {**there.optimizer.state(), **there.ema}.items()}
+    there.offload(), there.reload()
+    assert {name: t.data_ptr() for name, t in {**there.optimizer.state(), **there.ema}.items()} == before
+
+
+def test_its_price_by_hand() -> None:
+    n, embedding = SMALL.parameters or 0, 4096 * 256
+    for size in (2, 4):
+        of = price(SMALL, Layout(size, offload=True, ema=True, models=2))
+        assert (of.weights, of.optimizer, of.host) == (2 * size * n, 0, 2 * 20 * n)
+        assert of.gradients == size * 2 * embedding
+    sharded, plain = (price(SMALL, Layout(2, zero_stage=3, shards=4, offload=flag)) for flag in (True, False))
+    assert (sharded.optimizer, sharded.host, plain.host) == (0, 16 * (n // 4), 0)
+    assert sharded.weights == plain.weights and sharded.gradients == plain.gradients
+
+
+def test_it_is_derived_where_a_gpu_needs_it_and_the_host_has_room() -> None:
+    big, small = on(A100, QWEN_7B, memory=512 * GB), on(A100, QWEN_7B, memory=64 * GB)
+    assert resolved(SFTConfig, big).system.offload_optimizer is True
+    assert resolved(RLConfig, big, "algorithm.kl=none").system.offload_optimizer is True
+    assert resolved(SFTConfig, big, "lora.rank=16").system.offload_optimizer is False
+    assert resolved(SFTConfig, on(None, SMALL)).system.offload_optimizer is False
+    assert "lora.rank" in refusal(SFTConfig, small)
+    assert "system.offload_optimizer = true" in refusal(SFTConfig, big, "system.offload_optimizer=false")
+    assert "122GB of host memory" in refusal(SFTConfig, small, "system.offload_optimizer=true")
+    assert "lora.rank" in refusal(SFTConfig, on(A100, LLAMA_70B, memory=4000 * GB), "model.quantize=nf4")
+
+
+def test_the_reason_is_given() -> None:
+    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
+    [derived] = [
+        d for d in resolve(config, on(A100, QWEN_7B, memory=512 * GB)).derived if d.key == "system.offload_optimizer"
+    ]
+    assert derived.value is True and "122GB" in derived.reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "word"),
+    [
+        (on(None, SMALL), ["system.offload_optimizer=true"], "GPUs"),
+        (on(A100, SMALL), ["system.offload_optimizer=true", "train.optimizer=muon"], "Muon"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(facts: Any, said: list[str], word: str) -> None:
+    text = refusal(SFTConfig, facts, *said)
+    assert "system.offload_optimizer" in text and word in text
