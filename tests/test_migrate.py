@@ -459,10 +459,12 @@ def test_values_of_wrong_kinds_are_accounted_for() -> None:
     python -m verl.trainer.main_ppo data.train_batch_size=many actor_rollout_ref.rollout.n=-3 \\
       actor_rollout_ref.actor.optim.lr=fast data.train_files={a:1} trainer.total_epochs=[] \\
       actor_rollout_ref.actor.optim.betas=3 trainer.logger={} actor_rollout_ref.actor.clip_ratio=[1,2] \\
-      no.such.setting=1 actor_rollout_ref.rollout.temperature=null algorithm.adv_estimator=magic
+      trainer.total_training_steps=1e999 no.such.setting=1 actor_rollout_ref.rollout.temperature=null \\
+      algorithm.adv_estimator=magic
     """
     migration = migrated(text)
     assert row_of(migration, "no.such.setting").kind == "unknown"
+    assert row_of(migration, "total_training_steps").kind == "by hand"
     assert all(row.text or row.kind == "mapped" for row in migration.rows)
 
 

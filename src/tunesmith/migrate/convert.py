@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ def _account(given: Given, there: There, migration: Migration, *, is_default: bo
         keys = tuple(key for m in _meanings(given, there) for key in m.keys)[:1]
         return Row(given, "unknown", f"the value is not known here: {given.unknown}", keys)
     meanings = _meanings(given, there)
+    if isinstance(given.value, float) and not math.isfinite(given.value):
+        return Row(given, "by hand", "it is not a finite number", tuple(key for m in meanings for key in m.keys)[:1])
     if not meanings:
         return (
             Row(given, "off", "it is off there")
@@ -129,6 +132,8 @@ def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | R
             result = CONVERSIONS[meaning.convert](given, there)
         except NotKnownError as error:
             return Row(given, "unknown", str(error), mine)
+        except (ValueError, OverflowError) as error:  # a text that is no number, or one that is far too large
+            return Row(given, "by hand", f"the value cannot be read: {error}", mine)
         if isinstance(result, Dropped):
             kind: Kind = "off" if result.off else "derived" if result.derived else "by hand"
             return Row(given, kind, result.why, mine)
