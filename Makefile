@@ -22,6 +22,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(RUN)/tunesmith demo
 
+# The tests of a file run on one worker, in order: what they share is made once.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 

@@ -128,8 +128,14 @@ def test_every_setting_that_alters_the_distribution_is_tried() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("stale", [False, True])
-@pytest.mark.parametrize("altered", ["", *ALTERED])
+@pytest.mark.parametrize(
+    ("altered", "stale"),
+    [
+        ("", False),
+        *((altered, True) for altered in ("", *ALTERED)),
+        *(pytest.param(altered, False, marks=pytest.mark.slow) for altered in ALTERED),
+    ],
+)
 def test_the_first_ratio_of_every_preset_and_loss_is_1_and_nothing_is_clipped(
     bench: Bench, altered: str, stale: bool
 ) -> None:

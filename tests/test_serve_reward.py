@@ -235,6 +235,7 @@ def process(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
             server.kill()
 
 
+@pytest.mark.slow
 def test_the_command_serves_a_model_and_ends_on_sigterm(tmp_path: Path, path: Path) -> None:
     model = make_reward_model(ModelReward(path=str(path)), dtype="float32", device="cpu", max_tokens=64)
     (score,) = direct_scores(path, [model.encode("1+1?", "2")])

@@ -289,6 +289,7 @@ def test_turns_and_working_at_once_exclude_each_other(tmp_path: Path) -> None:
         assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
 
 
+@pytest.mark.slow
 def test_a_short_epoch_makes_no_short_batches(tmp_path: Path) -> None:
     """As many tasks as a step takes: every step is full, and nothing is older than it may be."""
     changed: dict[str, Any] = {"system__engine_process": True, "rollout__max_staleness": 1}

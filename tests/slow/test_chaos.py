@@ -69,8 +69,8 @@ class Run:
     def wait_for(self, holds: Callable[[], bool]) -> None:
         """Until it holds, or the run has ended as it should: whoever waits may have been held up."""
         deadline = time.monotonic() + 900
-        while not holds() and self.process.poll() != 0:
-            assert self.process.poll() is None, self.said()[-3000:]
+        while not holds() and (code := self.process.poll()) != 0:
+            assert code is None, self.said()[-3000:]
             assert time.monotonic() < deadline, self.said()[-3000:]
             time.sleep(0.01)
 
