@@ -541,6 +541,42 @@ def test_a_job_that_is_started_again_resumes(tmp_path: Path) -> None:
     assert (tmp_path / "runs/run.before-restart-1/checkpoints").is_dir() and not (tmp_path / "runs/run").exists()
 
 
+def job_of(folder: Path, text: str, *arguments: str) -> str:
+    """What the Slurm job of a run file calls on each machine; empty where the job is refused."""
+    from typer.testing import CliRunner
+
+    from tunesmith.cli.main import app
+
+    (folder / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (folder / "run.toml").write_text('[model]\npath = "org/model"\n[data]\ntrain = "train.jsonl"\n' + text)
+    script = folder / "job.sh"
+    options = ["--python", str(folder / "bin/python"), "--output", str(script)]
+    if CliRunner().invoke(app, ["launch", "slurm", str(folder / "run.toml"), *options, *arguments]).exit_code:
+        return ""
+    done = submit(script, folder)
+    assert done.returncode == 0, done.stderr
+    return (folder / "calls/run").read_text().strip()
+
+
+def test_the_slurm_job_of_every_command(tmp_path: Path) -> None:
+    many = ("--nodes", "2", "--gpus-per-node", "8")
+    launcher = "-m torch.distributed.run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint one:20077"
+    for section, command in {"": "sft", "[rm]\n": "rm", "[dpo]\n": "dpo", "[kto]\n": "kto", "[prm]\n": "prm"}.items():
+        run = job_of(tmp_path, section, *many, "system.zero_stage=2")
+        assert run.startswith(launcher) and f"-m tunesmith {command} {tmp_path}/run.toml" in run
+        assert run.endswith("checkpoint.resume=auto run_dir=runs/run system.zero_stage=2")
+    rewards = '[reward]\nfunctions = ["exact_match"]\n'
+    alone = job_of(tmp_path, rewards, "--no-ray", "--gpus-per-node", "8")
+    assert "--nnodes 1 --nproc-per-node 1 " in alone and "-m tunesmith rl " in alone
+    assert job_of(tmp_path, rewards, *many).startswith("-m tunesmith rl ")
+    teacher = '[teacher]\npath = "org/teacher"\n'
+    assert job_of(tmp_path, teacher, *many).startswith(f"-m tunesmith distill {tmp_path}/run.toml system.cluster=ray")
+    generated = job_of(tmp_path, "[sampling]\nn = 2\n", "--command", "generate")
+    assert "-m tunesmith generate " in generated and "resume" not in generated
+    for text, *refused in ((rewards, "--no-ray", *many), ("", "--ray", *many), ("", "--command", "sftt")):
+        assert job_of(tmp_path, text, *refused) == ""
+
+
 def test_machines_that_do_not_join_end_the_job(tmp_path: Path) -> None:
     script = slurm(tmp_path)
     script.write_text(script.read_text().replace("--block &", "--block > /dev/null & true #", 1))

@@ -1,18 +1,24 @@
-"""``tunesmith launch slurm``: a job script, made from ``slurm.sh``, that starts a Ray cluster and a run on it."""
+"""``tunesmith launch slurm``: a job script that starts a run on several machines, with Ray or with torchrun.
+
+It is made from ``slurm.sh`` or ``slurm_torchrun.sh``.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tunesmith.cli.arguments import Overrides, RunFile
-from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.errors import ConfigError, StorageError, boundary, nearest
+
+if TYPE_CHECKING:
+    from tunesmith.config.schema import RunConfig
 
 
 def launch(
@@ -30,44 +36,60 @@ def launch(
     sbatch: Annotated[
         list[str] | None, typer.Option(help="An option of sbatch, such as --partition=gpu; may be repeated.")
     ] = None,
+    command: Annotated[
+        str | None, typer.Option(help="The command, such as sft.", show_default="by the run file's sections")
+    ] = None,
+    ray: Annotated[
+        bool | None, typer.Option(help="Whether on a Ray cluster.", show_default="where the policy samples")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write.", show_default="standard output")
     ] = None,
 ) -> None:
-    """Write a job script that starts a Ray cluster and a run on it.
+    """Write a Slurm job script that starts a run on several machines, with Ray or with torchrun.
 
     Example: tunesmith launch slurm run.toml --nodes 2 --gpus-per-node 8 --output job.sh
     """
     from tunesmith.config.load import load_config
-    from tunesmith.config.schema import RLConfig
 
     overrides = list(overrides or ())
-    config = load_config(RLConfig, run, overrides)
-    for key in ("system.cluster", "system.ray_address", "run_dir", "checkpoint.resume"):
-        if any(text.partition("=")[0].strip() == key for text in overrides):
-            raise ConfigError(f"override '{key}': the job script sets it. Set it in {run}, or leave it out")
-    if bad := [option for option in sbatch or () if not option.startswith("--")]:
-        raise ConfigError(f"--sbatch {bad[0]}: options of sbatch are written --name=value, such as --partition=gpu")
+    kind = _kind(command, run, overrides)
+    config = load_config(kind, run, overrides)
+    ray = _on_ray(config, ray, nodes)
+    _check_given(run, overrides, sbatch or ())
     cpus = cpus_per_node or 4 + 4 * gpus_per_node
-    options = [f"--job-name={run.stem}", f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
-    options += [f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []
-    options += [f"--output={run.stem}-%j.log", "--open-mode=append", "--requeue", *(sbatch or ())]
+    options = [*_resources(nodes, cpus, gpus_per_node), f"--job-name={run.stem}", f"--output={run.stem}-%j.log"]
+    options += ["--open-mode=append", "--requeue", *(sbatch or ())]
     python = (python or Path(sys.executable)).absolute()  # not resolved: in a virtual environment it is a link
     run_dir = shlex.quote(str(config.run_dir or Path("runs") / run.stem))
+    wanted = ["system.cluster=ray"] if ray else ["checkpoint.resume=auto"] if kind.trains else []
     script = _script(
-        scheduler,
+        scheduler if ray else f"{scheduler}_torchrun",
         {
+            "command": kind.command,
+            "nodes": str(nodes),
+            "ranks": str(max(1, gpus_per_node) if config.drawing is None else 1),
             "options": "\n".join(f"#SBATCH {option}" for option in options),
             "directory": shlex.quote(str(Path.cwd())),
             "python": shlex.quote(str(python)),
             "ray": shlex.quote(str(python.parent / "ray")),
             "run": shlex.quote(str(run)),
             "run_dir": run_dir,
-            "overrides": f"system.cluster=ray run_dir={run_dir} {shlex.join(overrides)}".rstrip(),
+            "overrides": " ".join([*wanted, f"run_dir={run_dir}", shlex.join(overrides)]).rstrip(),
             "gpus": str(gpus_per_node),
             "cpus": str(cpus),
         },
     )
+    _deliver(script, output)
+
+
+def _resources(nodes: int, cpus: int, gpus: int) -> list[str]:
+    """What each machine of the job has."""
+    found = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
+    return [*found, f"--gpus-per-node={gpus}"] if gpus else found
+
+
+def _deliver(script: str, output: Path | None) -> None:
     if output is None:
         print(script, end="")
         return
@@ -76,7 +98,46 @@ def launch(
     print(f"wrote {output}; submit it with: sbatch {output}")
 
 
-def _script(scheduler: str, words: Mapping[str, str]) -> str:
-    """A scheduler's script, with the words for its ``@names@``."""
-    template = Path(__file__).with_name(f"{scheduler}.sh").read_text(encoding="utf-8")
+def _check_given(run: Path, overrides: Sequence[str], sbatch: Sequence[str]) -> None:
+    """Refuse (ConfigError) what the script sets itself, and what is no option of sbatch."""
+    for key in ("system.cluster", "system.ray_address", "run_dir", "checkpoint.resume"):
+        if any(text.partition("=")[0].strip() == key for text in overrides):
+            raise ConfigError(f"override '{key}': the job script sets it. Set it in {run}, or leave it out")
+    if bad := [option for option in sbatch if not option.startswith("--")]:
+        raise ConfigError(f"--sbatch {bad[0]}: options of sbatch are written --name=value, such as --partition=gpu")
+
+
+def _kind(command: str | None, run: Path, overrides: list[str]) -> type[RunConfig]:
+    from tunesmith.config.kinds import KINDS
+    from tunesmith.config.load import find_kind
+
+    found = find_kind(run, overrides)
+    if command is None or command == found.command:
+        return found
+    if command not in KINDS:
+        raise ConfigError(f"--command {command}: there is no such command.{nearest(command, KINDS)}")
+    return KINDS[command]
+
+
+def _on_ray(config: RunConfig, asked: bool | None, nodes: int) -> bool:
+    """Whether a run goes on a Ray cluster.
+
+    Raises:
+        ConfigError: it cannot be started in the way or on as many machines as asked for.
+    """
+    from tunesmith.config.schema import RLConfig
+
+    samples = isinstance(config, RLConfig)
+    if asked and not samples:
+        raise ConfigError(f"--ray: tunesmith {config.command} does not use Ray; leave it out")
+    ray = samples if asked is None else asked
+    if nodes > 1 and not ray and config.drawing is not None:
+        cure = "use --ray" if samples else "say --nodes 1"
+        raise ConfigError(f"--nodes {nodes}: without Ray, tunesmith {config.command} samples on one machine; {cure}")
+    return ray
+
+
+def _script(template_name: str, words: Mapping[str, str]) -> str:
+    """A script, with the words for its ``@names@``."""
+    template = Path(__file__).with_name(f"{template_name}.sh").read_text(encoding="utf-8")
     return re.sub(r"@(\w+)@", lambda place: words[place[1]], template)

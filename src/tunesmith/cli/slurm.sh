@@ -48,4 +48,4 @@ elif [ -e "$run_dir" ] && [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     # The job was stopped before the first checkpoint; what it wrote is moved aside.
     mv "$run_dir" "$run_dir.before-restart-$SLURM_RESTART_COUNT"
 fi
-"$python" -m tunesmith rl @run@ @overrides@ "${resume[@]}"
+"$python" -m tunesmith @command@ @run@ @overrides@ "${resume[@]}"

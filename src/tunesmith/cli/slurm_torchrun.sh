@@ -1,0 +1,13 @@
+#!/bin/bash
+@options@
+#
+# torchrun on each of the job's machines, and one run on all of them. All machines must see the run directory. A job that
+# Slurm starts again, or that is submitted again, continues from the run's newest checkpoint.
+set -euo pipefail
+cd @directory@
+
+mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+port=$((20000 + SLURM_JOB_ID % 10000))
+srun --kill-on-bad-exit=1 @python@ -m torch.distributed.run --nnodes @nodes@ --nproc-per-node @ranks@ \
+    --rdzv-backend c10d --rdzv-endpoint "${machines[0]}:$port" --rdzv-id "$SLURM_JOB_ID" \
+    -m tunesmith @command@ @run@ @overrides@
