@@ -31,7 +31,7 @@ test-slow: $(INSTALLED)
 
 # Steps on GPUs that are not there: operations, waits and memory.
 test-devices: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 tests/test_fake_device.py
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 tests/test_fake_device.py tests/slow/test_fake_memory.py
 
 # Thousands of random bad inputs and faults: run files, data, rewards, checkpoints, kills, HTTP (tests/tries/README.md).
 test-tries: $(INSTALLED)

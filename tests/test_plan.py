@@ -124,7 +124,7 @@ def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
     assert devices.keys() == {"trainer", "engine", "critic", "reference"}
     assert devices["reference"].frozen == 2 * facts.model.parameters
     assert devices["engine"].engine == facts.model.parameters  # bfloat16, over two ranks
-    assert devices["critic"].optimizer == devices["trainer"].optimizer and not devices["critic"].head
+    assert devices["critic"].optimizer == devices["trainer"].optimizer and devices["critic"].activations
     with pytest.raises(CapacityError, match=r"13 GPUs are needed .*, and the cluster has 8"):
         plan(RLConfig, "8xA100-80GB", *said)
 

@@ -236,7 +236,7 @@ def test_a_group_computes_longer_micro_batches() -> None:
     said = ("system.trainer_ranks=4", "system.gradient_checkpointing=false")
     alone, together = (resolved(SFTConfig, *said, *more, gpus=4) for more in ((), ("system.sequence_parallel.size=4",)))
     ratio = together.system.max_tokens_per_microbatch / alone.system.max_tokens_per_microbatch
-    assert ratio == pytest.approx(4, rel=0.01)
+    assert ratio == pytest.approx(4, rel=0.03)  # less the temporaries of the log-probabilities
 
 
 def test_a_sequence_that_fits_no_gpu_fits_several_that_share_it() -> None:

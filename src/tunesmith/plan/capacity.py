@@ -15,7 +15,7 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.errors import ConfigError
-from tunesmith.plan.cost import LEAST_ROWS, price
+from tunesmith.plan.cost import LEAST_ROWS, activation_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import engines_together
@@ -130,7 +130,7 @@ def _reserved(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> 
     layout, tokens = layout_of(config, facts), longest_sample(config, facts) or LEAST_ROWS
     turns = layout.turns if turns is None else turns
     planned = price(facts.model, replace(layout, turns=turns, tokens=tokens))
-    return planned.training - tokens * bytes_per_token(config, facts.model, checkpointing=layout.checkpointing)
+    return planned.training - -(-tokens // layout.sequence) * activation_bytes(facts.model, layout)
 
 
 def _kv_share(config: RunConfig, facts: Facts, budget: int) -> tuple[int, str]:

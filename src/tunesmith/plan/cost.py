@@ -80,7 +80,7 @@ class Price:
     activations: int = 0
     """What backward keeps of a micro-batch."""
     head: int = 0
-    """Temporaries of the log-probabilities."""
+    """Temporaries: of the log-probabilities, or of a layer's backward pass."""
     engine: int = 0
     """The engines' copies of the weights."""
     kv: int = 0
@@ -128,8 +128,8 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     if layout.zero_stage:
         return replace(_sharded(model, layout), engine=engine, kv=kv, turns=layout.turns)
     trained = numbers if layout.lora_rank is None else adapter_numbers(model, layout.lora_rank)
-    adapter = 0 if layout.lora_rank is None else trained * layout.bytes_per_number
-    kept = (8 if wide else 12) + (4 if layout.ema else 0)
+    adapter = 0 if layout.lora_rank is None else 4 * trained  # float32 for any type of the model
+    kept = (8 if wide or layout.lora_rank is not None else 12) + (4 if layout.ema else 0)
     muon = 4 * (numbers - _outside(model)) if layout.muon else 0
     gradients, optimizer, host = layout.models * 4 * trained, layout.models * (kept * trained - muon), 0
     if layout.offload:
@@ -142,7 +142,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
         host=host,
         frozen=frozen,
         activations=_activations(model, layout),
-        head=head_bytes(model, layout) if layout.has_vocabulary_head else 0,
+        head=temporaries(model, layout),
         engine=engine,
         kv=kv,
         turns=layout.turns,
@@ -174,14 +174,13 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         host=_in_host_memory(layout, trained) if layout.offload else 0,
         frozen=layout.references * rows * size + layout.frozen_parameters * size,
         activations=gathered * size + _activations(model, layout),
-        head=head_bytes(model, layout) if layout.has_vocabulary_head else 0,
+        head=temporaries(model, layout),
     )
 
 
 def _activations(model: ModelFacts, layout: Layout) -> int:
     """What backward keeps of a micro-batch on one rank, without the head."""
-    own = -(-layout.tokens // layout.sequence)
-    return own * activation_bytes(model, layout.bytes_per_number, layout.checkpointing)
+    return -(-layout.tokens // layout.sequence) * activation_bytes(model, layout)
 
 
 def _in_host_memory(layout: Layout, trained: int) -> int:
@@ -189,16 +188,41 @@ def _in_host_memory(layout: Layout, trained: int) -> int:
     return layout.models * (20 if layout.ema else 16) * trained
 
 
-def activation_bytes(model: ModelFacts, bytes_per_number: int, checkpointing: bool) -> int:
-    """What backward keeps of one token, without the head.
+def activation_bytes(model: ModelFacts, layout: Layout) -> int:
+    """What backward keeps of one token: of each layer what it saves, or with checkpointing its input; and twice the
+    last hidden state."""
+    layer = model.hidden_size * layout.bytes_per_number if layout.checkpointing else layer_bytes(model, layout)
+    return model.layers * layer + 2 * model.hidden_size * layout.bytes_per_number
 
-    Per layer about 8 vectors of the hidden size (inputs and outputs of norms and blocks), 4 of all attention heads
-    (queries, keys, values, outputs) and 4 of the feed-forward size. With checkpointing only each layer's input, and
-    one layer in full while it is computed again.
+
+def layer_bytes(model: ModelFacts, layout: Layout) -> int:
+    """What one layer saves of a token (``models.lean``, ``models.varlen_attention``).
+
+    Four vectors of the hidden size (inputs of norms and products), queries before and after they are rotated, as keys
+    are, values, the attention's output, and three vectors of the feed-forward size; besides, in float32, a scale for
+    each norm and a log-sum-exp for each head. An adapter of a 16-bit model saves a float32 copy of the input of each
+    adapted module in the place of the inputs of products. The Hugging Face modules, on which a sharded model runs, save
+    norms in both types, and the activation of the gate.
     """
-    layer = 8 * model.hidden_size + 4 * model.heads * model.head_dim + 4 * model.intermediate_size
-    kept = model.layers * model.hidden_size + layer if checkpointing else model.layers * layer
-    return kept * bytes_per_number
+    hidden, inner, size = model.hidden_size, model.intermediate_size, layout.bytes_per_number
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    scales = 4 * (2 + model.heads)
+    if layout.zero_stage:
+        inputs = 2 * hidden * (4 + 2 * size) if size == 2 else 6 * hidden * size
+        return inputs + size * (2 * queries + 2 * keys + 4 * inner) + scales
+    if layout.lora_rank is not None and size == 2:
+        inputs = 4 * (5 * hidden + queries + inner) + 28 * layout.lora_rank
+        return size * (2 * hidden + 3 * queries + 3 * keys + 2 * inner) + inputs + scales
+    return size * (4 * hidden + 3 * queries + 3 * keys + 3 * inner) + scales
+
+
+def backward_bytes(model: ModelFacts, layout: Layout) -> int:
+    """Temporaries of one token in a layer's backward pass, at the gate: gradients of the gate's three vectors, and two
+    more; with checkpointing also the layer's activations, which are computed again."""
+    size = layout.bytes_per_number
+    gate = (6 if layout.lora_rank is not None and size == 2 else 5 * size) * model.intermediate_size
+    again = layer_bytes(model, layout) if layout.checkpointing else 0
+    return gate + 2 * size * model.hidden_size + again
 
 
 def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = None) -> int:
@@ -223,12 +247,26 @@ def adapter_numbers(model: ModelFacts, rank: int) -> int:
     return rank * model.layers * widths
 
 
+def temporaries(model: ModelFacts, layout: Layout) -> int:
+    """Of the log-probabilities, or of a layer's backward pass after that: whichever are more."""
+    head = head_bytes(model, layout) if layout.has_vocabulary_head else 0
+    layer = backward_bytes(model, layout) - 2 * model.hidden_size * layout.bytes_per_number
+    return max(head, -(-layout.tokens // layout.sequence) * layer)
+
+
 def head_bytes(model: ModelFacts, layout: Layout) -> int:
-    """Of one chunk its logits, their log-softmax and gradient, in float32; where the head is trained, the float32 sum
-    of its gradient and one chunk's part of it (``models.head``)."""
-    rows = layout.chunk or chunk_rows(model.vocab_size, layout.device)
-    logits = 3 * min(rows, max(1, layout.tokens // layout.sequence)) * model.vocab_size * 4
-    return logits + (2 * 4 * model.vocab_size * model.hidden_size if layout.lora_rank is None else 0)
+    """The gradient of the hidden states, in float32, and what one chunk needs (``models.head``).
+
+    That is its gradient of the logits, in float32 and rounded, with the float32 sum of the head's gradients and the
+    chunk's part of it; or three times its logits, where the head is not trained.
+    """
+    tokens = -(-layout.tokens // layout.sequence)
+    chunk = min(layout.chunk or chunk_rows(model.vocab_size, layout.device), max(1, tokens)) * model.vocab_size
+    states, forward = 4 * tokens * model.hidden_size, 3 * 4 * chunk
+    if layout.lora_rank is not None:
+        return states + forward
+    narrow = layout.bytes_per_number if layout.bytes_per_number == 2 else 0
+    return states + max(forward, (4 + narrow) * chunk + 2 * 4 * model.vocab_size * model.hidden_size)
 
 
 def chunk_rows(vocabulary: int, device: str) -> int:

@@ -13,7 +13,17 @@ from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
-from tunesmith.plan.cost import LIBRARIES, USUAL_RANK, Layout, Price, activation_bytes, copy_bytes, price
+from tunesmith.plan.cost import (
+    LIBRARIES,
+    USUAL_RANK,
+    Layout,
+    Price,
+    activation_bytes,
+    backward_bytes,
+    copy_bytes,
+    layer_bytes,
+    price,
+)
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
@@ -51,8 +61,14 @@ def bytes_per_number(config: RunConfig) -> int:
 
 
 def bytes_per_token(config: RunConfig, model: ModelFacts, *, checkpointing: bool) -> int:
-    """What backward keeps of a micro-batch's token on each of the ranks that share it."""
-    return ceil(activation_bytes(model, bytes_per_number(config), checkpointing) / config.system.sequence_parallel.size)
+    """What a further token of a micro-batch needs on each of the ranks that share it: what backward keeps, and the
+    temporaries of a layer's backward pass."""
+    rank = (config.lora.rank or USUAL_RANK) if config.lora.on else None
+    shape = Layout(
+        bytes_per_number(config), lora_rank=rank, zero_stage=config.system.zero_stage, checkpointing=checkpointing
+    )
+    needed = activation_bytes(model, shape) + backward_bytes(model, shape)
+    return ceil(needed / config.system.sequence_parallel.size)
 
 
 def has_critic(config: RunConfig) -> bool:
@@ -193,9 +209,7 @@ def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]
         return
     layout = replace(layout_of(config, facts), models=1, references=0, frozen_parameters=0, engines=0)
     layout = _with_tokens(config, facts, layout)
-    scored = (
-        layout.tokens * activation_bytes(facts.model, layout.bytes_per_number, checkpointing=True) // facts.model.layers
-    )
+    scored = layout.tokens * layer_bytes(facts.model, layout)
     if has_critic(config) and not _shares_trainer_device(config, "critic"):
         yield "critic", price(facts.model, replace(layout, has_vocabulary_head=False))
     if keeps_reference(config) and not _shares_trainer_device(config, "ref"):
@@ -234,7 +248,7 @@ PARTS = {
     "optimizer": "optimizer",
     "frozen": "frozen models",
     "activations": "activations of a micro-batch",
-    "head": "log-probabilities of a chunk",
+    "head": "temporaries of a micro-batch",
     "engine": "the engines' weights",
     "kv": "keys and values",
     "libraries": "CUDA and its libraries",

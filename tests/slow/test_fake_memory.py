@@ -1,0 +1,17 @@
+"""Planned memory against what the product's own steps need on a GPU that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.device_memory import CASES, compared
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.layers == 2], ids=lambda case: case.name)
+def test_the_plan_is_within_five_percent(tmp_path: Path, case: Any) -> None:
+    row = compared(tmp_path, case)
+    assert row["measured"] == pytest.approx(row["planned"], rel=0.05), row
