@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
-from fake_runs import phases_of
+from fake_runs import GIVEN, TINY, phases_of, resolved
+from tunesmith.cli.main import app
 from tunesmith.engines.local.decode_attention import _scores  # pyright: ignore[reportPrivateUsage]
 from tunesmith.fake_device.device import FakeDevice
 
@@ -105,3 +107,17 @@ def test_scores_of_decoding_are_float32() -> None:
     with FakeDevice():
         query = torch.ones(2, 3, 16, dtype=torch.bfloat16, device="cuda")
         assert _scores(query, query.transpose(1, 2)).dtype == torch.float32
+
+
+def test_the_commands_take_steps_on_a_machine_that_is_not_there(tmp_path: Path) -> None:
+    resolved(tmp_path, "sft", TINY, "H100-80GB", "data.max_tokens=64")  # writes the model and the data
+    run = tmp_path / "run.toml"
+    run.write_text(f'run_dir = "run"\nmodel.path = "{tmp_path}"\ndata.train = "{tmp_path}/data.jsonl"\n')
+    given = [str(run), "data.max_tokens=64", GIVEN[0], "--dry-run"]
+    done = CliRunner().invoke(app, ["sft", *given, "H100-80GB"])
+    assert done.exit_code == 0, done.output
+    table = {line.split("  ")[0]: line.split()[-2:] for line in done.output.splitlines() if line}
+    assert table["memory"] == ["planned", "train"] and table["optimizer"][0].endswith("MB")
+    assert not (tmp_path / "run").exists()
+    refused = CliRunner().invoke(app, ["sft", *given, "8xH100-80GB", "system.trainer_ranks=8"])
+    assert refused.exit_code and "system.trainer_ranks" in refused.output

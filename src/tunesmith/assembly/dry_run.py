@@ -21,6 +21,7 @@ from tunesmith.assembly.made_up import groups_of, items_of, ready_run
 from tunesmith.assembly.rl_parts import make_learner_and_engine
 from tunesmith.assembly.supervised_parts import make_parts
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.errors import ConfigError
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.memory import LEAST_TOKENS, longest_sample
 
@@ -141,8 +142,32 @@ def _silent(text: str) -> None:
 _SESSION: Any = SimpleNamespace(note=_silent, timeline=None, resume_from=None)
 
 
+def check_dry_run(config: RunConfig) -> None:
+    """Refuse (ConfigError) a run with parts of which there are no fake ones."""
+    system = config.system
+    asked = {
+        f"system.device = '{system.device}'": not system.device.startswith("cuda"),
+        f"system.trainer_ranks = {system.trainer_ranks}": system.trainer_ranks > 1,
+        f"system.cluster = '{system.cluster}'": system.cluster != "none",
+        f"system.engine = '{system.engine}'": isinstance(config, RLConfig) and system.engine != "local",
+        "system.offload_optimizer = true": bool(system.offload_optimizer),
+        "system.engine_process = true": isinstance(config, RLConfig) and system.engine_process,
+        f"model.quantize = '{config.model.quantize}'": config.model.quantize is not None,
+        "tunesmith distill": config.command == "distill",
+    }
+    if others := [key for key, unknown in asked.items() if unknown]:
+        raise ConfigError(
+            "--dry-run takes steps on one GPU, with the local engine in the process that trains; and this run has "
+            f"{', '.join(others)}. Leave that out, or see what is planned for it: tunesmith plan"
+        )
+
+
 def dry_run(config: RunConfig, facts: Facts) -> dict[str, Phase]:
-    """The phases of a resolved run, on a device that is not there."""
+    """The phases of a resolved run, on a device that is not there.
+
+    Args:
+        config: resolved for data of any size, as the number of steps follows from it.
+    """
     from tunesmith.fake_device.device import FakeDevice
 
     with FakeDevice() as device:

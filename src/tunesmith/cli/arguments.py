@@ -26,3 +26,11 @@ Overrides = Annotated[
         autocompletion=complete_setting,
     ),
 ]
+DryRun = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MACHINE",
+        help="Train nothing: take two steps on such a machine, which need not be there (8xH100-80GB).",
+        show_default=False,
+    ),
+]

@@ -2,75 +2,97 @@
 
 from __future__ import annotations
 
-from tunesmith.cli.arguments import Overrides, RunFile
+from tunesmith.cli.arguments import DryRun, Overrides, RunFile
+from tunesmith.cli.dry_run import print_dry_run
 from tunesmith.cli.outcome import print_outcome
 
 
-def rl(run: RunFile, overrides: Overrides = None) -> None:
+def rl(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
     """Reinforcement learning: a model, a data file and a reward function.
 
     Example: tunesmith rl run.toml train.lr=1e-5 rollout.group_size=16
     """
     from tunesmith.assembly import run_rl
 
+    if dry_run is not None:
+        print_dry_run(run, overrides or (), dry_run)
+        return
     print_outcome(run_rl(run, overrides or ()))
 
 
-def distill(run: RunFile, overrides: Overrides = None) -> None:
+def distill(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
     """Distillation: a student learns a teacher's probabilities, on its own samples or on given answers.
 
     Example: tunesmith distill run.toml rollout.prompts_per_step=32
     """
     from tunesmith.assembly import run_distill
 
+    if dry_run is not None:
+        print_dry_run(run, overrides or (), dry_run)
+        return
     print_outcome(run_distill(run, overrides or ()))
 
 
-def sft(run: RunFile, overrides: Overrides = None) -> None:
+def sft(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
     """Supervised fine-tuning: a model and a data file of answers to learn.
 
     Example: tunesmith sft run.toml train.epochs=2
     """
     from tunesmith.assembly import run_sft
 
+    if dry_run is not None:
+        print_dry_run(run, overrides or (), dry_run)
+        return
     print_outcome(run_sft(run, overrides or ()))
 
 
-def rm(run: RunFile, overrides: Overrides = None) -> None:
+def rm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
     """A reward model: a model and a data file of pairs, one answer preferred to the other.
 
     Example: tunesmith rm run.toml train.epochs=1
     """
     from tunesmith.assembly import run_rm
 
+    if dry_run is not None:
+        print_dry_run(run, overrides or (), dry_run)
+        return
     print_outcome(run_rm(run, overrides or ()))
 
 
-def dpo(run: RunFile, overrides: Overrides = None) -> None:
+def dpo(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
     """Direct preference optimisation: a model and a data file of pairs of answers.
 
     Example: tunesmith dpo run.toml dpo.beta=0.05
     """
     from tunesmith.assembly import run_dpo
 
+    if dry_run is not None:
+        print_dry_run(run, overrides or (), dry_run)
+        return
     print_outcome(run_dpo(run, overrides or ()))
 
 
-def kto(run: RunFile, overrides: Overrides = None) -> None:
+def kto(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
     """Preference optimisation from answers that are each good or bad (KTO).
 
     Example: tunesmith kto run.toml kto.desirable_weight=1.5
     """
     from tunesmith.assembly import run_kto
 
+    if dry_run is not None:
+        print_dry_run(run, overrides or (), dry_run)
+        return
     print_outcome(run_kto(run, overrides or ()))
 
 
-def prm(run: RunFile, overrides: Overrides = None) -> None:
+def prm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
     """A process reward model: a model and a data file of answers whose steps are judged.
 
     Example: tunesmith prm run.toml train.epochs=1
     """
     from tunesmith.assembly import run_prm
 
+    if dry_run is not None:
+        print_dry_run(run, overrides or (), dry_run)
+        return
     print_outcome(run_prm(run, overrides or ()))
