@@ -356,7 +356,8 @@ def test_a_step_that_overflows_is_dropped_and_halves_the_factor(models: dict[str
     loss = backend.forward_backward(packing(0), nll)["loss"]
     assert loss < 20, "the loss that is reported is not scaled"
     metrics = backend.step(0.01)
-    assert metrics["skipped_steps"] == 1 and metrics["loss_scale"] == 2.0**40 and scale.factor == 2.0**39
+    assert metrics["overflowed"] == 1 and metrics["loss_scale"] == 2.0**40 and scale.factor == 2.0**39
+    assert backend.optimizer_steps == 0
     assert all(weight.equal(before[name]) for name, weight in backend.optimizer.masters.items())
     scale.factor = 2.0**10
     train(backend, range(2))
@@ -371,11 +372,10 @@ def test_a_step_that_overflows_is_dropped_and_halves_the_factor(models: dict[str
 def test_the_factor_grows_after_enough_steps() -> None:
     scale = LossScale()
     for _ in range(GROWS_AFTER):
-        scale.update(True)
+        assert not scale.update(True)
     assert (scale.factor, scale.steps) == (2 * FIRST, 0)
-    for _ in range(40):
-        scale.update(False)
-    assert scale.factor == LEAST
+    again = [scale.update(False) for _ in range(40)]
+    assert scale.factor == LEAST and again == [True] * 17 + [False] * 23
 
 
 def test_another_models_checkpoint_is_refused_by_tensor(models: dict[str, Path], tmp_path: Path) -> None:

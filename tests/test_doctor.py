@@ -195,6 +195,30 @@ def test_a_run_that_was_killed_is_read(tmp_path: Path) -> None:
     assert read_record(path).settings == {} and len(read_record(path).steps) == STEPS
 
 
+def test_odd_files_are_read(tmp_path: Path) -> None:
+    """As another version, or a hand, may have written them."""
+    path = write_run(tmp_path, {"truncated": 0.9}, **{"train.steps": "many", "rollout.max_staleness": "two"})
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"eval/reward": 0.5}\n[1]\n{"step": "x"}\n')
+    assert list(found(path)) == ["truncated"]
+
+
+def test_changes_that_cannot_be_made_are_left_out(tmp_path: Path) -> None:
+    one = found(write_run(tmp_path / "one", {"preemptions": 4}, **{"system.max_running": 1}))
+    assert one["preempted"].change == ()
+    first = found(write_run(tmp_path / "first", {}, sft=True, **{"eval/loss": [1.2, 1.5, 1.6]}))
+    assert [change.partition(" ")[0] for change in first["overfitting"].change] == ["train.steps", "eval.metric"]
+
+
+def test_the_steps_of_a_finding_are_those_of_its_numbers(tmp_path: Path) -> None:
+    steps = {key: found(write_run(tmp_path / key, *CASES[key][:1], **CASES[key][1]))[key].steps for key in (
+        "constant_reward", "much_clipped", "too_easy", "critic_useless"
+    )}  # fmt: skip
+    assert steps == {
+        "constant_reward": "1-30", "much_clipped": "1-30", "too_easy": "25-30", "critic_useless": "25-30"
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", ["missing", "empty", "no step", "runs"])
 def test_what_is_no_run_is_refused(tmp_path: Path, kind: str) -> None:
     if kind == "no step":

@@ -14,8 +14,9 @@ import torch
 
 import tiny
 from test_config_resolve import CPU, facts
-from tiny_runs import write_lines
+from tiny_runs import sft_settings, write_lines
 from training import forest_of
+from tunesmith.assembly import run_sft
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
@@ -24,6 +25,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.models.adapters import START, attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.loading import load_module, takes_tf32
+from tunesmith.monitor.metrics import read_metrics
 from tunesmith.offline.generate import run_generate
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.resolve import resolve
@@ -133,3 +135,18 @@ def test_company_changes_a_greedy_completion_only_where_two_tokens_are_about_as_
         assert same == len(one.token_ids) or dtype == torch.bfloat16
     changed = [a.logprobs != pytest.approx(b.logprobs, abs=1e-4) for a, b in zip(together, alone, strict=True)]
     assert any(changed) is (dtype == torch.bfloat16)
+
+
+def test_a_step_that_overflows_float16_is_taken_again(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a factor that is far too large the first step finds its own, and nothing is lost."""
+    losses = {}
+    for dtype, first in (("float32", 1.0), ("float16", 2.0**30)):
+        monkeypatch.setattr("tunesmith.backends.loss_scale.FIRST", first)
+        said = sft_settings(tmp_path, directory, run=dtype, model__dtype=dtype, train__lr=1e-3)
+        lines = read_metrics(run_sft(None, said).run_dir / "metrics.jsonl")
+        losses[dtype] = [line["loss"] for line in lines]
+        assert [line["skipped_steps"] for line in lines] == [0] * 6
+    assert lines[0]["loss_scale"] < 2.0**30 and lines[-1]["loss_scale"] <= lines[0]["loss_scale"]
+    assert losses["float16"] == pytest.approx(losses["float32"], rel=1e-3)

@@ -246,6 +246,30 @@ async def test_publishing_holds_two_buckets_at_most(make: type[FilePlane | Broad
     await plane.close()
 
 
+def test_files_of_a_version_appear_together(tmp_path: Path) -> None:
+    """A server is given the directory and reads what is there, also while new weights are written or fail to be."""
+    plane: FilePlane
+    seen: list[list[str]] = []
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for number in range(4):
+            seen.append(sorted(file.name for file in tmp_path.glob("*/*.safetensors")))
+            if len(seen) == 11:
+                raise ValueError("of the gathering")
+            yield f"layers.{number}.weight", torch.zeros(1000)
+
+    plane = FilePlane(weights, TemporaryDirectory(dir=tmp_path), file_bytes=4000)
+    plane.write(0)
+    plane.write(1)
+    with pytest.raises(ValueError, match="of the gathering"):
+        plane.write(2)
+    assert seen[:4] == [[]] * 4
+    assert all(len(names) == 4 and all("version-0" in name for name in names) for names in seen[4:8])
+    assert all(len(names) == 4 and all("version-1" in name for name in names) for names in seen[8:])
+    assert sorted(file.name for file in tmp_path.glob("*/*.safetensors")) == seen[-1]
+    assert not [*tmp_path.glob("*/*.new")]
+
+
 def test_gathered_weights_are_dropped_one_by_one(tmp_path: Path) -> None:
     module = CausalLM.load(save_model(tmp_path / "model", "qwen3", tie_word_embeddings=True)).module
     held: list[weakref.ref[Tensor]] = []

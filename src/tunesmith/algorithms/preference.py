@@ -141,10 +141,11 @@ class Pairs:
         group, split = sequences.forest.group, "a pair was split: the learner must keep groups together"
         assert len(group) % 2 == 0, split
         # Sorted, the two of a pair are neighbours. ``unique`` would wait for the device, and so would an assertion.
-        place = torch.empty_like(group)
-        place[group.argsort()] = torch.arange(len(group), device=group.device) // 2
-        none = side.new_zeros(len(group) // 2)
-        torch._assert_async((none.index_add(0, place, side) == 0).all(), split)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        place, order = torch.empty_like(group), group.argsort()
+        place[order] = torch.arange(len(group), device=group.device) // 2
+        none, two = side.new_zeros(len(group) // 2), group[order].view(-1, 2)
+        together = (none.index_add(0, place, side) == 0) & (two[:, 0] == two[:, 1])
+        torch._assert_async(together.all(), split)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         keep = none.index_add(0, place, (~sequences.keep).to(side.dtype)) == 0
         weight = none.index_add(0, place, sequences.weight).masked_fill(~keep, 0.0)
         return cls(place, side, weight, keep)

@@ -70,7 +70,10 @@ class Trainer(Scorer, Protocol):
         ...
 
     def step(self, lr: float) -> Mapping[str, float]:
-        """Clip, take one optimizer step, clear gradients; return ``grad_norm``."""
+        """Clip, take one optimizer step, clear gradients; return ``grad_norm``.
+
+        With ``overflowed`` in what it returns the step does not count and is to be taken again, after ``give_up``.
+        """
         ...
 
     def give_up(self) -> None:

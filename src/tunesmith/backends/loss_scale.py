@@ -15,18 +15,20 @@ GROWS_AFTER = 2000
 
 
 class LossScale:
-    """The factor of the loss. It halves when a gradient overflows, and that optimizer step is dropped."""
+    """The factor of the loss. It halves when a gradient overflows; that optimizer step is taken again."""
 
     def __init__(self) -> None:
         self.factor, self.steps = FIRST, 0
 
-    def update(self, finite: bool) -> None:
-        """After an optimizer step, or a dropped one."""
+    def update(self, finite: bool) -> bool:
+        """After an optimizer step, or a dropped one; returns whether another try has a smaller factor."""
         self.steps = self.steps + 1 if finite else 0
-        if not finite:
-            self.factor = max(LEAST, self.factor / 2)
-        elif self.steps == GROWS_AFTER:
+        if self.steps == GROWS_AFTER:
             self.factor, self.steps = self.factor * 2, 0
+        smaller = not finite and self.factor > LEAST
+        if smaller:
+            self.factor /= 2
+        return smaller
 
     def state(self) -> Tensor:
         return torch.tensor([self.factor, self.steps], dtype=torch.float64)

@@ -94,14 +94,15 @@ class MasterOptimizer:
 
     def _unscale(self) -> None:
         if self.loss_scale is not None:
-            grads = [m.grad for m in self.masters.values() if m.grad is not None]
+            grads = [m.grad for m in self.masters.values() if m.grad is not None] or [torch.zeros(0)]
             torch._foreach_mul_(grads, 1 / self.loss_scale.factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     @torch.no_grad()
     def step(self, lr: float, over_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
         """Clip, step, round into the parameters, clear gradients.
 
-        A gradient that is not finite is dropped whole: ``skipped_steps`` is then 1 and nothing moves.
+        A gradient that is not finite is dropped whole: ``skipped_steps`` is then 1 and nothing moves. In float16
+        ``overflowed`` is 1 where a smaller factor of the loss may make it finite.
 
         Args:
             over_ranks: sums a number over the ranks that shard the parameters.
@@ -121,8 +122,7 @@ class MasterOptimizer:
         self.zero_grad()
         metrics = {"grad_norm": float(norm), "skipped_steps": float(not finite)}
         if self.loss_scale is not None:
-            metrics["loss_scale"] = self.loss_scale.factor
-            self.loss_scale.update(finite)
+            metrics |= {"loss_scale": self.loss_scale.factor, "overflowed": float(self.loss_scale.update(finite))}
         return metrics
 
     def _norm(self, over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:

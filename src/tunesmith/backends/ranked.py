@@ -83,7 +83,7 @@ class RankedBackend:
 
     def step(self, lr: float) -> dict[str, float]:
         metrics: dict[str, float] = self._each("backend.step", lr)
-        self._optimizer_steps += 1
+        self._optimizer_steps += not metrics.get("overflowed")
         return metrics
 
     def give_up(self) -> None:

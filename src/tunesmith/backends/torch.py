@@ -163,6 +163,8 @@ class TorchBackend(Generic[M]):
         with memory_boundary("the optimizer step"):
             self.sum_gradients()
             metrics = self.optimizer.step(lr, self._sum_of_shards if self.group and self.optimizer.sharded else None)
+            if metrics.get("overflowed"):
+                return metrics
             self._check_finite(lr, metrics["grad_norm"])
             self._update_ema()
         self._optimizer_steps += 1

@@ -64,12 +64,11 @@ def _finding(rule: Mapping[str, Any], values: Mapping[str, Any]) -> Finding:
     texts = {name: _filled(rule.get(name, ""), values) for name in ("numbers", "cause", "effect")}
     known = [text for text in rule.get("change", ()) if all(p[1] in values for p in _PLACE.finditer(text))]
     change = tuple(_filled(text, values) for text in known)
-    last_only = not any(f".{word}" in rule["numbers"] for word in ("first", "mean", "max", "sum", "share", "jump"))
     return Finding(
         key=rule["key"],
         severity=rule["severity"],
         change=change,
-        steps=values["last_steps"] if last_only else f"1-{values['last_step']}",
+        steps=values["last_steps"] if rule.get("over") == "last" else f"{values['first_step']}-{values['last_step']}",
         **texts,
     )
 
@@ -81,7 +80,7 @@ def _filled(text: str, values: Mapping[str, Any]) -> str:
         value = values.get(place[1], "?")
         if isinstance(value, list):
             return ", ".join(map(str, value))
-        if place[2]:
+        if place[2] and isinstance(value, int | float):
             value = round(value * float(place[2])) if isinstance(value, int) else value * float(place[2])
         if isinstance(value, float):
             return format(value, place[3] or ".3g")

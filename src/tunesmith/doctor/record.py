@@ -47,8 +47,9 @@ def read_record(path: Path) -> Record:
         raise ConfigError(f"{path} has no metrics.jsonl, so it is not a run's directory{choice}")
     lines = list(_objects(path / "metrics.jsonl"))
     finite = [{name: value for name, value in line.items() if isinstance(value, int | float)} for line in lines]
+    finite = [line for line in finite if "step" in line]
     evaluations = [line for line in finite if any(name.startswith("eval/") for name in line)]
-    steps = [line for line in finite if "step" in line and not any(name.startswith("eval/") for name in line)]
+    steps = [line for line in finite if not any(name.startswith("eval/") for name in line)]
     if not steps:
         raise ConfigError(f"{path} has no completed step yet, so that there is nothing to judge")
     nulls = [name for line in lines for name, value in line.items() if value is None]

@@ -40,13 +40,21 @@ def signs(record: Record) -> dict[str, Any]:
     clipped = [values[name] for name in ("clip_low.mean", "clip_high.mean") if name in values]
     if clipped:
         values["clipped"] = sum(clipped)
-    if (norm := values.get("grad_norm.median")) and (most := record.settings.get("train.max_grad_norm")):
+    if (norm := values.get("grad_norm.median")) and (most := _number(record, "train.max_grad_norm")):
         values["clipped_by"] = norm / most
     if mean := values.get("completion_tokens.mean"):
         values["straggling"] = values.get("completion_tokens_max.mean", mean) / mean
-    if bound := record.settings.get("rollout.max_staleness"):
+    if (running := _number(record, "system.max_running")) > 1:
+        values["half_running"] = int(running) // 2
+    if bound := _number(record, "rollout.max_staleness"):
         values["staleness_share"] = values.get("staleness/mean.mean", 0.0) / bound
     return values | _jump(record.steps, "grad_norm") | _jump(record.steps, "loss")
+
+
+def _number(record: Record, key: str) -> float:
+    """A setting; 0 where it is none, or of another kind, as another version or hand may have written it."""
+    value = record.settings.get(key)
+    return value if isinstance(value, int | float) else 0
 
 
 def windows(record: Record) -> tuple[str, str]:
@@ -105,13 +113,14 @@ def _jump(lines: Sequence[Metrics], name: str) -> dict[str, float]:
 
 
 def _of_run(record: Record) -> dict[str, Any]:
-    last, planned = int(record.steps[-1]["step"]), record.settings.get("train.steps")
+    last, planned = int(record.steps[-1]["step"]), _number(record, "train.steps")
     values: dict[str, Any] = {
         "rl": "rollout.group_size" in record.settings,
         "steps": len(record.steps),
+        "first_step": int(record.steps[0]["step"]),
         "last_step": last,
         "device_is_gpu": str(record.settings.get("system.device")).startswith("cuda"),
-        "stopped": bool(planned and last < planned and not record.running),
+        "stopped": last < planned and not record.running,
         "nulls": sorted(record.nulls),
     }
     if record.facts is not None:
@@ -167,4 +176,6 @@ def _of_evaluations(record: Record, values: Mapping[str, Any]) -> dict[str, Any]
         found["eval_fall"] = (values.get("eval/reward.max", 0.0) - values.get("eval/reward.last", 0.0)) / spread
     if least := values.get("eval/loss.min"):
         found["eval_loss_rise"] = values["eval/loss.last"] / least - 1
+        if values["eval/loss.min_step"]:
+            found["best_loss_step"] = values["eval/loss.min_step"]
     return found

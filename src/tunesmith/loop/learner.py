@@ -78,11 +78,7 @@ class Learner:
             draw = np.random.default_rng([seed, sweep])
             for part in optimizer_batches(batch, batch_size or batch.num_samples, self.group_size, draw):
                 weigh(part, self.aggregation, self.max_new_tokens)
-                metrics: Metrics = {}
-                for attempt in self._attempts(part):
-                    with attempt as packing:
-                        metrics = self.backend.forward_backward(packing, objective) | self._work(packing)
-                steps.append(metrics | self._step(metrics["loss"]))
+                steps.append(self._step(part, objective))
         means = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}
         totals = {name: means[name] * len(steps) for name in TOTALS if name in means}
         return {**means, **totals, "optimizer_steps": float(len(steps))}
@@ -112,12 +108,21 @@ class Learner:
                 metrics = self.backend.evaluate(packing, objective)
         return metrics
 
-    def _step(self, loss: float) -> Metrics:
-        lr = self.learning_rate(self.backend.optimizer_steps)
-        interrupts.commit()
-        taken = self.backend.step(lr)
-        self._check_taken(loss, taken)
-        return {**taken, "lr": lr}
+    def _step(self, batch: Batch, objective: Objective) -> Metrics:
+        """An optimizer step; again with a smaller factor of the loss while float16 gradients overflow."""
+        while True:
+            metrics: Metrics = {}
+            for attempt in self._attempts(batch):
+                with attempt as packing:
+                    metrics = self.backend.forward_backward(packing, objective) | self._work(packing)
+            lr = self.learning_rate(self.backend.optimizer_steps)
+            interrupts.commit()
+            taken = dict(self.backend.step(lr))
+            if taken.pop("overflowed", 0.0) and math.isfinite(metrics["loss"]):
+                self.backend.give_up()
+                continue
+            self._check_taken(metrics["loss"], taken)
+            return {**metrics, **taken, "lr": lr}
 
     def _check_taken(self, loss: float, taken: Mapping[str, float]) -> None:
         """A single gradient that is not finite may be a rare accident; the first of a run, or several in a row, is not.

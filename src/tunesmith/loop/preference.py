@@ -87,7 +87,7 @@ def with_reward_std(metrics: Metrics) -> Metrics:
 
 def with_margin(metrics: Metrics) -> Metrics:
     """Without the mean reward of a side that has no answer; with the ``margin`` of the two, where both have."""
-    absent = {name for name in ("rewards/chosen", "rewards/rejected") if not metrics[f"{name}/seen"]}
+    absent = {name for name in ("rewards/chosen", "rewards/rejected") if not metrics.get(f"{name}/seen")}
     kept = {name: v for name, v in metrics.items() if name not in absent and not name.endswith("/seen")}
     return kept if absent else {**kept, "margin": kept["rewards/chosen"] - kept["rewards/rejected"]}
 

@@ -71,7 +71,7 @@ def _holds(values: Values, key: str, wanted: Any) -> bool:
         return value in wanted if isinstance(wanted, list) else value == wanted
     other = float(operand) if _NUMBER.fullmatch(operand) else values.get(operand)
     items = cast("list[Any]", value) if isinstance(value, list) else [value]
-    return other is not None and any(_SIGNS[sign](item, other) for item in items)
+    return isinstance(other, int | float) and any(_SIGNS[sign](i, other) for i in items if isinstance(i, int | float))
 
 
 def _filled(text: str, values: Values) -> str:

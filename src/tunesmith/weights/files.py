@@ -23,7 +23,6 @@ from torch import Tensor
 from tunesmith.distributed.checksum import checksum
 from tunesmith.errors import EngineError, StorageError, boundary
 from tunesmith.monitor.children import owned_name, remove_at_end, remove_stale
-from tunesmith.storage import replacing
 from tunesmith.weights.base import NamedTensors, Offer
 from tunesmith.weights.flat import in_buckets
 
@@ -105,20 +104,27 @@ class FilePlane:
         """Write the current weights, which are ``version``.
 
         Written anew also where the version is the last one's: an evaluation may have put averaged weights in place.
+        Who looks into the directory meanwhile finds the files of the last one, whole.
         """
         self._published += 1
         (_, last), written = self._newest or (0, list[Path]()), list[Path]()
-        for number, bucket in enumerate(in_buckets(self.tensors(), self.file_bytes)):
-            path = Path(self.directory.name) / f"{self._published}-version-{version}-{number:05d}.safetensors"
-            with boundary(StorageError, f"cannot write weights to {path}", OSError), replacing(path) as unfinished:
-                if self._spares:
-                    self._spares.pop(0).rename(unfinished)
-                _write(unfinished, version, bucket)
-            written.append(path)
+        try:
+            for number, bucket in enumerate(in_buckets(self.tensors(), self.file_bytes)):
+                path = Path(self.directory.name) / f"{self._published}-version-{version}-{number:05d}.new"
+                written.append(path)
+                with boundary(StorageError, f"cannot write weights to {path}", OSError):
+                    if self._spares:
+                        self._spares.pop(0).rename(path)
+                    _write(path, version, bucket)
+        except BaseException:
+            for path in written:
+                path.unlink(missing_ok=True)
+            raise
         for path in self._spares:
             path.unlink()
         # The last ones cannot be found any more, but those who are reading them can go on.
         self._spares = [path.rename(path.with_suffix(".old")) for path in last]
+        written = [path.rename(path.with_suffix(".safetensors")) for path in written]
         self._newest = version, written
 
 
