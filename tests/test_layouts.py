@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from tunesmith.config.load import load_config
 from tunesmith.config.preference import DPOConfig, RMConfig
 from tunesmith.config.resolved import Resolved, settings
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.errors import CapacityError
+from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.layouts import layouts
 from tunesmith.plan.machines import machine
 from tunesmith.plan.memory import planned_devices
@@ -185,3 +187,58 @@ def test_a_separate_critic_is_not_sharded_under_a_launcher() -> None:
     ppo = ("algorithm.name=ppo", "system.trainer_ranks=8")
     assert resolved(RLConfig, "8xH200", SMALL, *ppo, ranks_here=8).config.system.zero_stage == 0
     assert resolved(RLConfig, "8xH100", QWEN_7B, *ppo[:1]).config.system.zero_stage > 0
+
+
+@pytest.mark.parametrize(("said", "stage"), [((), 0), (("system.zero_stage=3",), 3)])
+def test_on_a_cpu_nothing_is_sharded_or_shared_unless_it_is_said(said: tuple[str, ...], stage: int) -> None:
+    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", "system.trainer_ranks=2", *said])
+    found: set[tuple[int, int]] = set()
+    for size in range(12, 40, 2):
+        cpu = Hardware("CPU", 8, size * 10**9, size * 10**9, bf16=True)
+        with suppress(CapacityError):
+            system = resolve(config, replace(facts("H100", SMALL), hardware=cpu)).config.system
+            found.add((system.zero_stage, system.sequence_parallel.size))
+    assert found == {(stage, 1)}
+
+
+@pytest.mark.parametrize(("torch", "stage"), [("2.12.1+cu130", 0), ("2.13.0", 3), ("3.0.0a0+git1", 3)])
+def test_no_stage_is_derived_that_torch_does_not_have(torch: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunesmith.plan.layouts.version", lambda _: torch)
+    here = facts("2xA100-80GB", QWEN_7B)
+    here = replace(here, hardware=replace(here.hardware, named=False))
+    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
+    assert resolve(config, here).config.system.zero_stage == stage
+    assert resolved(SFTConfig, "2xA100-80GB", QWEN_7B).config.system.zero_stage == 3, (
+        "another machine has its own torch"
+    )
+    said = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", "system.zero_stage=3"])
+    assert resolve(said, here).config.system.zero_stage == 3, "loading refuses it by name"
+
+
+def test_a_student_shares_no_sequence_with_a_teacher_whose_heads_are_not_known() -> None:
+    model = replace(QWEN_7B, context=2**20)
+    assert resolved(SFTConfig, "8xH200", model, longest=300_000).config.system.sequence_parallel.size == 2
+    with pytest.raises(CapacityError):
+        resolved(DistillConfig, "8xH200", model, longest=300_000)
+    said = resolved(DistillConfig, "8xH200", SMALL, "system.sequence_parallel.size=2").config.system
+    assert said.sequence_parallel.size == 2
+
+
+@pytest.mark.parametrize("engines", range(1, 8))
+def test_the_trainer_has_the_gpus_that_engines_leave(engines: int) -> None:
+    found = layout(RLConfig, "8xH100", SMALL, "rollout.max_staleness=1", f"system.engines={engines}")
+    assert (found["engines"], found["trainer_ranks"], found["hybrid"]) == (engines, 8 - engines, False)
+
+
+def test_too_many_engines_are_refused_with_the_number_of_gpus() -> None:
+    for kind, said in ((RLConfig, "rollout.max_staleness=1"), (GenerateConfig, "system.threads=1")):
+        with pytest.raises(ConfigError) as caught:
+            resolved(kind, "8xH100", SMALL, "system.engines=9", said)
+        assert "this process sees 8" in str(caught.value) and "engine_process" not in str(caught.value)
+
+
+def test_an_engine_of_several_stages_takes_as_many_gpus() -> None:
+    stages = "system.vllm.pipeline_parallel_size=2"
+    assert layout(GenerateConfig, "8xH100", QWEN_7B, *VLLM, stages)["engines"] == 4
+    found = layout(RLConfig, "8xH100", SMALL, *VLLM, stages, "rollout.max_staleness=1")
+    assert (found["trainer_ranks"], found["engines"], found["tensor"]) == (4, 2, 1)

@@ -252,6 +252,14 @@ def test_a_hub_that_does_not_answer_leaves_the_size_unknown(cached_hub: Path, mo
     assert hub.known_model_facts("org/another") is None
 
 
+def test_muon_saves_nothing_of_an_adapter_and_none_is_offered() -> None:
+    plain, muon = (price(QWEN_7B, Layout(2, lora_rank=16, muon=flag)) for flag in (False, True))
+    assert plain == muon and muon.optimizer == 8 * adapter_numbers(QWEN_7B, 16)
+    assert "lora.rank" in refusal(SFTConfig, on(A10G, QWEN_7B))
+    text = refusal(SFTConfig, on(A10G, QWEN_7B), "train.optimizer=muon")
+    assert "does not fit" in text and "lora.rank" not in text
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [("llama", {}), ("qwen3", {"tie_word_embeddings": True}), ("mistral", {"num_key_value_heads": 4})],

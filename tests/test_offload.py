@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ from tunesmith.backends import masters
 from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.load import load_config
+from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.data.forest import Packing
 from tunesmith.errors import DeviceMemoryError
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cost import Layout, price
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import with_values
+from tunesmith.plan.memory import least_devices
 from tunesmith.plan.resolve import resolve
 
 GB = 10**9
@@ -115,6 +120,10 @@ def test_hybrid_leaves_what_is_in_host_memory_where_it_is(model: Path) -> None:
     assert {name: t.data_ptr() for name, t in {**there.optimizer.state(), **there.ema}.items()} == before
 
 
+def resolve_sft(facts: Facts) -> Resolved[SFTConfig]:
+    return resolve(load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"]), facts)
+
+
 def test_its_price_by_hand() -> None:
     n, embedding = SMALL.parameters or 0, 4096 * 256
     for size in (2, 4):
@@ -138,11 +147,37 @@ def test_it_is_derived_where_a_gpu_needs_it_and_the_host_has_room() -> None:
     assert "lora.rank" in refusal(SFTConfig, on(A100, LLAMA_70B, memory=4000 * GB), "model.quantize=nf4")
 
 
+def test_it_is_not_derived_for_a_run_that_may_fit_without_it() -> None:
+    """Such a run only gets a note; its optimizer would step on the CPU, which takes far longer."""
+    host = 512 * GB
+    config = resolved(SFTConfig, on(replace(A100, memory_free=400 * GB), QWEN_7B, memory=host))
+    whole = with_values(config, {"system.gradient_checkpointing": True})
+    peak = least_devices(whole, on(A100, QWEN_7B))[0][1].peak
+    for share, offload in ((1.0, False), (0.95, False), (0.92, False), (0.9, True)):
+        gpu = replace(A100, memory_total=200 * GB, memory_free=int(share * peak))
+        found = resolve_sft(on(gpu, QWEN_7B, memory=host))
+        assert found.config.system.offload_optimizer is offload, share
+        assert bool(found.notes) == (0.9 < share < 1)
+
+
+def test_the_ranks_of_a_machine_share_its_memory_and_leave_some() -> None:
+    said = ("system.offload_optimizer=true", "train.steps=1")
+    kept = least_devices(resolved(SFTConfig, on(A100, QWEN_7B, memory=512 * GB), *said), on(A100, QWEN_7B))[0][1].host
+    assert "122GB" in refusal(SFTConfig, on(A100, QWEN_7B, memory=int(1.02 * kept)), *said)
+    assert resolved(SFTConfig, on(A100, QWEN_7B, memory=int(1.06 * kept)), *said).system.offload_optimizer
+    ray = (
+        "system.cluster=ray",
+        "system.placement.actor.gpus=1",
+        "system.placement.rollout.gpus=1",
+        "algorithm.kl=none",
+    )
+    head = on(A100, QWEN_7B, memory=32 * GB)
+    assert resolved(RLConfig, head, *ray, *said[:1], "system.trainer_ranks=8").system.offload_optimizer
+
+
 def test_the_reason_is_given() -> None:
-    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
-    [derived] = [
-        d for d in resolve(config, on(A100, QWEN_7B, memory=512 * GB)).derived if d.key == "system.offload_optimizer"
-    ]
+    found = resolve_sft(on(A100, QWEN_7B, memory=512 * GB))
+    [derived] = [d for d in found.derived if d.key == "system.offload_optimizer"]
     assert derived.value is True and "122GB" in derived.reason
 
 

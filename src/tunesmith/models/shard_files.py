@@ -64,7 +64,7 @@ def save_weights(
 ) -> None:
     """Write a model in Hugging Face format. The ranks of one copy call this together; each writes some of the files.
 
-    As many files as these ranks are are gathered, then written at the same time.
+    One file for each of these ranks is gathered at a time; then all are written together.
 
     Args:
         stored: gives weights the names and shapes that they have in files.

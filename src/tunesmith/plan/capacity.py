@@ -21,6 +21,7 @@ from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import engines_together
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.memory import (
+    MARGIN,
     bytes_per_number,
     bytes_per_token,
     engines_elsewhere,
@@ -29,6 +30,7 @@ from tunesmith.plan.memory import (
     host_problem,
     layout_of,
     least,
+    least_devices,
     longest_sample,
     on_gpu,
     planned_elsewhere,
@@ -61,7 +63,7 @@ def derive_device(filling: Filling, facts: Facts) -> None:
     """Device and number format."""
     machine = facts.hardware
     if machine.gpus:
-        filling.fill("system.device", "cuda", f"there is a {machine.gpus[0].name}")
+        filling.fill("system.device", "cuda", f"found: {machine.gpus[0].name}")
     filling.fill("system.device", "cpu", "no GPU was found")
     if problem := device_problem(filling.config.system.device, machine.gpus):
         raise ConfigError(problem)
@@ -179,19 +181,20 @@ def _derive_offload(filling: Filling, facts: Facts) -> None:
         return
     turns = {"system.hybrid": True} if isinstance(config, RLConfig) and known(config.system, "hybrid") is None else {}
     frugal = with_values(config, {"system.gradient_checkpointing": True, **turns})
-    with_it, without = (least(with_values(frugal, {key: value}), facts) for value in (True, False))
-    free = trainer_memory(config, facts)
-    if with_it is None or without is None:
+    both = [least_devices(with_values(frugal, {key: value}), facts) for value in (True, False)]
+    if not all(both):
         filling.fill(key, False, "the model's size is not known")
-    elif without.peak <= free:
-        filling.fill(key, False, "the optimizer fits the GPU")
-    elif config.train.optimizer.name == "muon" or with_it.peak > free:
+        return
+    (_, with_it, free), (_, without, _) = (devices[0] for devices in both)
+    if without.peak <= MARGIN * free:
+        filling.fill(key, False, f"the optimizer {'fits' if without.peak <= free else 'may fit'} the GPU")
+    elif config.train.optimizer.name == "muon" or with_it.peak > MARGIN * free:
         filling.fill(key, False, "the run would not fit either, or its optimizer steps on the GPU")
     elif problem := host_problem(config, with_it, facts):
         filling.fill(key, False, f"it would take {problem}")
     else:
         kept = format_size(with_it.host)
-        filling.fill(key, True, f"the GPU is short of memory without it; {kept} for each rank fit the host")
+        filling.fill(key, True, f"the GPU is short of memory without it; each rank keeps {kept} in host memory")
 
 
 def _derive_checkpointing(filling: Filling, facts: Facts) -> None:

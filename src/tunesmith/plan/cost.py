@@ -130,7 +130,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     trained = numbers if layout.lora_rank is None else adapter_numbers(model, layout.lora_rank)
     adapter = 0 if layout.lora_rank is None else 4 * trained  # float32 for any type of the model
     kept = (8 if wide or layout.lora_rank is not None else 12) + (4 if layout.ema else 0)
-    muon = 4 * (numbers - _outside(model)) if layout.muon else 0
+    muon = 4 * (numbers - _outside(model)) if layout.muon and layout.lora_rank is None else 0
     gradients, optimizer, host = layout.models * 4 * trained, layout.models * (kept * trained - muon), 0
     if layout.offload:
         on_the_way = min(trained, 2 * model.vocab_size * model.hidden_size)

@@ -19,6 +19,7 @@ from tunesmith.plan.filling import with_values
 from tunesmith.plan.layouts import layouts, without_layout
 from tunesmith.plan.memory import (
     LEAST_TOKENS,
+    MARGIN,
     PARTS,
     has_critic,
     host_problem,
@@ -29,8 +30,6 @@ from tunesmith.plan.memory import (
 )
 from tunesmith.plan.search import fastest_layout, lack
 
-MARGIN = 1.1
-"""A run is refused if it needs more than this many times the free memory; both numbers are estimates."""
 MORE_GPUS = (2, 4, 8, 16, 32, 64, 128)
 
 
@@ -111,10 +110,11 @@ def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
 
 def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Settings that need less memory, the nearest first; ``layout``: another one that fits."""
+    muon = config.train.optimizer.name == "muon"  # which neither an adapter nor the host has
     if config.trains:
         if not config.system.gradient_checkpointing:
             yield {"system.gradient_checkpointing": True}
-        if on_gpu(config) and config.train.optimizer.name != "muon" and not config.system.offload_optimizer:
+        if on_gpu(config) and not muon and not config.system.offload_optimizer:
             yield {"system.offload_optimizer": True}
         if has_critic(config):
             yield {"critic.shared_trunk": True}
@@ -123,10 +123,10 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
         if layout:
             values = settings(config)
             yield {key: value for key, value in layout.items() if values[key] not in (None, value)}
-        if not config.lora.on:
+        if not config.lora.on and not muon:
             yield {"lora.rank": USUAL_RANK}
-    engine = config.system.engine
-    if config.model.quantize is None and engine == "local" and not isinstance(config, ScoreConfig):
+    engine, fixed = config.system.engine, isinstance(config, ScoreConfig) or (config.trains and muon)
+    if config.model.quantize is None and engine == "local" and not fixed:
         lora = {} if not config.trains or config.lora.on else {"lora.rank": USUAL_RANK}
         alone = {"system.zero_stage": 0} if config.system.zero_stage else {}
         yield from ({**alone, **lora, "model.quantize": name} for name in ("int8", "nf4"))

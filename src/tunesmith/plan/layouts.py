@@ -6,6 +6,7 @@ One search answers two questions: what a run gets whose settings were left out, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from itertools import product, takewhile
 from typing import Any, TypeVar
 
@@ -38,12 +39,19 @@ def layouts(config: RunConfig, facts: Facts) -> Iterator[Settings]:
     gpus = gpus_of_run(config, facts)
     for shape in _shapes(config, gpus):
         ranks = shape.get(RANKS, 1)
-        whole = ranks == 1 or config.model.quantize or (facts.ranks_here and has_critic(config))
+        whole = ranks == 1 or config.model.quantize or not on_gpu(config) or (facts.ranks_here and has_critic(config))
+        whole = whole or not (facts.hardware.named or torch_shards())
         stages = (0,) if whole and not given(config, STAGE) else (0, 1, 2, 3)
         for size, stage in product(_sequence_sizes(config, facts, ranks), stages):
             layout = {**ONE_PROCESS, **shape, STAGE: stage, SEQUENCE: size}
             if all(given(config, key) in (None, value) for key, value in layout.items()):
                 yield layout
+
+
+def torch_shards() -> bool:
+    """Whether the installed torch has what ``models.sharding`` needs of FSDP: 2.13 has, 2.12 has not."""
+    major, minor = version("torch").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
 
 
 def without_layout(config: C) -> C:
@@ -93,34 +101,42 @@ def _shapes(config: RunConfig, gpus: int) -> Iterator[Settings]:
         if isinstance(config, RLConfig) and (ranks or given(config, ENGINES)):  # then each has GPUs of its own
             yield from _apart(config, gpus)
         for tensor in _tensor_sizes(config, gpus):
-            engines = {ENGINES: given(config, ENGINES) or gpus // tensor, TENSOR: tensor, PROCESS: True}
+            each = tensor * config.system.vllm.pipeline_parallel_size
+            engines = {ENGINES: given(config, ENGINES) or max(1, gpus // each), TENSOR: tensor, PROCESS: True}
             if not isinstance(config, RLConfig):
                 yield {**(trainer if isinstance(config, RFTConfig) else {}), **engines}
             elif not config.rollout.max_staleness and config.system.weight_plane != "nccl":
                 yield {**trainer, **engines, TURNS: True}
         if isinstance(config, RLConfig):
             yield from _apart(config, gpus)
-    if config.drawing is not None:
-        yield {RANKS: ranks or 1, ENGINES: given(config, ENGINES) or 1, TENSOR: given(config, TENSOR) or 1}
+    engines = given(config, ENGINES) or 1
+    if config.drawing is not None and (engines == 1 or gpus == 1 or in_process):
+        yield {RANKS: ranks or 1, ENGINES: engines, TENSOR: given(config, TENSOR) or 1}
 
 
 def _apart(config: RunConfig, gpus: int) -> Iterator[Settings]:
-    """Engines with GPUs of their own: as many as the trainer, or fewer where it needs more."""
-    wanted = given(config, RANKS)
+    """Engines with GPUs of their own: as many as the trainer, or fewer where it needs more; with a given number of
+    engines the trainer has the other GPUs."""
+    wanted, engines, size = given(config, RANKS), given(config, ENGINES), given(config, SEQUENCE) or 1
     for tensor in _tensor_sizes(config, gpus):
-        for ranks in [wanted] if wanted else range(max(1, gpus // 2), gpus, max(1, gpus // 16)):
-            engines = given(config, ENGINES) or (gpus - ranks) // tensor
-            if engines:
-                yield {RANKS: ranks, ENGINES: engines, TENSOR: tensor, PROCESS: True, TURNS: False}
+        each = tensor * config.system.vllm.pipeline_parallel_size
+        halves = range(max(1, gpus // 2), gpus, max(1, gpus // 16))
+        others = [(gpus - engines * each) // size * size] if engines else halves
+        for ranks in [wanted] if wanted else others:
+            count = engines or (gpus - ranks) // each
+            if ranks > 0 and count > 0:
+                yield {RANKS: ranks, ENGINES: count, TENSOR: tensor, PROCESS: True, TURNS: False}
 
 
 def _tensor_sizes(config: RunConfig, gpus: int) -> list[int]:
     if wanted := given(config, TENSOR):
         return [wanted]
-    return [n for n in SIZES if n <= gpus] if config.system.engine == "vllm" else [1]
+    each = config.system.vllm.pipeline_parallel_size
+    return [n for n in SIZES if n * each <= gpus] or [1] if config.system.engine == "vllm" else [1]
 
 
 def _sequence_sizes(config: RunConfig, facts: Facts, ranks: int) -> list[int]:
     """Ranks that may share the tokens of a micro-batch: they divide the attention heads."""
     heads, wanted = facts.model.heads if facts.model else 1, given(config, SEQUENCE)
-    return [wanted or 1] if wanted or ranks == 1 else [n for n in SIZES if ranks % n == heads % n == 0]
+    alone = ranks == 1 or not on_gpu(config) or config.command == "distill"  # a teacher may have other heads
+    return [wanted or 1] if wanted or alone else [n for n in SIZES if ranks % n == heads % n == 0]

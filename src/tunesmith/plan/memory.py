@@ -29,6 +29,10 @@ from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_eng
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.weights import loads_model, weights_apart
 
+MARGIN = 1.1
+"""A run is refused if it needs more than this many times the free memory; both numbers are estimates."""
+HOST_SHARE = 0.95
+"""Of the free host memory; the rest is for Python and its libraries."""
 LEAST_TOKENS = 64
 """Assumed length of a sample if neither data nor settings tell it."""
 
@@ -288,8 +292,11 @@ def _sequence(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
 
 
 def host_problem(config: RunConfig, needed: Price, facts: Facts) -> str | None:
-    """Why what is kept in host memory does not fit there: the ranks of a machine share it."""
-    ranks, free = facts.ranks_here or config.system.trainer_ranks, facts.hardware.memory_available
+    """Why what is kept in host memory does not fit there: the ranks of a machine share it. On Ray these are other
+    machines, whose memory is not known here."""
+    if config.system.cluster != "none":
+        return None
+    ranks, free = facts.ranks_here or config.system.trainer_ranks, int(HOST_SHARE * facts.hardware.memory_available)
     if needed.host * ranks <= free:
         return None
     return f"{format_size(needed.host * ranks)} of host memory, and {format_size(free)} are free"
