@@ -272,7 +272,10 @@ def test_a_run_with_another_tokenizer_encodes_anew(
         assert line["rollouts/failed"] == 0 and line["reward/judge/applied"] == 1 and line["reward/judge/std"] > 0
 
 
-def test_a_reward_models_weights_leave_less_for_the_sampler(tmp_path: Path, path: Path, policy: Path) -> None:
+def test_a_reward_models_weights_leave_less_for_the_sampler(
+    tmp_path: Path, path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tunesmith.plan.memory.LIBRARIES", 0)  # as much as this small GPU has
     gpu = Gpu("a GPU", 10**9, 10**9, (9, 0))
     machine = Hardware("a CPU", cores=4, memory_total=10**10, memory_available=10**10, bf16=True, gpus=(gpu,))
     settings = model_settings(tmp_path, policy, f'[{{path = "{path}"}}]', rollout__max_new_tokens=400)
