@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,16 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from fake_runs import GIVEN, TINY, phases_of, resolved
+from fake_runs import GIVEN, RL, TINY, phases_of, resolved
+from tunesmith.assembly.dry_run import check_dry_run, on_one_gpu
 from tunesmith.cli.main import app
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RLConfig
 from tunesmith.engines.local.decode_attention import _scores  # pyright: ignore[reportPrivateUsage]
+from tunesmith.errors import ConfigError
 from tunesmith.fake_device.device import FakeDevice
+from tunesmith.plan.resolve import resolve
 
-pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 AT_THE_END = {"passes.py", "optimizer.py"}
 """Where a step may read: the sums of its micro-batches, and whether the gradient and the weights are finite."""
 
@@ -46,6 +51,13 @@ def test_reading_waits_and_gives_zeros() -> None:
         assert not device.waits
         with pytest.raises(Exception, match="nonzero"):  # its size depends on numbers
             x[x > 0]
+
+
+def test_an_address_is_asked_for_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with FakeDevice():
+            assert nn.Linear(2, 2, device="cuda").weight.data_ptr() == 0
 
 
 def test_every_storage_counts_once_until_it_is_freed() -> None:
@@ -109,13 +121,28 @@ def test_scores_of_decoding_are_float32() -> None:
         assert _scores(query, query.transpose(1, 2)).dtype == torch.float32
 
 
+@pytest.mark.parametrize(("said", "word"), [((), ""), (("system.engines=8", "system.engine_process=true"), "process")])
+def test_a_dry_run_of_a_machine_with_several_gpus_is_of_one(tmp_path: Path, said: tuple[str, ...], word: str) -> None:
+    _, known = resolved(tmp_path, "rl", TINY, "8xH100-80GB", *RL)
+    base = [f"model.path={tmp_path}", f"data.train={tmp_path}/data.jsonl", *RL, *said]
+    given, filled = on_one_gpu(load_config(RLConfig, None, base))
+    config = resolve(given, known).config
+    if word:
+        with pytest.raises(ConfigError, match=r"engine_process = true\. Set"):
+            check_dry_run(config)
+    else:
+        check_dry_run(config)
+        assert filled == {"system.trainer_ranks": 1, "system.engine_process": False}
+
+
 def test_the_commands_take_steps_on_a_machine_that_is_not_there(tmp_path: Path) -> None:
     resolved(tmp_path, "sft", TINY, "H100-80GB", "data.max_tokens=64")  # writes the model and the data
     run = tmp_path / "run.toml"
     run.write_text(f'run_dir = "run"\nmodel.path = "{tmp_path}"\ndata.train = "{tmp_path}/data.jsonl"\n')
     given = [str(run), "data.max_tokens=64", GIVEN[0], "--dry-run"]
-    done = CliRunner().invoke(app, ["sft", *given, "H100-80GB"])
+    done = CliRunner().invoke(app, ["sft", *given, "8xH100-80GB"])
     assert done.exit_code == 0, done.output
+    assert "one GPU: system.trainer_ranks = 1" in done.output
     table = {line.split("  ")[0]: line.split()[-2:] for line in done.output.splitlines() if line}
     assert table["memory"] == ["planned", "train"] and table["optimizer"][0].endswith("MB")
     assert not (tmp_path / "run").exists()

@@ -573,7 +573,15 @@ def test_the_slurm_job_of_every_command(tmp_path: Path) -> None:
     assert job_of(tmp_path, teacher, *many).startswith(f"-m tunesmith distill {tmp_path}/run.toml system.cluster=ray")
     generated = job_of(tmp_path, "[sampling]\nn = 2\n", "--command", "generate")
     assert "-m tunesmith generate " in generated and "resume" not in generated
-    for text, *refused in ((rewards, "--no-ray", *many), ("", "--ray", *many), ("", "--command", "sftt")):
+    assert job_of(tmp_path, "", *many, "system.trainer_ranks=16").endswith("system.trainer_ranks=16")
+    assert job_of(tmp_path, "[system]\ntrainer_ranks = 2\n", "--nodes", "1").startswith(launcher[:27])
+    for text, *refused in (
+        (rewards, "--no-ray", *many),
+        ("", "--ray", *many),
+        ("", "--command", "sftt"),
+        ("", *many, "system.trainer_ranks=4"),
+        ("[system]\ntrainer_ranks = 8\n", *many),
+    ):
         assert job_of(tmp_path, text, *refused) == ""
 
 

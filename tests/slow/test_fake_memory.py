@@ -13,7 +13,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 from benchmarks.device_memory import CASES, compared  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.layers == 2], ids=lambda case: case.name)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tunesmith.algorithms.kl import KLController
 from tunesmith.assembly.critic import make_critic
@@ -23,6 +23,8 @@ from tunesmith.assembly.supervised_parts import make_parts
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import with_values
+from tunesmith.plan.layouts import PROCESS, RANKS, given
 from tunesmith.plan.memory import LEAST_TOKENS, longest_sample
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from tunesmith.engines.base import RolloutEngine
     from tunesmith.fake_device.device import FakeDevice
     from tunesmith.loop.learner import Learner
+
+C = TypeVar("C", bound=RunConfig)
 
 STEPS = 2
 """Optimizer steps: the first one allocates the optimizer's moments."""
@@ -142,6 +146,15 @@ def _silent(text: str) -> None:
 _SESSION: Any = SimpleNamespace(note=_silent, timeline=None, resume_from=None)
 
 
+def on_one_gpu(config: C) -> tuple[C, dict[str, Any]]:
+    """The configuration with what a dry run is of, where it was left out: one trainer rank and engines in its process;
+    and what was filled in."""
+    values: dict[str, Any] = {} if given(config, RANKS) else {RANKS: 1}
+    if config.drawing is not None and given(config, PROCESS) is None:
+        values[PROCESS] = False
+    return with_values(config, values), values
+
+
 def check_dry_run(config: RunConfig) -> None:
     """Refuse (ConfigError) a run with parts of which there are no fake ones."""
     system = config.system
@@ -158,7 +171,7 @@ def check_dry_run(config: RunConfig) -> None:
     if others := [key for key, unknown in asked.items() if unknown]:
         raise ConfigError(
             "--dry-run takes steps on one GPU, with the local engine in the process that trains; and this run has "
-            f"{', '.join(others)}. Leave that out, or see what is planned for it: tunesmith plan"
+            f"{', '.join(others)}. Set another value, or see what is planned for it: tunesmith plan"
         )
 
 

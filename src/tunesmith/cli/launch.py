@@ -68,7 +68,7 @@ def launch(
         {
             "command": kind.command,
             "nodes": str(nodes),
-            "ranks": str(max(1, gpus_per_node) if config.drawing is None else 1),
+            "ranks": str(_ranks(config, ray, nodes, gpus_per_node)),
             "options": "\n".join(f"#SBATCH {option}" for option in options),
             "directory": shlex.quote(str(Path.cwd())),
             "python": shlex.quote(str(python)),
@@ -105,6 +105,22 @@ def _check_given(run: Path, overrides: Sequence[str], sbatch: Sequence[str]) -> 
             raise ConfigError(f"override '{key}': the job script sets it. Set it in {run}, or leave it out")
     if bad := [option for option in sbatch if not option.startswith("--")]:
         raise ConfigError(f"--sbatch {bad[0]}: options of sbatch are written --name=value, such as --partition=gpu")
+
+
+def _ranks(config: RunConfig, ray: bool, nodes: int, gpus: int) -> int:
+    """Processes that torchrun starts on each machine.
+
+    Raises:
+        ConfigError: the settings ask for another number of trainer ranks in all.
+    """
+    ranks = max(1, gpus) if config.drawing is None else 1
+    system, processes = config.system, 1 if ray else nodes * ranks
+    if processes > 1 and "trainer_ranks" in system.model_fields_set and system.trainer_ranks != processes:
+        raise ConfigError(
+            f"system.trainer_ranks = {system.trainer_ranks}, and the job starts {processes} processes, one for each "
+            "GPU of its machines; leave it out, or change --nodes or --gpus-per-node"
+        )
+    return ranks
 
 
 def _kind(command: str | None, run: Path, overrides: list[str]) -> type[RunConfig]:

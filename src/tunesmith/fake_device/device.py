@@ -9,6 +9,7 @@ the device, to read a number or to copy, the wait is noted, and zeros (or True) 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -45,6 +46,9 @@ class FakeDevice(TorchDispatchMode):
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        self._stack.enter_context(warnings.catch_warnings())
+        # Addresses are compared, never read.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         self._stack.enter_context(replaced(self))
         self._stack.enter_context(self._fakes)
         return super().__enter__()
