@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from tiny import save_model
 from training import backend_of, learner_of
 from tunesmith.assembly.planes import file_plane, read_offer
+from tunesmith.config.schema import ModelSection
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import EngineError
@@ -98,3 +99,7 @@ async def test_weights_that_never_came_are_caught(path: Path) -> None:
     with pytest.raises(EngineError, match=r"version 1 .* 2"):
         await canary.check(2)
     await pool.close()
+
+
+def test_every_number_format_has_a_tolerance() -> None:
+    assert set(TOLERANCES) == set(get_args(ModelSection.model_fields["dtype"].annotation))

@@ -15,7 +15,7 @@ from tunesmith.loop.collect import all_or_error
 from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.types import Completion, Sample, Sampling
 
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2}
+TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 """Greatest difference of a token's log-probability that counts as rounding. Measured on tiny models in bfloat16: at
 most 0.02, also with vLLM; a tied head that was not updated differs by 0.8 (docs/weights.md)."""
 
