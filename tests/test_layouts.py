@@ -213,6 +213,10 @@ def test_no_stage_is_derived_that_torch_does_not_have(torch: str, stage: int, mo
     )
     said = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", "system.zero_stage=3"])
     assert resolve(said, here).config.system.zero_stage == 3, "loading refuses it by name"
+    one = replace(here, hardware=replace(here.hardware, gpus=here.hardware.gpus[:1], memory_available=10**9))
+    with pytest.raises(CapacityError) as caught:
+        resolve(config, one)
+    assert ("zero_stage" in str(caught.value)) == (stage > 0), "nor is it offered on more GPUs"
 
 
 def test_a_student_shares_no_sequence_with_a_teacher_whose_heads_are_not_known() -> None:
@@ -235,6 +239,9 @@ def test_too_many_engines_are_refused_with_the_number_of_gpus() -> None:
         with pytest.raises(ConfigError) as caught:
             resolved(kind, "8xH100", SMALL, "system.engines=9", said)
         assert "this process sees 8" in str(caught.value) and "engine_process" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        resolved(RLConfig, "8xH100", SMALL, *VLLM, "system.vllm.tensor_parallel_size=3")
+    assert "attention heads" in str(caught.value) and "engine_process" not in str(caught.value)
 
 
 def test_an_engine_of_several_stages_takes_as_many_gpus() -> None:

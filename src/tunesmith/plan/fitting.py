@@ -99,7 +99,7 @@ def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
     if not machine.gpus or not on_gpu(config) or config.system.cluster != "none":
         return None
     for count in (n for n in MORE_GPUS if n > len(machine.gpus) * machine.nodes):
-        larger = replace(machine, gpus=machine.gpus[:1] * count, nodes=1, named=True)
+        larger = replace(machine, gpus=machine.gpus[:1] * count, nodes=1)
         there = replace(facts, hardware=larger, ranks_here=None)
         for layout in layouts(config, there):
             if lack(config, there, layout) <= 1:
