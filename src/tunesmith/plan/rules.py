@@ -71,7 +71,9 @@ def _holds(values: Values, key: str, wanted: Any) -> bool:
         return value in wanted if isinstance(wanted, list) else value == wanted
     other = float(operand) if _NUMBER.fullmatch(operand) else values.get(operand)
     items = cast("list[Any]", value) if isinstance(value, list) else [value]
-    return isinstance(other, int | float) and any(_SIGNS[sign](i, other) for i in items if isinstance(i, int | float))
+    if sign != "==":  # texts are not ordered
+        items = [item for item in items if isinstance(item, int | float) and isinstance(other, int | float)]
+    return other is not None and any(_SIGNS[sign](item, other) for item in items)
 
 
 def _filled(text: str, values: Values) -> str:
