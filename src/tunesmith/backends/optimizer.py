@@ -93,8 +93,8 @@ class MasterOptimizer:
         scaled.backward()  # pyright: ignore[reportUnknownMemberType]
 
     def _unscale(self) -> None:
-        if self.loss_scale is not None:
-            grads = [m.grad for m in self.masters.values() if m.grad is not None] or [torch.zeros(0)]
+        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        if self.loss_scale is not None and grads:
             torch._foreach_mul_(grads, 1 / self.loss_scale.factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     @torch.no_grad()

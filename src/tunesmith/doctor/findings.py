@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunesmith.doctor.record import Record
-from tunesmith.doctor.signs import signs, windows
+from tunesmith.doctor.signs import last_steps, signs
 from tunesmith.monitor.learning import at_the_end
 from tunesmith.plan.rules import applies
 
@@ -36,8 +36,8 @@ class Finding:
 
 def diagnose(record: Record) -> list[Finding]:
     """What is wrong with a run, the worst first. What another finding explains is left out."""
-    first, last = windows(record)
-    values = signs(record) | {"first_steps": first, "last_steps": last}
+    last = last_steps(record)
+    values = signs(record) | {"last_steps": last}
     found = [*_nothing_learned(record, last), *(_finding(rule, values) for rule in rules() if applies(rule, values))]
     each = {finding.key: finding for finding in reversed(found)}
     explained = {key for rule in rules() if rule["key"] in each for key in rule.get("explains", ())}

@@ -57,11 +57,10 @@ def _number(record: Record, key: str) -> float:
     return value if isinstance(value, int | float) else 0
 
 
-def windows(record: Record) -> tuple[str, str]:
-    """The steps of which ``first`` and ``last`` are means, such as ``1-6``."""
+def last_steps(record: Record) -> str:
+    """The steps of which ``last`` is the mean, such as ``25-30``."""
     numbers = [int(line["step"]) for line in record.steps]
-    width = _window(len(numbers))
-    return f"{numbers[0]}-{numbers[:width][-1]}", f"{numbers[-width:][0]}-{numbers[-1]}"
+    return f"{numbers[-_window(len(numbers))]}-{numbers[-1]}"
 
 
 def _window(count: int) -> int:
