@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.assembly.planes import read_offer
+from tunesmith.openmp import to_thread
 from tunesmith.weights.base import Offer
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _local(
     arrived: list[tuple[str, Any]] = []
 
     async def take(offer: Offer) -> None:
-        arrived[:] = await asyncio.to_thread(lambda: list(read_offer(offer)))
+        arrived[:] = await to_thread(lambda: list(read_offer(offer)))
 
     def update() -> None:
         for name, tensor in arrived:

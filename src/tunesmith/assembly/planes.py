@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.config.schema import RunConfig
 from tunesmith.distributed.machines import own_address as own_address_in_launch
 from tunesmith.distributed.torchrun import Launch
+from tunesmith.openmp import to_thread
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class PublishingRank:
 
     async def publish(self, version: int) -> None:
         del version
-        await asyncio.to_thread(lambda: deque(self._tensors(), maxlen=0))
+        await to_thread(lambda: deque(self._tensors(), maxlen=0))
 
     async def offer(self, takers: int) -> list[Offer]:
         raise AssertionError(f"the first rank makes the offers, not this one to {takers}")

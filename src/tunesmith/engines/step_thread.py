@@ -10,6 +10,7 @@ from threading import Event
 from typing import Any, TypeVar
 
 from tunesmith.errors import EngineError
+from tunesmith.openmp import end_team
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class StepThread:
         done.set_running_or_notify_cancel()  # cancelling the caller does not cancel the work
         self._loop = asyncio.get_running_loop()
         self._calls.append((work, done))
+        end_team()  # of the caller, which waits now
         self._thread.submit(self._serve)
         return done
 
@@ -89,6 +91,7 @@ class StepThread:
         while True:
             if not stepping:
                 if not self._calls:
+                    end_team()
                     return
                 self.wait_for_callers()  # nothing was running: the first request must not start alone
             for _ in range(len(self._calls)):  # calls that arrive meanwhile wait for those that come with them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tunesmith.data.chat import ChatTemplate
 from tunesmith.data.tokens import Tokenizer, encode, leading_ids, with_leading
 from tunesmith.errors import DataError
+from tunesmith.openmp import to_thread
 from tunesmith.rewards.batching import Batcher
 from tunesmith.rewards.function import ItemFailure, Notes, RewardFunction, Score
 from tunesmith.rewards.stats import RewardStats
@@ -74,7 +74,7 @@ def model_reward(
     """
 
     async def run(sequences: list[list[int]]) -> list[Score]:
-        return await asyncio.to_thread(model.score, sequences) if in_thread else model.score(sequences)
+        return await to_thread(model.score, sequences) if in_thread else model.score(sequences)
 
     batcher: Batcher[list[int], Score] = Batcher(run)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from tunesmith.distributed.checksum import checksum
 from tunesmith.distributed.process_group import GroupKind, open_store, process_group
 from tunesmith.errors import EngineError, boundary
+from tunesmith.openmp import to_thread
 from tunesmith.weights.base import NamedTensors, Offer
 from tunesmith.weights.flat import BUCKET, FlatWeights, flatten
 
@@ -68,7 +69,7 @@ class BroadcastPlane:
 
     async def publish(self, version: int) -> None:
         await self._end_rounds()  # they read from the buffer, which is used again
-        await asyncio.to_thread(self._snapshot, version)
+        await to_thread(self._snapshot, version)
 
     async def offer(self, takers: int) -> list[Offer]:
         assert self._flat is not None, "nothing was published"
@@ -105,7 +106,7 @@ class BroadcastPlane:
 
     async def _run(self, begun: _Round, buckets: Sequence[Tensor]) -> None:
         try:
-            await asyncio.to_thread(self._send, begun, buckets)
+            await to_thread(self._send, begun, buckets)
         except Exception as error:  # the takers are told; who gave out the offers hears it from them
             begun.store.set("go", f"the trainer did not send: {error}")
 

@@ -7,7 +7,6 @@ as they are gathered, a file at a time.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor
 from tunesmith.distributed.checksum import checksum
 from tunesmith.errors import EngineError, StorageError, boundary
 from tunesmith.monitor.children import owned_name, remove_at_end, remove_stale
+from tunesmith.openmp import to_thread
 from tunesmith.weights.base import NamedTensors, Offer
 from tunesmith.weights.flat import in_buckets
 
@@ -87,7 +87,7 @@ class FilePlane:
 
     async def publish(self, version: int) -> None:
         # On a thread: requests in flight go on meanwhile.
-        await asyncio.to_thread(self.write, version)
+        await to_thread(self.write, version)
 
     async def offer(self, takers: int) -> list[Offer]:
         assert self._newest is not None, "nothing was published"

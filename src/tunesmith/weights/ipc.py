@@ -3,7 +3,6 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from tunesmith.distributed.checksum import checksum
 from tunesmith.errors import EngineError, boundary
+from tunesmith.openmp import to_thread
 from tunesmith.weights.base import NamedTensors, Offer
 from tunesmith.weights.flat import BUCKET, FlatWeights, flatten
 
@@ -33,7 +33,7 @@ class IpcPlane:
 
     async def publish(self, version: int) -> None:
         before = self._flat
-        flat = self._flat = await asyncio.to_thread(
+        flat = self._flat = await to_thread(
             flatten, self.tensors(), self.device, before.buffer if before else None, self.room
         )
         self._offer = {
