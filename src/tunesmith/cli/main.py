@@ -23,6 +23,7 @@ from tunesmith.cli.migrate import migrate
 from tunesmith.cli.plan import plan
 from tunesmith.cli.reference import keys, models, presets
 from tunesmith.cli.rft import rft
+from tunesmith.cli.runs import runs
 from tunesmith.cli.serve_reward import serve_reward
 from tunesmith.cli.show_config import show_config
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
@@ -39,7 +40,7 @@ app = typer.Typer(
 )
 COMMANDS: list[Callable[..., None]] = [
     demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, keys, explain, migrate,
-    presets, models, serve_reward, launch, check, doctor,
+    presets, models, serve_reward, launch, check, runs, doctor,
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:

@@ -52,7 +52,7 @@ def plan(
 
 
 def _print_table(rows: Sequence[tuple[str, list[str]]]) -> None:
-    lines = [(name, *amounts) for name, amounts in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in [("",), *lines] if lines else []:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=False)).rstrip())
+    from tunesmith.monitor.text import aligned
+
+    if rows:
+        print("", *aligned([(name, *amounts) for name, amounts in rows]), sep="\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.monitor.learning import Facts, read_facts
+from tunesmith.monitor.metrics import whole_objects
 from tunesmith.monitor.run_dir import LATEST, is_running
+from tunesmith.monitor.runs import read_settings
 
 MOST_BYTES = 32 << 20
 """Of the rollouts, the newest are read."""
@@ -55,7 +56,7 @@ def read_record(path: Path) -> Record:
     nulls = [name for line in lines for name, value in line.items() if value is None]
     return Record(
         path=path,
-        settings=_settings(path / "resolved.json"),
+        settings=read_settings(path),
         steps=steps,
         evaluations=evaluations,
         nulls={name: nulls.count(name) for name in dict.fromkeys(nulls)},
@@ -66,25 +67,9 @@ def read_record(path: Path) -> Record:
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole JSON objects among the last lines of a file; a process that was killed leaves a part of one."""
+    """The whole JSON objects among the last lines of a file."""
     if not path.exists():
         return
     with boundary(StorageError, f"cannot read {path}", OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - (MOST_BYTES if path.stem == "rollouts" else path.stat().st_size)))
-        lines = file.read().splitlines()
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    """The settings of ``resolved.json``; none if it is missing or of another version."""
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["settings"]
-        return {key: entry["value"] for key, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+        yield from whole_objects(file.read())

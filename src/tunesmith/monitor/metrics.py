@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
@@ -140,6 +140,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
         return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def whole_objects(text: bytes) -> Iterator[dict[str, Any]]:
+    """The lines that are whole JSON objects; a process that was killed leaves a part of one."""
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
 
 
 def is_whole(line: bytes, kept: Callable[[Any], bool]) -> bool:

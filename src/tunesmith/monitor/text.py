@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,13 @@ def beside_or_below(first: str, second: str, columns: int | None) -> str:
         return line
     below = textwrap.TextWrapper(columns, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
     return f"{first.rstrip()}\n{below.fill(second)}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows of texts as lines whose columns begin at the same place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(printable(text).ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
 
 
 def last_message(prompt: str | list[Mapping[str, Any]]) -> str:

@@ -1,0 +1,126 @@
+"""``tunesmith runs``: the runs in a directory, two or more beside each other, and the newest steps of one."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from tunesmith.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tunesmith.monitor.runs import Run
+
+POLL = 1.0
+"""Seconds between two looks at a run that is followed."""
+
+
+def runs(
+    what: Annotated[Literal["list", "compare", "tail"], typer.Argument(help="What to show.")] = "list",
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[PATH...]",
+            help="list: a directory of runs (runs); compare: two runs or more; tail: a run (runs/latest).",
+            show_default=False,
+        ),
+    ] = None,
+    last: Annotated[int, typer.Option("--last", "-n", min=1, help="tail: how many steps.")] = 10,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="tail: go on until the run ends.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="list, compare: print JSON.")] = False,
+) -> None:
+    """List runs, compare their settings and metrics, or show the newest steps of one.
+
+    Example: tunesmith runs compare runs/first-1 runs/second-1
+    """
+    from tunesmith.monitor.run_dir import LATEST
+    from tunesmith.monitor.runs import find_runs, read_run
+
+    given = paths or []
+    if what == "compare":
+        if len(given) < 2:
+            raise ConfigError("name two runs or more: tunesmith runs compare runs/first-1 runs/second-1")
+        _compare([read_run(path) for path in given], as_json)
+        return
+    if len(given) > 1:
+        raise ConfigError(f"tunesmith runs {what} takes one path, and {len(given)} were given")
+    if what == "tail":
+        _tail(read_run(given[0] if given else Path("runs", LATEST)), last, follow)
+        return
+    found = find_runs(given[0] if given else Path("runs"))
+    if as_json:
+        print(json.dumps([_summary(run) for run in found], indent=2))
+    else:
+        _print_rows([["run", "state", "step", "of", "model", "algorithm", "result"], *map(_row, found)])
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    return {"path": str(run.path), "state": run.state, "step": run.step, "settings": run.settings, "last": run.last}
+
+
+def _row(run: Run) -> list[str]:
+    from tunesmith.monitor.progress import number
+    from tunesmith.monitor.runs import LEARNED, model_of
+
+    values = {name: run.last[name] for name in LEARNED if isinstance(run.last.get(name), int | float)}
+    result = ", ".join(f"{name} {number(value)}" for name, value in values.items())
+    steps, algorithm = run.settings.get("train.steps"), run.settings.get("algorithm.name", "")
+    return [run.path.name, run.state, str(run.step), str(steps or ""), model_of(run), str(algorithm), result]
+
+
+def _compare(found: Sequence[Run], as_json: bool) -> None:
+    from tunesmith.config.toml import toml_value
+    from tunesmith.monitor.progress import number
+    from tunesmith.monitor.runs import differences, late_means
+
+    names = [run.path.name for run in found]
+    settings, means = differences(found), [late_means(run.path) for run in found]
+    metrics = {name: [mean.get(name) for mean in means] for name in dict.fromkeys(name for m in means for name in m)}
+    if as_json:
+        print(json.dumps({"runs": names, "settings": settings, "metrics": metrics}, indent=2))
+        return
+    shown = [
+        [key, *("none" if value is None else toml_value(value) for value in each)] for key, each in settings.items()
+    ]
+    _print_rows([["settings that differ", *names], *(shown or [["none", *("" for _ in names)]])])
+    print()
+    values = [[name, *("" if v is None else number(v) for v in each)] for name, each in sorted(metrics.items())]
+    _print_rows([["mean of the last fifth of the steps", *names], ["steps", *(str(r.step) for r in found)], *values])
+
+
+def _tail(run: Run, last: int, follow: bool) -> None:
+    """Print the newest steps; with ``follow`` also those that come, until nobody writes them any more."""
+    from tunesmith.monitor.run_dir import is_running
+    from tunesmith.monitor.runs import last_lines
+
+    shown = 0
+    while True:
+        going = is_running(run.path)
+        lines = last_lines(run.path, None if not shown else 1 << 16)
+        fresh = lines[-last:] if not shown else [line for line in lines if line.get("time", 0) > shown]
+        for line in fresh:
+            print(_line(line), flush=True)
+            shown = line.get("time", shown)
+        if not (follow and going):
+            return
+        time.sleep(POLL)
+
+
+def _line(metrics: Mapping[str, Any]) -> str:
+    from tunesmith.monitor.progress import COLUMNS, number
+
+    values = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    texts = [f"{label} {show(values[name])}" for name, (label, show) in COLUMNS.items() if name in values]
+    texts += [f"{name} {number(value)}" for name, value in values.items() if name.startswith("eval/")]
+    return f"step {metrics['step']}: {', '.join(texts)}"
+
+
+def _print_rows(rows: Sequence[Sequence[str]]) -> None:
+    from tunesmith.monitor.text import aligned
+
+    print(*aligned(rows), sep="\n")

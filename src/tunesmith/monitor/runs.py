@@ -1,0 +1,117 @@
+"""Runs beside each other, read from their directories: what each is, how far it came, and where they differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.monitor.metrics import whole_objects
+from tunesmith.monitor.run_dir import LATEST, holds_run, is_running
+
+END_BYTES = 1 << 16
+"""Of the metrics, read to learn how far a run came."""
+LEARNED = ("reward", "loss", "accuracy", "margin")
+NOT_COMPARED = ("step", "time")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``last``: the newest line of a step in ``metrics.jsonl``; ``settings`` by dotted key."""
+
+    path: Path
+    settings: Mapping[str, Any]
+    last: Mapping[str, Any]
+    running: bool
+
+    @property
+    def step(self) -> int:
+        return int(self.last.get("step", 0))
+
+    @property
+    def state(self) -> str:
+        steps = self.settings.get("train.steps")
+        ended = isinstance(steps, int) and self.step >= steps
+        return "running" if self.running else "done" if ended else "stopped"
+
+
+def find_runs(directory: Path) -> list[Run]:
+    """The runs in a directory, the newest first.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    paths = [p for p in directory.iterdir() if not p.is_symlink() and holds_run(p)] if directory.is_dir() else []
+    if not paths:
+        raise ConfigError(f"{directory} holds no runs. Name a directory with: tunesmith runs list DIRECTORY")
+    return [read_run(path) for path in sorted(paths, key=_changed, reverse=True)]
+
+
+def read_run(path: Path) -> Run:
+    """What a run is and how far it came; only the end of its metrics is read.
+
+    Raises:
+        ConfigError: the directory is not a run's.
+    """
+    if not path.is_dir() or not holds_run(path):
+        raise ConfigError(f"{path} is not the directory of a run. Name one, such as runs/{LATEST}")
+    steps = [line for line in last_lines(path) if not _is_evaluation(line)]
+    return Run(path, read_settings(path), steps[-1] if steps else {}, is_running(path))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of ``resolved.json`` by dotted key; none if it is missing or of another version."""
+    try:
+        entries = json.loads((path / "resolved.json").read_text(encoding="utf-8"))["settings"]
+        return {key: entry["value"] for key, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def last_lines(path: Path, most_bytes: int | None = END_BYTES) -> list[dict[str, Any]]:
+    """The whole lines among the last bytes of a run's metrics; None: all of them."""
+    file = path / "metrics.jsonl"
+    if not file.exists():
+        return []
+    with boundary(StorageError, f"cannot read {file}", OSError), file.open("rb") as lines:
+        lines.seek(0 if most_bytes is None else max(0, file.stat().st_size - most_bytes))
+        return [line for line in whole_objects(lines.read()) if isinstance(line.get("step"), int)]
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Settings in which runs differ: the value of each run by key."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    values = {key: [run.settings.get(key) for run in runs] for key in keys}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+def late_means(path: Path) -> dict[str, float]:
+    """Each metric's mean over the last fifth of the steps; of evaluations the last value."""
+    lines = last_lines(path, None)
+    steps = [line for line in lines if not _is_evaluation(line)]
+    late = steps[-max(1, len(steps) // 5) :]
+    means = {
+        name: fmean(values)
+        for name in dict.fromkeys(name for line in late for name in line if name not in NOT_COMPARED)
+        if (values := [line[name] for line in late if isinstance(line.get(name), int | float)])
+    }
+    evaluated = (line for line in lines if _is_evaluation(line))
+    last = {name: v for line in evaluated for name, v in line.items() if isinstance(v, int | float)}
+    return means | {name: value for name, value in last.items() if name not in NOT_COMPARED}
+
+
+def model_of(run: Run) -> str:
+    return Path(str(run.settings.get("model.path", ""))).name
+
+
+def _changed(path: Path) -> float:
+    files = [path / "metrics.jsonl", path / "resolved.json", path]
+    return next(file.stat().st_mtime for file in files if file.exists())
+
+
+def _is_evaluation(line: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in line)
