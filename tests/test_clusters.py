@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 
 from documents import ROOT
+from hub_of_sizes import serve
 from tunesmith.assembly.planning import plan_run
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.toml import toml_value
 from tunesmith.errors import CapacityError
-from tunesmith.plan import hub
 from tunesmith.plan.memory import planned_devices
 
 FILES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))
@@ -60,17 +59,7 @@ def cases() -> list[tuple[str, list[str]]]:
 @pytest.fixture(autouse=True)
 def hub_of_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub that has the configurations of the models, and nothing else."""
-
-    def file(name: str, wanted: str) -> Path | None:
-        if wanted != hub.CONFIG:
-            return None
-        path = tmp_path / name / wanted
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(SIZES[name]))
-        return path
-
-    monkeypatch.setattr(hub, "_file", file)
-    hub._hub_facts.cache_clear()
+    serve(SIZES, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("command", "expected"), cases(), ids=lambda case: case if isinstance(case, str) else "")
