@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 
 import tunesmith.engines.local.engine as local_engine
 from benchmarks.protocol import Measure, Result, answer, peak_memory_mb
-from benchmarks.workload import FIRST_WORD, VOCABULARY, WORKLOADS, Workload
+from benchmarks.workload import FIRST_WORD, WORKLOADS, Workload
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.assembly import run_rl
 from tunesmith.backends.limits import measure_limits
@@ -103,9 +104,10 @@ def measure_train(wanted: Measure) -> Result:
     learner = _learner(wanted, model)
     rng = random.Random(2)
     prompts = _prompts(model, workload)
-    written = [[rng.randrange(FIRST_WORD, VOCABULARY) for _ in range(length)] for length in workload.lengths()]
+    words = range(FIRST_WORD, workload.model.vocabulary)
+    written = [rng.choices(words, k=length) for length in workload.lengths()]
     # What a model that knows nothing gives every token: the ratios of the loss are then near 1.
-    old = [-8.32] * sum(workload.lengths())
+    old = [-math.log(workload.model.vocabulary)] * sum(workload.lengths())
     objective = policy_objective(_config(wanted).algorithm)
     runs: list[float] = []
     metrics: dict[str, float] = {}
@@ -189,8 +191,7 @@ def _config(wanted: Measure) -> RLConfig:
         longest=workload.prompt_tokens,
     )
     config = resolve(load_config(RLConfig, None, _overrides(wanted)), facts).config
-    if config.system.threads is not None:
-        torch.set_num_threads(config.system.threads)
+    torch.set_num_threads(config.system.threads)
     return config
 
 

@@ -32,7 +32,7 @@ class Measure:
     workload: str
     dtype: str
     model: str
-    """Directory of model S."""
+    """Directory of the workload's model."""
     scratch: str
     """Directory of its own, for whatever it writes."""
     repeats: int

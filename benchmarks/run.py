@@ -71,7 +71,8 @@ def run(
     records: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
-        build_model(Path(directory) / "model")
+        for shape in {WORKLOADS[name].model for name in workloads}:
+            build_model(Path(directory) / shape.name, shape)
         for number in range(rounds):
             for system, python, workload, part, dtype in _plan(systems, workloads, parts, dtypes):
                 try:
@@ -98,7 +99,7 @@ def _measure(system: System, python: str, workload: str, part: str, dtype: str, 
             part=part,
             workload=workload,
             dtype=dtype,
-            model=str(directory / "model"),
+            model=str(directory / WORKLOADS[workload].model.name),
             scratch=scratch,
             repeats=system.repeats,
             options=dict(system.options),

@@ -1,8 +1,7 @@
-"""What is measured: the model, the prompts and how long each completion is. No more than torch is needed.
+"""What is measured: models, prompts and how long each completion is. No more than torch is needed.
 
-Model S has Qwen3's shape with d=256, 6 layers, 4 heads and 2 key-value heads of 64, feed-forward 768 and a
-tied vocabulary of 4096: 5.77M random parameters. Completion lengths are forced, so that every system samples
-exactly the same number of tokens: lognormal around 64 with sigma 0.8, from 8 to 512.
+The models have Qwen3's shape, tied embeddings and random parameters. Completion lengths are forced, so that every
+system samples exactly the same number of tokens: lognormal around a median, between a shortest and a longest.
 """
 
 from __future__ import annotations
@@ -14,9 +13,30 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = 4096
 FIRST_WORD = 4
 EOS_ID = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model with ``heads`` query heads and ``kv_heads`` key/value heads of ``head_dim``."""
+
+    name: str
+    vocabulary: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward: int
+    dtype: str = "bfloat16"
+    """Of the files."""
+
+
+S = Shape("S", 4096, 6, 256, 4, 2, 64, 768, "float32")
+S_32K = Shape("S-32k", 32_000, 6, 256, 4, 2, 64, 768, "float32")
+SMALL = Shape("0.1B", 32_000, 12, 768, 12, 4, 64, 2048)
+QWEN3 = Shape("0.6B", 151_936, 28, 1024, 16, 8, 128, 3072)
 
 
 @dataclass(frozen=True)
@@ -30,6 +50,7 @@ class Workload:
     sigma: float = 0.8
     shortest: int = 8
     longest: int = 512
+    model: Shape = S
 
     @property
     def size(self) -> int:
@@ -45,7 +66,7 @@ class Workload:
         """The prompts; each word is one token."""
         rng = random.Random(1)
         return [
-            " ".join(f"w{rng.randrange(FIRST_WORD, VOCABULARY)}" for _ in range(self.prompt_tokens))
+            " ".join(f"w{rng.randrange(FIRST_WORD, self.model.vocabulary)}" for _ in range(self.prompt_tokens))
             for _ in range(self.prompts)
         ]
 
@@ -53,33 +74,36 @@ class Workload:
 WORKLOADS = {
     "A": Workload(prompts=8, group=8, prompt_tokens=64),
     "B": Workload(prompts=8, group=8, prompt_tokens=512),
+    "long": Workload(prompts=4, group=16, prompt_tokens=256, median=128, sigma=1.0, longest=1024, model=S_32K),
+    "0.1B": Workload(prompts=4, group=8, prompt_tokens=128, longest=256, model=SMALL),
+    "0.6B": Workload(prompts=2, group=8, prompt_tokens=128, longest=128, model=QWEN3),
     "tiny": Workload(prompts=2, group=2, prompt_tokens=8, median=4, shortest=2, longest=6),
 }
 
 
-def build_model(directory: Path) -> None:
-    """Write model S and its tokenizer in Hugging Face format."""
+def build_model(directory: Path, shape: Shape = S) -> None:
+    """Write a model and its tokenizer in Hugging Face format."""
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
     tokenizers: Any = import_module("tokenizers")
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.feed_forward,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=EOS_ID,
         pad_token_id=0,
     )
-    transformers.Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(directory)
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(FIRST_WORD, VOCABULARY))]
+    transformers.Qwen3ForCausalLM(config).to(getattr(torch, shape.dtype)).save_pretrained(directory)
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(FIRST_WORD, shape.vocabulary))]
     core = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import ours, peer_generate, peers, presets, protocol, report, run  # noqa: E402
-from benchmarks.workload import WORKLOADS, build_model  # noqa: E402
+from benchmarks.workload import QWEN3, WORKLOADS, build_model  # noqa: E402
 
 
 def record(number: int, system: str, dtype: str, runs: list[float], **facts: float) -> dict[str, Any]:
@@ -110,6 +111,20 @@ def test_workloads_are_what_their_description_says() -> None:
     assert (len(lengths), sum(lengths), min(lengths) >= 8, max(lengths) <= 512) == (64, 6153, True, True)
     assert lengths == WORKLOADS["B"].lengths()
     assert [len(text.split()) for text in WORKLOADS["B"].texts()] == [512] * 8
+
+
+def test_a_model_has_the_shape_of_its_workload(tmp_path: Path) -> None:
+    shape = replace(QWEN3, vocabulary=40, layers=1)
+    build_model(tmp_path, shape)
+    config = json.loads((tmp_path / "config.json").read_text())
+    keys = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    assert [config[key] for key in keys] == [40, 1024, 16, 8, 128, 3072]
+    assert config["dtype"] == "bfloat16" and config["tie_word_embeddings"]
+    words = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    assert len(words) == 40 and words[f"w{shape.vocabulary - 1}"] == 39
+    # Of Qwen3-0.6B: 596,049,920 parameters.
+    layer = 1024 * (2 * 2048 + 2 * 1024 + 3 * 3072) + 2 * 1024 + 2 * 128
+    assert QWEN3.vocabulary * QWEN3.hidden + QWEN3.layers * layer + QWEN3.hidden == 596_049_920
 
 
 def test_forced_lengths_end_each_row_at_its_own() -> None:
