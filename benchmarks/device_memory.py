@@ -36,6 +36,7 @@ LARGE = QWEN2 | {
 SHAPES = {"0.6B": QWEN3, "7B": QWEN2, "72B": LARGE}
 MACHINE = "H200"
 LORA, CHECKPOINTING = "lora.rank=16", "system.gradient_checkpointing=true"
+HALF, QUARTER = "system.gradient_checkpointing=0.5", "system.gradient_checkpointing=0.25"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,9 @@ CASES = [
         for shape, tokens in (("0.6B", 32768), ("7B", 16384), ("72B", 8192))
         for options in ((), (CHECKPOINTING,), (LORA,), (LORA, CHECKPOINTING))
     ),
+    Case("0.6B", 4, 32768, (HALF,)),
+    Case("7B", 4, 16384, (QUARTER,)),
+    Case("7B", 4, 16384, (LORA, HALF)),
     Case("0.6B", 28, 16384),
     Case("7B", 28, 16384, (LORA, CHECKPOINTING)),
 ]
@@ -70,7 +74,8 @@ def compared(directory: Path, case: Case) -> dict[str, Any]:
     (directory / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     own = (f"model.path={directory}", f"data.train={directory}/data.jsonl", f"run_dir={directory}/run")
     sizes = ("data.max_tokens=2048", f"system.max_tokens_per_microbatch={case.tokens}")
-    given = () if CHECKPOINTING in case.options else ("system.gradient_checkpointing=false",)
+    chosen = any(option.startswith("system.gradient_checkpointing") for option in case.options)
+    given = () if chosen else ("system.gradient_checkpointing=false",)
     model = facts_of(shape)
     assert model is not None
     facts = Facts(machine(MACHINE), replace(model, parameters=estimated_parameters(shape, model)), train_size=1000)

@@ -139,7 +139,7 @@ def test_micro_batches_follow_the_memory_and_always_hold_the_longest_sample() ->
     assert tokens(sft(), state + 2 * per_token * 1024) == 1024
     assert tokens(sft(), state + 2 * per_token * 1300) == 1280
     assert tokens(sft(), 8 * GB) == 2048
-    assert tokens(sft(), state + 2 * per_token * 1024, longest=1500) == 2048, "checkpointed"
+    assert tokens(sft(), state + 2 * per_token * 1024, longest=1500) >= 1500, "of some layers again"
     whole = "system.gradient_checkpointing=false"
     assert tokens(sft(whole), state + 2 * per_token * 1024, longest=1500) == 1500
     assert tokens(rl(whole), state + 3 * per_token * 256, longest=100) == 612

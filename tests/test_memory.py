@@ -27,8 +27,9 @@ from tunesmith.errors import ConfigError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan import hub
-from tunesmith.plan.cost import Layout, activation_bytes, adapter_numbers, copy_bytes, price
+from tunesmith.plan.cost import Layout, activation_bytes, adapter_numbers, copy_bytes, price, recomputed
 from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
+from tunesmith.plan.filling import with_values
 from tunesmith.plan.hardware import Gpu, Hardware
 from tunesmith.plan.memory import planned
 from tunesmith.plan.report import memory_of, memory_rows
@@ -160,12 +161,31 @@ def test_what_runs_today_is_not_refused() -> None:
     assert any("may not fit" in note for note in found.notes) or found.config.system.gradient_checkpointing
 
 
-def test_checkpointing_is_derived_where_the_longest_sample_needs_it() -> None:
+def test_checkpointing_is_derived_for_as_few_layers_as_the_longest_sample_needs() -> None:
     three = replace(QWEN_7B, parameters=3_000_000_000)
     assert resolved(SFTConfig, on(A100, three)).system.gradient_checkpointing is False
-    long = resolved(SFTConfig, on(A100, three, longest=16_384)).system
-    assert long.gradient_checkpointing is True and long.max_tokens_per_microbatch >= 16_384
+    shares: list[float] = []
+    for longest in (2048, 3072, 4096, 32_768):
+        found = resolved(SFTConfig, on(A100, three, longest=longest))
+        share = found.system.gradient_checkpointing
+        shares.append(float(share))
+        assert found.system.max_tokens_per_microbatch >= longest
+        if not 0 < share < 1:
+            continue
+        again = round(share * 28)
+        assert sum(recomputed(28, share)) == again
+        fewer = with_values(found, {"system.gradient_checkpointing": (again - 1) / 28})
+        peaks = [planned(each, on(A100, three, longest=longest)) for each in (found, fewer)]
+        assert peaks[0] and peaks[1] and peaks[0].peak <= 79 * GB and peaks[0].activations < peaks[1].activations
+    assert shares == sorted(shares) and shares[-1] == 1.0 and {*shares} - {0.0, 1.0}
     assert resolved(SFTConfig, on(None, SMALL)).system.gradient_checkpointing is False
+
+
+def test_a_share_is_derived_for_a_model_of_any_depth() -> None:
+    """What is printed with three digits means the same number of layers."""
+    for layers in range(1, 130):
+        for again in range(1, layers):
+            assert sum(recomputed(layers, round(again / layers, 3))) == again
 
 
 def test_turns_are_taken_where_memory_is_short() -> None:

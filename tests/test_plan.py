@@ -144,7 +144,10 @@ def test_seconds_follow_operations_and_devices() -> None:
     assert seconds_of_two["training"] == pytest.approx(seconds["training"] / 2)
     assert seconds_of_two["between GPUs"] == pytest.approx(8 * facts.model.parameters / 2 / 450e9)
     again, facts = plan(SFTConfig, "H200", *said[1:], "system.gradient_checkpointing=true")
-    assert seconds["training"] < step_seconds(again.config, facts)["training"] < 4 / 3 * seconds["training"]
+    whole = step_seconds(again.config, facts)["training"]
+    assert seconds["training"] < whole < 4 / 3 * seconds["training"]
+    half, facts = plan(SFTConfig, "H200", *said[1:], "system.gradient_checkpointing=0.5")
+    assert step_seconds(half.config, facts)["training"] == pytest.approx((seconds["training"] + whole) / 2)
 
 
 def test_what_leaves_a_machine_is_slower() -> None:

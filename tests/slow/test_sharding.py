@@ -258,3 +258,10 @@ def test_the_optimizer_in_host_memory_takes_the_same_steps(start: Start, stage: 
     )
     assert norms == expected
     assert all(ours[name].equal(weight) for name, weight in theirs.items())
+
+
+def test_layers_that_are_computed_again_give_the_same_gradient(start: Start) -> None:
+    """Bit by bit: the same operations on the same numbers."""
+    batch, shares = packing(), (0, 0.5)
+    expected, found = (start(2, 3, gradient_checkpointing=share)("gradient", batch)[0][1] for share in shares)
+    assert all(found[name].equal(grad) for name, grad in expected.items())

@@ -24,6 +24,7 @@ from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.distributed.rank_group import RankGroup
 from tunesmith.errors import CheckpointError, DivergedError, ModelError, boundary
+from tunesmith.models.activations import compute_again
 from tunesmith.models.cost import training_cost
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.loading import read_shards
@@ -65,7 +66,7 @@ class TorchBackend(Generic[M]):
         value_head: nn.Linear | None = None,
         head_lr_ratio: float = 1.0,
         ema_decay: float | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: float = 0,
         seed: int = 0,
     ) -> None:
         self.model, self.reference = model, reference
@@ -85,7 +86,7 @@ class TorchBackend(Generic[M]):
         torch.manual_seed(seed)
         self._settled = self._random_state()
         if gradient_checkpointing:
-            model.module.gradient_checkpointing_enable({"use_reentrant": False})
+            compute_again(model.module, gradient_checkpointing)
 
     def join(self, group: RankGroup) -> None:
         """Train together with the other ranks.

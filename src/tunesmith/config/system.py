@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tunesmith.config.placement import PlacementSection
 from tunesmith.config.section import Section, derived
-from tunesmith.config.values import Count, PositiveInt, Size, Text, Url
+from tunesmith.config.values import Count, Part, PositiveInt, Size, Text, Url
 from tunesmith.config.vllm import VllmSection
 
 
@@ -31,7 +31,8 @@ class SystemSection(Section):
     max_tokens_per_microbatch: PositiveInt = derived()
     """Of one rank, or of the ranks of ``sequence_parallel`` together."""
     share_prompts: bool = True
-    gradient_checkpointing: bool = derived()
+    gradient_checkpointing: bool | Part = derived()
+    """Whether activations are computed again in the backward pass, or of which share of the layers."""
     offload_optimizer: bool = derived()
     """Keep master weights, their gradients and the optimizer's moments in host memory, and step on the CPU."""
     logprob_chunk: PositiveInt | None = None

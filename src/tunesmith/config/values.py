@@ -51,6 +51,7 @@ Seed = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0), at_most(10)]
 """A learning rate."""
 Share = Annotated[float, Field(ge=0, le=1)]
+Part = Annotated[float, Field(gt=0, lt=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[str, AfterValidator(checked_size), Field(description="a size such as '512MB' or '4GB'")]
 Url = Annotated[str, AfterValidator(checked_url), Field(description="a URL such as 'http://127.0.0.1:8100/reward'")]

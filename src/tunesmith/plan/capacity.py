@@ -198,17 +198,27 @@ def _derive_offload(filling: Filling, facts: Facts) -> None:
 
 
 def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
-    """On if activations of the longest sample exceed half of the memory that the model's state leaves."""
+    """For the fewest layers with which activations of the longest sample take at most half of the memory that the
+    model's state leaves."""
     config, model, key = filling.config, facts.model, "system.gradient_checkpointing"
     longest = longest_sample(config, facts)
     if model is None or longest is None:
         filling.fill(key, False, "the longest sample's size is not known" if model else "the model's size is not known")
         return
-    per_token = bytes_per_token(config, model, checkpointing=False)
-    room = max(0, trainer_memory(config, facts) - _reserved(config, facts, turns=True))
-    short = longest * per_token > room // 2
-    kept = f"{format_size(longest * per_token)} of activations of the longest sample"
-    filling.fill(key, short, f"{kept} {'are too much' if short else 'fit'}: {format_size(room)} are free for them")
+    room, layers = max(0, trainer_memory(config, facts) - _reserved(config, facts, turns=True)), model.layers
+    sizes = [longest * bytes_per_token(config, model, count / layers) for count in range(layers + 1)]
+
+    def fits(count: int) -> bool:
+        trainer = least_devices(with_values(config, {key: count / layers}), facts)[:1]
+        return sizes[count] <= room // 2 and all(needed.peak <= free for _, needed, free in trainer)
+
+    again = next(filter(fits, range(layers)), layers)
+    reason = f"{format_size(sizes[0])} of activations of the longest sample {'are too much' if again else 'fit'}: "
+    reason += f"{format_size(room)} are free for them"
+    if 0 < again < layers:
+        fewer = f"they are {format_size(sizes[again])} if {again} of {layers} layers are computed again"
+        filling.fill(key, round(again / layers, 3), f"{reason}; {fewer}")
+    filling.fill(key, bool(again), reason)
 
 
 def _derive_hybrid(filling: Filling, facts: Facts) -> None:
@@ -222,7 +232,7 @@ def _derive_hybrid(filling: Filling, facts: Facts) -> None:
         filling.fill(key, True, "engine and trainer share the GPU")
         return
     budget = trainer_memory(config, facts) - _reserved(config, facts, turns=False)
-    per_token = bytes_per_token(config, model, checkpointing=config.system.gradient_checkpointing)
+    per_token = bytes_per_token(config, model, float(config.system.gradient_checkpointing))
     wanted = _wanted_kv(config, facts, model, longest, 1)[1]
     short = wanted > budget // 4 or longest * per_token > budget // 2
     reason = "short for both at once" if short else "enough for both at once"
@@ -235,8 +245,7 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, kind: str) -
     if model is None:
         filling.fill(key, max(UNKNOWN_MODEL_TOKENS, longest), "the model's size is not known")
         return
-    checkpointing = bool(known(config.system, "gradient_checkpointing"))
-    per_token = bytes_per_token(config, model, checkpointing=checkpointing)
+    per_token = bytes_per_token(config, model, float(known(config.system, "gradient_checkpointing") or 0))
     fitting = budget // 2 // per_token
     most = MOST_TOKENS[kind] * config.system.sequence_parallel.size
     if longest >= min(fitting, most):

@@ -50,7 +50,8 @@ class Layout:
     zero_stage: int = 0
     """What they shard; 0: nothing."""
     has_vocabulary_head: bool = True
-    checkpointing: bool = False
+    checkpointing: float = 0
+    """The share of the layers whose activations are computed again in the backward pass."""
     tokens: int = 0
     """Of a micro-batch."""
     sequence: int = 1
@@ -188,11 +189,23 @@ def _in_host_memory(layout: Layout, trained: int) -> int:
     return layout.models * (20 if layout.ema else 16) * trained
 
 
+def recomputed(layers: int, share: float) -> tuple[bool, ...]:
+    """Which layers' activations are computed again in the backward pass: about a ``share``, evenly spread.
+
+    With a share between 0 and 1 the last layer is not one of them: its activations are needed first, and when they are
+    gone there is room for those of another layer.
+    """
+    kept = round((1 - share) * layers)
+    if 0 < share < 1:
+        kept = min(layers - 1, max(1, kept))
+    return tuple((layers - 1 - index) * kept % layers >= kept for index in range(layers))
+
+
 def activation_bytes(model: ModelFacts, layout: Layout) -> int:
-    """What backward keeps of one token: of each layer what it saves, or with checkpointing its input; and twice the
-    last hidden state."""
-    layer = model.hidden_size * layout.bytes_per_number if layout.checkpointing else layer_bytes(model, layout)
-    return model.layers * layer + 2 * model.hidden_size * layout.bytes_per_number
+    """What backward keeps of one token: of each layer what it saves, or its input if it is computed again; and twice
+    the last hidden state."""
+    again, hidden = sum(recomputed(model.layers, layout.checkpointing)), model.hidden_size * layout.bytes_per_number
+    return (model.layers - again) * layer_bytes(model, layout) + again * hidden + 2 * hidden
 
 
 def layer_bytes(model: ModelFacts, layout: Layout) -> int:
@@ -218,10 +231,10 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
 
 def backward_bytes(model: ModelFacts, layout: Layout) -> int:
     """Temporaries of one token in a layer's backward pass, at the gate: gradients of the gate's three vectors, and two
-    more; with checkpointing also the layer's activations, which are computed again."""
+    more; also the layer's activations, if those of all layers are computed again."""
     size = layout.bytes_per_number
     gate = (6 if layout.lora_rank is not None and size == 2 else 5 * size) * model.intermediate_size
-    again = layer_bytes(model, layout) if layout.checkpointing else 0
+    again = layer_bytes(model, layout) if all(recomputed(model.layers, layout.checkpointing)) else 0
     return gate + 2 * size * model.hidden_size + again
 
 

@@ -112,7 +112,7 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
     """Settings that need less memory, the nearest first; ``layout``: another one that fits."""
     muon = config.train.optimizer.name == "muon"  # which neither an adapter nor the host has
     if config.trains:
-        if not config.system.gradient_checkpointing:
+        if config.system.gradient_checkpointing is not True:
             yield {"system.gradient_checkpointing": True}
         if on_gpu(config) and not muon and not config.system.offload_optimizer:
             yield {"system.offload_optimizer": True}
@@ -137,7 +137,7 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
 
 def _longest_that_fits(config: RunConfig, facts: Facts, free: int) -> int | None:
     """The longest sample, divided by a power of two, with which the run fits."""
-    tokens, layout = longest_sample(config, facts), replace(layout_of(config, facts), checkpointing=True)
+    tokens, layout = longest_sample(config, facts), replace(layout_of(config, facts), checkpointing=1)
     if tokens is None or facts.model is None:
         return None
     while (tokens := tokens // 2) >= LEAST_TOKENS:

@@ -64,7 +64,7 @@ def bytes_per_number(config: RunConfig) -> int:
     return 4 if known(config.model, "dtype") == "float32" else 2
 
 
-def bytes_per_token(config: RunConfig, model: ModelFacts, *, checkpointing: bool) -> int:
+def bytes_per_token(config: RunConfig, model: ModelFacts, checkpointing: float) -> int:
     """What a further token of a micro-batch needs on each of the ranks that share it: what backward keeps, and the
     temporaries of a layer's backward pass."""
     rank = (config.lora.rank or USUAL_RANK) if config.lora.on else None
@@ -143,7 +143,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         shards=(known(system, "shard_size") or system.trainer_ranks) if system.zero_stage else 1,
         zero_stage=system.zero_stage,
         has_vocabulary_head=not isinstance(config, ScoreConfig),
-        checkpointing=bool(known(system, "gradient_checkpointing")),
+        checkpointing=float(known(system, "gradient_checkpointing") or 0),
         sequence=system.sequence_parallel.size,
         chunk=system.logprob_chunk,
         engines=together if weights_apart(config) else 0,

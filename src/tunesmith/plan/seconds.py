@@ -22,8 +22,8 @@ from tunesmith.plan.situation import rollout_samples
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6
 BETWEEN_MACHINES = 50e9
 """Bytes per second of a GPU to other machines, in one direction: a 400 Gb/s adapter for each GPU."""
-RECOMPUTED = 4 / 3
-"""Of the products with gradient checkpointing: each forward pass of a layer is computed twice."""
+RECOMPUTED = 1 / 3
+"""Of the products of a layer that is computed again in the backward pass, in addition."""
 PLAIN_MODULES = 1.1
 """Of the time of products with ``system.zero_stage``, which runs on the model's plain modules."""
 
@@ -56,7 +56,7 @@ def _training(config: RunConfig, model: ModelFacts, kind: GpuKind, longest: int,
     scored = (
         (keeps_reference(config) + has_critic(config) + bool(rl and known(config.algorithm, "decoupled"))) * body / 3
     )
-    body *= (2 / 3 if config.lora.on else 1.0) * (RECOMPUTED if system.gradient_checkpointing else 1.0)
+    body *= (2 / 3 if config.lora.on else 1.0) * (1 + RECOMPUTED * system.gradient_checkpointing)
     rate = ranks * kind.flops * FLOPS_SHARE
     phases = {"scoring": scored / rate} if scored else {}
     modules = PLAIN_MODULES if system.zero_stage else 1.0
