@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from forks import ForkServer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client
 
@@ -27,6 +30,22 @@ def same_numbers() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children_start_at_once() -> Iterator[None]:
+    """The children of this process; ``new_children`` are started as always."""
+    with pytest.MonkeyPatch.context() as patched:
+        if sys.platform == "linux":
+            patched.setattr("tunesmith.distributed.child.subprocess", ForkServer().module)
+        yield
+
+
+@pytest.fixture(scope="module")
+def new_children() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tunesmith.distributed.child.subprocess", subprocess)
+        yield
 
 
 @pytest.fixture

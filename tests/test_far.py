@@ -125,8 +125,8 @@ def actors() -> Generator[Start]:
 
 
 @pytest.fixture(scope="module", params=[children, pytest.param(actors, marks=pytest.mark.xdist_group("ray"))])
-def start(request: pytest.FixtureRequest, code: Any) -> Iterator[Start]:
-    del code
+def start(request: pytest.FixtureRequest, code: Any, new_children: None) -> Iterator[Start]:
+    del code, new_children
     with request.param() as starter:
         yield starter
 
