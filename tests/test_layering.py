@@ -32,6 +32,7 @@ FLOORS = {
     "usercode": 1,
     "distributed": 1,
     "doctor": 1,
+    "report": 1,
     "rewards": 1,
     "environments": 1,
     "fake_device": 1,

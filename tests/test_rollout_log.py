@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
 from tunesmith import assembly
-from tunesmith.loop.rollout_log import RolloutLog, contrast, examples, files, read_rollouts
+from tunesmith.loop.rollout_log import RolloutLog, contrast, examples, read_evaluated
+from tunesmith.monitor.metrics import read_metrics, rotated
 from tunesmith.types import Completion, Record, Rollout, RolloutGroup, Status, Task
 
 
@@ -22,7 +24,12 @@ def text(ids: Sequence[int]) -> str:
 
 
 def log(path: Path, groups: int = 1, most: int = 10**9, resume: int | None = None) -> RolloutLog:
-    return RolloutLog(path, groups, most, text, lambda ids: f"<{text(ids)}>", resume)
+    return RolloutLog(path, groups, most, text, lambda ids: f"<{text(ids)}>", resume_step=resume)
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """All lines, oldest first."""
+    return [line for file in rotated(path) for line in read_metrics(file)]
 
 
 def played(task: Task, reward: float | None, *ids: int) -> Rollout:
@@ -76,12 +83,52 @@ def test_parts_say_who_wrote_what_and_what_was_trained(tmp_path: Path) -> None:
     assert line["parts"][2]["reward"] == 0.5 and line["versions"] == [3, 4] and line["advantage"] == 0.25
 
 
+def by_token(
+    path: Path, render: Callable[[Sequence[int]], str], *ids: int, **columns: Sequence[float]
+) -> dict[str, Any]:
+    rollout = played(Task("t", "a", (1,)), 1.0, *ids)
+    rollout.by_token = columns
+    made = RolloutLog(path / "rollouts.jsonl", 1, 10**9, render, render)
+    [line] = made.write(1, [RolloutGroup(rollout.task, [rollout])])
+    made.close()
+    return line["by_token"]
+
+
+def test_each_token_has_its_text_and_what_is_known_of_it(tmp_path: Path) -> None:
+    def words(ids: Sequence[int]) -> str:
+        """As tokenizers do that begin each word with a space and drop the first one."""
+        return " ".join("w" * i for i in ids)
+
+    def of_bytes(ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    found = by_token(tmp_path, words, 1, 2, 2, advantage=[0.5, -0.123456, math.nan], ratio=[1.0, 1.0, 1.0])
+    assert found["text"] == [" w", " ww", " ww"] and found["logprob"] == 0.0 and found["version"] == 3
+    assert found["advantage"][:2] == [0.5, -0.1235] and found["ratio"] == 1.0
+    texts = by_token(tmp_path, of_bytes, 72, *"é🙂".encode(), 0xC3, 33)["text"]
+    assert texts == ["H", "é", "", "🙂", "", "", "", "\ufffd", "!"], "a character of several tokens is the first one's"
+
+
+def test_a_forked_rollout_has_the_tokens_of_all_records_and_none_of_the_environment(tmp_path: Path) -> None:
+    one = group(1, 1.0).rollouts[0]
+    one.observe([4])
+    one.act(Completion([5], [-1.0], [4], "stop"))
+    one.records.append(Record())
+    one.observe([1, 2])
+    one.act(Completion([7], [-2.0], [5], "stop"))
+    made = RolloutLog(tmp_path / "rollouts.jsonl", 1, 10**9, text, text)
+    off = RolloutLog(tmp_path / "off.jsonl", 1, 10**9, text, text, tokens=False)
+    [line], [without] = (log.write(1, [RolloutGroup(one.task, [one])]) for log in (made, off))
+    assert line["by_token"] == {"text": ["b", "c", "e", "g"], "logprob": [0, 0, -1, -2], "version": [3, 3, 4, 5]}
+    assert sum(part["tokens"] for part in line["parts"] if part["by"] == "policy") == 4 and "by_token" not in without
+
+
 def test_the_two_files_stay_below_their_size_and_keep_the_newest(tmp_path: Path) -> None:
     path, most = tmp_path / "rollouts.jsonl", 20_000
     made = log(path, most=most)
     for step in range(1, 101):
         made.write(step, [group(step, 1.0, 0.0)])
-        assert sum(file.stat().st_size for file in files(path) if file.exists()) < most + 2_000
+        assert sum(file.stat().st_size for file in rotated(path) if file.exists()) < most + 2_000
     made.close()
     kept = [line["step"] for line in read_rollouts(path)]
     assert kept == sorted(kept) and kept[-1] == 100 and kept[0] > 1
@@ -122,6 +169,14 @@ def test_a_run_keeps_advantages_that_sum_to_zero_and_shows_answers(
         same = [line["advantage"] for line in train if (line["step"], line["group"]) == (step, 0)]
         assert sum(same) == pytest.approx(0, abs=1e-3) and any(same)
     assert all(line["task"].startswith("train.jsonl:") for line in train)
+    for line in train:
+        told = line["by_token"]
+        assert len(told["text"]) == line["tokens"]
+        assert told["advantage"] == pytest.approx(line["advantage"], abs=1e-3)
+        assert all(-20 < p <= 0 for p in told["logprob"])
+    assert list(read_evaluated(outcome.run_dir / "rollouts.jsonl")) == [
+        line for line in lines if line["kind"] == "eval"
+    ]
     assert all(line["advantage"] is None for line in lines if line["kind"] == "eval")
     assert len(outcome.examples) == 3
     out = capsys.readouterr().out

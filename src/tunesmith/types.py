@@ -5,7 +5,7 @@ Shape legend: ``L`` is the number of tokens of one rollout or sample.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -213,6 +213,8 @@ class Rollout:
     """What was said after the prompt, where an environment kept a conversation."""
     advantage: float | None = None
     """The mean over its tokens; None while, or where, nothing is learned from it."""
+    by_token: Mapping[str, Iterable[float]] = field(default_factory=dict[str, Any], repr=False, compare=False)
+    """What the batch says of each token the policy wrote, record after record; empty where ``advantage`` is None."""
     instance: Any = field(default=None, repr=False, compare=False)
     """The user's environment that played it, from the end of the episode until the rewards are computed, where one of
     them takes it."""

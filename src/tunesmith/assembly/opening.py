@@ -26,7 +26,7 @@ from tunesmith.loop.callbacks import Callbacks
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.loop.manifest import check_whole, has_manifest
 from tunesmith.loop.profiling import StepProfiler
-from tunesmith.loop.rollout_log import RolloutLog, examples, read_rollouts
+from tunesmith.loop.rollout_log import RolloutLog, examples, read_evaluated
 from tunesmith.loop.session import OUTSIDE_STEPS, Best, Session
 from tunesmith.monitor.interrupts import handled, keeping
 from tunesmith.monitor.learning import LearningWatch, write_facts
@@ -304,7 +304,15 @@ def open_rollout_log(run: ReadyRun[Any, Any], step: int | None) -> RolloutLog | 
         return None
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     size = parse_size(monitor.rollouts_size)
-    return RolloutLog(run.directory.rollouts, monitor.samples, size, decode, tokenizer.decode, step)
+    return RolloutLog(
+        run.directory.rollouts,
+        monitor.samples,
+        size,
+        decode,
+        tokenizer.decode,
+        tokens=monitor.tokens,
+        resume_step=step,
+    )
 
 
 def kept_on_interrupt(run: OpenRun[Any], keep: Callable[[], str]) -> AbstractContextManager[None]:
@@ -325,7 +333,7 @@ def run_result(run: OpenRun[Any], session: Session) -> RunResult:
         if kept and better
         else None
     )
-    shown = examples(read_rollouts(run_dir.rollouts), SHOWN) if session.rollout_log else []
+    shown = examples(read_evaluated(run_dir.rollouts), SHOWN) if session.rollout_log else []
     return RunResult(
         run_dir.path,
         newest / "model",

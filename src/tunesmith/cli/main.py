@@ -22,6 +22,7 @@ from tunesmith.cli.merge import merge
 from tunesmith.cli.migrate import migrate
 from tunesmith.cli.plan import plan
 from tunesmith.cli.reference import keys, models, presets
+from tunesmith.cli.report import report
 from tunesmith.cli.rft import rft
 from tunesmith.cli.runs import runs
 from tunesmith.cli.serve_reward import serve_reward
@@ -40,7 +41,7 @@ app = typer.Typer(
 )
 COMMANDS: list[Callable[..., None]] = [
     demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, keys, explain, migrate,
-    presets, models, serve_reward, launch, check, runs, doctor,
+    presets, models, serve_reward, launch, check, runs, doctor, report,
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:

@@ -26,6 +26,8 @@ class MonitorSection(Section):
     """Steps between plain progress lines and between points in the sinks; metrics.jsonl has every step."""
     samples: Count = 2
     """Groups of each step whose rollouts are kept in rollouts.jsonl; four times as many prompts of each evaluation."""
+    tokens: bool = True
+    """Whether rollouts.jsonl has the text, the log-probability and the advantage of each token."""
     rollouts_size: Size = "1GB"
     """Of rollouts.jsonl and rollouts-older.jsonl together; the oldest rollouts are dropped."""
     trace_steps: tuple[PositiveInt, ...] = ()

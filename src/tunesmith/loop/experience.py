@@ -74,8 +74,7 @@ def make_experience(
     if estimated.returns is not None:
         batch.add("returns", np.concatenate([np.zeros(0), *estimated.returns]))
     masked = np.array([algorithm.mask_truncated and r.finish_reason == "length" for r in rollouts], np.bool_)
-    for rollout, values, left_out in zip(rollouts, estimated.advantages, masked, strict=True):
-        rollout.advantage = None if left_out else float(np.mean(values))
+    _note_tokens([r if not left_out else None for r, left_out in zip(rollouts, masked, strict=True)], batch, algorithm)
     batch = batch.take(np.flatnonzero(~masked[batch.rollout]))
     prepare_columns(batch, algorithm, seed)
     return batch
@@ -93,6 +92,21 @@ def rollout_batch(played: Sequence[tuple[Rollout, int]]) -> Batch:
     batch.add("old_logprobs", sampler)
     batch.add("behaviour_logprobs", sampler)
     return batch
+
+
+def _note_tokens(rollouts: Sequence[Rollout | None], batch: Batch, algorithm: AlgorithmSection) -> None:
+    """Note in each rollout what the batch says of its tokens; None for those that nothing is learned from."""
+    columns = batch.columns
+    noted = {"advantage": columns["advantages"]}
+    if algorithm.reference:
+        noted["reference"] = columns["ref_logprobs"]
+    if algorithm.decoupled:
+        noted["ratio"] = np.exp(columns["old_logprobs"] - columns["behaviour_logprobs"])
+    by_token = {name: by_rollout(batch, values) for name, values in noted.items()}
+    for number, rollout in enumerate(rollouts):
+        if rollout:
+            rollout.by_token = {name: values[number] for name, values in by_token.items()}
+            rollout.advantage = float(np.mean(rollout.by_token["advantage"]))
 
 
 def by_rollout(batch: Batch, values: Floats) -> list[Floats]:

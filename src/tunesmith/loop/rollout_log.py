@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, groupby
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import StorageError, boundary, shortened
-from tunesmith.monitor.metrics import JsonLines, drop_after, read_metrics
+from tunesmith.monitor.metrics import JsonLines, drop_after, rotated
+from tunesmith.monitor.tail import json_object
 from tunesmith.monitor.text import Example, last_message, shown_path
 from tunesmith.types import Record, Rollout, RolloutGroup
 
@@ -21,8 +22,10 @@ LONGEST_COLUMN = 2000
 """Characters of a data column that are logged."""
 SUMMARY = ("kind", "group", "task", "prompt", "columns", "completion", "reward", "advantage", "status", "error")
 """The fields of a line that sinks get."""
-OPTIONAL = ("rendered", "messages", "parts", "metrics", "notes")
+OPTIONAL = ("rendered", "messages", "parts", "metrics", "notes", "by_token")
 """Left out of a line where they are empty."""
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer writes for a part of a character."""
 
 
 class RolloutLog:
@@ -33,14 +36,25 @@ class RolloutLog:
         groups: logged per step; ``EVALUATED`` times as many per evaluation. With 0 only failed rollouts are logged.
         decode: readable text.
         render: text with the template's special tokens.
+        tokens: also log each token's text and numbers.
         resume_step: lines after this step are dropped; None drops all.
     """
 
     def __init__(
-        self, path: Path, groups: int, most: int, decode: Decode, render: Decode, resume_step: int | None = None
+        self,
+        path: Path,
+        groups: int,
+        most: int,
+        decode: Decode,
+        render: Decode,
+        *,
+        tokens: bool = True,
+        resume_step: int | None = None,
     ) -> None:
         self._path, self._groups, self._most, self._decode, self._render = path, groups, most, decode, render
-        for file in files(path):
+        self._tokens = tokens
+        self._texts: dict[int, str] = {}
+        for file in rotated(path):
             drop_after(file, -1 if resume_step is None else resume_step)
         self._lines = JsonLines(path, private=True)
 
@@ -62,7 +76,7 @@ class RolloutLog:
         if self._path.stat().st_size > self._most / 2:
             self._lines.close()
             with boundary(StorageError, f"cannot replace {self._path}", OSError):
-                self._path.replace(files(self._path)[0])
+                self._path.replace(rotated(self._path)[0])
             self._lines = JsonLines(self._path, private=True)
         return lines
 
@@ -80,7 +94,16 @@ class RolloutLog:
             for part in self._parts(record, kind == "train" and rollout.advantage is not None)
         ]
         line = {
+            # What readers select by comes before the prompt, so that they need not parse the texts.
             "task": f"{shown_path(file)}:{number}" if colon and file.startswith("/") else task.id,
+            "reward": rollout.reward,
+            "rewards": rollout.rewards,
+            "advantage": rollout.advantage,
+            "status": rollout.status.value,
+            "error": rollout.error,
+            "tokens": rollout.num_sampled,
+            "finish_reason": rollout.finish_reason,
+            "versions": [min(versions), max(versions)] if versions else [],
             "prompt": task.prompt,
             "rendered": rendered if rendered != task.prompt else None,
             "columns": {
@@ -90,16 +113,9 @@ class RolloutLog:
             "completion": self._decode(rollout.completion_ids),
             "messages": rollout.messages,
             "parts": parts if len(parts) > 1 else None,
-            "reward": rollout.reward,
-            "rewards": rollout.rewards,
-            "advantage": rollout.advantage,
-            "status": rollout.status.value,
-            "error": rollout.error,
-            "tokens": rollout.num_sampled,
-            "finish_reason": rollout.finish_reason,
-            "versions": [min(versions), max(versions)] if versions else [],
             "metrics": rollout.metrics,
             "notes": rollout.notes,
+            "by_token": self._by_token(rollout) if self._tokens else None,
         }
         return {name: value for name, value in line.items() if value or name not in OPTIONAL}
 
@@ -114,15 +130,51 @@ class RolloutLog:
             yield part | ({"reward": paid[stop]} if stop in paid else {})
             at = stop
 
+    def _by_token(self, rollout: Rollout) -> Json:
+        """The policy's tokens, record after record: columns of their texts and of what is known of each."""
+        ids, logprobs, versions = (
+            [value for record in rollout.records for value in compress(getattr(record, name), record.sampled)]
+            for name in ("token_ids", "logprobs", "versions")
+        )
+        columns = {"logprob": logprobs, "version": versions, **rollout.by_token}
+        return {"text": self._pieces(ids), **{name: _column(c) for name, c in columns.items()}} if ids else {}
 
-def files(path: Path) -> tuple[Path, Path]:
-    """The older and the newer file of a log."""
-    return path.with_name(f"{path.stem}-older{path.suffix}"), path
+    def _pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token. A character that several tokens write is the text of the first of them."""
+        pieces = [self._piece(token) for token in ids]
+        for broken, run in groupby(range(len(ids)), key=lambda place: BROKEN in pieces[place]):
+            parts: list[int] = []
+            for place in run if broken else ():
+                parts.append(ids[place])
+                whole = self._render(parts)
+                pieces[place] = ""
+                pieces[place - len(parts) + 1] = whole
+                if not whole.endswith(BROKEN) or len(parts) == 4:  # a character has four bytes at most
+                    parts = []
+        return pieces
+
+    def _piece(self, token: int) -> str:
+        """The text of a token within a text, which some tokenizers begin with a space that they drop at the start."""
+        if token not in self._texts:
+            self._texts[token] = self._render([token, token])[len(self._render([token])) :]
+        return self._texts[token]
 
 
-def read_rollouts(path: Path) -> list[Json]:
-    """All lines, oldest first."""
-    return [line for file in files(path) for line in read_metrics(file)]
+def _column(values: Iterable[float]) -> list[float] | float:
+    """Numbers with four digits; one number where all are equal."""
+    short = [value if isinstance(value, int) else float(f"{value:.4g}") for value in values]
+    return short[0] if len(set(short)) == 1 else short
+
+
+def read_evaluated(path: Path) -> Iterator[Json]:
+    """The whole lines of evaluations, oldest first."""
+    for file in rotated(path):
+        if file.exists():
+            with boundary(StorageError, f"cannot read {file}", OSError), file.open("rb") as lines:
+                for line in lines:
+                    record = json_object(line) if b'"kind": "eval"' in line else None
+                    if record and record.get("kind") == "eval":
+                        yield record
 
 
 def summary(line: Mapping[str, Any]) -> Json:
@@ -139,7 +191,7 @@ def contrast(lines: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Map
     return None
 
 
-def examples(lines: Sequence[Mapping[str, Any]], count: int) -> list[Example]:
+def examples(lines: Iterable[Mapping[str, Any]], count: int) -> list[Example]:
     """The first prompts of the evaluations, with their answers in the first and in the last evaluation."""
     by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
     for line in lines:

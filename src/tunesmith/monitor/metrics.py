@@ -153,6 +153,11 @@ def whole_objects(text: bytes) -> Iterator[dict[str, Any]]:
             yield value
 
 
+def rotated(path: Path) -> tuple[Path, Path]:
+    """The older and the newer file of a log."""
+    return path.with_name(f"{path.stem}-older{path.suffix}"), path
+
+
 def is_whole(line: bytes, kept: Callable[[Any], bool]) -> bool:
     """Whether a line is complete JSON, and ``kept``."""
     try:

@@ -26,7 +26,7 @@ MOST_ROLLOUTS = 10**6
 """In one step. The largest published runs have some thousands."""
 FOR_SAMPLING = (
     *("eval.samples", "eval.temperature", "eval.pass_at", *SAMPLER_KEYS),
-    *("monitor.samples", "monitor.rollouts_size", "data.max_prompt_tokens", "train.passes_per_batch"),
+    *("monitor.samples", "monitor.tokens", "monitor.rollouts_size", "data.max_prompt_tokens", "train.passes_per_batch"),
 )
 
 

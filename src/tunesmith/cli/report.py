@@ -1,0 +1,64 @@
+"""``tunesmith report``: what runs did, as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ROLLOUTS = "24MB"
+RunDirs = Annotated[
+    list[Path],
+    typer.Argument(metavar="RUN_DIR...", help="Directories of runs, such as runs/latest.", show_default=False),
+]
+
+
+def report(
+    runs: RunDirs,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where to write it.", show_default="report.html in the first run"),
+    ] = None,
+    rollouts: Annotated[str, typer.Option(metavar="SIZE", help="How much of the rollouts the file holds.")] = ROLLOUTS,
+    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+) -> None:
+    """Write what runs did into one HTML file: curves, times, rollouts, evaluations, settings, findings.
+
+    The file loads nothing from anywhere. Several runs are drawn over each other. A run may be going on.
+
+    Example: tunesmith report runs/first runs/second --open
+    """
+    import time
+
+    from tunesmith.config.sizes import format_size, parse_size
+    from tunesmith.errors import ConfigError, StorageError, boundary
+    from tunesmith.monitor.text import shown_path
+    from tunesmith.redact import open_private
+    from tunesmith.report.page import page
+    from tunesmith.report.run import embedded_rollouts, model, open_run
+    from tunesmith.storage import replacing
+
+    with boundary(ConfigError, "--rollouts", ValueError):
+        most = parse_size(rollouts) // len(runs)
+    opened = [open_run(path) for path in runs]
+    sampled = [embedded_rollouts(run, most) for run in opened]
+    written = time.strftime("%Y-%m-%d %H:%M")
+    document = page({"live": False, "written": written, "model": model(opened), "rollouts": sampled})
+    path = (out or runs[0] / "report.html").absolute()
+    with (
+        boundary(StorageError, f"cannot write {path}", OSError),
+        replacing(path) as unfinished,
+        open(unfinished, "wb", opener=open_private) as file,
+    ):
+        file.write(document)
+    held = "; ".join(
+        f"{len(groups)} of {len(run.rollouts.groups())} groups of rollouts of {shown_path(run.path)}"
+        for run, groups in zip(opened, sampled, strict=True)
+        if run.rollouts.size
+    )
+    print(f"{shown_path(path)}: {format_size(len(document))}{f', with {held}' if held else ''}")
+    if open_it:
+        import webbrowser
+
+        webbrowser.open(path.as_uri())

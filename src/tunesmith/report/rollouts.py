@@ -1,0 +1,261 @@
+"""An index of a run's rollouts: where each group stands in the files, and what it is filtered by.
+
+Lines are read when they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tunesmith.monitor.metrics import rotated
+from tunesmith.monitor.tail import Identity, Place, identity, json_object, open_lines
+from tunesmith.report.metrics import numbers
+
+SEARCHED = 256 << 20
+"""Bytes that one search reads; it says where to go on."""
+_HEAD_ENDS = b', "prompt": '
+"""What comes before it in a line is enough for the index. No text can hold it: quotes in texts are escaped."""
+
+
+class Group(NamedTuple):
+    """Consecutive lines of one step, kind and group. ``reward`` is the mean; ``low`` and ``high`` are its extremes."""
+
+    start: int
+    stop: int
+    step: int
+    kind: str
+    number: int
+    task: str
+    rollouts: int
+    failed: int
+    reward: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What groups are looked for. ``text`` is looked for in prompts, answers, errors and data columns, in any case."""
+
+    kind: str = ""
+    first: int | None = None
+    last: int | None = None
+    status: str = ""
+    """``failed``; ``contrast``: unequal rewards; ``equal``: equal ones."""
+    text: str = ""
+
+    def admits(self, group: Group) -> bool:
+        """Whether a group fits in all but its text."""
+        unequal = group.low is not None and group.low != group.high
+        of_status = {"failed": group.failed > 0, "contrast": unequal, "equal": not unequal and group.low is not None}
+        return (
+            self.kind in ("", group.kind)
+            and (self.first is None or group.step >= self.first)
+            and (self.last is None or group.step <= self.last)
+            and of_status.get(self.status, True)
+        )
+
+
+@dataclass(slots=True)
+class _File:
+    """What is known of one file, by whatever name it goes."""
+
+    groups: list[Group] = field(default_factory=list[Group])
+    place: Place = field(default_factory=Place)
+    damaged: int = 0
+
+
+@dataclass(slots=True)
+class RolloutIndex:
+    """The groups of both files of a log, the older file's first. ``read_on`` adds what was written since.
+
+    The position of a group is its place in the run as far as it is known; it stays when the files are rotated.
+    """
+
+    path: Path
+    dropped: int = 0
+    """Groups that were known and have been rotated away."""
+    _files: dict[Identity, _File] = field(default_factory=dict[Identity, _File])
+    _paths: dict[Identity, Path] = field(default_factory=dict[Identity, Path])
+
+    def read_on(self) -> None:
+        """
+        Raises:
+            StorageError: a file cannot be read.
+        """
+        found: dict[Identity, _File] = {}
+        self._paths = {}
+        for path in rotated(self.path):
+            file = open_lines(path)
+            if file is None:
+                continue
+            with file:
+                key = identity(file)
+                if key is None:
+                    continue
+                known = self._files.get(key, _File())
+                if not known.place.is_in(file):
+                    known = _File()  # a run that resumed has cut it
+                for start, line in known.place.lines(file):
+                    _add(known, start, line)
+                found[key], self._paths[key] = known, path
+        self.dropped += sum(len(file.groups) for key, file in self._files.items() if key not in found)
+        self._files = found
+
+    @property
+    def damaged(self) -> int:
+        """Lines that are no rollouts."""
+        return sum(file.damaged for file in self._files.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes of both files."""
+        return sum(file.place.read for file in self._files.values())
+
+    def groups(self) -> list[Group]:
+        return [group for file in self._files.values() for group in file.groups]
+
+    def lines(self, place: int) -> list[dict[str, Any]]:
+        """The rollouts of the group at a position; none where the files have changed since."""
+        place -= self.dropped
+        for key, file in self._files.items():
+            if 0 <= place < len(file.groups):
+                return _read(self._paths[key], key, file.groups[place])
+            place -= len(file.groups)
+        return []
+
+    def find(self, query: Query, start: int | None, most: int) -> tuple[list[int], int | None]:
+        """Positions of at most ``most`` groups that fit, the newest first.
+
+        Args:
+            start: the position to begin at; None is the newest.
+
+        Returns:
+            The positions, and where to go on; None at the end.
+        """
+        groups, found, left = self.groups(), list[int](), SEARCHED
+        last = len(groups) - 1 if start is None else min(len(groups) - 1, start - self.dropped)
+        for place in range(last, -1, -1):
+            if len(found) == most or left < 0:
+                return found, place + self.dropped
+            if not query.admits(groups[place]):
+                continue
+            if query.text:
+                left -= groups[place].stop - groups[place].start
+                if not any(holds(line, query.text) for line in self.lines(place + self.dropped)):
+                    continue
+            found.append(place + self.dropped)
+        return found, None
+
+
+def _add(file: _File, start: int, line: bytes) -> None:
+    """Count a line in its group."""
+    stop, head = start + len(line), _head(line)
+    if head is None:
+        file.damaged += 1
+        return
+    step, kind, number = head["step"], str(head.get("kind", "train")), head.get("group")
+    number = number if isinstance(number, int) else 0
+    reward = numbers({"reward": head.get("reward")}).get("reward")
+    failed = head.get("error") is not None or head.get("status", "ok") != "ok"
+    last = file.groups[-1] if file.groups else None
+    if last is None or (last.step, last.kind, last.number) != (step, kind, number):
+        task = str(head.get("task", ""))[:200]
+        file.groups.append(Group(start, stop, step, kind, number, task, 1, int(failed), reward, reward, reward))
+        return
+    known = [value for value in (last.low, last.high, reward) if value is not None]
+    scored = last.rollouts - last.failed
+    mean = last.reward if reward is None else reward
+    if reward is not None and last.reward is not None:
+        mean = last.reward + (reward - last.reward) / (scored + 1)
+    file.groups[-1] = last._replace(
+        stop=stop,
+        rollouts=last.rollouts + 1,
+        failed=last.failed + failed,
+        reward=mean,
+        low=min(known, default=None),
+        high=max(known, default=None),
+    )
+
+
+def _head(line: bytes) -> dict[str, Any] | None:
+    """The fields of a line that the index needs, without parsing its texts where that is possible."""
+    cut = line.find(_HEAD_ENDS)
+    head = json_object(line[:cut] + b"}") if cut > 0 else None
+    if head is None or "reward" not in head:
+        head = json_object(line)
+    return head if head is not None and isinstance(head.get("step"), int) else None
+
+
+def _read(path: Path, key: Identity, group: Group) -> list[dict[str, Any]]:
+    file = open_lines(path)
+    if file is None:
+        return []
+    with file:
+        if identity(file) != key:
+            return []
+        file.seek(group.start)
+        lines = file.read(group.stop - group.start).splitlines()
+    read = [line for line in map(json_object, lines) if line is not None]
+    return [line for line in read if line.get("step") == group.step]
+
+
+def holds(line: dict[str, Any], text: str) -> bool:
+    """Whether a rollout's texts hold a text, in any case."""
+    wanted = text.casefold()
+    return any(wanted in part.casefold() for part in texts(line))
+
+
+def texts(line: dict[str, Any]) -> Iterator[str]:
+    """What can be searched in a rollout."""
+    for name in ("task", "prompt", "completion", "error", "status", "columns", "notes"):
+        value = line.get(name)
+        if value is not None:
+            yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    parts = line.get("parts")
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict):
+            yield str(part.get("text", ""))
+
+
+def sample(index: RolloutIndex, most: int) -> list[int]:
+    """Positions of groups with at most ``most`` bytes in all: failed ones, evaluations and others, each spread evenly.
+
+    A group that is larger than what is left for its kind is left out.
+    """
+    groups = list(enumerate(index.groups(), index.dropped))
+    failed = [(place, group) for place, group in groups if group.failed]
+    shown = [(place, group) for place, group in groups if group.kind == "eval" and not group.failed]
+    others = [(place, group) for place, group in groups if group.kind != "eval" and not group.failed]
+    chosen, left = list[int](), most
+    for number, kind in enumerate((failed, shown, others)):
+        picked = list(_spread(kind, left // (3 - number)))
+        left -= sum(group.stop - group.start for _, group in picked)
+        chosen += [place for place, _ in picked]
+    return sorted(chosen)
+
+
+def _spread(groups: Sequence[tuple[int, Group]], most: int) -> Iterator[tuple[int, Group]]:
+    """Groups at even distances, as many as fit."""
+    size = sum(group.stop - group.start for _, group in groups)
+    count = len(groups) if size <= most else max(1, len(groups) * most // size)
+    for number in range(min(count, len(groups))):
+        place, group = groups[number * (len(groups) - 1) // max(1, count - 1)]
+        if group.stop - group.start <= most:
+            most -= group.stop - group.start
+            yield place, group
+
+
+def first_and_last(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each prompt of the first and the last evaluation, its line in either: ``{"before": …, "after": …}``."""
+    by_step: dict[int, dict[str, dict[str, Any]]] = {}
+    for line in lines:
+        by_step.setdefault(line["step"], {})[str(line.get("task"))] = line
+    if len(by_step) < 2:
+        return []
+    first, last = by_step[min(by_step)], by_step[max(by_step)]
+    return [{"before": first[task], "after": last[task]} for task in first if task in last]

@@ -1,0 +1,202 @@
+"""A run's directory as plain JSON values for the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.doctor.findings import diagnose
+from tunesmith.doctor.record import read_record
+from tunesmith.errors import ConfigError, StorageError, TunesmithError, boundary
+from tunesmith.monitor.catalogue import CATALOGUE, find
+from tunesmith.monitor.learning import read_facts
+from tunesmith.monitor.run_dir import LATEST, is_running
+from tunesmith.report.metrics import MetricsFile, curves, totals, wilson
+from tunesmith.report.rollouts import RolloutIndex, first_and_last, sample
+from tunesmith.report.trace import read_traces
+
+Json = dict[str, Any]
+
+EXAMPLES = 12
+"""Held-out prompts that are shown with their first and last answers."""
+FILES = ("metrics.jsonl", "resolved.json", "rollouts.jsonl")
+"""A run's directory has at least one of them."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A run whose growing files are read on with each ``read_on``."""
+
+    path: Path
+    metrics: MetricsFile
+    rollouts: RolloutIndex
+
+    def read_on(self) -> bool:
+        """Returns whether the metrics or the rollouts have changed."""
+        size = self.rollouts.size
+        self.rollouts.read_on()
+        return self.metrics.read_on() | (size != self.rollouts.size)
+
+
+def open_run(path: Path) -> Run:
+    """
+    Raises:
+        ConfigError: it is not a run's directory.
+        StorageError: its files cannot be read.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory. Name a run's directory, such as runs/{LATEST}")
+    with boundary(StorageError, f"cannot read {path}", OSError):
+        if not any((path / name).exists() for name in FILES):
+            inside = sorted({file.parent.name for name in FILES for file in path.glob(f"*/{name}")})
+            choice = f"; it holds the runs {', '.join(inside)}" if inside else ""
+            raise ConfigError(f"{path} has none of {', '.join(FILES)}, so it is not a run's directory{choice}")
+    run = Run(path, MetricsFile(path / "metrics.jsonl"), RolloutIndex(path / "rollouts.jsonl"))
+    run.read_on()
+    return run
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """What to call each run: as much of the ends of their paths as tells them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(part[-length:]) for part in parts]
+        if len(set(found)) == len(set(parts)):
+            return found
+    return [str(path) for path in paths]
+
+
+def run_json(run: Run, name: str) -> Json:
+    """All about a run but its rollouts."""
+    settings, notes, problems = read_settings(run.path / "resolved.json")
+    steps = run.metrics.steps
+    if run.metrics.damaged:
+        places = ", ".join(map(str, run.metrics.damaged[:5]))
+        problems.append(f"{len(run.metrics.damaged)} lines of metrics.jsonl are no records and are left out: {places}")
+    if run.rollouts.damaged:
+        problems.append(f"{run.rollouts.damaged} lines of the rollout files are no rollouts and are left out")
+    if not steps.rows:
+        problems.append("no step is complete yet")
+    findings, why_none = read_findings(run.path)
+    step = steps.column("step")
+    times = steps.column("time")
+    total = settings.get("train.steps", {}).get("value")
+    return {
+        "name": name,
+        "path": str(run.path),
+        "state": state(run.path, int(step[-1]) if steps.rows else 0, total),
+        "steps": int(step[-1]) if steps.rows else 0,
+        "total_steps": total,
+        "written": float(times[-1]) if steps.rows and times[-1] == times[-1] else None,
+        "problems": problems,
+        "notes": notes,
+        "curves": curves(steps),
+        "evaluations": evaluations(run),
+        "examples": examples(run.rollouts),
+        "seconds": totals(steps, "seconds/"),
+        "settings": settings,
+        "plan": read_plan(run.path),
+        "findings": findings,
+        "no_findings": why_none,
+        "traces": read_traces(run.path / "trace"),
+        "rollouts": {"groups": len(run.rollouts.groups()), "bytes": run.rollouts.size},
+    }
+
+
+def state(path: Path, step: int, total: Any) -> str:
+    """``running``, ``done``, or ``stopped`` before the last step."""
+    with suppress(OSError):  # a lock of another user
+        if is_running(path):
+            return "running"
+    return "done" if isinstance(total, int) and step >= total else "stopped"
+
+
+def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
+    """Settings by dotted key, each with ``value``, ``source`` and ``reason``; notes on them; the file's problems."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        kept = {key: dict(entry) for key, entry in saved["settings"].items() if "value" in entry}
+        return kept, [str(note) for note in saved.get("notes", ())], []
+    except FileNotFoundError:
+        return {}, [], [f"{path.name} is missing: the settings are not known"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{path.name} cannot be read, or is of another version: {type(error).__name__}: {error}"
+        return {}, [], [problem]
+
+
+def read_plan(path: Path) -> Json | None:
+    """What was planned when the run began; None if there is no plan that can be read."""
+    try:
+        plan = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        return {"memory": list(plan["memory"]), "seconds": dict(plan["seconds"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def read_findings(path: Path) -> tuple[list[Json], str | None]:
+    """What the doctor finds, and why it could not judge."""
+    try:
+        return [asdict(finding) for finding in diagnose(read_record(path))], None
+    except TunesmithError as error:
+        return [], str(error)
+
+
+def evaluations(run: Run) -> Json:
+    """Curves of the evaluations. ``low`` and ``high`` of a share are its 95% interval for the number of prompts."""
+    found = curves(run.metrics.evaluations)
+    facts = read_facts(run.path)
+    size = facts.eval_size if facts else None
+    for name, curve in found["metrics"].items():
+        if size and "low" not in curve and unit(name) == "share":
+            bounds = [None if v is None or not 0 <= v <= 1 else wilson(v, size) for v in curve["mean"]]
+            curve["low"] = [None if b is None else round(b[0], 4) for b in bounds]
+            curve["high"] = [None if b is None else round(b[1], 4) for b in bounds]
+    return {**found, "prompts": size}
+
+
+def examples(index: RolloutIndex) -> list[Json]:
+    """The first and last answers to the same held-out prompts."""
+    groups = [(place, group) for place, group in enumerate(index.groups(), index.dropped) if group.kind == "eval"]
+    if not groups:
+        return []
+    ends = {min(group.step for _, group in groups), max(group.step for _, group in groups)}
+    places = [place for place, group in groups if group.step in ends]
+    return first_and_last(line for place in places for line in index.lines(place))[:EXAMPLES]
+
+
+def unit(name: str) -> str:
+    """Of a metric; empty where it has none or is not in the catalogue."""
+    metric = find(name)
+    return metric.unit if metric else ""
+
+
+def described(metrics: Sequence[str]) -> dict[str, Json]:
+    """Each metric's group in the catalogue, unit and meaning."""
+    kinds = {metric.name: kind for kind, table in CATALOGUE.items() for metric in table}
+    found = {name: find(name) for name in metrics}
+    return {
+        name: {"group": kinds[m.name], "unit": m.unit, "meaning": m.meaning} if m else {"group": "other"}
+        for name, m in found.items()
+    }
+
+
+def model(runs: Sequence[Run]) -> Json:
+    """All runs for the page, without rollouts."""
+    made = [run_json(run, name) for run, name in zip(runs, names([run.path for run in runs]), strict=True)]
+    seen = dict.fromkeys(n for run in made for part in ("curves", "evaluations") for n in run[part]["metrics"])
+    return {"runs": made, "metrics": described(list(seen))}
+
+
+def embedded_rollouts(run: Run, most: int) -> list[Json]:
+    """A sample of the groups with their lines, of at most ``most`` bytes in the files."""
+    index = run.rollouts
+    return [{**group_json(index, place), "lines": index.lines(place)} for place in sample(index, most)]
+
+
+def group_json(index: RolloutIndex, place: int) -> Mapping[str, Any]:
+    """A group as the list shows it."""
+    return {"place": place, **index.groups()[place - index.dropped]._asdict()}

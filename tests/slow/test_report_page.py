@@ -1,0 +1,167 @@
+"""The report in a real browser: runs over each other, rollouts browsed and filtered, and hostile text shown as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from browser import Page, browser, chromium
+from hand_made_runs import HOSTILE, make_run, rollout
+from tunesmith.cli.main import app
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromium() is None, reason="needs Chromium (CONTRIBUTING.md says how to install it)"),
+]
+
+
+def tokens(*texts: str) -> dict[str, Any]:
+    return {"text": list(texts), "logprob": [-0.1 * i for i in range(len(texts))], "version": 3, "advantage": -0.5}
+
+
+LINES = [
+    rollout(1, 0, 0.0, completion="wrong", by_token=tokens("wro", "ng", "<eos>"), tokens=3),
+    rollout(1, 0, 1.0, completion="right", rewards={"exact": 1.0}),
+    rollout(2, 0, 0.5, prompt=HOSTILE, completion=HOSTILE, columns={HOSTILE: HOSTILE}, notes={"n": HOSTILE}),
+    rollout(2, 1, None, status="reward_failed", error=f"it raised {HOSTILE}"),
+    rollout(3, 0, 1.0, parts=[
+        {"record": 0, "by": "policy", "text": "ab", "tokens": 2},
+        {"record": 0, "by": "environment", "text": "[tool]", "tokens": 1},
+        {"record": 1, "by": "policy", "text": "c", "tokens": 1},
+    ], by_token=tokens("a", "b", "c")),
+    *(rollout(step, 0, kind="eval", completion=f"answer {step}", reward=step / 5) for step in (0, 5)),
+]  # fmt: skip
+
+
+async def open_tab(page: Page, name: str) -> None:
+    await page.run(
+        f"[...document.querySelectorAll('[role=tab]')].find((tab) => tab.textContent.startsWith('{name}')).click()"
+    )
+
+
+async def shown_groups(page: Page, count: int) -> list[str]:
+    await page.until(f"document.querySelectorAll('#list [role=option]').length === {count}")
+    return await page.run("[...document.querySelectorAll('#list [role=option] strong')].map((one) => one.textContent)")
+
+
+async def choose(page: Page, label: str, value: str) -> None:
+    await page.run(
+        f"""(() => {{
+            const labels = [...document.querySelectorAll('#controls label')];
+            const input = labels.find((one) => one.textContent.startsWith('{label}')).querySelector('select, input');
+            input.value = '{value}';
+            input.dispatchEvent(new Event(input.matches('select') ? 'change' : 'input', {{ bubbles: true }}));
+        }})()"""
+    )
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reports")
+    one, two = make_run(folder / "one", 40, LINES), make_run(folder / "two", 20)
+    settings = json.loads((two / "resolved.json").read_text())
+    settings["settings"]["train.lr"]["value"] = 2e-6
+    (two / "resolved.json").write_text(json.dumps(settings))
+    done = CliRunner().invoke(app, ["report", str(one), str(two), "--out", str(folder / "report.html")])
+    assert done.exit_code == 0, done.output
+    return folder / "report.html"
+
+
+async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Path) -> None:
+    async with browser() as page:
+        await page.open(report.as_uri())
+        assert await page.run("document.querySelector('[data-metric=reward] figcaption').textContent") == "one 4; two 2"
+        painted = (
+            "document.querySelector('[data-metric=reward] canvas').getContext('2d').getImageData(0, 0, 300, 150).data"
+        )
+        await page.until(
+            f"document.querySelector('[data-metric=reward] canvas').width > 300 && {painted}.some(Boolean)"
+        )
+        assert await page.run("document.querySelectorAll('#runs input:checked').length") == 2
+        await page.run("document.querySelector('#runs input').click()")
+        assert await page.run("document.querySelector('[data-metric=reward] figcaption').textContent") == "2"
+        await page.run("document.querySelector('#runs input').click()")
+        for tab, text in (
+            ("Time", "rollout"), ("Evaluations", "answer 5"), ("Settings", "0.000002"),
+            ("Memory", "one"), ("Findings", "two"),
+        ):  # fmt: skip
+            await open_tab(page, tab)
+            assert text in await page.run("document.querySelector('#body').textContent"), tab
+        await open_tab(page, "Settings")
+        await choose(page, "Show", "differ")
+        rows = await page.run(
+            "[...document.querySelectorAll('tr.differs td:first-child')].map((cell) => cell.textContent)"
+        )
+        assert rows == ["train.steps", "train.lr"]
+        assert not page.errors and page.requests == [report.as_uri()]
+
+
+async def test_rollouts_are_browsed_and_filtered(report: Path) -> None:
+    async with browser() as page:
+        await page.open(report.as_uri())
+        await page.press("3")
+        assert await shown_groups(page, 6) == [
+            "evaluation after step 5",
+            "evaluation after step 0",
+            "step 3",
+            "step 2",
+            "step 2",
+            "step 1",
+        ]
+        for label, value, count in (
+            ("Kind", "eval", 2),
+            ("Kind", "train", 4),
+            ("Groups", "failed", 1),
+            ("Groups", "contrast", 1),
+        ):
+            await choose(page, label, value)
+            await shown_groups(page, count)
+        await page.until("document.querySelectorAll('article.rollout').length === 2")
+        assert await page.run("[...document.querySelectorAll('.token')].map((one) => one.textContent)") == [
+            "wro",
+            "ng",
+            "<eos>",
+        ]
+        colours = "[...document.querySelectorAll('.token')].map((one) => one.style.backgroundColor)"
+        assert len(set(await page.run(colours))) == 3, "coloured by log-probability"
+        await page.press("c")
+        await page.until(f"new Set({colours}).size === 1")
+        assert "exact" in await page.run("document.querySelector('#group').textContent")
+        await choose(page, "Groups", "")
+        await choose(page, "Text", "[TOOL]")
+        await shown_groups(page, 1)
+        texts = "[...document.querySelectorAll('#group .text:not(.prompt) > *')].map((one) => one.textContent)"
+        await page.until(f"{texts}.length === 5")
+        assert (await page.run(texts))[:3] == ["a", "b", "[tool]"] and "record 1" in (await page.run(texts))[3]
+        await choose(page, "Text", "")
+        await choose(page, "Kind", "")
+        await shown_groups(page, 6)
+        await page.press("j")
+        await page.until("document.querySelectorAll('#list [role=option]')[1].getAttribute('aria-selected') === 'true'")
+        await page.press("/")
+        assert await page.run("document.activeElement.type") == "search"
+        assert not page.errors
+
+
+async def test_hostile_text_is_shown_as_text(report: Path) -> None:
+    async with browser(width=400) as page:
+        await page.open(report.as_uri())
+        await open_tab(page, "Rollouts")
+        await choose(page, "Steps", "2")
+        await choose(page, "to", "2")
+        await shown_groups(page, 2)
+        for number, part in ((0, "it raised"), (1, "reward 0.5")):
+            await page.run(f"document.querySelectorAll('#list [role=option]')[{number}].click()")
+            await page.until(f"document.querySelector('#group article')?.textContent.includes('{part}')")
+            text = await page.run("document.querySelector('#group').textContent")
+            assert (
+                "<script>window.hacked = 1</script></script><img src=x onerror=alert(1)>\\x1b[31m \\u202e & \\ud800 é"
+                in text
+            )
+        assert await page.run("window.hacked") is None and await page.run("document.images.length") == 0
+        assert await page.run("document.documentElement.scrollWidth <= window.innerWidth"), "fits a narrow screen"
+        assert not page.errors and page.requests == [report.as_uri()]
