@@ -7,11 +7,12 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from forks import ForkServer
+import forks
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client
 
@@ -36,8 +37,9 @@ def same_numbers() -> None:
 def children_start_at_once() -> Iterator[None]:
     """The children of this process; ``new_children`` are started as always."""
     with pytest.MonkeyPatch.context() as patched:
-        if sys.platform == "linux":
-            patched.setattr("tunesmith.distributed.child.subprocess", ForkServer().module)
+        patched.setattr(
+            "tunesmith.distributed.child.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forks.popen})
+        )
         yield
 
 

@@ -1,4 +1,4 @@
-"""Children that start at once: forks of one process that has imported what they all import, which takes seconds.
+"""Processes that start at once: forks of one process that has imported what they import, which takes seconds.
 
 A fork's parent is the process that asked for it, as with ``subprocess``: it is adopted (prctl(2),
 ``PR_SET_CHILD_SUBREAPER``), so that exit codes, signals and the end with the parent are the real ones.
@@ -7,6 +7,7 @@ A fork's parent is the process that asked for it, as with ``subprocess``: it is 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import pickle
 import runpy
@@ -18,8 +19,9 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT
 from threading import Lock
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 IMPORTED = (
@@ -36,53 +38,97 @@ IMPORTED = (
 _SET_SUBREAPER = 36
 """``PR_SET_CHILD_SUBREAPER`` of Linux's <sys/prctl.h>."""
 _prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
+_lock = Lock()
+_servers: list[socket.socket] = []
 
 
-class Forked(subprocess.Popen[bytes]):
-    """A child of this process that ``ForkServer`` has made."""
+class Forked(subprocess.Popen[Any]):
+    """A child of this process that the server has made, and the ends of its pipes."""
 
-    def __init__(self, arguments: Sequence[Any], pid: int, out: int, err: int) -> None:
-        self.args, self.pid, self.returncode = arguments, pid, None
-        self.stdin, self.stdout, self.stderr = None, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
-        self._waitpid_lock, self._child_created = Lock(), True
+    def __init__(self, command: Sequence[Any], pid: int, out: int | None, err: int | None, text: bool) -> None:
+        self.args, self.pid, self.returncode, self.stdin = command, pid, None, None
+        how: Any = ("r", -1) if text else ("rb", 0)
+        self.stdout, self.stderr = (None if end is None else os.fdopen(end, *how) for end in (out, err))
+        self.text_mode, self.encoding, self.errors, self._sigint_wait_secs = text, None, None, 0.25
+        self._waitpid_lock, self._child_created, self._communication_started, self._input = Lock(), True, False, None
 
 
-class ForkServer:
-    """In the place of the module ``subprocess`` in ``tunesmith.distributed.child``."""
+def popen(
+    command: Sequence[Any],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    text: bool = False,
+    pass_fds: Sequence[int] = (),
+    **others: Any,
+) -> subprocess.Popen[Any]:
+    """``subprocess.Popen``; a child of ``ChildProcess``, ``python -m tunesmith`` and ``python -c`` are forks."""
+    if not forks(command):
+        told: Any = {"cwd": cwd, "env": env, "stdout": stdout, "stderr": stderr, "text": text, "pass_fds": pass_fds}
+        return subprocess.Popen(command, **told, **others)
+    assert not others.keys() - {"stdin", "bufsize"}, "a fork reads nothing, and is in this process's session"
+    out, theirs_out = _ends(stdout, 1)
+    err, theirs_err = (None, theirs_out) if stderr == STDOUT else _ends(stderr, 2)
+    setup = [str(part) for part in command[1:]], str(cwd or os.getcwd()), dict(env or os.environ), [1, 2, *pass_fds]
+    try:
+        pid = _order(pickle.dumps(setup), [theirs_out, theirs_err, *pass_fds])
+    finally:
+        for wanted, end in ((stdout, theirs_out), (stderr, theirs_err)):
+            if wanted in (PIPE, DEVNULL):
+                os.close(end)
+    return Forked(command, pid, out, err, text)
 
-    def __init__(self) -> None:
-        self._socket: socket.socket | None = None
-        self.module = SimpleNamespace(**vars(subprocess))
-        self.module.Popen = self.start
 
-    def start(
-        self, command: Sequence[Any], *, pass_fds: Sequence[int], env: Mapping[str, str] | None = None, **how: Any
-    ) -> subprocess.Popen[bytes]:
-        """``host.py`` of this interpreter in a fork; any other command as always."""
-        if command[0] != sys.executable or Path(command[2]).name != "host.py":
-            return subprocess.Popen(command, pass_fds=pass_fds, env=env, **how)
-        server = self._socket or self._open()
-        out, err = os.pipe(), os.pipe()
-        host, _, *given = map(str, command[2:])  # the connection has another number there
-        message = pickle.dumps((host, given, os.getcwd(), dict(env or os.environ)))
+def run(command: Sequence[Any], *, timeout: float, **how: Any) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` that captures texts."""
+    with popen(command, stdout=PIPE, stderr=PIPE, text=True, **how) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def forks(command: Sequence[Any]) -> bool:
+    if sys.platform != "linux" or command[0] != sys.executable:
+        return False
+    how, what = command[1:3] if len(command) > 2 else ("", "")
+    return how == "-c" or (how == "-m" and what == "tunesmith") or (how == "-P" and Path(what).name == "host.py")
+
+
+def _ends(wanted: Any, inherited: int) -> tuple[int | None, int]:
+    """This process's end of an output, and the other's."""
+    if wanted == PIPE:
+        return os.pipe()
+    if wanted == DEVNULL:
+        return None, os.open(os.devnull, os.O_WRONLY)
+    return None, inherited if wanted is None else wanted.fileno()
+
+
+def _order(message: bytes, descriptors: Sequence[int]) -> int:
+    with _lock:
+        server = _servers[0] if _servers else _open()
         _prctl(_SET_SUBREAPER, 1, 0, 0, 0)
         try:
-            socket.send_fds(server, [message], [pass_fds[0], out[1], err[1]])
+            socket.send_fds(server, [message], descriptors)
             pid = server.recv(100)
         finally:
             _prctl(_SET_SUBREAPER, 0, 0, 0, 0)
-            os.close(out[1]), os.close(err[1])
-        assert pid, "the fork server has ended; what it wrote is above"
-        return Forked(command, int(pid), out[0], err[0])
+    assert pid, "the fork server has ended; what it wrote is above"
+    return int(pid)
 
-    def _open(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
-        theirs.close()
-        self._socket = ours
-        return ours
+
+def _open() -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.Popen(command, stdin=DEVNULL, pass_fds=[theirs.fileno()], env=environment)
+    theirs.close()
+    _servers.append(ours)
+    return ours
 
 
 def serve(server: socket.socket, parent: int) -> None:
@@ -90,12 +136,13 @@ def serve(server: socket.socket, parent: int) -> None:
 
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is the parent's to answer
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns that a CPU has not all of its kernels
     for name in IMPORTED:
         import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork would lack {len(threads) - 1} threads that imports have started"
     while True:
-        message, descriptors, *_ = socket.recv_fds(server, 1 << 20, 3)
+        message, descriptors, *_ = socket.recv_fds(server, 1 << 20, 9)
         if not message:
             return
         between = os.fork()
@@ -107,23 +154,36 @@ def serve(server: socket.socket, parent: int) -> None:
                 time.sleep(0.0002)
             server.send(b"%d" % os.getpid())
             server.close()
-            become(message, *descriptors)
+            become(message, descriptors)
+            sys.exit()
         os.waitpid(between, 0)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def become(message: bytes, connection: int, out: int, err: int) -> None:
-    """What the command would have started."""
-    host, given, folder, environment = pickle.loads(message)
-    for pipe, standard in ((out, 1), (err, 2)):
-        os.dup2(pipe, standard)
-        os.close(pipe)
+def become(message: bytes, descriptors: Sequence[int]) -> None:
+    """What ``python`` does with these arguments."""
+    (how, what, *given), folder, environment, wanted = pickle.loads(message)
+    above = [os.dup(descriptor) for descriptor in descriptors]  # none is in the way of another
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(above, wanted, strict=True):
+        os.dup2(descriptor, number)
+        if descriptor not in wanted:
+            os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv[:] = [host, str(connection), *given]
-    runpy.run_path(host, run_name="__main__")
+    sys.path[0] = ""
+    sys.argv[:] = [what if how == "-P" else how, *given]
+    if how == "-P":
+        runpy.run_path(what, run_name="__main__")
+    elif how == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(what, vars(main))
 
 
 if __name__ == "__main__":

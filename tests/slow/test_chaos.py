@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from forks import popen
 from sums import COMMON, RL, overrides, taught
 from tunesmith.monitor.metrics import read_metrics
 
@@ -51,7 +51,7 @@ class Run:
     def start(self, *more: str) -> None:
         arguments = [sys.executable, "-m", "tunesmith", "rl", str(self.folder / "none.toml"), *self.settings, *more]
         with (self.folder / f"{self.directory.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = popen(
                 arguments, cwd=self.folder, stdout=log, stderr=log, env={**os.environ, "NO_COLOR": "1"}
             )
 

@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import forks
 import tiny
 from documents import ROOT, blocks_of
 
@@ -27,10 +27,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "HF_HUB_OF
 
 
 def python(folder: Path, *arguments: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=600, env=ENVIRONMENT,
-    )  # fmt: skip
+    ended = forks.run([sys.executable, *arguments], cwd=folder, timeout=600, env=ENVIRONMENT)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return ended.stdout
 

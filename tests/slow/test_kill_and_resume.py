@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from forks import popen
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, sums, untimed, write_lines
 from tunesmith.loop.checkpoint import Checkpoints, read_state
@@ -51,7 +52,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     (folder / "none.toml").touch()
     arguments = [sys.executable, *program, command, str(folder / "none.toml"), *settings]
-    return subprocess.Popen(arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT)
+    return popen(arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT)
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:

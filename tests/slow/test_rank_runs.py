@@ -16,6 +16,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from forks import popen
 from tiny import save_model
 from tiny_preferences import preference_settings
 from tiny_runs import rl_settings, write_lines
@@ -120,7 +121,7 @@ class Command:
         arguments = [*(launcher or (sys.executable, "-m")), "tunesmith", "sft", str(folder / "run.toml"), *settings]
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(arguments, cwd=folder, stdout=pipe, stderr=pipe, env=env, text=True)
+        self.process = popen(arguments, cwd=folder, stdout=pipe, stderr=pipe, env=env, text=True)
 
     def ranks(self, number: int) -> list[psutil.Process]:
         name = f"rank {number} of the trainer"

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tiny
 from documents import ROOT
+from forks import popen
 from tiny_runs import sums, write_lines
 from tunesmith.assembly.train import run_sft
 from tunesmith.offline.rft import run_rft
@@ -55,9 +56,7 @@ def test_killed_again_and_again_it_writes_what_it_would_have_written_at_once(tmp
     def start(name: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tunesmith", "generate", "run.toml", f"run_dir={name}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        return subprocess.Popen(
-            command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
-        )
+        return popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
 
     def finish(process: subprocess.Popen[bytes]) -> None:
         _, told = process.communicate(timeout=600)
