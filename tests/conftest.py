@@ -25,12 +25,16 @@ settings.load_profile("steady")
 
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
-    """What a test draws does not depend on which tests ran before it in the same process."""
+    """What a test draws, and its threads, do not depend on which tests ran before it in the same process.
+
+    Tiny models gain nothing from more than one thread, and lose much where cores are busy.
+    """
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,17 +52,6 @@ def new_children() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tunesmith.distributed.child.subprocess", subprocess)
         yield
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from more, and lose much where cores are busy."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

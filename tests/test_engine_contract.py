@@ -19,9 +19,6 @@ from tunesmith.models.causal_lm import CausalLM
 CONTEXT = 64
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def fake(_: Path) -> Subject:
     return Subject(FakeEngine(context=CONTEXT), lambda ids: "".join(f"{i} " for i in ids), context=CONTEXT)
 

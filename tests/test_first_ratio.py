@@ -127,7 +127,6 @@ def test_every_setting_that_alters_the_distribution_is_tried() -> None:
     assert ALTERED.keys() == UNALTERED.keys()
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("altered", "stale"),
     [
@@ -149,7 +148,6 @@ def test_the_first_ratio_of_every_preset_and_loss_is_1_and_nothing_is_clipped(
         assert np.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0, (name, more)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_what_the_sampler_reports_of_an_altered_distribution_is_another_number(bench: Bench) -> None:
     """Without this the test above would pass for nothing: the ratio to the sampler's numbers is far from 1."""
     for name in ALTERED:

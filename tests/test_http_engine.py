@@ -31,9 +31,6 @@ NEVER = 10**6
 """An end-of-sequence token that no tokenizer has."""
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("served"), "llama", max_position_embeddings=CONTEXT, vocab_size=261)

@@ -42,9 +42,6 @@ SLOT_BYTES = TOKEN_BYTES * 5 // 4
 """With its share of the staging plane."""
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     return CausalLM.load(save_model(tmp_path_factory.mktemp("llama")))

@@ -31,8 +31,6 @@ from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Completion, Sample, Sampling
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OLD = Gpu("T4", memory_total=16 * 10**9, memory_free=15 * 10**9, capability=(7, 5))
 BASE = ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]']
 ROWS = 24

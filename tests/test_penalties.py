@@ -31,8 +31,6 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check
 from tunesmith.types import Completion, Sampling
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ENDS = tuple(range(0, 260, 2))
 """Nearly half of the vocabulary, EOS among it, ends a completion."""
 

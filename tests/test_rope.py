@@ -29,8 +29,6 @@ from tunesmith.models.rope import LengthRule, RotaryByLength
 from tunesmith.models.score_model import ScoreModel, whole_sequence
 from tunesmith.types import Completion, Sample, Sampling
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ORIGINAL = 16
 """Tokens up to which the tiny models here were "trained"; longer sequences are rotated otherwise."""
 FREQUENCIES = 4

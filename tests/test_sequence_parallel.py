@@ -34,7 +34,6 @@ from tunesmith.models.score_model import ScoreModel, whole_sequence
 from tunesmith.models.sequence import SequenceGroup, SequenceKind
 from tunesmith.types import Sample
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = pytest.mark.parametrize("kind", ["ulysses", "ring"])
 Make = Callable[[SequenceGroup | None], TorchBackend[Any]]
 

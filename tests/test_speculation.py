@@ -36,9 +36,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     return CausalLM.load(save_model(tmp_path_factory.mktemp("llama")))

@@ -45,7 +45,6 @@ from tunesmith.plan.cost import CostModel
 from tunesmith.types import Sample
 
 HERE, PATIENCE = "127.0.0.1", 300.0
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Threads:

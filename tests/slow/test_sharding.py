@@ -22,7 +22,7 @@ from tunesmith.errors import DeviceMemoryError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.types import Sample
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 Start = Callable[..., Ranks]
 
 
