@@ -37,6 +37,7 @@ SHAPES = {"0.6B": QWEN3, "7B": QWEN2, "72B": LARGE}
 MACHINE = "H200"
 LORA, CHECKPOINTING = "lora.rank=16", "system.gradient_checkpointing=true"
 HALF, QUARTER = "system.gradient_checkpointing=0.5", "system.gradient_checkpointing=0.25"
+AWAY = "system.offload_activations=true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ CASES = [
     Case("0.6B", 4, 32768, (HALF,)),
     Case("7B", 4, 16384, (QUARTER,)),
     Case("7B", 4, 16384, (LORA, HALF)),
+    Case("7B", 4, 16384, (AWAY,)),
+    Case("7B", 4, 16384, (AWAY, CHECKPOINTING)),
+    Case("7B", 4, 16384, (AWAY, HALF)),
+    Case("0.6B", 4, 32768, (AWAY, LORA)),
     Case("0.6B", 28, 16384),
     Case("7B", 28, 16384, (LORA, CHECKPOINTING)),
 ]

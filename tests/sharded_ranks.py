@@ -110,6 +110,9 @@ class Rank:
     def score(self, packing: Packing, *, reference: bool = False) -> Any:
         return self.backend.score(packing.for_rank(*self.share, columns=False), reference=reference)
 
+    def sent(self, packing: Packing) -> int:
+        return sent_by(self.backend, packing.for_rank(*self.share))
+
     def numbers(self) -> tuple[int, int]:
         """Numbers that this rank keeps: of the weights, and of the optimizer's state."""
         module, optimizer = self.backend.model.module, self.backend.optimizer
@@ -117,6 +120,15 @@ class Rank:
             sum(local(p).numel() for p in module.parameters()),
             sum(t.numel() for name in optimizer.masters for t in optimizer.slot(name).values()),
         )
+
+
+def sent_by(backend: TorchBackend[Any], packing: Packing) -> int:
+    """Bytes of the activations that a gradient sends to host memory, also of the smallest."""
+    home = backend.model.host_activations
+    assert home is not None
+    home.least, home.chunk = 1, 1000
+    backend.forward_backward(packing, SFTObjective())
+    return 1000 * len(home.free)
 
 
 def whole_of_rows(rows: Tensor, parameter: Tensor) -> Tensor:

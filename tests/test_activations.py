@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 import training
+from test_memory import A100, GB, QWEN_7B, SMALL, on, refusal, resolved
 from tiny import save_model
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.backends.torch import TorchBackend
@@ -22,7 +25,9 @@ from tunesmith.models import adapters
 from tunesmith.models.activations import compute_again
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.sharding import decoder_layers
-from tunesmith.plan.cost import recomputed
+from tunesmith.plan.cost import Layout, activation_bytes, backward_bytes, layer_bytes, price, recomputed, sent_bytes
+from tunesmith.plan.facts import read_model_facts
+from tunesmith.types import Sample
 
 LAYERS = 4
 
@@ -114,3 +119,111 @@ def test_layers_that_have_no_switch_cannot_be_chosen(path: Path, monkeypatch: py
 def test_other_shares_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"gradient_checkpointing.*true or false or a number above 0 and below 1"):
         load_config(SFTConfig, None, ["model.path=m", "data.train=d", f"system.gradient_checkpointing={value}"])
+
+
+def away(backend: TorchBackend[CausalLM], chunk: int = 1000) -> TorchBackend[CausalLM]:
+    """Also the smallest activations go to host memory, in chunks that they straddle."""
+    assert backend.model.host_activations is not None
+    backend.model.host_activations.least, backend.model.host_activations.chunk = 1, chunk
+    return backend
+
+
+@KINDS
+@pytest.mark.parametrize("share", [0, 0.5, True])
+def test_the_gradient_is_the_same_with_activations_in_host_memory(path: Path, kind: str, share: float) -> None:
+    expected = gradient(backend_of(path, kind, gradient_checkpointing=share))
+    backend = away(backend_of(path, kind, gradient_checkpointing=share, offload_activations=True))
+    for _ in range(2):
+        found = gradient(backend)
+        assert found.keys() == expected.keys() and all(found[name].equal(grad) for name, grad in expected.items())
+
+
+def sent(backend: TorchBackend[CausalLM], samples: Sequence[Sample]) -> int:
+    """Bytes that a forward pass sends to host memory, in chunks of 1000."""
+    home, taken = backend.model.host_activations, [0]
+    assert home is not None
+    take = home.take
+
+    def counted() -> Tensor:
+        taken[0] += 1000
+        return take()
+
+    home.take = counted
+    before = len(home.free)
+    predictions = backend.passes.predict(training.forest_of(samples))
+    assert len(home.free) == max(0, before - taken[0] // 1000), "what was used before is used again"
+    del predictions
+    assert len(home.free) == max(before, taken[0] // 1000), "they come back with the graph"
+    home.take = take
+    return taken[0]
+
+
+@pytest.mark.parametrize("share", [0, 0.5, True])
+def test_what_goes_to_host_memory_is_what_was_planned(path: Path, share: float) -> None:
+    samples = training.samples_of(groups=8)
+    backend = away(backend_of(path, "lean", gradient_checkpointing=share, offload_activations=True))
+    backend.model.module.train()
+    facts = read_model_facts(path)
+    assert facts is not None
+    layout = Layout(4, checkpointing=share, offload_activations=True)
+    tables = 2 * 4 * facts.head_dim + 8  # sines, cosines and token ids, once
+    planned = (sent_bytes(facts, layout) + tables) * training.forest_of(samples).num_tokens
+    assert sent(backend, samples) == pytest.approx(planned, rel=0.01)
+
+
+def test_weights_small_tensors_and_passes_without_gradient_stay(path: Path) -> None:
+    samples = training.samples_of(groups=8)
+    backend = backend_of(path, "hugging face", offload_activations=True)
+    home = backend.model.host_activations
+    assert home is not None
+    home.chunk = 1000
+    assert sent(backend, samples) == 0 and home.least == 1 << 20
+    home.least = 1
+    most = sent(backend, samples)
+    assert 0 < most < saved(backend_of(path, "hugging face"))
+    for name, parameter in backend.model.module.named_parameters():
+        parameter.requires_grad_("layers" not in name)  # autograd then saves views of the frozen weights
+    assert sent(backend, samples) <= most
+    backend.score(Packing.of(training.weighed(samples), 60))
+    assert len(home.free) * 1000 == most
+
+
+def test_its_price_by_hand() -> None:
+    layer, hidden = layer_bytes(SMALL, Layout(2)), 2 * 256
+    for share, kept, most, host in (
+        (0, 2 * layer, 2 * layer, 4 * layer),
+        (0.5, hidden + layer, hidden + 2 * layer, 2 * (hidden + layer)),
+        (1, 2 * hidden, 2 * hidden + layer, 4 * hidden),
+    ):
+        of, plain = (Layout(2, tokens=10, checkpointing=share, offload_activations=flag) for flag in (True, False))
+        assert activation_bytes(SMALL, of) == kept + 2 * hidden
+        assert backward_bytes(SMALL, of) - backward_bytes(SMALL, replace(plain, checkpointing=0)) == most - kept
+        assert price(SMALL, of).host == 10 * host
+        assert price(SMALL, replace(of, sequence=2, models=2)).host == 2 * 5 * host
+    both = price(SMALL, Layout(2, tokens=10, offload=True, offload_activations=True))
+    assert both.host == 16 * (SMALL.parameters or 0) + 40 * layer
+
+
+def test_it_is_derived_where_the_inputs_of_the_layers_do_not_fit() -> None:
+    three = replace(QWEN_7B, parameters=3_000_000_000)
+    key = "system.offload_activations"
+    found: list[tuple[Any, bool]] = []
+    for longest in (2048, 32_768):
+        system = resolved(SFTConfig, on(A100, three, longest=longest)).system
+        found.append((system.gradient_checkpointing, system.offload_activations))
+    assert not any(away for _, away in found)
+    long = replace(three, context=400_000)
+    facts = on(A100, long, longest=58_000, memory=512 * GB)
+    system = resolved(SFTConfig, facts).system
+    assert system.gradient_checkpointing is True and system.offload_activations is True
+    assert f"{key} = true" in refusal(SFTConfig, facts, f"{key}=false", "system.offload_optimizer=false")
+    assert "does not fit" in refusal(SFTConfig, replace(facts, longest=300_000))
+    small = replace(facts, hardware=replace(facts.hardware, memory_available=4 * GB))
+    assert f"{key} = true" in refusal(SFTConfig, small, f"{key}=true")
+    assert resolved(SFTConfig, on(None, SMALL)).system.offload_activations is False
+
+
+@pytest.mark.parametrize(("facts", "word"), [(on(None, SMALL), "GPUs"), (on(A100, replace(SMALL, layers=2)), "2")])
+def test_activations_that_cannot_go_are_refused(facts: Any, word: str) -> None:
+    text = refusal(SFTConfig, facts, "system.offload_activations=true")
+    assert "system.offload_activations" in text and word in text

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import training
-from sharded_ranks import Ranks, limited_activations
+from sharded_ranks import Ranks, limited_activations, sent_by
 from tiny import save_model
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.backends.optimizer import AdamWSettings
@@ -265,3 +265,14 @@ def test_layers_that_are_computed_again_give_the_same_gradient(start: Start) -> 
     batch, shares = packing(), (0, 0.5)
     expected, found = (start(2, 3, gradient_checkpointing=share)("gradient", batch)[0][1] for share in shares)
     assert all(found[name].equal(grad) for name, grad in expected.items())
+
+
+def test_activations_in_host_memory_are_no_weights_and_give_the_same_gradient(start: Start, tmp_path: Path) -> None:
+    """A rank sends as much as one process that is not sharded."""
+    path = save_model(tmp_path / "deep", "qwen3", num_hidden_layers=4)
+    batch, one = packing(300), alone(path, offload_activations=True)
+    ranks = start(2, 3, path, sequence=2, offload_activations=True)
+    expected = gradients(alone(path), batch)
+    assert training.difference(ranks("gradient", batch)[0][1], expected) < 1e-5
+    sent_by_one = sent_by(one, batch)
+    assert ranks("sent", batch)[0] == pytest.approx(sent_by_one / 2, rel=0.2) and sent_by_one > 10**6

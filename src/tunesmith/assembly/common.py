@@ -169,6 +169,7 @@ def make_backend(
         head_lr_ratio=head_lr / train.lr if head_lr else 1.0,
         ema_decay=train.ema_decay,
         gradient_checkpointing=config.system.gradient_checkpointing,
+        offload_activations=config.system.offload_activations,
         seed=train.seed,
     )
 

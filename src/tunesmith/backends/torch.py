@@ -27,6 +27,7 @@ from tunesmith.errors import CheckpointError, DivergedError, ModelError, boundar
 from tunesmith.models.activations import compute_again
 from tunesmith.models.cost import training_cost
 from tunesmith.models.decoder import Decoder
+from tunesmith.models.host_activations import HostActivations
 from tunesmith.models.loading import read_shards
 from tunesmith.models.sharding import local
 from tunesmith.plan.cost import CostModel
@@ -67,6 +68,7 @@ class TorchBackend(Generic[M]):
         head_lr_ratio: float = 1.0,
         ema_decay: float | None = None,
         gradient_checkpointing: float = 0,
+        offload_activations: bool = False,
         seed: int = 0,
     ) -> None:
         self.model, self.reference = model, reference
@@ -87,6 +89,8 @@ class TorchBackend(Generic[M]):
         self._settled = self._random_state()
         if gradient_checkpointing:
             compute_again(model.module, gradient_checkpointing)
+        if offload_activations:
+            model.host_activations = HostActivations(model.module, model.lean)
 
     def join(self, group: RankGroup) -> None:
         """Train together with the other ranks.

@@ -33,6 +33,8 @@ class SystemSection(Section):
     share_prompts: bool = True
     gradient_checkpointing: bool | Part = derived()
     """Whether activations are computed again in the backward pass, or of which share of the layers."""
+    offload_activations: bool = derived()
+    """Keep in host memory what the backward pass needs of the forward pass."""
     offload_optimizer: bool = derived()
     """Keep master weights, their gradients and the optimizer's moments in host memory, and step on the CPU."""
     logprob_chunk: PositiveInt | None = None

@@ -91,7 +91,7 @@ class FakeDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return META
-        kwargs = kwargs or {}
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if not any(isinstance(t, FakeTensor) for t in inputs) and str(kwargs.get("device") or "cpu") == "cpu":
             with unset_fake_temporarily():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -90,7 +90,22 @@ def _random_state(*_: Any) -> Tensor:
     return torch.zeros(16, dtype=torch.uint8)
 
 
+class _Stream:
+    """Of a device that computes nothing, and so in any order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    wait_stream = _nothing
+
+
+def _stream(*_: Any) -> _Stream:
+    return _Stream()
+
+
 _CUDA: dict[str, Any] = {
     "get_rng_state": _random_state,
+    "Stream": _Stream,
+    "current_stream": _stream,
+    "stream": nullcontext,
     **dict.fromkeys(("set_rng_state", "empty_cache", "synchronize"), _nothing),
 }

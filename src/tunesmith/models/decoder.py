@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.data.forest import Forest
 from tunesmith.models.attention import AttentionContext
 from tunesmith.models.forest_attention import ForestAttention
+from tunesmith.models.host_activations import HostActivations
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.loading import load_config, load_module, load_tokenizer, stored_weights
 from tunesmith.models.quantised import Quantize
@@ -71,6 +72,8 @@ class Decoder:
     """How the weights are sharded over ranks; None: they are whole."""
     sequence: SequenceGroup | None = field(default=None, init=False, repr=False)
     """The ranks that share the tokens of each micro-batch; None: this one computes all."""
+    host_activations: HostActivations | None = field(default=None, init=False, repr=False)
+    """Sends to host memory what layers save for the backward pass; None: it stays on the device."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
     """Which sequence lengths share rotary frequencies, if these depend on the length."""
 
@@ -159,7 +162,9 @@ class Decoder:
             attention: decides what each token sees.
             lengths: ``T``, for each token ``self.lengths.alike`` of its sequence's length; None: one sequence.
         """
-        with rotated_by(lengths) if self.lengths is not None else nullcontext():
+        host = self.host_activations if torch.is_grad_enabled() else None
+        rotated = rotated_by(lengths) if self.lengths is not None else nullcontext()
+        with rotated, host.saving() if host is not None else nullcontext():
             if self.lean is not None and self.lean.usable:
                 return self.lean(token_ids, position_ids, attention)
             out = self.module.base_model(

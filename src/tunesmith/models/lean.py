@@ -179,6 +179,8 @@ class LeanDecoder:
         local_and_global = self.config.model_type == "gemma3_text"
         kinds: list[str | None] = list(self.config.layer_types) if local_and_global else [None] * len(self.layers)
         self.layer_types = kinds
+        self.before_layer: Callable[[], None] | None = None
+        """Is called before each layer."""
 
     @classmethod
     def of(cls, model: Any) -> LeanDecoder | None:
@@ -221,6 +223,8 @@ class LeanDecoder:
             run: Callable[..., Tensor] = layer
             if layer.module.gradient_checkpointing and layer.module.training and torch.is_grad_enabled():
                 run = partial(layer.module._gradient_checkpointing_func, layer)
+            if self.before_layer is not None:
+                self.before_layer()
             x = run(x, *tables[kind], attention)
         return self.norm(x)
 

@@ -14,6 +14,7 @@ from typing import Any
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, megabytes
+from tunesmith.config.values import LARGEST_COUNT
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost import LEAST_ROWS, activation_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts
@@ -28,6 +29,7 @@ from tunesmith.plan.memory import (
     free_memory,
     gpu_of,
     host_problem,
+    host_tokens,
     layout_of,
     least,
     least_devices,
@@ -45,6 +47,7 @@ UNKNOWN_MODEL_TOKENS = 4096
 LEAST_KV_BYTES = 16 * 10**6
 BLOCK = 16
 """The local engine allocates memory to a prompt or a completion in blocks of this many tokens."""
+ACTIVATIONS = "system.offload_activations"
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 
 
@@ -87,6 +90,7 @@ def derive_capacity(filling: Filling, facts: Facts) -> None:
         _derive_shards(filling, facts)
         _derive_offload(filling, facts)
         _derive_checkpointing(filling, facts)
+        _derive_activations(filling, facts)
     if isinstance(filling.config, RLConfig):
         _derive_hybrid(filling, facts)
     config = filling.config
@@ -180,7 +184,8 @@ def _derive_offload(filling: Filling, facts: Facts) -> None:
         filling.fill(key, False, "there is no GPU that it would relieve")
         return
     turns = {"system.hybrid": True} if isinstance(config, RLConfig) and known(config.system, "hybrid") is None else {}
-    frugal = with_values(config, {"system.gradient_checkpointing": True, **turns})
+    sent = {ACTIVATIONS: True} if known(config.system, "offload_activations") is None else {}
+    frugal = with_values(config, {"system.gradient_checkpointing": True, **sent, **turns})
     both = [least_devices(with_values(frugal, {key: value}), facts) for value in (True, False)]
     if not all(both):
         filling.fill(key, False, "the model's size is not known")
@@ -221,6 +226,28 @@ def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
     filling.fill(key, bool(again), reason)
 
 
+def _derive_activations(filling: Filling, facts: Facts) -> None:
+    """On if a GPU has no room for the inputs of the layers, which are all that ``gradient_checkpointing`` keeps."""
+    config, key = filling.config, ACTIVATIONS
+    if not on_gpu(config):
+        filling.fill(key, False, "there is no GPU that it would relieve")
+        return
+    both = [least_devices(with_values(config, {key: value}), facts) for value in (True, False)]
+    if config.system.gradient_checkpointing is not True or not all(both):
+        filling.fill(key, False, "they fit the GPU" if all(both) else "the model's size is not known")
+        return
+    (_, with_it, free), (_, without, _) = (devices[0] for devices in both)
+    problem = host_problem(config, with_it, facts)
+    if without.peak <= free or with_it.peak > free:
+        reason = "the inputs of the layers fit the GPU" if without.peak <= free else "the run would not fit either"
+        filling.fill(key, False, reason)
+    elif problem:
+        filling.fill(key, False, f"it would take {problem}")
+    else:
+        gone = format_size(with_it.host - without.host)
+        filling.fill(key, True, f"the GPU is short of memory without it; {gone} of layers' inputs are in host memory")
+
+
 def _derive_hybrid(filling: Filling, facts: Facts) -> None:
     key, config, model = "system.hybrid", filling.config, facts.model
     apart = engines_apart(config) or config.system.served
@@ -246,7 +273,7 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, kind: str) -
         filling.fill(key, max(UNKNOWN_MODEL_TOKENS, longest), "the model's size is not known")
         return
     per_token = bytes_per_token(config, model, float(known(config.system, "gradient_checkpointing") or 0))
-    fitting = budget // 2 // per_token
+    fitting = min(budget // 2 // per_token, int(min(host_tokens(config, facts, model), LARGEST_COUNT)))
     most = MOST_TOKENS[kind] * config.system.sequence_parallel.size
     if longest >= min(fitting, most):
         tokens, reason = longest, "the longest sample has to fit"

@@ -38,6 +38,7 @@ class Layout:
     """Whether the matrices of the layers have one moment."""
     offload: bool = False
     """Whether the optimizer and its gradients are in host memory."""
+    offload_activations: bool = False
     ema: bool = False
     models: int = 1
     """Trained models of the policy's size: two with a separate critic."""
@@ -88,7 +89,7 @@ class Price:
     libraries: int = 0
     """Of CUDA and its libraries."""
     host: int = 0
-    """Host memory beside a GPU: master weights, gradients, moments, the average of the weights."""
+    """Host memory beside a GPU: master weights, gradients, moments, the average of the weights; activations."""
     turns: bool = False
 
     @property
@@ -132,15 +133,15 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     adapter = 0 if layout.lora_rank is None else 4 * trained  # float32 for any type of the model
     kept = (8 if wide or layout.lora_rank is not None else 12) + (4 if layout.ema else 0)
     muon = 4 * (numbers - _outside(model)) if layout.muon and layout.lora_rank is None else 0
-    gradients, optimizer, host = layout.models * 4 * trained, layout.models * (kept * trained - muon), 0
+    gradients, optimizer = layout.models * 4 * trained, layout.models * (kept * trained - muon)
     if layout.offload:
         on_the_way = min(trained, 2 * model.vocab_size * model.hidden_size)
-        gradients, optimizer, host = on_the_way * layout.bytes_per_number, 0, _in_host_memory(layout, trained)
+        gradients, optimizer = on_the_way * layout.bytes_per_number, 0
     return Price(
         weights=layout.models * (held + adapter),
         gradients=gradients,
         optimizer=optimizer,
-        host=host,
+        host=_in_host_memory(model, layout, trained),
         frozen=frozen,
         activations=_activations(model, layout),
         head=temporaries(model, layout),
@@ -172,7 +173,7 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         weights=layout.models * kept,
         gradients=layout.models * gradients + passing,
         optimizer=0 if layout.offload else layout.models * optimizer,
-        host=_in_host_memory(layout, trained) if layout.offload else 0,
+        host=_in_host_memory(model, layout, trained),
         frozen=layout.references * rows * size + layout.frozen_parameters * size,
         activations=gathered * size + _activations(model, layout),
         head=temporaries(model, layout),
@@ -184,9 +185,10 @@ def _activations(model: ModelFacts, layout: Layout) -> int:
     return -(-layout.tokens // layout.sequence) * activation_bytes(model, layout)
 
 
-def _in_host_memory(layout: Layout, trained: int) -> int:
-    """Master weights, gradients, two moments and the average, all in float32."""
-    return layout.models * (20 if layout.ema else 16) * trained
+def _in_host_memory(model: ModelFacts, layout: Layout, trained: int) -> int:
+    """Master weights, gradients, two moments and the average, all in float32; and activations, but for two layers'."""
+    state = layout.models * (20 if layout.ema else 16) * trained if layout.offload else 0
+    return state + layout.models * -(-layout.tokens // layout.sequence) * sent_bytes(model, layout)
 
 
 def recomputed(layers: int, share: float) -> tuple[bool, ...]:
@@ -202,10 +204,22 @@ def recomputed(layers: int, share: float) -> tuple[bool, ...]:
 
 
 def activation_bytes(model: ModelFacts, layout: Layout) -> int:
-    """What backward keeps of one token: of each layer what it saves, or its input if it is computed again; and twice
-    the last hidden state."""
-    again, hidden = sum(recomputed(model.layers, layout.checkpointing)), model.hidden_size * layout.bytes_per_number
-    return (model.layers - again) * layer_bytes(model, layout) + again * hidden + 2 * hidden
+    """What backward keeps of one token on the device: of all layers, or with ``offload_activations`` of the last two;
+    and twice the last hidden state."""
+    kept = _kept(model, layout)
+    layers = sum(kept[-2:] if layout.offload_activations else kept)
+    return layers + 2 * model.hidden_size * layout.bytes_per_number
+
+
+def sent_bytes(model: ModelFacts, layout: Layout) -> int:
+    """What goes to host memory of the activations of one token: those of all layers but the last two."""
+    return sum(_kept(model, layout)[:-2]) if layout.offload_activations else 0
+
+
+def _kept(model: ModelFacts, layout: Layout) -> list[int]:
+    """Of each layer what it saves of one token, or its input if it is computed again."""
+    whole, hidden = layer_bytes(model, layout), model.hidden_size * layout.bytes_per_number
+    return [hidden if again else whole for again in recomputed(model.layers, layout.checkpointing)]
 
 
 def layer_bytes(model: ModelFacts, layout: Layout) -> int:
@@ -231,11 +245,22 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
 
 def backward_bytes(model: ModelFacts, layout: Layout) -> int:
     """Temporaries of one token in a layer's backward pass, at the gate: gradients of the gate's three vectors, and two
-    more; also the layer's activations, if those of all layers are computed again."""
+    more; also the layer's activations, if those of all layers are computed again or are in host memory."""
     size = layout.bytes_per_number
     gate = (6 if layout.lora_rank is not None and size == 2 else 5 * size) * model.intermediate_size
     again = layer_bytes(model, layout) if all(recomputed(model.layers, layout.checkpointing)) else 0
-    return gate + 2 * size * model.hidden_size + again
+    return gate + 2 * size * model.hidden_size + (_back_at_once(model, layout) or again)
+
+
+def _back_at_once(model: ModelFacts, layout: Layout) -> int:
+    """With ``offload_activations`` what one layer needs more of a token than the last two have kept: what it saved or
+    computes again, and what comes back of the layer below."""
+    if not layout.offload_activations:
+        return 0
+    kept, again = _kept(model, layout), recomputed(model.layers, layout.checkpointing)
+    whole = layer_bytes(model, layout)
+    most = max(own + below + whole * anew for own, below, anew in zip(kept, [0, *kept[:-1]], again, strict=True))
+    return most - sum(kept[-2:])
 
 
 def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = None) -> int:

@@ -13,7 +13,7 @@ from tunesmith.types import altering
 _TRAINER_KEYS = (
     *("device", "device_memory", "threads", "max_tokens_per_microbatch", "share_prompts", "gradient_checkpointing"),
     *("logprob_chunk", "trainer_ranks", "zero_stage", "shard_size", "sequence_parallel", "trainer_restarts"),
-    *("offload_optimizer", "hybrid", "canary", "vllm"),
+    *("offload_activations", "offload_optimizer", "hybrid", "canary", "vllm"),
 )
 SAMPLER_KEYS = (
     *(f"system.{key}" for key in SystemSection.model_fields if key not in _TRAINER_KEYS),

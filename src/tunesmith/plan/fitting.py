@@ -48,7 +48,9 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
             cure = cure if split else _remedy(config, facts, free, free_of_layout)
             yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else _devices(config))
         if problem := host_problem(config, needed, facts):
-            yield f"system.offload_optimizer = true takes {problem}. Leave it out, shard the model or set lora.rank"
+            given_up = [key for key in ("offload_optimizer", "offload_activations") if getattr(config.system, key)]
+            what = " and ".join(f"system.{key} = true" for key in given_up)
+            yield f"{what}: this takes {problem}. Leave it out, shard the model or set lora.rank"
 
 
 def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
@@ -114,6 +116,8 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
     if config.trains:
         if config.system.gradient_checkpointing is not True:
             yield {"system.gradient_checkpointing": True}
+        if on_gpu(config) and not config.system.offload_activations:
+            yield {"system.offload_activations": True}
         if on_gpu(config) and not muon and not config.system.offload_optimizer:
             yield {"system.offload_optimizer": True}
         if has_critic(config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.generation import RFTConfig
@@ -23,6 +23,7 @@ from tunesmith.plan.cost import (
     copy_bytes,
     layer_bytes,
     price,
+    sent_bytes,
 )
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_engine
@@ -69,7 +70,11 @@ def bytes_per_token(config: RunConfig, model: ModelFacts, checkpointing: float) 
     temporaries of a layer's backward pass."""
     rank = (config.lora.rank or USUAL_RANK) if config.lora.on else None
     shape = Layout(
-        bytes_per_number(config), lora_rank=rank, zero_stage=config.system.zero_stage, checkpointing=checkpointing
+        bytes_per_number(config),
+        lora_rank=rank,
+        zero_stage=config.system.zero_stage,
+        checkpointing=checkpointing,
+        offload_activations=bool(known(config.system, "offload_activations")),
     )
     needed = activation_bytes(model, shape) + backward_bytes(model, shape)
     return ceil(needed / config.system.sequence_parallel.size)
@@ -135,6 +140,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
         quantize=config.model.quantize,
         offload=bool(known(system, "offload_optimizer")),
+        offload_activations=bool(known(system, "offload_activations")),
         muon=config.train.optimizer.name == "muon",
         ema=config.train.ema_decay is not None,
         models=1 + (has_critic(config) and _shares_trainer_device(config, "critic")),
@@ -291,12 +297,26 @@ def _sequence(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
     return longest * model.kv_bytes_per_token(bytes_per_number(config)) // ranks_per_engine(config)
 
 
+def host_tokens(config: RunConfig, facts: Facts, model: ModelFacts) -> float:
+    """Tokens of a micro-batch whose activations fit host memory, with ``system.offload_activations``."""
+    layout = layout_of(config, facts)
+    sent = layout.models * sent_bytes(model, layout) / layout.sequence
+    if not sent or config.system.cluster != "none":
+        return inf
+    return (_host_memory(config, facts) - price(model, replace(layout, tokens=0)).host) / sent
+
+
+def _host_memory(config: RunConfig, facts: Facts) -> float:
+    """What each rank may use of its machine's."""
+    return HOST_SHARE * facts.hardware.memory_available / (facts.ranks_here or config.system.trainer_ranks)
+
+
 def host_problem(config: RunConfig, needed: Price, facts: Facts) -> str | None:
     """Why what is kept in host memory does not fit there: the ranks of a machine share it. On Ray these are other
     machines, whose memory is not known here."""
     if config.system.cluster != "none":
         return None
-    ranks, free = facts.ranks_here or config.system.trainer_ranks, int(HOST_SHARE * facts.hardware.memory_available)
-    if needed.host * ranks <= free:
+    ranks, each = facts.ranks_here or config.system.trainer_ranks, _host_memory(config, facts)
+    if needed.host <= each:
         return None
-    return f"{format_size(needed.host * ranks)} of host memory, and {format_size(free)} are free"
+    return f"{format_size(needed.host * ranks)} of host memory, and {format_size(each * ranks)} are free"

@@ -19,6 +19,7 @@ LAYOUT = (
     "system.sequence_parallel.size",
     *(
         "system.gradient_checkpointing",
+        "system.offload_activations",
         "system.offload_optimizer",
         "system.max_tokens_per_microbatch",
         "system.engine",
@@ -114,7 +115,7 @@ def memory_rows(memory: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     for phase in dict.fromkeys(phase for device in memory for phase in device["phases"]):
         rows.append((f"while {phase}", _sizes([device["phases"].get(phase) for device in memory])))
     if any(device["host"] for device in memory):
-        rows.append(("optimizer, in host memory", _sizes([device["host"] for device in memory])))
+        rows.append(("in host memory", _sizes([device["host"] for device in memory])))
     rows.append(("at most, at once", [f"{format_size(d['peak'])} ({d['share']:.0%})" for d in memory]))
     return [*rows, ("free", _sizes([device["free"] for device in memory]))]
 

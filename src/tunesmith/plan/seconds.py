@@ -12,16 +12,18 @@ from math import ceil
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
-from tunesmith.plan.cost import CostModel, copy_bytes
+from tunesmith.plan.cost import CostModel, copy_bytes, sent_bytes
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import ranks_per_engine
 from tunesmith.plan.machines import GpuKind, kind_of
-from tunesmith.plan.memory import bytes_per_number, gpu_of, has_critic, keeps_reference, longest_sample
+from tunesmith.plan.memory import bytes_per_number, gpu_of, has_critic, keeps_reference, layout_of, longest_sample
 from tunesmith.plan.situation import rollout_samples
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6
 BETWEEN_MACHINES = 50e9
 """Bytes per second of a GPU to other machines, in one direction: a 400 Gb/s adapter for each GPU."""
+TO_THE_HOST = 20e9
+"""Bytes per second between a GPU and pinned host memory, in one direction, over PCIe 4 with 16 lanes."""
 RECOMPUTED = 1 / 3
 """Of the products of a layer that is computed again in the backward pass, in addition."""
 PLAIN_MODULES = 1.1
@@ -37,7 +39,7 @@ def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
         return {}
     if bytes_per_number(config) == 4:
         return {}
-    phases = _training(config, model, kind, longest, len(facts.hardware.gpus))
+    phases = _training(config, facts, model, kind, longest)
     if not isinstance(config, RLConfig):
         return phases | {"step": sum(phases.values())}
     if config.system.served:
@@ -47,7 +49,7 @@ def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
     return {"sampling": sampling, **phases, "step": together((sampling, sum(phases.values())))}
 
 
-def _training(config: RunConfig, model: ModelFacts, kind: GpuKind, longest: int, gpus: int) -> dict[str, float]:
+def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind, longest: int) -> dict[str, float]:
     system, ranks = config.system, config.system.trainer_ranks
     rl = isinstance(config, RLConfig)
     samples = rollout_samples(config) * config.train.passes_per_batch if rl else config.train.batch_size
@@ -60,12 +62,14 @@ def _training(config: RunConfig, model: ModelFacts, kind: GpuKind, longest: int,
     rate = ranks * kind.flops * FLOPS_SHARE
     phases = {"scoring": scored / rate} if scored else {}
     modules = PLAIN_MODULES if system.zero_stage else 1.0
-    phases["training"] = (modules * body * (1 + has_critic(config)) + head) / rate
+    computed = (modules * body * (1 + has_critic(config)) + head) / rate
+    sent = samples * longest * (1 + has_critic(config)) * sent_bytes(model, layout_of(config, facts)) / ranks
+    phases["training"] = max(computed, 2 * sent / TO_THE_HOST)
     if ranks > 1 and not config.lora.on:
         batches = samples // (known(config.train, "batch_size") or samples) or 1
         groups = ranks / system.sequence_parallel.size
         micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
-        link = min(kind.link, BETWEEN_MACHINES) if ranks > gpus else kind.link
+        link = min(kind.link, BETWEEN_MACHINES) if ranks > len(facts.hardware.gpus) else kind.link
         phases["between GPUs"] = batches * _exchanged(model, system.zero_stage, micro) * (ranks - 1) / ranks / link
     return phases
 

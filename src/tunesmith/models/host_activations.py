@@ -1,0 +1,220 @@
+"""Activations in host memory between the forward and the backward pass.
+
+What autograd saves while a layer runs is the layer's group. Its copy travels to the host while the device computes the
+next layer, and back while the device computes the backward pass of the layer above. So the device has two groups at a
+time; those of the last two layers, which are needed first, never leave it. The host waits for nothing: streams wait for
+each other. Of a layer that is computed again (``models.activations``) the group is its input.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tunesmith.models.lean import LeanDecoder
+from tunesmith.models.sharding import decoder_layers
+
+CHUNK = 64 << 20
+"""Bytes of a piece of host memory: a power of two, to which pinned memory is rounded up."""
+LEAST = 1 << 20
+"""Bytes below which a copy takes longer than it is worth."""
+
+
+@dataclass(slots=True)
+class Storage:
+    """A storage that autograd saves, perhaps through several views."""
+
+    group: int
+    here: Tensor | None
+    """Its bytes on the device; None: they are in host memory alone."""
+    there: list[Tensor] = field(default_factory=list[Tensor])
+    """Its bytes in host memory, once they were sent there."""
+    uses: int = 0
+    """Saved tensors of it that the backward pass has not read yet."""
+    shared: bool = False
+    """Whether several layers save it, as they do with tables of positions; it stays on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A saved tensor."""
+
+    storage: Storage
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class HostActivations:
+    """Sends to host memory what a decoder's layers save.
+
+    Args:
+        least, chunk: as ``LEAST`` and ``CHUNK``.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, lean: LeanDecoder | None, least: int = LEAST, chunk: int = CHUNK
+    ) -> None:
+        self.device, self.least, self.chunk = module.device, least, chunk
+        self.stream = torch.cuda.Stream(device=self.device) if self.device.type == "cuda" else None
+        self.free: list[Tensor] = []
+        """Chunks of host memory that no pass uses."""
+        layers = decoder_layers(module)
+        self.layers, self._module = len(layers), module
+        self._pass: _Pass | None = None
+        for layer in layers:
+            layer.register_forward_pre_hook(self._layer_begins)
+        if lean is not None:
+            lean.before_layer = self.next_layer
+
+    @contextmanager
+    def saving(self) -> Generator[None]:
+        """A forward pass of the decoder's layers, whose activations go to host memory."""
+        weights = {p.untyped_storage()._cdata for p in self._module.parameters()}  # pyright: ignore[reportPrivateUsage]
+        self._pass = current = _Pass(self, weights)
+        weakref.finalize(current, self._end, current.chunks).atexit = False
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(current.pack, current.unpack):
+                yield
+        finally:
+            self._pass = None
+
+    def next_layer(self) -> None:
+        """A layer begins; it may also be one that is computed again, in the backward pass."""
+        if self._pass is not None:
+            self._pass.next_layer()
+
+    def _layer_begins(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        del module, given
+        self.next_layer()
+
+    def copying(self) -> AbstractContextManager[object]:
+        """Copies inside begin when the device has done what it was given so far, and run beside what follows."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream)
+
+    def take(self) -> Tensor:
+        """A chunk of host memory, which a GPU reaches itself."""
+        pinned = self.stream is not None
+        return self.free.pop() if self.free else torch.empty(self.chunk, dtype=torch.uint8, pin_memory=pinned)
+
+    def settle(self) -> None:
+        """What the device is given from now on begins when all copies are done."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def _end(self, chunks: list[Tensor]) -> None:
+        """Nobody has a pass's graph any more, also after one that failed while copies were on their way."""
+        self.settle()
+        self.free += chunks
+
+
+class _Pass:
+    """The groups of one forward pass: what is saved before the first layer, and of each layer."""
+
+    def __init__(self, home: HostActivations, weights: set[int]) -> None:
+        self._home, self._weights = home, weights
+        self.chunks: list[Tensor] = []
+        self._used = home.chunk
+        """Bytes of the last chunk."""
+        self._groups: list[list[Storage]] = [[]]
+        self._known: dict[int, Storage] = {}
+        """Storages on the device, by their address."""
+        self._at = -1
+        """The group to which the backward pass has come."""
+
+    def next_layer(self) -> None:
+        """Send the group that is complete now; the one before it has arrived."""
+        last = len(self._groups) - 1
+        self._home.settle()
+        if last > 0:
+            self._leave(last - 1)
+        if last < self._home.layers - 1:
+            with self._home.copying():
+                for storage in self._groups[last]:
+                    self._send(storage)
+        self._groups.append([])
+
+    def pack(self, tensor: Tensor) -> Tensor | View:
+        whole = tensor.untyped_storage()
+        owner = tensor if tensor._base is None else tensor._base
+        key: int = whole._cdata  # pyright: ignore[reportPrivateUsage]
+        stays = whole.nbytes() < self._home.least or isinstance(owner, nn.Parameter) or key in self._weights
+        if stays or tensor.device.type != self._home.device.type:
+            return tensor
+        group = len(self._groups) - 1
+        storage = self._known.get(key)
+        if storage is None:
+            flat = tensor.detach().as_strided((whole.nbytes() // tensor.element_size(),), (1,), 0)
+            storage = self._known[key] = Storage(group, flat.view(torch.uint8))
+            self._groups[group].append(storage)
+        storage.shared = storage.shared or storage.group != group
+        storage.uses += 1
+        return View(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, saved: Tensor | View) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        storage = saved.storage
+        if storage.group != self._at and not storage.shared:
+            self._come_to(storage.group)
+        if storage.here is None:  # it is read once more
+            self._fetch([storage])
+            self._home.settle()
+        assert storage.here is not None
+        tensor = storage.here.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+        storage.uses -= 1
+        if storage.uses < 1 and not storage.shared:
+            storage.here = None
+        return tensor
+
+    def _come_to(self, group: int) -> None:
+        """The backward pass needs a group; the one below is needed next."""
+        self._at = group
+        for above in range(group + 1, len(self._groups)):
+            self._leave(above)
+        self._fetch(self._groups[group])  # it is on its way already, unless the group above is empty
+        self._home.settle()
+        self._fetch(self._groups[max(0, group - 1)])
+
+    def _send(self, storage: Storage) -> None:
+        assert storage.here is not None
+        rest = storage.here
+        while len(rest):
+            if self._used == self._home.chunk:
+                self.chunks.append(self._home.take())
+                self._used = 0
+            size = min(len(rest), self._home.chunk - self._used)
+            piece = self.chunks[-1][self._used : self._used + size]
+            piece.copy_(rest[:size], non_blocking=True)
+            storage.there.append(piece)
+            rest, self._used = rest[size:], self._used + size
+
+    def _leave(self, group: int) -> None:
+        """Free a group's memory on the device."""
+        for storage in self._groups[group]:
+            if not storage.shared:
+                storage.here = None
+        self._known = {key: storage for key, storage in self._known.items() if storage.here is not None}
+
+    def _fetch(self, storages: Iterable[Storage]) -> None:
+        away = [storage for storage in storages if storage.here is None]
+        for storage in away:
+            assert storage.there, "the backward pass goes from the last layer to the first"
+            size = sum(map(len, storage.there))
+            storage.here = torch.empty(size, dtype=torch.uint8, device=self._home.device)
+        with self._home.copying():
+            for storage in away:
+                assert storage.here is not None
+                for here, there in zip(storage.here.split([*map(len, storage.there)]), storage.there, strict=True):
+                    here.copy_(there, non_blocking=True)
