@@ -6,9 +6,12 @@ import json
 import math
 import os
 import re
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from typer.testing import CliRunner
 
@@ -20,7 +23,9 @@ from tunesmith.report.metrics import MetricsFile, Table, curves, totals, wilson
 from tunesmith.report.page import page
 from tunesmith.report.rollouts import Query, RolloutIndex, sample
 from tunesmith.report.run import embedded_rollouts, model, names, open_run
+from tunesmith.report.server import Watch, make_app
 from tunesmith.report.trace import read_trace
+from tunesmith.rewards.http_limits import Gate, Limits, listening
 
 
 def test_columns_are_filled_where_lines_lack_them() -> None:
@@ -254,6 +259,61 @@ def test_the_page_holds_any_text_as_data_and_nothing_from_elsewhere() -> None:
     assert held and json.loads(held[1])["model"]["runs"][0]["name"] == HOSTILE
     assert "connect-src" not in document and "unsafe" not in document
     assert not re.findall(r"https?://|src=(?!x)|url\(", document.replace(held[0], ""))
+
+
+@asynccontextmanager
+async def watching(*paths: Path) -> AsyncGenerator[Callable[..., Awaitable[tuple[int, Any]]]]:
+    """Asks a server for paths; None instead of a body that is no JSON."""
+    gate = Gate(Limits())
+    app_of_runs = make_app(Watch([open_run(path) for path in paths], "secret"), gate)
+    async with listening(app_of_runs, gate, "127.0.0.1", 0, shutdown=1) as port, aiohttp.ClientSession() as session:
+
+        async def ask(path: str, token: str = "secret") -> tuple[int, Any]:
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            async with session.get(f"http://127.0.0.1:{port}{path}", headers=headers) as answer:
+                return answer.status, await answer.json() if answer.content_type == "application/json" else None
+
+        yield ask
+
+
+async def test_the_server_answers_with_the_token_only(tmp_path: Path) -> None:
+    async with watching(make_run(tmp_path / "a")) as ask:
+        for path in ("/", "/?token=other", "/?token=s%C3%A9"):
+            assert (await ask(path))[0] == 401
+        for path in ("/api/model", "/api/groups?run=0", "/api/lines?run=0&place=0", "/nowhere"):
+            assert (await ask(path, ""))[0] == (await ask(path, "other"))[0] == 401
+        assert (await ask("/?token=secret"))[0] == 200
+        for path in (
+            "groups",
+            "groups?run=1",
+            "groups?run=-1",
+            "groups?run=0&first=x",
+            "lines?run=0",
+            "lines?run=0&place=x",
+        ):
+            status, answer = await ask(f"/api/{path}")
+            assert status == 400 and answer["error"], path
+        assert (await ask("/nowhere"))[0] == 404
+
+
+async def test_the_server_reads_on_while_a_run_goes_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    async with watching(run) as ask:
+        _, first = await ask("/api/model")
+        assert first["runs"][0]["steps"] == 5 and first["version"] == 1
+        assert (await ask("/api/model?seen=1"))[0] == 204
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 6, "time": 300.0, "reward": 9.0}\n')
+        _, second = await ask("/api/model?seen=1")
+        assert second["version"] == 2 and second["runs"][0]["curves"]["metrics"]["reward"]["mean"][-1] == 9.0
+        _, groups = await ask("/api/groups?run=0&kind=train&first=2")
+        assert [(g["step"], g["number"]) for g in groups["groups"]] == [(2, 1), (2, 0)] and groups["next"] is None
+        with (run / "rollouts.jsonl").open("a") as file:
+            file.write(json.dumps(rollout(6, completion="new")) + "\n")
+        _, groups = await ask("/api/groups?run=0&text=NEW")
+        _, lines = await ask(f"/api/lines?run=0&place={groups['groups'][0]['place']}")
+        assert [line["completion"] for line in lines["lines"]] == ["new"]
+        assert (await ask("/api/lines?run=0&place=99"))[1] == {"lines": []}
 
 
 def test_the_command_writes_one_private_file(tmp_path: Path) -> None:

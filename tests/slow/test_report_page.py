@@ -1,10 +1,16 @@
-"""The report in a real browser: runs over each other, rollouts browsed and filtered, and hostile text shown as text."""
+"""The page in a real browser: runs over each other, rollouts, a run that goes on, hostile text shown as text."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -145,6 +151,46 @@ async def test_rollouts_are_browsed_and_filtered(report: Path) -> None:
         await page.press("/")
         assert await page.run("document.activeElement.type") == "search"
         assert not page.errors
+
+
+@contextmanager
+def watched(run: Path) -> Generator[tuple[subprocess.Popen[str], str]]:
+    """``tunesmith watch`` in a process of its own, and its address."""
+    command = [sys.executable, "-m", "tunesmith", "watch", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_the_live_page_follows_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 3, LINES[:2])
+    with watched(run) as (process, address):
+        assert address.startswith("http://127.0.0.1:"), address
+        async with browser() as page:
+            await page.open(address)
+            reward = "document.querySelector('[data-metric=reward] figcaption').textContent"
+            assert await page.run(reward) == "0.3"
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 4, "time": 300.0, "reward": 0.75}\n{"step": 5, "ti')
+            await page.until(f"{reward} === '0.75'")
+            await open_tab(page, "Rollouts")
+            await shown_groups(page, 1)
+            with (run / "rollouts.jsonl").open("a") as file:
+                file.write(json.dumps(rollout(4, completion=HOSTILE)) + "\n")
+            assert await shown_groups(page, 2) == ["step 4", "step 1"]
+            selected = "document.querySelector('#list [aria-selected=true] strong').textContent"
+            assert await page.run(selected) == "step 1", "what is looked at stays"
+            await choose(page, "Text", "ALERT(1)")
+            await shown_groups(page, 1)
+            await page.until("document.querySelector('#group article')?.textContent.includes('\\\\x1b[31m')")
+            assert not page.errors and {urlsplit(r).netloc for r in page.requests} == {urlsplit(address).netloc}
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+            await page.until("document.querySelector('#status').textContent.startsWith('not connected')")
 
 
 async def test_hostile_text_is_shown_as_text(report: Path) -> None:

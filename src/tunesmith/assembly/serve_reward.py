@@ -47,8 +47,8 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
     """
     is_function = target in BUILTINS or ":" in target or target.endswith(".py")
     rewards = _function(target, options) if is_function else _model(target, options)
-    from tunesmith.rewards.http_limits import is_loopback
-    from tunesmith.rewards.server import RewardService, serve
+    from tunesmith.rewards.http_limits import Gate, Limits, is_loopback, serve
+    from tunesmith.rewards.server import RewardService, make_app
 
     token, new_token = read_token(options.token_file), None
     if token is None and not is_loopback(host):
@@ -61,7 +61,8 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
         print(f"serving {target} at {url}/reward (and {url}/health); Ctrl-C stops it", flush=True)
 
     try:
-        asyncio.run(serve(service, host, port, int(options.max_request_mb * 2**20), ready))
+        gate = Gate(Limits())
+        asyncio.run(serve(make_app(service, gate, int(options.max_request_mb * 2**20)), gate, host, port, ready))
     finally:
         rewards.close()
 

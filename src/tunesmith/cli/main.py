@@ -28,6 +28,7 @@ from tunesmith.cli.runs import runs
 from tunesmith.cli.serve_reward import serve_reward
 from tunesmith.cli.show_config import show_config
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
+from tunesmith.cli.watch import watch
 from tunesmith.monitor.interrupts import own_process
 
 app = typer.Typer(
@@ -41,7 +42,7 @@ app = typer.Typer(
 )
 COMMANDS: list[Callable[..., None]] = [
     demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, keys, explain, migrate,
-    presets, models, serve_reward, launch, check, runs, doctor, report,
+    presets, models, serve_reward, launch, check, runs, doctor, report, watch,
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:

@@ -26,7 +26,7 @@ const visibleRuns = () => model.runs.map((run, n) => ({ ...run, n, colour: runCo
 // Where rollouts come from: the sample in a written report, or the server of `watch`, which pages through all of them.
 
 async function ask(path, parameters) {
-  const response = await fetch(`${path}?${new URLSearchParams(parameters)}`, { headers: { "X-Token": token } });
+  const response = await fetch(`${path}?${new URLSearchParams(parameters)}`, { headers: { Authorization: `Bearer ${token}` } });
   if (response.status === 204) return null;
   if (!response.ok) throw new Error(await response.text());
   return response.json();
@@ -215,6 +215,16 @@ async function more() {
   const answer = await findGroups(nextStart);
   groups = groups.concat(answer.groups);
   nextStart = answer.next;
+  fillList();
+}
+
+// What was written since the list was made; what is looked at stays. A search for text is not repeated.
+async function addNewGroups() {
+  const newest = Math.max(-1, ...groups.map((group) => group.place));
+  const added = view.text ? [] : (await findGroups("")).groups.filter((group) => group.place > newest);
+  groups = [...added, ...groups];
+  if (selected < 0 && groups.length) openGroup(0);
+  else if (selected >= 0) selected += added.length;
   fillList();
 }
 
@@ -475,17 +485,22 @@ async function refresh() {
     if (newer) {
       model = newer;
       showRuns();
-      if (view.tab !== "Rollouts") show(); else fillList();
+      if (view.tab === "Rollouts") await addNewGroups(); else show();
     }
     byId("status").textContent = "live";
   } catch (error) {
     byId("status").textContent = "not connected: tunesmith watch has ended";
   }
-  setTimeout(refresh, 2000);
+  setTimeout(refresh, wait());
+}
+
+// Making the model of a long run takes time, of which the run's machine gives a twentieth at most.
+function wait() {
+  return Math.max(2000, 20000 * (model.seconds || 0));
 }
 
 byId("keys").append(...Object.entries(keys).flatMap(([key, does]) => [make("dt", {}, make("kbd", {}, key)), make("dd", {}, does)]));
 byId("status").textContent = data.live ? "live" : `written ${data.written}`;
 showRuns();
 openTab(view.tab);
-if (data.live) setTimeout(refresh, 2000);
+if (data.live) setTimeout(refresh, wait());

@@ -34,12 +34,25 @@ class Run:
     path: Path
     metrics: MetricsFile
     rollouts: RolloutIndex
+    _judged: tuple[int, list[Json], str | None] | None = None
+    """The steps that the doctor has seen, and what it said."""
 
     def read_on(self) -> bool:
         """Returns whether the metrics or the rollouts have changed."""
         size = self.rollouts.size
         self.rollouts.read_on()
         return self.metrics.read_on() | (size != self.rollouts.size)
+
+    def findings(self) -> tuple[list[Json], str | None]:
+        """What the doctor finds, and why it could not judge. A long run is judged again after a fiftieth more steps."""
+        rows = self.metrics.steps.rows
+        if self._judged is None or not self._judged[0] <= rows <= self._judged[0] * 1.02:
+            try:
+                found = [asdict(finding) for finding in diagnose(read_record(self.path))]
+                self._judged = rows, found, None
+            except TunesmithError as error:
+                self._judged = rows, [], str(error)
+        return self._judged[1:]
 
 
 def open_run(path: Path) -> Run:
@@ -81,17 +94,15 @@ def run_json(run: Run, name: str) -> Json:
         problems.append(f"{run.rollouts.damaged} lines of the rollout files are no rollouts and are left out")
     if not steps.rows:
         problems.append("no step is complete yet")
-    findings, why_none = read_findings(run.path)
-    step = steps.column("step")
-    times = steps.column("time")
+    findings, why_none = run.findings()
+    step = int(steps.column("step")[-1]) if steps.rows else 0
     total = settings.get("train.steps", {}).get("value")
     return {
         "name": name,
         "path": str(run.path),
-        "state": state(run.path, int(step[-1]) if steps.rows else 0, total),
-        "steps": int(step[-1]) if steps.rows else 0,
+        "state": "running" if running(run.path) else "done" if isinstance(total, int) and step >= total else "stopped",
+        "steps": step,
         "total_steps": total,
-        "written": float(times[-1]) if steps.rows and times[-1] == times[-1] else None,
         "problems": problems,
         "notes": notes,
         "curves": curves(steps),
@@ -107,12 +118,11 @@ def run_json(run: Run, name: str) -> Json:
     }
 
 
-def state(path: Path, step: int, total: Any) -> str:
-    """``running``, ``done``, or ``stopped`` before the last step."""
-    with suppress(OSError):  # a lock of another user
-        if is_running(path):
-            return "running"
-    return "done" if isinstance(total, int) and step >= total else "stopped"
+def running(path: Path) -> bool:
+    """Whether a run goes on; False where this user may not know."""
+    with suppress(OSError):
+        return is_running(path)
+    return False
 
 
 def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
@@ -135,14 +145,6 @@ def read_plan(path: Path) -> Json | None:
         return {"memory": list(plan["memory"]), "seconds": dict(plan["seconds"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def read_findings(path: Path) -> tuple[list[Json], str | None]:
-    """What the doctor finds, and why it could not judge."""
-    try:
-        return [asdict(finding) for finding in diagnose(read_record(path))], None
-    except TunesmithError as error:
-        return [], str(error)
 
 
 def evaluations(run: Run) -> Json:

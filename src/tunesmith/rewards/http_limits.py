@@ -10,9 +10,10 @@ import asyncio
 import hmac
 import logging
 import resource
+import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, cast
@@ -20,7 +21,11 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from tunesmith.errors import ConfigError, boundary
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SHUTDOWN_SECONDS = 10.0
+"""Time that requests under way have to finish when the server is stopped."""
 REFUSAL_SECONDS = 5.0
 """Time to send a client the answer that its request came too late."""
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -193,6 +198,29 @@ async def listening(
             server.close()
     finally:
         await runner.cleanup()
+
+
+async def serve(app: web.Application, gate: Gate, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C, then finish the requests under way.
+
+    Args:
+        port: 0 picks a free one.
+        ready: called with the address, such as ``http://127.0.0.1:8100``.
+
+    Raises:
+        ConfigError: the address is in use, or not one of this machine.
+    """
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    loop.set_exception_handler(
+        lambda _, context: print(f"{context.get('message')}: {context.get('exception')}", file=sys.stderr)
+    )
+    async with AsyncExitStack() as serving:
+        with boundary(ConfigError, f"cannot listen on {host}:{port}; choose another --host or --port", OSError):
+            port = await serving.enter_async_context(listening(app, gate, host, port, shutdown=SHUTDOWN_SECONDS))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopped.set)
+        ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        await stopped.wait()
 
 
 def has_token(request: web.Request, token: str) -> bool:

@@ -7,11 +7,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import sys
-from collections.abc import Callable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any, NamedTuple, Self
@@ -19,15 +14,12 @@ from typing import Annotated, Any, NamedTuple, Self
 from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
-from tunesmith.errors import ConfigError, EpisodeError, boundary
+from tunesmith.errors import EpisodeError
 from tunesmith.rewards.batching import Batcher
 from tunesmith.rewards.function import NOT_COLUMNS, text_of
-from tunesmith.rewards.http_limits import Gate, Limits, guarded, has_token, listening
+from tunesmith.rewards.http_limits import Gate, guarded, has_token
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Prompt, Rollout, Status, Task, text_of_content
-
-SHUTDOWN_SECONDS = 10.0
-"""Time that requests under way have to finish when the server is stopped."""
 
 
 def _text_or_messages(value: Any) -> Prompt:
@@ -148,27 +140,3 @@ def make_app(service: RewardService, gate: Gate, max_bytes: int) -> web.Applicat
     app = web.Application(client_max_size=max_bytes, middlewares=[guarded(gate, service.token, ("/health",))])
     app.add_routes([web.post("/reward", service.reward), web.get("/health", service.health)])
     return app
-
-
-async def serve(service: RewardService, host: str, port: int, max_bytes: int, ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish the requests under way.
-
-    Args:
-        port: 0 picks a free one.
-        ready: called with the address, such as ``http://127.0.0.1:8100``.
-
-    Raises:
-        ConfigError: the address is in use, or not one of this machine.
-    """
-    gate, loop, stopped = Gate(Limits()), asyncio.get_running_loop(), asyncio.Event()
-    loop.set_exception_handler(
-        lambda _, context: print(f"{context.get('message')}: {context.get('exception')}", file=sys.stderr)
-    )
-    async with AsyncExitStack() as serving:
-        with boundary(ConfigError, f"cannot listen on {host}:{port}; choose another --host or --port", OSError):
-            listens = listening(make_app(service, gate, max_bytes), gate, host, port, shutdown=SHUTDOWN_SECONDS)
-            port = await serving.enter_async_context(listens)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopped.set)
-        ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        await stopped.wait()
