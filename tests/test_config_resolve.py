@@ -157,7 +157,7 @@ def test_sampler_memory_is_what_the_batch_needs_or_its_share() -> None:
     assert derived(resolved, "system.kv_memory")[0] == f"{-(-wanted * 11 // 10**7)}MB"
     tight = resolve(rl("rollout.group_size=256", "rollout.max_new_tokens=3000", "system.max_running=2048"), facts())
     value, reason = derived(tight, "system.kv_memory")
-    assert value == f"{-(-(8 * GB - 18 * 5_000_000 - 3100 * 5 * 2 * 768) // 4 // 10**6)}MB"
+    assert value == f"{-(-(8 * GB - (18 + 8) * 5_000_000 - 3100 * 5 * 2 * 768) // 4 // 10**6)}MB"
     assert reason.startswith("a quarter of the free memory")
 
 

@@ -22,12 +22,12 @@ from torch.nn import functional as F
 
 from tunesmith.models.attention import AttentionContext, AttentionRule
 from tunesmith.models.lean_ops import Activation, gated, linear, rms_norm, rotate
+from tunesmith.models.products import Product
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-
-PACKED_ROWS = 32
-"""The number of rows for which the layout of packed weights is optimised."""
+PRODUCTS = ("qkv", "out", "gate_up", "down")
+"""The products of a layer."""
 
 
 class Projection:
@@ -85,20 +85,6 @@ def _one_storage(parameters: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-class PackedProjection:
-    """A projection in bfloat16 on a CPU, without gradients, with a copy of the current weights.
-
-    The copy has the layout of the CPU's matrix units; otherwise every product would convert the weights.
-    """
-
-    def __init__(self, projection: Projection) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(projection.weight, PACKED_ROWS)
-        self._bias = projection.bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-
-
 class Norm:
     """A root-mean-square norm. Gemma's weights are offsets from one, applied before rounding."""
 
@@ -110,6 +96,12 @@ class Norm:
     @property
     def weight(self) -> Tensor:
         return self._own["weight"]
+
+    def of(self, dtype: torch.dtype) -> Norm:
+        """The norm with its current weight in another type."""
+        norm = copy.copy(self)
+        norm._own = {"weight": self.weight.detach().to(dtype)}
+        return norm
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, self.offset)
@@ -123,11 +115,15 @@ class Layer:
         self.module, self.index = module, index
         self.kind = type(module)
         joint = hasattr(attention, "qkv_proj")
-        self.qkv = Projection(attention, *(("qkv_proj",) if joint else ("q_proj", "k_proj", "v_proj")))
-        self.out = Projection(attention, "o_proj")
+        self.qkv: Projection | Product = Projection(
+            attention, *(("qkv_proj",) if joint else ("q_proj", "k_proj", "v_proj"))
+        )
+        self.out: Projection | Product = Projection(attention, "o_proj")
         joint = hasattr(mlp, "gate_up_proj")
-        self.gate_up = Projection(mlp, *(("gate_up_proj",) if joint else ("gate_proj", "up_proj")))
-        self.down = Projection(mlp, "down_proj")
+        self.gate_up: Projection | Product = Projection(
+            mlp, *(("gate_up_proj",) if joint else ("gate_proj", "up_proj"))
+        )
+        self.down: Projection | Product = Projection(mlp, "down_proj")
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         windowed = config if config.model_type in ("mistral", "phi3") else attention
@@ -139,11 +135,23 @@ class Layer:
         self.q_norm, self.k_norm = (
             Norm(getattr(attention, n)) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")
         )
+        self._qk_weight: Tensor | None = None
         self.before_attention = Norm(module.input_layernorm)
         sandwich = hasattr(module, "pre_feedforward_layernorm")
         self.after_attention = Norm(module.post_attention_layernorm) if sandwich else None
         self.before_mlp = Norm(module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm)
         self.after_mlp = Norm(module.post_feedforward_layernorm) if sandwich else None
+
+    def with_products(self, product: Callable[[str], Product], dtype: torch.dtype) -> Layer:
+        """See ``LeanDecoder.with_products``."""
+        layer = copy.copy(self)
+        for name in PRODUCTS:
+            setattr(layer, name, product(name))
+        for name, value in vars(self).items():
+            if isinstance(value, Norm):
+                setattr(layer, name, value.of(dtype))
+        layer._qk_weight = layer._joint_weight()
+        return layer
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext) -> Tensor:
         """``[T, d]`` to ``[T, d]``; ``cos`` and ``sin`` are ``[T, 1, D]``, the first half of ``sin`` negated."""
@@ -158,13 +166,20 @@ class Layer:
         """Rotated queries ``[T, H, D]``, rotated keys and values ``[T, K, D]``."""
         heads = self.qkv(x).view(len(x), self.heads + 2 * self.kv_heads, -1)
         qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            weights = self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)
-            qk = rms_norm(qk, torch.cat(weights), self.q_norm.eps, self.q_norm.offset)
+        if self.q_norm is not None:
+            weight = self._joint_weight() if self._qk_weight is None else self._qk_weight
+            assert weight is not None
+            qk = rms_norm(qk, weight, self.q_norm.eps, self.q_norm.offset)
         if self.rotates:
             qk = rotate(qk, cos, sin)
         q, k = qk.split([self.heads, self.kv_heads], 1)
         return q, k, v
+
+    def _joint_weight(self) -> Tensor | None:
+        """``[H + K, D]``: the weights of the norms of queries and keys; None if there are none."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return torch.cat((self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)))
 
 
 class LeanDecoder:
@@ -175,6 +190,8 @@ class LeanDecoder:
         self.kind = type(model)
         self.layers = [Layer(module, model.config, i) for i, module in enumerate(model.layers)]
         self.norm = Norm(model.norm)
+        self.rows: torch.dtype | None = None
+        """Type in which layers compute; None: the embedding's."""
         # Gemma 3 has different rotary tables for local and global layers.
         local_and_global = self.config.model_type == "gemma3_text"
         kinds: list[str | None] = list(self.config.layer_types) if local_and_global else [None] * len(self.layers)
@@ -196,18 +213,20 @@ class LeanDecoder:
             return None
         return cls(model)
 
-    def packed(self) -> LeanDecoder | None:
-        """This decoder with packed weights for decoding; None unless all are plain bfloat16 weights on a CPU."""
-        names = ("qkv", "out", "gate_up", "down")
-        projections = [cast(Projection, getattr(layer, name)) for layer in self.layers for name in names]
-        plain = all(p.intact() and p.weight.dtype == torch.bfloat16 and p.weight.is_cpu for p in projections)
-        if not plain or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return None
+    @property
+    def plain(self) -> bool:
+        """Whether every product of a layer is one of plain weights, without hooks or an adapter."""
+        return all(getattr(layer, name).intact() for layer in self.layers for name in PRODUCTS)
+
+    def with_products(self, product: Callable[[int, str], Product], dtype: torch.dtype) -> LeanDecoder:
+        """This decoder with other products, for passes without gradients.
+
+        Args:
+            product: by layer and name; computes what the layer's own product does, on rows of ``dtype``.
+        """
         decoder = copy.copy(self)
-        decoder.layers = [copy.copy(layer) for layer in self.layers]
-        for layer in decoder.layers:
-            for name in names:
-                setattr(layer, name, PackedProjection(getattr(layer, name)))
+        decoder.layers = [layer.with_products(partial(product, i), dtype) for i, layer in enumerate(self.layers)]
+        decoder.norm, decoder.rows = self.norm.of(dtype), dtype
         return decoder
 
     @property
@@ -218,7 +237,8 @@ class LeanDecoder:
     def __call__(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
         """See ``Decoder.hidden``."""
         x = self.model.embed_tokens(token_ids)
-        tables = {kind: self._rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
+        x = x if self.rows is None else x.to(self.rows)
+        tables = {kind: self.rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
         for layer, kind in zip(self.layers, self.layer_types, strict=True):
             run: Callable[..., Tensor] = layer
             if layer.module.gradient_checkpointing and layer.module.training and torch.is_grad_enabled():
@@ -228,7 +248,8 @@ class LeanDecoder:
             x = run(x, *tables[kind], attention)
         return self.norm(x)
 
-    def _rotary(self, x: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+    def rotary(self, x: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+        """The tables of a kind of layer, ``[T, 1, D]`` each; see ``Layer``."""
         extra = () if kind is None else (kind,)
         cos, sin = self.model.rotary_emb(x, position_ids.unsqueeze(0), *extra)
         sin = sin[0].clone()

@@ -16,6 +16,8 @@ CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Logits of one chunk. On a CPU they should stay in the cache until they are used."""
 LEAST_ROWS = 128
 """With fewer rows the head's weight would be read too often for the work."""
+SMALL = 64 << 20
+"""Numbers of a model that a CPU decodes in float32 too, if few rows are faster so."""
 LIBRARIES = 10**9
 """What CUDA and its libraries take of a GPU in each process."""
 
@@ -63,6 +65,8 @@ class Layout:
     """Copies of the weights that engines hold here."""
     ranks: int = 1
     """Devices that each engine is split over."""
+    prepared: int = 0
+    """Bytes of weights that local engines on a CPU have prepared for products of few rows."""
     kv_bytes: int = 0
     """Of all engines here."""
     turns: bool = False
@@ -84,7 +88,7 @@ class Price:
     head: int = 0
     """Temporaries: of the log-probabilities, or of a layer's backward pass."""
     engine: int = 0
-    """The engines' copies of the weights."""
+    """The engines' copies of the weights, and what they have prepared of them."""
     kv: int = 0
     libraries: int = 0
     """Of CUDA and its libraries."""
@@ -122,7 +126,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     """
     numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
-    engine, kv = layout.engines * copy // layout.ranks, layout.kv_bytes
+    engine, kv = layout.engines * copy // layout.ranks + layout.prepared, layout.kv_bytes
     frozen = layout.references * copy + layout.frozen_parameters * layout.bytes_per_number
     held = copy if layout.holds_model else 0
     if not layout.trains:
@@ -270,6 +274,16 @@ def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = 
         return numbers * bytes_per_number
     whole = min(numbers, _outside(model))
     return whole * bytes_per_number + int((numbers - whole) * QUANTISED_BYTES[quantize])
+
+
+def prepared_bytes(numbers: int, memory_total: int) -> int:
+    """At most what the local engine prepares of its weights on a CPU (``engines.local.decode_model``).
+
+    They are in two kinds of 16 bits or in one of 32 bits; of a small model in all. They are not worth an eighth of the
+    machine's memory: of a model for which they would take more nothing is prepared.
+    """
+    needed = (8 if numbers <= SMALL else 4) * numbers
+    return needed if needed <= memory_total // 8 else 0
 
 
 def _outside(model: ModelFacts) -> int:

@@ -22,6 +22,7 @@ from tunesmith.plan.cost import (
     backward_bytes,
     copy_bytes,
     layer_bytes,
+    prepared_bytes,
     price,
     sent_bytes,
 )
@@ -154,8 +155,17 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         chunk=system.logprob_chunk,
         engines=together if weights_apart(config) else 0,
         ranks=ranks_per_engine(config),
+        prepared=together * _prepared(config, facts),
         turns=bool(known(system, "hybrid")) or isinstance(config, RFTConfig),
     )
+
+
+def _prepared(config: RunConfig, facts: Facts) -> int:
+    """What each engine on a CPU prepares of its weights."""
+    model = facts.model
+    if on_gpu(config) or config.system.engine != "local" or config.model.quantize is not None or model is None:
+        return 0
+    return prepared_bytes(model.parameters or 0, facts.hardware.memory_total)
 
 
 def planned(config: RunConfig, facts: Facts) -> Price | None:

@@ -1,80 +1,101 @@
-"""Which copy of a model decodes fastest on a CPU: in float32, in packed bfloat16, or with the adapter merged.
+"""The model that decodes: the trainer's, with products of few rows as they are fastest on this machine.
 
-A bfloat16 product of few rows takes 20 to 40 us, however small it is: several times a float32 one. From about 16 rows
-up it is faster. So a small model gets a float32 copy, renewed for every version, that decodes few rows. Its results are
-those of the bfloat16 weights, computed more exactly. Many rows are decoded with bfloat16 weights that are packed once
-per version instead of in every product.
-
-A small model with an adapter gets a float32 copy too, into which the adapter is merged once per version.
+On a CPU most of a decoding step is products of few rows. Their weights are prepared once per version, in the kinds that
+were measured to be fastest (``choices``). Those of a bfloat16 model have rows in bfloat16, as the trainer computes
+them, or in float32, which is more exact. An adapter on a small model is merged into a float32 copy first.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from typing import Any
+from typing import cast
 
 import torch
+from torch import Tensor
 
+from tunesmith.engines.local.choices import Choice, choose
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.lean import LeanDecoder
+from tunesmith.models.lean import PRODUCTS, LeanDecoder, Projection
+from tunesmith.models.products import HEADS, LAYERS, Product
 from tunesmith.models.quantised import is_quantised
-
-FEW_ROWS = 12
-LARGEST_COPY = 256 << 20
-"""Bytes. In larger models reading the weights takes longer than starting the products."""
+from tunesmith.plan.cost import SMALL, prepared_bytes
+from tunesmith.plan.hardware import memory
 
 
 class DecodeModel:
-    """The model that decodes: the trainer's, or one of the copies."""
+    """What decodes so many rows, and the head of its states."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
-        small = 4 * sum(p.numel() for p in model.module.parameters()) <= LARGEST_COPY
-        may_copy = small and model.device.type == "cpu" and not is_quantised(model.module)
-        self._copies = may_copy and model.module.dtype == torch.bfloat16
-        self._merges = may_copy and model.adapter is not None
+        on_cpu = model.device.type == "cpu" and not is_quantised(model.module)
+        numbers = sum(p.numel() for p in model.module.parameters())
+        # In larger models the two small products that an adapter adds to each matter less.
+        self._merges = on_cpu and model.adapter is not None and numbers <= SMALL
+        fits = prepared_bytes(numbers, memory()[0]) > 0
+        self._prepares = on_cpu and fits and (self._merges or model.module.dtype in LAYERS)
+        self._choices: dict[int, Choice] | None = None
         self._merged: CausalLM | None = None
-        self._exact: CausalLM | None = None
-        self._exact_is_current = False
-        self._packed: CausalLM | None = None
+        self._decoders: dict[tuple[str, ...], CausalLM] = {}
+        self._products: dict[tuple[int, str, str], Product] = {}
+        self._heads: dict[str, Product] = {}
 
     def refresh(self) -> None:
-        """Renew the copies: the trainer's weights are new."""
-        self._exact_is_current, self._packed, self._merged = False, None, None
+        """Forget what was prepared: the trainer's weights are new, or others need the memory."""
+        self._merged = None
+        for prepared in (self._decoders, self._products, self._heads):
+            prepared.clear()
 
     def for_rows(self, rows: int) -> CausalLM:
         """The model to run so many rows on."""
-        if self._merges:
-            return self._with_adapter_merged()
-        if not self._copies:
+        whole, chosen = self._whole(), self._choice(rows)
+        kinds = tuple(chosen.get(name, "plain") for name in PRODUCTS)
+        if set(kinds) == {"plain"}:
+            return whole
+        if kinds not in self._decoders:
+            self._decoders[kinds] = self._prepared(whole, chosen)
+        return self._decoders[kinds]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[T, V]`` float32 on a CPU. Rounded to bfloat16, log-probabilities would be off by up to 0.03."""
+        head = self._whole().head
+        kinds = HEADS.get(head.weight.dtype, HEADS[torch.bfloat16])
+        kind = self._choice(len(hidden)).get("head", next(reversed(kinds)))
+        if kind not in self._heads:
+            self._heads[kind] = kinds[kind].prepare(head.weight, cast("Tensor | None", head.bias))
+        return self._heads[kind](hidden.to(kinds[kind].rows or hidden.dtype))
+
+    def _choice(self, rows: int) -> Choice:
+        """Empty if the layers' products are not those of plain weights on a CPU."""
+        if self._choices is None:
+            whole = self._whole()
+            able = self._prepares and whole.lean is not None and whole.lean.plain
+            self._choices = choose(whole, whole.lean) if able and whole.lean else {1: {}}
+        return self._choices[next((most for most in self._choices if rows <= most), max(self._choices))]
+
+    def _whole(self) -> CausalLM:
+        """The model with its adapter merged, which adds two small products and Python calls to each large product."""
+        if not self._merges:
             return self._model
-        return self._in_float32() if rows <= FEW_ROWS else self._with_packed_weights()
-
-    def _in_float32(self) -> CausalLM:
-        if self._exact is None:
-            self._exact = self._copy_of(copy.deepcopy(self._model.module).float().requires_grad_(False))
-            self._exact_is_current = True
-        if not self._exact_is_current:
-            with torch.no_grad():
-                for mine, new in zip(self._exact.module.parameters(), self._model.module.parameters(), strict=True):
-                    mine.copy_(new)
-            self._exact_is_current = True
-        return self._exact
-
-    def _with_adapter_merged(self) -> CausalLM:
-        """An adapter adds two small products and Python calls to each large product; merged it costs nothing."""
         if self._merged is None:
             assert self._model.adapter is not None
-            self._merged = self._copy_of(self._model.adapter.merged())
+            module = self._model.adapter.merged()
+            lean = None if self._model.lean is None else LeanDecoder.of(module.base_model)
+            self._merged = CausalLM(module, self._model.tokenizer, lean)
         return self._merged
 
-    def _copy_of(self, module: Any) -> CausalLM:
-        lean = None if self._model.lean is None else LeanDecoder.of(module.base_model)
-        return CausalLM(module, self._model.tokenizer, lean)
+    def _prepared(self, whole: CausalLM, chosen: Choice) -> CausalLM:
+        lean, kinds = whole.lean, LAYERS[whole.module.dtype]
+        assert lean is not None
 
-    def _with_packed_weights(self) -> CausalLM:
-        if self._packed is None:
-            lean = None if self._model.lean is None else self._model.lean.packed()
-            self._packed = self._model if lean is None else dataclasses.replace(self._model, lean=lean)
-        return self._packed
+        def product(layer: int, name: str) -> Product:
+            key = layer, name, chosen[name]
+            if key not in self._products:
+                own = cast(Projection, getattr(lean.layers[layer], name))
+                self._products[key] = kinds[chosen[name]].prepare(own.weight, own.bias)
+            return self._products[key]
+
+        rows = kinds[chosen[PRODUCTS[0]]].rows
+        assert rows is not None
+        return dataclasses.replace(whole, lean=lean.with_products(product, rows))

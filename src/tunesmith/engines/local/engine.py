@@ -134,7 +134,7 @@ class LocalEngine:
         await self._thread.call(load)
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the KV memory. The weights are the trainer's, and stay at any level.
+        """Free the KV memory and prepared weights. The weights are the trainer's, and stay at any level.
 
         Raises:
             EngineError: requests are in flight.
@@ -144,7 +144,12 @@ class LocalEngine:
             raise EngineError("the engine cannot sleep while requests are in flight: await them first")
         if self._state == "awake":
             self._state = "asleep"
-            await self._thread.call(self._pool.clear)
+
+            def free() -> None:
+                self._pool.clear()
+                self._runner.refresh()
+
+            await self._thread.call(free)
 
     async def wake(self) -> None:
         """Take the KV memory back, empty."""

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tunesmith.engines.local.decode_attention import DecodeAttention, Grouping
-from tunesmith.engines.local.decode_model import FEW_ROWS, DecodeModel
+from tunesmith.engines.local.decode_model import DecodeModel
 from tunesmith.engines.local.kv_memory import KVLayout, KVMemory
 from tunesmith.engines.local.penalties import penalise
 from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention, split_pieces
@@ -19,7 +18,6 @@ from tunesmith.engines.local.sampler import SamplingPlan, sample
 from tunesmith.errors import ModelError
 from tunesmith.models.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM, logit_scale
-from tunesmith.models.head import bfloat16_operands
 from tunesmith.plan.cost import ForwardCost
 
 
@@ -77,7 +75,6 @@ class Runner:
         self.model, self._memory, self._max_prefill_tokens = model, memory, max_prefill_tokens
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
-        self._head: tuple[Tensor, Tensor | None] | None = None
         self._decoder = DecodeModel(model)
         self._grouping: tuple[list[tuple[int, int]], Grouping] | None = None
         self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
@@ -139,17 +136,13 @@ class Runner:
         return tokens.tolist(), logprobs.tolist()
 
     def refresh(self) -> None:
-        """Forget copies of the weights: they are new."""
+        """Forget prepared weights: they are new, or others need the memory."""
         self._decoder.refresh()
-        self._head = None
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """``[B, V]`` float32, never rounded to bfloat16: that would move log-probabilities by up to 0.03.
-
-        On a CPU a bfloat16 model's head is copied in float32, once per version.
-        """
+        """``[B, V]`` float32, never rounded to bfloat16: that would move log-probabilities by up to 0.03."""
         if hidden.device.type == "cpu":
-            logits = self._product_on_cpu(hidden)
+            logits = self._decoder.logits(hidden)
         else:
             weight, bias = self.model.head.weight, cast("Tensor | None", self.model.head.bias)
             options: dict[str, Any] = {} if hidden.dtype == torch.float32 else {"out_dtype": torch.float32}
@@ -160,15 +153,6 @@ class Runner:
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
-
-    def _product_on_cpu(self, hidden: Tensor) -> Tensor:
-        if self._head is None:
-            head = self.model.head
-            bias = cast("Tensor | None", head.bias)
-            self._head = head.weight.float(), None if bias is None else bias.float()
-        rounded = hidden.dtype == torch.bfloat16
-        with bfloat16_operands(rounded and len(hidden) > FEW_ROWS):
-            return F.linear(hidden.float(), *self._head)
 
     def _read(self, pieces: Sequence[Piece], model: CausalLM) -> Tensor:
         """``[tokens, d]``: the hidden states of all pieces."""

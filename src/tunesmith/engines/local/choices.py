@@ -1,0 +1,106 @@
+"""Which kinds of products decode fastest here: measured once, and kept on disk.
+
+The choice decides how results are rounded. So it is made once per machine, shape of the model, number of threads and
+version of torch, and every later run reads it: runs repeat bitwise. Of processes that measure at the same time, the
+first to write decides for all. Where nothing can be kept, nothing is measured, and the choice is a fixed one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from tunesmith.engines.local.measuring import measured
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.lean import PRODUCTS, LeanDecoder
+from tunesmith.models.products import HEADS, LAYERS, works
+from tunesmith.plan.cost import SMALL
+from tunesmith.plan.hardware import read_hardware
+
+Choice = Mapping[str, str]
+"""The kind of each of a layer's products and of the head, by name."""
+ROWS = (1, 4, 16, 64)
+"""The numbers of rows that are measured. Others take the choice of the next larger number, or of the last."""
+FEW_ROWS = 12
+"""Up to so many rows, a small bfloat16 model decodes in float32 unless something was measured."""
+LEAST = 2 << 20
+"""Numbers of a model that is worth measuring."""
+
+
+def fixed(numbers: int, dtype: torch.dtype) -> dict[int, Choice]:
+    """Choices without a measurement, by the largest number of rows."""
+    if dtype == torch.float32:
+        return {1: dict.fromkeys((*PRODUCTS, "head"), "plain")}
+    many = "packed" if numbers <= SMALL and works(LAYERS[dtype]["packed"], dtype) else "plain"
+    choices: dict[int, Choice] = {FEW_ROWS + 1: {**dict.fromkeys(PRODUCTS, many), "head": "float32"}}
+    if numbers <= SMALL:
+        choices[FEW_ROWS] = dict.fromkeys((*PRODUCTS, "head"), "float32")
+    return dict(sorted(choices.items()))
+
+
+def choose(model: CausalLM, lean: LeanDecoder) -> dict[int, Choice]:
+    """The fastest kinds on this machine, by the largest number of rows that they are for."""
+    dtype, head = model.module.dtype, model.head.weight
+    shapes = [[*getattr(lean.layers[0], name).weight.shape] for name in PRODUCTS]
+    numbers = sum(p.numel() for p in model.module.parameters())
+    if numbers < LEAST:
+        return fixed(numbers, dtype)
+    key = {"layers": len(lean.layers), "shapes": [*shapes, [*head.shape]], "dtype": str(dtype), "rows": ROWS}
+    found = kept(key, lambda: measured(model, lean, ROWS, small=numbers <= SMALL), lambda kinds: _valid(kinds, dtype))
+    return fixed(numbers, dtype) if found is None else {int(rows): kinds for rows, kinds in found.items()}
+
+
+def kept(key: Mapping[str, Any], measure: Callable[[], Any], valid: Callable[[Any], bool]) -> Any:
+    """What was measured for ``key`` on this machine, now or earlier; None if nothing can be kept.
+
+    Args:
+        key: what the measurement depends on, besides the machine and torch.
+        valid: whether a file holds such a measurement; if not, it is measured and written again.
+    """
+    facts = {"cpu": read_hardware().cpu, "threads": torch.get_num_threads(), "torch": torch.__version__, **key}
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith" / "products"
+    path = folder / f"{name}.json"
+    try:
+        if (found := _read(path, valid)) is not None:
+            return found
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            mine = Path(scratch) / path.name
+            mine.write_text(json.dumps({"facts": facts, "measured": measure()}, indent=1) + "\n", encoding="utf-8")
+            try:
+                os.link(mine, path)
+            except FileExistsError:  # another process was faster, or the file is damaged
+                if _read(path, valid) is None:
+                    mine.replace(path)
+        return _read(path, valid)
+    except OSError:
+        return None
+
+
+def _read(path: Path, valid: Callable[[Any], bool]) -> Any:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["measured"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return found if valid(found) else None
+
+
+def _valid(found: Any, dtype: torch.dtype) -> bool:
+    """Whether it is a choice for each number of ``ROWS``, of kinds whose rows are of one type."""
+    if not isinstance(found, dict) or [*cast("dict[str, Any]", found)] != [str(rows) for rows in ROWS]:
+        return False
+    for kinds in cast("dict[str, Any]", found).values():
+        if not isinstance(kinds, dict) or set(cast("dict[str, Any]", kinds)) != {*PRODUCTS, "head"}:
+            return False
+        known = all(kinds[name] in LAYERS[dtype] for name in PRODUCTS) and kinds["head"] in HEADS[dtype]
+        if not known or len({LAYERS[dtype][kinds[name]].rows for name in PRODUCTS}) > 1:
+            return False
+    return True

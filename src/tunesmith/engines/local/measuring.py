@@ -1,0 +1,105 @@
+"""How long each kind of product takes with a model's own weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tunesmith.models.attention import AttentionRule
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.lean import PRODUCTS, LeanDecoder
+from tunesmith.models.products import HEADS, LAYERS, Kind, Product, works
+
+SAMPLE = 16 << 20
+"""Numbers of the layers that are measured in turn, and of the part of the head: more than a core's own cache holds."""
+REPEATS = 2
+
+
+class _NoAttention:
+    """An ``AttentionContext`` that costs nothing."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:  # noqa: ARG002
+        return query
+
+
+class _Sample:
+    """Some layers and a part of the head, prepared in every kind that this machine has."""
+
+    def __init__(self, model: CausalLM, lean: LeanDecoder, *, small: bool) -> None:
+        dtype, weight = model.module.dtype, model.head.weight
+        self.lean, self.layers, self.heads = lean, _able(LAYERS[dtype], dtype, small), _able(HEADS[dtype], dtype, small)
+        self.widths = {name: getattr(lean.layers[0], name).weight.shape[1] for name in PRODUCTS}
+        per_layer = sum(getattr(lean.layers[0], name).weight.numel() for name in PRODUCTS)
+        self.count = min(len(lean.layers), max(1, SAMPLE // per_layer))
+        rows = min(len(weight), max(1, SAMPLE // weight.shape[1]))
+        self.parts_of_head, self.head_width = len(weight) / rows, weight.shape[1]
+        self.products: dict[tuple[str, str], list[Product]] = {}
+        for name in PRODUCTS:
+            own = [getattr(layer, name) for layer in lean.layers[: self.count]]
+            for kind, how in self.layers.items():
+                self.products[name, kind] = [how.prepare(p.weight, p.bias) for p in own]
+        self.of_head = {kind: how.prepare(weight[:rows], None) for kind, how in self.heads.items()}
+
+    def fastest(self, rows: int) -> dict[str, str]:
+        """The kinds with which a step of so many rows takes least time; all rows of a layer have one type."""
+        types = dict.fromkeys(kind.rows for kind in self.layers.values() if kind.rows)
+        return min((self._of_type(rows, dtype) for dtype in types), key=lambda found: found[0])[1]
+
+    def _of_type(self, rows: int, dtype: torch.dtype) -> tuple[float, dict[str, str]]:
+        """Seconds of a step whose layers compute in ``dtype``, and its kinds."""
+        chosen: dict[str, str] = {}
+        for name in PRODUCTS:
+            x = torch.ones(rows, self.widths[name], dtype=dtype)
+            able = [kind for kind, how in self.layers.items() if how.rows == dtype]
+            times = _seconds({kind: lambda k=kind, x=x, n=name: _each(self.products[n, k], x) for kind in able})
+            chosen[name] = min(times, key=lambda kind: times[kind])
+        decoder = self.lean.with_products(lambda i, n: self.products[n, chosen[n]][i % self.count], dtype)
+        x = torch.ones(rows, self.lean.config.hidden_size, dtype=dtype)
+        tables = self.lean.rotary(x, torch.zeros(rows, dtype=torch.int64), self.lean.layer_types[0])
+
+        def some_layers() -> None:
+            for layer in decoder.layers[: self.count]:
+                layer(x, *tables, _NoAttention())
+
+        seconds = _seconds({"": some_layers})[""] / self.count * len(self.lean.layers)
+        x = torch.ones(rows, self.head_width, dtype=dtype)
+        able = {n: x.to(how.rows or dtype) for n, how in self.heads.items() if how.rows in (torch.float32, dtype, None)}
+        times = _seconds({kind: lambda k=kind, x=x: _each([self.of_head[k]], x) for kind, x in able.items()})
+        chosen["head"] = min(times, key=lambda kind: times[kind])
+        return seconds + times[chosen["head"]] * self.parts_of_head, chosen
+
+
+@torch.inference_mode()
+def measured(model: CausalLM, lean: LeanDecoder, rows: Sequence[int], *, small: bool) -> dict[str, dict[str, str]]:
+    """The fastest kind of each of a layer's products and of the head, by the number of rows.
+
+    Args:
+        small: whether kinds may be tried whose copies are larger than bfloat16 weights.
+    """
+    sample = _Sample(model, lean, small=small)
+    return {str(number): sample.fastest(number) for number in rows}
+
+
+def _able(kinds: Mapping[str, Kind], dtype: torch.dtype, small: bool) -> dict[str, Kind]:
+    """The kinds that this machine has."""
+    frugal = {name: kind for name, kind in kinds.items() if small or kind.copied <= dtype.itemsize}
+    return {name: kind for name, kind in frugal.items() if works(kind, dtype)}
+
+
+def _each(products: Sequence[Product], x: Tensor) -> None:
+    for product in products:
+        product(x)
+
+
+def _seconds(tried: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+    """The least time of each, which are tried in turn: other programs slow some of the tries down."""
+    least = dict.fromkeys(tried, float("inf"))
+    for _ in range(1 + REPEATS):
+        for name, work in tried.items():
+            started = time.perf_counter()
+            work()
+            least[name] = min(least[name], time.perf_counter() - started)
+    return least

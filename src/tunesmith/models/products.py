@@ -1,0 +1,124 @@
+"""Products of few rows on a CPU, with weights in the layout that a kernel reads fastest.
+
+A plain product of few rows converts its weights every time, or reads them slower than memory allows. A kind prepares
+them once, and gives a function of the input. Which kind is fastest depends on the CPU, the shape and the rows.
+
+Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tunesmith.models.head import bfloat16_operands
+
+Product = Callable[[Tensor], Tensor]
+"""``[T, K]`` to ``[T, N]``, without gradients."""
+
+PACKED_ROWS = 32
+"""The number of rows for which the layout of packed weights is optimised."""
+LARGEST_HALF = 65504
+"""The largest float16 number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A way to compute a product."""
+
+    prepare: Callable[[Tensor, Tensor | None], Product]
+    """Of a weight ``[N, K]`` and a bias ``[N]``."""
+    rows: torch.dtype | None
+    """Type of its input; None: any. A layer's output has the same, a head's is float32."""
+    copied: int
+    """Bytes per weight of what is prepared."""
+
+
+def _plain(weight: Tensor, bias: Tensor | None) -> Product:
+    return lambda x: F.linear(x, weight, bias)
+
+
+def _packed(weight: Tensor, bias: Tensor | None) -> Product:
+    """In the blocks that oneDNN's kernels read."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _float32(weight: Tensor, bias: Tensor | None) -> Product:
+    return _plain(weight.float(), None if bias is None else bias.float())
+
+
+def _half(weight: Tensor, bias: Tensor | None) -> Product:
+    """FBGEMM's product of float32 rows with float16 weights, summed in float32: it reads half of a float32 product's
+    bytes, and rounds nothing. bfloat16 weights are float16 numbers, but for those below 6e-5, which move by at most
+    3e-8, and those too large, for which the product is a float32 one.
+    """
+    wide = weight.float()
+    if not bool(wide.abs().amax() <= LARGEST_HALF):
+        return _float32(weight, bias)
+    packed = torch.ops.quantized.linear_prepack_fp16(wide, None if bias is None else bias.float())
+    return lambda x: torch.ops.quantized.linear_dynamic_fp16(x, packed)
+
+
+def _twice(weight: Tensor, bias: Tensor | None) -> Product:
+    """Of bfloat16 rows, with a float32 result: two bfloat16 products, the second of which computes what rounding took
+    from the first. Sums are float32 inside a product, so the error is the square of bfloat16's, 2e-5 of the result.
+    """
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+
+    def product(x: Tensor) -> Tensor:
+        first = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        rest = torch.ops.mkldnn._linear_pointwise.binary(x, first.neg(), packed, None, "add")
+        whole = first.float().add_(rest)
+        return whole if bias is None else whole.add_(bias)
+
+    return product
+
+
+def _float32_head(weight: Tensor, bias: Tensor | None) -> Product:
+    """A float32 product, which rounds nothing: operands are in bfloat16 only if the rows are too."""
+    wide, wide_bias = weight.float(), None if bias is None else bias.float()
+
+    def product(x: Tensor) -> Tensor:
+        with bfloat16_operands(x.dtype == torch.bfloat16):
+            return F.linear(x.float(), wide, wide_bias)
+
+    return product
+
+
+_OF_FLOAT32 = {"plain": Kind(_plain, torch.float32, 0), "packed": Kind(_packed, torch.float32, 4)}
+LAYERS: dict[torch.dtype, dict[str, Kind]] = {
+    torch.float32: _OF_FLOAT32,
+    torch.bfloat16: {
+        "plain": Kind(_plain, torch.bfloat16, 0),
+        "packed": Kind(_packed, torch.bfloat16, 2),
+        "half": Kind(_half, torch.float32, 2),
+        "float32": Kind(_float32, torch.float32, 4),
+    },
+}
+"""The kinds for a layer's products, by the type of its weights."""
+HEADS: dict[torch.dtype, dict[str, Kind]] = {
+    torch.float32: _OF_FLOAT32,
+    torch.bfloat16: {
+        "half": Kind(_half, torch.float32, 2),
+        "twice": Kind(_twice, torch.bfloat16, 2),
+        "float32": Kind(_float32_head, None, 4),
+    },
+}
+"""The kinds for a head, whose result is float32."""
+
+
+def works(kind: Kind, weights: torch.dtype) -> bool:
+    """Whether this machine and this build of torch have the kind."""
+    if weights == torch.bfloat16 and kind.prepare in (_packed, _twice):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    example: Any = torch.ones(16, 16, dtype=weights)
+    try:
+        return bool(kind.prepare(example, None)(torch.ones(1, 16, dtype=kind.rows or weights))[0, 0] == 16)
+    except (RuntimeError, AttributeError):  # the build lacks FBGEMM or oneDNN, or the CPU what they need
+        return False

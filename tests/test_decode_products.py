@@ -1,0 +1,197 @@
+"""Products of few rows: every kind computes the same, the choice is measured once, and the engine samples as before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiny import save_model
+from training import forest_of
+from tunesmith.config.schema import LoraSection
+from tunesmith.engines.local import choices, decode_model
+from tunesmith.engines.local.choices import ROWS, choose, kept
+from tunesmith.engines.local.engine import LocalEngine
+from tunesmith.engines.local.measuring import measured
+from tunesmith.models.adapters import attach
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.lean import PRODUCTS
+from tunesmith.models.products import HEADS, LAYERS, Kind, works
+from tunesmith.plan.cost import SMALL, prepared_bytes
+from tunesmith.types import Completion, Sample, Sampling
+
+KINDS = [
+    pytest.param(dtype, name, kind, is_head, id=f"{str(dtype)[6:]}-{name}-{'head' if is_head else 'layer'}")
+    for is_head, table in enumerate((LAYERS, HEADS))
+    for dtype, kinds in table.items()
+    for name, kind in kinds.items()
+]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tunesmith" / "products"
+
+
+@pytest.mark.parametrize(("dtype", "name", "kind", "is_head"), KINDS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_each_kind_computes_the_product(dtype: torch.dtype, name: str, kind: Kind, is_head: int, biased: bool) -> None:
+    if not works(kind, dtype):
+        pytest.skip("this machine does not have it")
+    weight, x = torch.randn(200, 96).to(dtype), torch.randn(5, 96).to(dtype)
+    bias = torch.randn(200).to(dtype) if biased else None
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    rows = x.to(kind.rows or dtype)
+    found = kind.prepare(weight, bias)(rows)
+    assert found.dtype == (torch.float32 if is_head else rows.dtype)
+    rounded = found.dtype == torch.bfloat16
+    error = float((found.double() - exact).abs().max() / exact.abs().max())
+    assert error < (2**-8 if rounded else 2e-5 if name == "twice" else 1e-6)
+
+
+@pytest.mark.parametrize("large", [1e6, float("inf")])
+def test_weights_that_float16_has_no_number_for(large: float) -> None:
+    weight = torch.ones(4, 8, dtype=torch.bfloat16)
+    weight[1, 2] = large
+    found = LAYERS[torch.bfloat16]["half"].prepare(weight, None)(torch.ones(1, 8))
+    assert torch.equal(found, torch.ones(1, 8) @ weight.float().t())
+
+
+def test_what_was_measured_is_kept(cache: Path) -> None:
+    calls: list[int] = []
+
+    def measure() -> dict[str, int]:
+        calls.append(len(calls))
+        return {"value": len(calls)}
+
+    def valid(found: Any) -> bool:
+        return isinstance(found, dict) and "value" in found
+
+    assert kept({"shape": 1}, measure, valid) == kept({"shape": 1}, measure, valid) == {"value": 1}
+    assert kept({"shape": 2}, measure, valid) == {"value": 2}
+    for damaged in ("", "{", "[]", "null", '{"measured": 3}', '{"measured": {}}'):
+        for file in cache.iterdir():
+            file.write_text(damaged)
+        before = len(calls)
+        assert kept({"shape": 1}, measure, valid) == {"value": before + 1}
+        assert kept({"shape": 1}, measure, valid) == {"value": before + 1}
+    assert all(file.is_file() for file in cache.iterdir()), "nothing unfinished stays"
+
+
+def test_the_first_process_to_write_decides_for_all(cache: Path) -> None:
+    def slow() -> dict[str, int]:
+        assert kept({}, lambda: {"value": 1}, bool) == {"value": 1}  # another process, meanwhile
+        return {"value": 2}
+
+    assert kept({}, slow, bool) == {"value": 1}
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_where_nothing_can_be_kept_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert kept({}, lambda: pytest.fail("measured"), bool) is None
+    monkeypatch.setattr(choices, "LEAST", 0)
+    model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.bfloat16)
+    assert model.lean is not None
+    assert choose(model, model.lean) == choices.fixed(1000, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_measured_choice_is_valid_and_repeats(
+    cache: Path, tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "LEAST", 0)
+    model = CausalLM.load(save_model(tmp_path / "model", "gemma3_text", head_dim=16), dtype=dtype)
+    assert model.lean is not None
+    found = choose(model, model.lean)
+    assert [*found] == [*ROWS] and all(set(kinds) == {*PRODUCTS, "head"} for kinds in found.values())
+    for kinds in found.values():
+        assert len({LAYERS[dtype][kinds[name]].rows for name in PRODUCTS}) == 1
+    monkeypatch.setattr(choices, "measured", lambda *_, **__: pytest.fail("measured again"))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    assert choose(model, model.lean) == found
+    (file,) = cache.iterdir()
+    assert json.loads(file.read_text())["facts"]["torch"] == torch.__version__
+
+
+def test_kinds_of_large_copies_are_not_tried_for_large_models(tmp_path: Path) -> None:
+    model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.bfloat16)
+    assert model.lean is not None
+    for kinds in measured(model, model.lean, [1, 8], small=False).values():
+        copied = [LAYERS[torch.bfloat16][kinds[name]].copied for name in PRODUCTS]
+        assert max(*copied, HEADS[torch.bfloat16][kinds["head"]].copied) <= 2
+    assert prepared_bytes(SMALL, 1 << 40) == 8 * SMALL and prepared_bytes(SMALL + 1, 1 << 40) == 4 * (SMALL + 1)
+    assert prepared_bytes(1000, 8 * 8000 - 1) == 0
+
+
+def completions(engine: LocalEngine, rows: int) -> list[Completion]:
+    async def all_of_them() -> list[Completion]:
+        sampling = [Sampling(6, ignore_eos=True, seed=i) for i in range(rows)]
+        return await asyncio.gather(*(engine.generate([7, 8, 9], s) for s in sampling))
+
+    return asyncio.run(all_of_them())
+
+
+def scores(model: CausalLM, token_ids: Sequence[int]) -> list[float]:
+    """Of the tokens after the prompt of three, by the trainer."""
+    with torch.no_grad():
+        logprobs = model.predict(forest_of([Sample([7, 8, 9, *token_ids], [False] * 3 + [True] * len(token_ids))]))
+    assert isinstance(logprobs.logprobs, Tensor)
+    return logprobs.logprobs.tolist()
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "head"),
+    [
+        (torch.float32, "packed", "packed"),
+        (torch.bfloat16, "packed", "twice"),
+        (torch.bfloat16, "half", "half"),
+        (torch.bfloat16, "float32", "float32"),
+        (torch.bfloat16, "plain", "half"),
+    ],
+)
+def test_the_engine_samples_as_the_trainer_scores_with_every_kind(
+    tmp_path: Path, dtype: torch.dtype, kind: str, head: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after new weights, and after it slept."""
+    chosen = {**dict.fromkeys(PRODUCTS, kind), "head": head}
+    kinds = [LAYERS[dtype][kind], HEADS[dtype][head]]
+    if not all(works(one, dtype) for one in kinds):
+        pytest.skip("this machine does not have it")
+    plain = dict.fromkeys((*PRODUCTS, "head"), "plain")
+    monkeypatch.setattr(decode_model, "choose", lambda model, _: {4: chosen if model.module.dtype == dtype else plain})
+    model = CausalLM.load(save_model(tmp_path / "model", "qwen3", head_dim=16), dtype=dtype)
+    if adapted:
+        attach(model, LoraSection(rank=4, targets=["q_proj", "up_proj"]))
+    engine = LocalEngine(model, kv_bytes=1 << 20, max_running=8, max_prefill_tokens=64)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
+
+    def check() -> list[list[float]]:
+        found = completions(engine, 4)
+        for done in found:
+            assert done.logprobs == pytest.approx(scores(model, done.token_ids), abs=tolerance)
+        return [done.logprobs for done in found]
+
+    before = check()
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    asyncio.run(engine.load_weights(1))
+    after = check()
+    assert after != before
+
+    async def sleep() -> None:
+        await engine.sleep()
+        await engine.wake()
+
+    asyncio.run(sleep())
+    assert check() == after
