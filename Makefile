@@ -7,6 +7,8 @@ PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
+# Keep compiled modules, also where an image says not to: every worker and child would compile tests and package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install demo test test-slow test-devices test-peers test-vllm test-tries docs lint bench clean
 
