@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tunesmith.engines.local import sampler
 from tunesmith.engines.local.requests import Uniforms
 from tunesmith.engines.local.sampler import SamplingPlan, cut, inverse_cdf, sample
 from tunesmith.engines.stopping import StopStrings
@@ -115,6 +116,27 @@ def test_cuts_by_hand() -> None:
     assert cut(probs, *columns(m=0.45)).tolist() == [pytest.approx([0, 4 / 9, 3 / 9, 2 / 9])]
     assert cut(probs, *columns(p=1e-9)).tolist() == [[0, 1, 0, 0]]
     assert cut(torch.full((1, 4), 0.25), *columns(k=1)).tolist() == [[1, 0, 0, 0]]
+
+
+def test_a_large_vocabulary_is_cut_as_if_all_of_it_were_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with cuts inside and outside the candidates, ties across their border, and one token only."""
+    peaked, flat, tied = torch.randn(3000).mul(4), torch.randn(3000).mul(0.1), torch.zeros(3000)
+    tied[1500:] = 3.0
+    single = torch.full((3000,), -1e4).index_fill(0, torch.tensor([2999]), 0.0)
+    half_tied = torch.zeros(3000).index_fill(0, torch.arange(0, 1800, 3), 2.0)  # 600 that are likelier
+    logits = torch.stack([peaked, flat, tied, single, half_tied, half_tied, peaked, peaked])
+    probs = logits.softmax(-1)
+    top_k = torch.tensor([[3000], [3000], [1023], [3000], [3000], [600], [1500], [20]])
+    top_p = torch.tensor([[0.9], [0.9], [1.0], [0.5], [0.3], [1.0], [0.99], [1.0]])
+    min_p = torch.tensor([[0.0], [0.0], [0.0], [0.0], [0.0], [0.5], [0.0], [0.1]])
+    found = cut(probs, top_k, top_p, min_p)
+    alone = torch.cat([cut(*(t[i : i + 1] for t in (probs, top_k, top_p, min_p))) for i in range(8)])
+    assert torch.equal(found, alone), "a row does not depend on the others"
+    monkeypatch.setattr(sampler, "CANDIDATES", 3000)
+    whole = cut(probs, top_k, top_p, min_p)
+    assert torch.equal(found > 0, whole > 0) and torch.allclose(found, whole, rtol=1e-5, atol=0)
+    assert (found > 0).sum(-1).tolist()[2:6:3] == [1023, 600]
+    assert found[2].nonzero().flatten().tolist() == list(range(1500, 2523)), "ties go to the lower ids"
 
 
 def test_rows_keep_their_own_settings() -> None:

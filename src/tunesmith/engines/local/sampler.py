@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from tunesmith.types import Sampling
 
+CANDIDATES = 1024
+"""Likeliest tokens among which a cut is looked for first: sorting a large vocabulary takes longer than the model."""
 CUTS = ("top_k", "top_p", "min_p")
 _BLOCK = 64
 _ONE_LEVEL = 65536  # below this many numbers one pass is faster than blocks
@@ -90,21 +92,44 @@ def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         probs: ``[C, V]``.
         top_k, top_p, min_p: ``[C, 1]``.
     """
-    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[1], device=probs.device)
+    vocabulary = probs.shape[1]
+    if probs.device.type != "cpu" or vocabulary <= 2 * CANDIDATES:
+        return _cut(probs, torch.arange(vocabulary, device=probs.device).expand_as(probs), top_k, top_p, min_p)[0]
+    likeliest = probs.topk(CANDIDATES, sorted=False).indices.sort(-1).values  # by id: ties go to the lower one
+    kept, least = _cut(probs, likeliest, top_k, top_p, min_p)
+    # As unlikely a token as the last of the candidates may have been left out, and so may some of the top k.
+    decided = least.squeeze(1) > probs.gather(1, likeliest).amin(-1)
+    decided &= ((top_k <= CANDIDATES) | (top_k >= vocabulary)).squeeze(1)
+    others = (~decided).nonzero().squeeze(1)
+    if len(others):
+        ids = torch.arange(vocabulary).expand(len(others), -1)
+        kept.index_copy_(0, others, _cut(probs[others], ids, top_k[others], top_p[others], min_p[others])[0])
+    return kept
+
+
+def _cut(probs: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``cut``; only tokens of ``ids`` ``[C, n]``, ascending, can stay.
+
+    Returns:
+        The probabilities ``[C, V]`` of what stays, and before they are normalised the least of them ``[C, 1]``.
+    """
+    ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(ids.shape[1], device=probs.device)
     ranked = ranked.masked_fill(rank >= top_k, 0)
     before = ranked.cumsum(-1, dtype=torch.float64) - ranked
-    ranked = ranked.masked_fill((before >= top_p * ranked.sum(-1, keepdim=True)) & (rank > 0), 0)
+    total = torch.where(top_k < probs.shape[1], ranked.sum(-1, keepdim=True), probs.sum(-1, keepdim=True))
+    ranked = ranked.masked_fill((before >= top_p * total) & (rank > 0), 0)
     ranked = ranked.masked_fill(ranked < min_p * ranked[:, :1], 0)
+    least = ranked.gather(1, ((ranked > 0).sum(-1, keepdim=True) - 1).clamp_min_(0))
     ranked = ranked / ranked.sum(-1, keepdim=True)
-    return torch.zeros_like(probs).scatter_(1, order, ranked)
+    return torch.zeros_like(probs).scatter_(1, ids.gather(1, order), ranked), least
 
 
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """The first token at which the cumulative probability exceeds ``uniform * total``.
 
-    Sums are fp64, and the target stays below the total, so that the drawn token always raises the sum: a token of
-    probability 0 is never drawn. Large tables are searched in two levels, blocks first.
+    Running sums are fp64, and the target stays below the total, so that the drawn token always raises the sum: a token
+    of probability 0 is never drawn. Large tables are searched in two levels, blocks first.
 
     Args:
         probs: ``[B, V]``, at least one entry of each row positive; rows need not add up to 1.
@@ -116,8 +141,9 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     uniforms = uniforms.unsqueeze(1)
     if probs.numel() <= _ONE_LEVEL:
         return _search(probs.cumsum(-1, dtype=torch.float64), uniforms).squeeze(1)
-    blocks = F.pad(probs, (0, -probs.shape[1] % _BLOCK)).view(len(probs), -1, _BLOCK)
-    totals = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    rest = -probs.shape[1] % _BLOCK
+    blocks = (F.pad(probs, (0, rest)) if rest else probs).view(len(probs), -1, _BLOCK)  # padding copies, by nothing too
+    totals = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     block = _search(totals, uniforms)
     before = F.pad(totals, (1, 0)).gather(1, block)
     chosen = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, _BLOCK)).squeeze(1)
