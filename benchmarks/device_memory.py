@@ -34,7 +34,7 @@ LARGE = QWEN2 | {
     "hidden_size": 8192, "intermediate_size": 29568, "num_attention_heads": 64, "num_key_value_heads": 8,
 }  # fmt: skip
 SHAPES = {"0.6B": QWEN3, "7B": QWEN2, "72B": LARGE}
-MACHINE = "H200"
+PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "activations", "head", "host")
 LORA, CHECKPOINTING = "lora.rank=16", "system.gradient_checkpointing=true"
 HALF, QUARTER = "system.gradient_checkpointing=0.5", "system.gradient_checkpointing=0.25"
 AWAY = "system.offload_activations=true"
@@ -48,10 +48,11 @@ class Case:
     layers: int
     tokens: int
     options: tuple[str, ...] = ()
+    machine: str = "H200"
 
     @property
     def name(self) -> str:
-        return " ".join((self.shape, f"{self.layers} layers", f"{self.tokens} tokens", *self.options))
+        return " ".join((self.machine, self.shape, f"{self.layers} layers", f"{self.tokens} tokens", *self.options))
 
 
 CASES = [
@@ -83,13 +84,13 @@ def compared(directory: Path, case: Case) -> dict[str, Any]:
     given = () if chosen else ("system.gradient_checkpointing=false",)
     model = facts_of(shape)
     assert model is not None
-    facts = Facts(machine(MACHINE), replace(model, parameters=estimated_parameters(shape, model)), train_size=1000)
+    facts = Facts(machine(case.machine), replace(model, parameters=estimated_parameters(shape, model)), train_size=1000)
     config = resolve(load_config(KINDS["sft"], None, [*own, *sizes, *given, *case.options]), facts).config
     price = planned(config, facts)
     assert price is not None
     measured = dry_run(config, facts)["train"]
     total = price.training - price.libraries
-    parts = {part: getattr(price, part) for part in ("weights", "gradients", "optimizer", "activations", "head")}
+    parts = {part: getattr(price, part) for part in PARTS}
     return {
         "case": case.name,
         "planned": total,
@@ -109,7 +110,6 @@ def main() -> None:
     prediction = "measured within 5% of planned; before the cost model was mended the ratios were 0.79 to 1.30"
     result = {
         "command": "python -m benchmarks.device_memory",
-        "machine": MACHINE,
         "prediction": prediction,
         "rows": rows,
     }

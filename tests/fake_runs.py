@@ -46,11 +46,11 @@ def resolved(
     return resolve(load_config(KINDS[command], None, [*own, *overrides]), facts).config, facts
 
 
-def phases_of(directory: Path, command: str, *overrides: str) -> dict[str, Phase]:
-    """Of a tiny model on one H100."""
+def phases_of(directory: Path, command: str, *overrides: str, spec: str = "H100-80GB") -> dict[str, Phase]:
+    """Of a tiny model."""
     data = RL if command == "rl" else ("data.max_tokens=64",)
     given = GIVEN[:2] if command == "rl" else (GIVEN[0], GIVEN[2])
-    return dry_run(*resolved(directory, command, TINY, "H100-80GB", *data, *given, *overrides))
+    return dry_run(*resolved(directory, command, TINY, spec, *data, *given, *overrides))
 
 
 def planned_and_measured(

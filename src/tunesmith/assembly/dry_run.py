@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunesmith.algorithms.kl import KLController
-from tunesmith.assembly.critic import make_critic
+from tunesmith.assembly.critic import critic_backend, make_critic
+from tunesmith.assembly.fake_processes import FakeProcesses
 from tunesmith.assembly.made_up import groups_of, items_of, ready_run
+from tunesmith.assembly.processes import remote_trainer
 from tunesmith.assembly.rl_parts import make_learner_and_engine
 from tunesmith.assembly.supervised_parts import make_parts
+from tunesmith.backends.ranked import RankedBackend
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.facts import Facts
@@ -64,6 +67,8 @@ class DryRun:
     config: RunConfig
     facts: Facts
     device: FakeDevice
+    processes: FakeProcesses | None
+    """Of the ranks; None: this process trains."""
     phases: dict[str, Phase] = field(default_factory=dict[str, Phase])
 
     @contextmanager
@@ -81,12 +86,14 @@ class DryRun:
     @property
     def tokens(self) -> int:
         """Of an optimizer step."""
-        return MICROBATCHES * self.config.system.max_tokens_per_microbatch
+        system = self.config.system
+        groups = system.trainer_ranks // system.sequence_parallel.size
+        return MICROBATCHES * groups * system.max_tokens_per_microbatch
 
     def supervised(self) -> None:
         items = items_of(self.config, self.longest, self.tokens)
         with self.phase("load"):
-            parts = make_parts(ready_run(self.config, items), _SESSION, None)
+            parts = make_parts(ready_run(self.config, items), _SESSION, self.processes)
             self.name(parts.learner)
             self.name_gradients(parts.learner)
         for _ in range(STEPS):
@@ -101,9 +108,10 @@ class DryRun:
         with self.phase("load"):
             run = ready_run(config, [group.task for group in groups])
             with self.device.allocating("keys and values"):  # the others are named next
-                learner, engine = make_learner_and_engine(run, _SESSION, None)
+                learner, engine = make_learner_and_engine(run, _SESSION, self.processes)
             self.name(learner)
-            critic = make_critic(config, _SESSION, run.tokenizer, learner)
+            remote = self.processes and partial(remote_trainer, self.processes, make=critic_backend, role="critic")
+            critic = make_critic(config, _SESSION, run.tokenizer, learner, remote)
             learners = [learner] if critic is None or critic.learner is learner else [learner, critic.learner]
             self.name(*learners)
             self.name_gradients(*learners)
@@ -121,7 +129,7 @@ class DryRun:
         """Say what the tensors of learners are for."""
         memory = self.device.memory
         for learner in learners:
-            backend = cast("TorchBackend[Any]", learner.backend)
+            backend = _backend_here(learner)
             memory.assign("optimizer", [*backend.optimizer.state().values(), *backend.ema.values()])
             memory.assign("weights", [*backend.model.module.parameters(), *backend.model.module.buffers()])
             if backend.reference is not None:
@@ -134,9 +142,15 @@ class DryRun:
             self.device.memory.assign("gradients", (parameter.grad, master.grad))
 
         for learner in learners:
-            optimizer = cast("TorchBackend[Any]", learner.backend).optimizer
+            optimizer = _backend_here(learner).optimizer
             for key, parameter in optimizer.parameters.items():
                 parameter.register_post_accumulate_grad_hook(partial(name, master=optimizer.masters[key]))
+
+
+def _backend_here(learner: Learner) -> TorchBackend[Any]:
+    """The backend in this process: of several ranks the first one's."""
+    backend: Any = learner.backend
+    return backend.first.get("backend") if isinstance(backend, RankedBackend) else backend
 
 
 def _silent(text: str) -> None:
@@ -146,32 +160,32 @@ def _silent(text: str) -> None:
 _SESSION: Any = SimpleNamespace(note=_silent, timeline=None, resume_from=None)
 
 
-def on_one_gpu(config: C) -> tuple[C, dict[str, Any]]:
-    """The configuration with what a dry run is of, where it was left out: one trainer rank and engines in its process;
-    and what was filled in."""
-    values: dict[str, Any] = {} if given(config, RANKS) else {RANKS: 1}
-    if config.drawing is not None and given(config, PROCESS) is None:
-        values[PROCESS] = False
+def with_engines_inside(config: C) -> tuple[C, dict[str, Any]]:
+    """The configuration with what a dry run is of, where rollouts are sampled and it was left out: one trainer rank,
+    and engines in its process; and what was filled in."""
+    if config.drawing is None:
+        return config, {}
+    wanted = {RANKS: 1, PROCESS: False}
+    values = {key: value for key, value in wanted.items() if given(config, key) is None}
     return with_values(config, values), values
 
 
 def check_dry_run(config: RunConfig) -> None:
     """Refuse (ConfigError) a run with parts of which there are no fake ones."""
-    system = config.system
+    system, samples = config.system, isinstance(config, RLConfig)
     asked = {
         f"system.device = '{system.device}'": not system.device.startswith("cuda"),
-        f"system.trainer_ranks = {system.trainer_ranks}": system.trainer_ranks > 1,
+        f"system.trainer_ranks = {system.trainer_ranks}": samples and system.trainer_ranks > 1,
         f"system.cluster = '{system.cluster}'": system.cluster != "none",
-        f"system.engine = '{system.engine}'": isinstance(config, RLConfig) and system.engine != "local",
-        "system.offload_optimizer = true": bool(system.offload_optimizer),
-        "system.engine_process = true": isinstance(config, RLConfig) and system.engine_process,
+        f"system.engine = '{system.engine}'": samples and system.engine != "local",
+        "system.engine_process = true": samples and system.engine_process,
         f"model.quantize = '{config.model.quantize}'": config.model.quantize is not None,
         "tunesmith distill": config.command == "distill",
     }
     if others := [key for key, unknown in asked.items() if unknown]:
         raise ConfigError(
-            "--dry-run takes steps on one GPU, with the local engine in the process that trains; and this run has "
-            f"{', '.join(others)}. Set another value, or see what is planned for it: tunesmith plan"
+            "--dry-run takes steps on GPUs, those of rl on one, with the local engine in the process that trains; and "
+            f"this run has {', '.join(others)}. Set another value, or see what is planned for it: tunesmith plan"
         )
 
 
@@ -182,13 +196,20 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, Phase]:
         config: resolved for data of any size, as the number of steps follows from it.
     """
     from tunesmith.fake_device.device import FakeDevice
+    from tunesmith.models.sequence import sequence_group
 
-    with FakeDevice() as device:
-        run = DryRun(config, facts, device)
-        if isinstance(config, RLConfig):
-            run.reinforced(config)
-        else:
-            run.supervised()
+    with FakeDevice(len(facts.hardware.gpus)) as device:
+        processes = FakeProcesses() if config.system.trainer_ranks > 1 else None
+        run = DryRun(config, facts, device, processes)
+        try:
+            if isinstance(config, RLConfig):
+                run.reinforced(config)
+            else:
+                run.supervised()
+        finally:
+            if processes:
+                processes.close()
+            sequence_group.cache_clear()  # its process groups end with the device
     return run.phases
 
 

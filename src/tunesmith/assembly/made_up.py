@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from tunesmith.assembly.opening import FROM_A_COMMAND, ReadyRun
@@ -14,25 +15,14 @@ from tunesmith.data.loader import Part
 from tunesmith.data.preference import Comparison, Solution
 from tunesmith.data.prepare import Prepared
 from tunesmith.data.report import Report
+from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Task
-
-
-class NoTokenizer:
-    """Stands for a tokenizer where there are no texts."""
-
-    pad_token_id = eos_token_id = 0
-    unk_token_id = None
-    pad_token = ""
-    all_special_ids: tuple[int, ...] = ()
-
-    def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[0] for _ in texts]}
 
 
 def ready_run(config: RunConfig, items: list[Any]) -> ReadyRun[Any, Any]:
     """A run whose data are these items."""
     train = Prepared(items, (Part("made up", 0, len(items)),), Report(), "")
-    nowhere = cast(Any, None)
+    nowhere = cast(Any, SimpleNamespace(path=None))
     return ReadyRun(config, Path(), nowhere, None, NoTokenizer(), FROM_A_COMMAND, train, None)
 
 

@@ -20,6 +20,7 @@ PLANNED = {
     "gradients": "gradients",
     "optimizer": "optimizer",
     "frozen models": "frozen",
+    "gathered weights": "gathered",
     "activations": "activations",
     "temporaries": "head",
     "keys and values": "kv",
@@ -37,7 +38,7 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tunesmith.assembly.dry_run import check_dry_run, dry_run, on_one_gpu
+    from tunesmith.assembly.dry_run import check_dry_run, dry_run, with_engines_inside
     from tunesmith.assembly.planning import plan_run
     from tunesmith.config.load import find_kind, load_config
     from tunesmith.config.places import placed
@@ -48,13 +49,15 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     from tunesmith.plan.resolve import resolve
 
     with placed(run, overrides):
-        config, filled = on_one_gpu(load_config(find_kind(run, overrides), run, overrides))
+        config, filled = with_engines_inside(load_config(find_kind(run, overrides), run, overrides))
         resolved, facts = plan_run(config, on)
         check_dry_run(resolved.config)
     if filled:
         said = {key: value for key, value in resolved.given.items() if key not in filled}
         words = ", ".join(f"{key} = {toml_value(value)}" for key, value in filled.items())
-        resolved = replace(resolved, given=said, notes=(f"a dry run is of one GPU: {words}", *resolved.notes))
+        resolved = replace(
+            resolved, given=said, notes=(f"a dry run of rollouts is of one GPU: {words}", *resolved.notes)
+        )
     print_resolved(layout_of_run(resolved))
     price = planned(resolved.config, facts)
     phases = dry_run(resolve(config, replace(facts, train_size=facts.train_size or ASSUMED_LINES)).config, facts)

@@ -14,11 +14,14 @@ from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,22 +31,30 @@ from tunesmith.fake_device.replaced import replaced
 PACKAGE = Path(__file__).parents[1]
 HELD = ("weights", "gradients", "optimizer", "frozen models")
 """What a copy in host memory keeps, and does not read."""
+MOST_KEPT = 2**16
+"""Numbers of a tensor that the host wrote, which are kept for it to read."""
+_WRITTEN = "_written_by_the_host"
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 aten = torch.ops.aten
 
 
 class FakeDevice(TorchDispatchMode):
-    """Inside, ``device="cuda"`` works without a GPU, and memory and waits are counted."""
+    """Inside, ``device="cuda"`` works without a GPU, and memory and waits are counted.
 
-    def __init__(self) -> None:
+    Args:
+        gpus: that this machine has; one of them is used.
+    """
+
+    def __init__(self, gpus: int = 1) -> None:
         super().__init__()
+        self.gpus = gpus
         self.memory = MemoryUse()
         self.waits: Counter[str] = Counter()
         """Places at which the host waits for the device, as ``file:line operation``, and how often."""
         self.purpose: str | None = None
         """Of what is allocated; None: by whether a backward pass runs."""
         self._fakes = _Fakes(allow_non_fake_inputs=True)
-        self._stack = ExitStack()
+        self._stack, self._one_at_a_time = ExitStack(), RLock()  # torch's mode is not for several threads at once
 
     def __enter__(self) -> Self:
         self._stack.enter_context(warnings.catch_warnings())
@@ -91,9 +102,17 @@ class FakeDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return META
-        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
+        with self._one_at_a_time:
+            return self._result(func, args, dict(kwargs or {}))
+
+    def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if not any(isinstance(t, FakeTensor) for t in inputs) and str(kwargs.get("device") or "cpu") == "cpu":
+        if any(isinstance(t, DTensor | AsyncCollectiveTensor) for t in inputs):
+            return NotImplemented  # they say themselves what becomes of the tensors in them
+        place = str(kwargs.get("device") or "cpu")
+        real = place == "cpu" or (place == "meta" and func is aten._to_copy.default)
+        pinned = kwargs.pop("pin_memory", False)  # as large as what the device has, so it has no numbers either
+        if real and not pinned and not any(isinstance(t, FakeTensor) for t in inputs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # elsewhere autograd has taken such operations apart
@@ -101,17 +120,30 @@ class FakeDevice(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        read = self._copied(func, inputs, kwargs)
+        read = self._copied(func, inputs, args, kwargs)
         if read is not None:
             return read
         result = func(*args, **kwargs)
+        self._remember(func, inputs, result)
         purpose = self.purpose or ("temporaries" if torch._C._current_autograd_node() else "activations")
         for tensor in tree_leaves(result):
             if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
                 self.memory.add(tensor, purpose)
         return result
 
-    def _copied(self, func: Any, inputs: list[Tensor], kwargs: Mapping[str, Any]) -> Tensor | None:
+    def numbers(self, tensor: Tensor) -> Tensor:
+        """What the host reads of a tensor: what it wrote, or zeros where the device has changed that."""
+        return getattr(tensor, _WRITTEN, torch.zeros(tensor.shape, dtype=tensor.dtype))
+
+    def _remember(self, func: Any, inputs: list[Tensor], result: Any) -> None:
+        """Keep the numbers that the host writes into a tensor."""
+        if func is aten._to_copy.default and not isinstance(inputs[0], FakeTensor) and result.numel() <= MOST_KEPT:
+            setattr(result, _WRITTEN, inputs[0])
+        elif func._schema.is_mutable:
+            for tensor in inputs:
+                vars(tensor).pop(_WRITTEN, None)
+
+    def _copied(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         """Note a copy between host and device that the host waits for; what it reads, if it reads."""
         if func is aten._to_copy.default:
             source, target = inputs[0].device.type, torch.device(kwargs.get("device") or inputs[0].device).type
@@ -121,9 +153,10 @@ class FakeDevice(TorchDispatchMode):
             return None
         if source == target or META.type in (source, target):
             return None
-        if not kwargs.get("non_blocking"):
+        if not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,))):
             self.wait(func.name().removeprefix("aten::"))
-        if target == "cuda" or self.memory.purpose(inputs[0]) in HELD:
+        into_fake = func is aten.copy_.default and isinstance(inputs[0], FakeTensor)
+        if target == "cuda" or into_fake or self.memory.purpose(inputs[0]) in HELD:
             return None
         with unset_fake_temporarily():
             return torch.zeros(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype)

@@ -12,8 +12,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
+from tunesmith.fake_device.groups import fake_groups
 from tunesmith.fake_device.memory import MemoryUse
+from tunesmith.fake_device.sharded import shards_named
 
 META = torch.device("meta")
 READ: dict[str, Any] = {"item": 0, "__float__": 0.0, "__int__": 0, "__index__": 0, "__bool__": True}
@@ -24,10 +27,32 @@ class Device(Protocol):
     """What is told of what happens."""
 
     memory: MemoryUse
+    gpus: int
 
     def wait(self, operation: str) -> None: ...
 
+    def numbers(self, tensor: Tensor) -> Tensor: ...
+
     def on_this_thread(self) -> AbstractContextManager[None]: ...
+
+    def allocating(self, purpose: str) -> AbstractContextManager[None]: ...
+
+
+class Stream:
+    """Also an event: operations wait for no numbers, so their order is of no account."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def synchronize(self) -> None:
+        self._device.wait("synchronize")
+
+    def record_event(self, event: Stream | None = None) -> Stream:
+        return event or self
+
+    def wait_for(self, *_: Any) -> None: ...
+
+    wait_stream = wait_event = wait = record = wait_for
 
 
 @contextmanager
@@ -37,14 +62,15 @@ def replaced(device: Device) -> Generator[None]:
 
     def reader(name: str) -> Callable[[Tensor], Any]:
         def read(tensor: Tensor) -> Any:
-            device.wait(name)
+            if tensor.is_cuda:
+                device.wait(name)
             return True if tensor.dtype == torch.bool else READ[name]
 
         return read
 
     def tolist(tensor: Tensor) -> Any:
         device.wait("tolist")
-        return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
+        return device.numbers(tensor).tolist()
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """C++ takes the tensor to be on the meta device, and would copy it to the one on which it is."""
@@ -62,15 +88,20 @@ def replaced(device: Device) -> Generator[None]:
         return property(lambda tensor: tensor.device.type == name)
 
     methods: dict[str, Any] = {name: reader(name) for name in READ} | {"tolist": tolist, "to": to}
-    methods |= {f"is_{name}": kind(name) for name in ("cuda", "cpu", "meta")}
+    methods["record_stream"] = _nothing
+    kinds = {f"is_{name}": kind(name) for name in ("cuda", "cpu", "meta")}
+    of_rows = {"to": to, "device": property(lambda tensor: tensor._local_tensor.device)}
     with ExitStack() as stack:
-        for name, method in methods.items():
-            stack.enter_context(patch.object(FakeTensor, name, method, create=True))
+        for owner, attributes in ((FakeTensor, methods | kinds), (DTensor, of_rows | kinds)):
+            for name, attribute in attributes.items():
+                stack.enter_context(patch.object(owner, name, attribute, create=True))
         # A module whose parameters change their type swaps them, unless anything has a weak reference to one.
         stack.enter_context(patch.object(torch.utils, "weakref", SimpleNamespace(getweakrefs=_no_references)))
         stack.enter_context(patch.object(Thread, "run", run_inside))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
-        stack.enter_context(patch.multiple(torch.cuda, **_CUDA))
+        stack.enter_context(patch.multiple(torch.cuda, **_cuda(device)))
+        stack.enter_context(fake_groups())
+        stack.enter_context(shards_named(device.allocating))
         yield
 
 
@@ -90,22 +121,22 @@ def _random_state(*_: Any) -> Tensor:
     return torch.zeros(16, dtype=torch.uint8)
 
 
-class _Stream:
-    """Of a device that computes nothing, and so in any order."""
+def _cuda(device: Device) -> dict[str, Any]:
+    """Of ``torch.cuda``."""
+    stream = Stream(device)
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def the_stream(*_: Any, **__: Any) -> Stream:
+        return stream
 
-    wait_stream = _nothing
+    def synchronize(_: object = None) -> None:
+        stream.synchronize()
 
-
-def _stream(*_: Any) -> _Stream:
-    return _Stream()
-
-
-_CUDA: dict[str, Any] = {
-    "get_rng_state": _random_state,
-    "Stream": _Stream,
-    "current_stream": _stream,
-    "stream": nullcontext,
-    **dict.fromkeys(("set_rng_state", "empty_cache", "synchronize"), _nothing),
-}
+    return {
+        "get_rng_state": _random_state,
+        "current_device": lambda: 0,
+        "device_count": lambda: device.gpus,
+        "synchronize": synchronize,
+        "stream": nullcontext,
+        **dict.fromkeys(("current_stream", "Stream", "Event"), the_stream),
+        **dict.fromkeys(("init", "set_device", "set_rng_state", "empty_cache"), _nothing),
+    }

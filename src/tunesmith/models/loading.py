@@ -28,6 +28,7 @@ from transformers.initialization import no_init_weights
 
 from tunesmith.config.files import ADAPTER_CONFIG, is_hub_name
 from tunesmith.errors import ConfigError, ModelError, boundary
+from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.families import check_family
 from tunesmith.models.quantised import Quantize, let_gradients_pass, quantised_settings
@@ -66,6 +67,8 @@ def load_tokenizer(
         ConfigError: the chat template cannot be read.
     """
     check_directory(path)
+    if detect_fake_mode():
+        return cast(PreTrainedTokenizerBase, NoTokenizer())
     with boundary(ModelError, f"cannot load the tokenizer of model '{path}'", ANY_ERROR):
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     tokenizer = cast(PreTrainedTokenizerBase, loaded)
@@ -113,7 +116,8 @@ def load_module(
     options = {"config": config, "attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
 
     def made(stored: torch.dtype) -> PreTrainedModel:
-        return _without_weights(path, partial(auto.from_config, dtype=stored, **options), trains, device)
+        place = None if sharding else device
+        return _without_weights(path, partial(auto.from_config, dtype=stored, **options), trains, place)
 
     def read() -> PreTrainedModel:
         with boundary(ModelError, f"cannot load the weights of model '{path}'", ANY_ERROR):
@@ -133,8 +137,7 @@ def load_module(
     _disable_dropout(module, dropouts)
     if quantisation:
         let_gradients_pass(module)
-    placed = quantisation or sharding or detect_fake_mode()
-    return (module if placed else _on(module, device)).eval()
+    return (module if quantisation or sharding or detect_fake_mode() else _on(module, device)).eval()
 
 
 def _on(module: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
@@ -144,11 +147,11 @@ def _on(module: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
 
 
 def _without_weights(
-    path: str | Path, make: Callable[[], Any], trains: bool, device: str | torch.device
+    path: str | Path, make: Callable[[], Any], trains: bool, device: str | torch.device | None
 ) -> PreTrainedModel:
-    """A model whose parameters are on the meta device, or on a fake one, with the generation settings of its files."""
+    """A model with uninitialised parameters on a device, None: the meta device; and its files' generation settings."""
     with ExitStack() as places:
-        if detect_fake_mode():
+        if device is not None:
             places.enter_context(no_init_weights())
             places.enter_context(torch.device(device))
         else:

@@ -83,10 +83,12 @@ class Price:
     """Master weights, AdamW's moments, the average of the weights."""
     frozen: int = 0
     """Reference, reward models, teacher."""
+    gathered: int = 0
+    """Of a sharded model's weights, all rows at once."""
     activations: int = 0
     """What backward keeps of a micro-batch."""
     head: int = 0
-    """Temporaries: of the log-probabilities, or of a layer's backward pass."""
+    """Temporaries: of the log-probabilities, of a layer's backward pass, or of gradients that are summed over ranks."""
     engine: int = 0
     """The engines' copies of the weights, and what they have prepared of them."""
     kv: int = 0
@@ -103,7 +105,8 @@ class Price:
 
     @property
     def training(self) -> int:
-        return self.libraries + self.state + self.activations + self.head + (0 if self.turns else self.engine + self.kv)
+        passing = self.gathered + self.activations + self.head
+        return self.libraries + self.state + passing + (0 if self.turns else self.engine + self.kv)
 
     @property
     def sampling(self) -> int:
@@ -158,29 +161,34 @@ def price(model: ModelFacts, layout: Layout) -> Price:
 def _sharded(model: ModelFacts, layout: Layout) -> Price:
     """Of a rank that shards a model: its rows, in float32 if they train, and what is gathered at once.
 
-    Every rank has the whole of an adapter. What is gathered counts with the activations, as it is there while training.
+    Every rank has the whole of an adapter.
     """
     numbers, size = model.parameters or 0, layout.bytes_per_number
     outside = _outside(model)
     layer = (numbers - outside) // model.layers
-    gathered = outside + 2 * layer if layout.zero_stage == 3 else numbers  # one layer runs, the next one arrives
+    gathered = outside + layer if layout.zero_stage == 3 else numbers
     rows = numbers // layout.shards
     kept, summed, ema = rows * 4, numbers if layout.zero_stage == 1 else rows, 4 if layout.ema else 0
     moments = 8 * rows - (4 * (numbers - outside) // layout.shards if layout.muon else 0)
-    gradients, optimizer = 4 * summed, moments + rows * ema
-    passing = max(outside, layer) * (size + 4)  # a gradient on its way to its rows
-    trained = rows
+    gradients, optimizer, trained = 4 * summed, moments + rows * ema, rows
     if layout.lora_rank is not None:
-        trained, passing = adapter_numbers(model, layout.lora_rank), 0
+        trained = adapter_numbers(model, layout.lora_rank)
         kept, gradients, optimizer = rows * size + 4 * trained, 4 * trained, (8 + ema) * trained
+    activations, arriving = _activations(model, layout), layer * size if layout.zero_stage == 3 else 0
+    head, backward = _passing(model, layout)
+    if layout.lora_rank is None:  # the head's gradient waits to be summed; a layer's is being summed in float32
+        backward += model.vocab_size * model.hidden_size * size + 4 * layer
+        at_the_end = (8 if layout.zero_stage == 1 else 4 + size) * outside  # when all else has been
+        head = max(head, at_the_end - gathered * size - activations - 4 * (summed - rows))
     return Price(
         weights=layout.models * kept,
-        gradients=layout.models * gradients + passing,
+        gradients=layout.models * gradients,
         optimizer=0 if layout.offload else layout.models * optimizer,
         host=_in_host_memory(model, layout, trained),
         frozen=layout.references * rows * size + layout.frozen_parameters * size,
-        activations=gathered * size + _activations(model, layout),
-        head=temporaries(model, layout),
+        gathered=gathered * size,
+        activations=activations,
+        head=max(head, backward + arriving),
     )
 
 
@@ -238,11 +246,15 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
     hidden, inner, size = model.hidden_size, model.intermediate_size, layout.bytes_per_number
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     scales = 4 * (2 + model.heads)
+    adapted = layout.lora_rank is not None and size == 2
+    inputs = 4 * (5 * hidden + queries + inner) + 28 * (layout.lora_rank or 0) if adapted else 0
     if layout.zero_stage:
-        inputs = 2 * hidden * (4 + 2 * size) if size == 2 else 6 * hidden * size
-        return inputs + size * (2 * queries + 2 * keys + 4 * inner) + scales
-    if layout.lora_rank is not None and size == 2:
-        inputs = 4 * (5 * hidden + queries + inner) + 28 * layout.lora_rank
+        heads = queries + keys if model.head_norms else 0
+        if adapted:
+            return 4 * (2 * hidden + heads) + size * (2 * queries + 2 * keys + 3 * inner) + inputs + scales
+        norms = 2 * hidden * (4 + 2 * size) + heads * (4 + size) if size == 2 else (6 * hidden + 2 * heads) * size
+        return norms + size * (2 * queries + 2 * keys + 4 * inner) + scales
+    if adapted:
         return size * (2 * hidden + 3 * queries + 3 * keys + 2 * inner) + inputs + scales
     return size * (4 * hidden + 3 * queries + 3 * keys + 3 * inner) + scales
 
@@ -301,9 +313,14 @@ def adapter_numbers(model: ModelFacts, rank: int) -> int:
 
 def temporaries(model: ModelFacts, layout: Layout) -> int:
     """Of the log-probabilities, or of a layer's backward pass after that: whichever are more."""
+    return max(_passing(model, layout))
+
+
+def _passing(model: ModelFacts, layout: Layout) -> tuple[int, int]:
+    """Temporaries of the log-probabilities, and of a layer's backward pass after that."""
     head = head_bytes(model, layout) if layout.has_vocabulary_head else 0
     layer = backward_bytes(model, layout) - 2 * model.hidden_size * layout.bytes_per_number
-    return max(head, -(-layout.tokens // layout.sequence) * layer)
+    return head, -(-layout.tokens // layout.sequence) * layer
 
 
 def head_bytes(model: ModelFacts, layout: Layout) -> int:

@@ -14,6 +14,11 @@ from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.hardware import Hardware
 
 _LFS_POINTER = b"version "
+_HEAD_NORMS = (
+    *("apertus", "exaone4", "gemma3", "gemma3_text", "hunyuan_v1_dense", "minimax_m2", "nanochat"),
+    *("olmo2", "olmo3", "qwen3", "qwen3_moe"),
+)
+"""Model types whose queries and keys always have norms; others say ``use_qk_norm``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,8 @@ class ModelFacts:
     """The head is the embedding."""
     switch: int | None = None
     """Longer sequences have other rotary frequencies (``longrope``)."""
+    head_norms: bool = False
+    """Queries and keys have norms of their own."""
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
         """Keys and values of one token in all layers."""
@@ -99,6 +106,7 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
         context=size["context"],
         tied="gemma" in str(config.get("model_type")) if tied is None else bool(tied),
         switch=_switch(config),
+        head_norms=str(config.get("model_type")) in _HEAD_NORMS or bool(config.get("use_qk_norm")),
     )
 
 

@@ -267,6 +267,7 @@ PARTS = {
     "gradients": "gradients",
     "optimizer": "optimizer",
     "frozen": "frozen models",
+    "gathered": "gathered weights",
     "activations": "activations of a micro-batch",
     "head": "temporaries of a micro-batch",
     "engine": "the engines' weights",

@@ -1,0 +1,84 @@
+"""The processes of a run that are not there: the first one of each role is here, and the others are like it."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from tunesmith.config.placement import Role
+from tunesmith.distributed.far import Answer, Far
+from tunesmith.distributed.host import Host
+from tunesmith.errors import TunesmithError
+
+
+class FakeProcesses:
+    """Fulfils ``Processes`` in this process. What is asked of others of a role, the first one is asked too."""
+
+    def __init__(self) -> None:
+        self._first: dict[Role, _OnThreads] = {}
+
+    def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
+        del python
+        if role in self._first:
+            return _LikeAnother(self._first[role], lost)
+        self._first[role] = _OnThreads(f"the first process of role '{role}'", lost)
+        return self._first[role]
+
+    def close(self, *roles: Role) -> None:
+        for role in roles or tuple(self._first):
+            self._first.pop(role).close()
+
+
+class _Inside(Far):
+    """Watched by nobody: it is in this process."""
+
+    def __init__(self, name: str, lost: type[TunesmithError]) -> None:
+        super().__init__(name, lost, patience=None)
+
+    def _answer(self, number: int, done: Future[Any]) -> None:
+        error = done.exception()
+        self._settle(number, None if error else done.result(), error)
+
+
+class _OnThreads(_Inside):
+    """An object with threads of its own, as it has in a process."""
+
+    def __init__(self, name: str, lost: type[TunesmithError]) -> None:
+        super().__init__(name, lost)
+        self.newest: Answer
+        """To the last request."""
+        self._loop, self._worker = asyncio.new_event_loop(), ThreadPoolExecutor(1, name)
+        self._host = Host(self._worker)
+        self._thread = Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def _ask(self, do: str, *given: Any) -> Answer:
+        self.newest = super()._ask(do, *given)
+        return self.newest
+
+    def _send(self, number: int, do: str, *given: Any) -> None:
+        asked = asyncio.run_coroutine_threadsafe(self._host.ask(do, *given), self._loop)
+        asked.add_done_callback(lambda done: self._answer(number, done))
+
+    def _kill(self) -> None:
+        self._worker.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class _LikeAnother(_Inside):
+    """Has the same to do as another one, which is asked first, and answers as that does."""
+
+    def __init__(self, other: _OnThreads, lost: type[TunesmithError]) -> None:
+        super().__init__(f"one like {other.name}", lost)
+        self._other = other
+
+    def _send(self, number: int, do: str, *given: Any) -> None:
+        del do, given
+        self._other.newest.add_done_callback(lambda done: self._answer(number, done))
+
+    def _kill(self) -> None: ...

@@ -1,0 +1,39 @@
+"""What a sharded model's tensors are for: those that torch's FSDP allocates."""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+GATHERED = "gathered weights"
+_ALLOCATE: tuple[tuple[Any, str, str], ...] = (
+    (FSDPParam, "init_all_gather_outputs", GATHERED),
+    (groups, "foreach_all_gather", GATHERED),
+    (FSDPParam, "to_accumulated_grad_if_needed", "gradients"),
+    (groups, "foreach_reduce", "gradients"),
+)
+
+
+@contextmanager
+def shards_named(allocating: Callable[[str], AbstractContextManager[None]]) -> Generator[None]:
+    """Args: allocating: whatever is allocated inside is for this purpose."""
+
+    def named(function: Callable[..., Any], purpose: str) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with allocating(purpose):
+                return function(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name, purpose in _ALLOCATE:
+            stack.enter_context(patch.object(owner, name, named(getattr(owner, name), purpose)))
+        yield
