@@ -244,3 +244,18 @@ def test_agents_need_a_chat_template(tokenizer: Any, tmp_path: Path) -> None:
     environments = load(tmp_path, agent("return 1.0"), path="env.py:agent")
     with pytest.raises(ConfigError, match="needs a chat template"):
         play(environments, tokenizer, [made_task(tokenizer, chat=False)], counting, chat=False)
+
+
+def test_rollouts_of_a_task_do_not_share_what_they_change(tokenizer: Any, tmp_path: Path) -> None:
+    code = agent("""
+history = prompt
+reply = await ask(messages=history)
+history.append(reply.choices[0].message)
+board[0] += 1
+return float(len(history) * 10 + board[0])
+""", "client, prompt, board")  # fmt: skip
+    environments = load(tmp_path, code, path="env.py:agent")
+    task = made_task(tokenizer, [{"role": "user", "content": "Go."}], board=[0])
+    rollouts, _ = play(environments, tokenizer, [task] * 3, counting)
+    assert [r.reward for r in rollouts] == [float((len(task.prompt) + 1) * 10 + 1)] * 3
+    assert task.columns["board"] == [0]

@@ -201,6 +201,7 @@ PROCESS = {"reward": lambda completions: completions, "reward__isolation": "proc
         (DataError, "x", {"reward": "math", "train": [{"x": "1"}]}),
         (ConfigError, "train.lr is of type object", {"reward": "math", "train__lr": object()}),
         (ConfigError, "does not exist", {"reward": "math", "train": "nowhere.jsonl"}),
+        (ConfigError, "on_step is of type int", {"reward": share, "on_step": 3}),
         (ConfigError, "needs functions that another process can import", PROCESS),
     ],
 )  # fmt: skip
@@ -209,7 +210,15 @@ def test_bad_input_is_refused_as_by_the_commands(
 ) -> None:
     with pytest.raises(error, match=words):
         tunesmith.rl(model, **{"train": sums(2), **SMALL, **arguments})
-    assert not any(Path("runs").glob("rl-*")) and not Path("runs/latest").exists()
+    assert not any(Path("runs").glob("rl-*")) and not Path("runs/latest").is_symlink()
+
+
+def test_a_refused_call_leaves_the_link_to_the_newest_run(model: Path) -> None:
+    Path("runs/before").mkdir(parents=True)
+    Path("runs/latest").symlink_to("before")
+    with pytest.raises(ConfigError):
+        tunesmith.rl(model, sums(2), reward="math", train__lr=object())
+    assert Path("runs/latest").readlink() == Path("before")
 
 
 def test_a_reward_that_raises_is_told_with_its_traceback(model: Path) -> None:

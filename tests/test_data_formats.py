@@ -8,6 +8,7 @@ import pytest
 
 from tunesmith.data.formats import Example, Goal, convert, detect
 from tunesmith.data.sources import BadLine, Row
+from tunesmith.data.values import read_messages
 
 USER = {"role": "user", "content": "1+1?"}
 ASSISTANT = {"role": "assistant", "content": "2"}
@@ -153,3 +154,16 @@ def test_formats_describe_themselves() -> None:
     )
     talk = detect(Row("a", "a:1", {"messages": []}), "rl")
     assert talk.describe("rl") == "conversations in 'messages'; a final assistant turn is not part of the prompt"
+
+
+def test_arguments_of_calls_are_objects_as_in_an_episode() -> None:
+    def talk(arguments: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    def read(arguments: Any) -> Any:
+        [_, answer] = read_messages(Row("f", "f:1", {"messages": talk(arguments)}), "messages")
+        return answer["tool_calls"][0]["function"]["arguments"]
+
+    assert read('{"a": 1}') == read({"a": 1}) == {"a": 1}
+    assert read('{"a": ') == '{"a": ', "what is no JSON stays as it is"

@@ -16,7 +16,7 @@ from tunesmith.engines.fake import FakeEngine, numbers
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import EngineError
 from tunesmith.loop.collect import Collector
-from tunesmith.loop.evaluate import EvaluationPlan, evaluate, pass_at_k, passes
+from tunesmith.loop.evaluate import EvaluationPlan, _greedy_metrics, evaluate, pass_at_k, passes
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
 
@@ -133,3 +133,12 @@ def test_failed_rollouts_count_as_not_passed_and_are_told() -> None:
     assert metrics["eval/pass@1"] == 0.5
     metrics, _ = measured(Watching(failing=6), Scorer({}), tasks=TASKS[1:])
     assert metrics["eval/failed"] == 1.0 and metrics["eval/accuracy"] == 0.0 and "eval/reward" not in metrics
+
+
+def test_a_reward_that_the_first_rollout_lacks_is_averaged_too() -> None:
+    rollouts = [Rollout(task) for task in TASKS]
+    for rollout, rewards in zip(rollouts, ({"right": 1.0}, {"right": 0.0, "environment": 2.0}), strict=True):
+        rollout.reward, rollout.rewards = sum(rewards.values()), dict(rewards)
+    groups = [RolloutGroup(r.task, [r]) for r in rollouts]
+    for ordered in (groups, groups[::-1]):
+        assert _greedy_metrics(ordered, {})["eval/reward/environment"] == 2.0

@@ -389,3 +389,24 @@ def test_the_record_of_a_failed_rollout_says_why() -> None:
     rollout.fail(rollout.status.TIMED_OUT, "too slow")
     record = LineWriter(numbers, flat=True, scored=False).record(rollout)
     assert record["error"] == "too slow" and record["reward"] is None and record["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "words"),
+    [
+        (["a"], {"stop": "END"}, "stop is one text"),
+        ([3], {}, r"prompts\[0\]"),
+        (["a", [{"content": "no role"}]], {}, r"prompts\[1\]"),
+        ([[{"role": "user", "content": None}]], {}, r"prompts\[0\]"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(
+    prompts: list[Any], settings: dict[str, Any], words: str, model: Path
+) -> None:
+    with pytest.raises(UserError, match=words):
+        tunesmith.generate(model, prompts, **settings)
+
+
+def test_prompts_may_come_one_by_one(model: Path) -> None:
+    made = tunesmith.generate(CausalLM.load(model), (p for p in PROMPTS[:2]), max_new_tokens=2, chat=False)
+    assert [generation.prompt for generation in made] == PROMPTS[:2]

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from documents import ROOT, blocks_of
 from tunesmith.algorithms.advantages import GDPO
@@ -34,6 +35,7 @@ from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import Completion, Message, Rollout, RolloutGroup, Status, Task
 from tunesmith.usercode import calls as user_calls
+from tunesmith.usercode.calls import kept_default_dtype
 
 
 def rollout(task: str = "t", prompt: str | list[Message] = "q", ids: Sequence[int] = (7, 2), **columns: Any) -> Rollout:
@@ -722,3 +724,48 @@ def test_the_reward_of_the_readme_reads_the_last_number() -> None:
     cases = [("The answer is 25", "5", 0.0), ("391.", "391", 1.0), ("so 1,391", "1391", 1.0), ("none", "5", 0.0)]
     texts, golds, expected = zip(*cases, strict=True)
     assert scope["right_number"](completions=list(texts), answer=list(golds)) == list(expected)
+
+
+async def test_the_default_dtype_is_kept_when_calls_overlap() -> None:
+    async def call(wait: asyncio.Event, done: asyncio.Event) -> None:
+        with kept_default_dtype():
+            torch.set_default_dtype(torch.float64)
+            done.set()
+            await wait.wait()
+
+    first, second, started, again = (asyncio.Event() for _ in range(4))
+    calls = [asyncio.create_task(call(first, started))]
+    await started.wait()
+    calls.append(asyncio.create_task(call(second, again)))
+    await again.wait()
+    first.set()
+    await calls[0]
+    second.set()
+    await calls[1]
+    assert torch.get_default_dtype() == torch.float32
+
+
+async def test_what_is_logged_beside_an_evaluation_stays_in_the_metrics() -> None:
+    def logs(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        log_metric("seen", float(len(completions[0])))
+        return [0.0 for _ in completions]
+
+    rewards = reward_set(logs)
+    begin, ended = asyncio.Event(), asyncio.Event()
+
+    async def scored(text: str) -> None:
+        await rewards.score([Rollout(Task("t", "p", ()))], [text])
+
+    async def training() -> None:
+        await begin.wait()
+        await scored("four")
+        ended.set()
+
+    task = asyncio.create_task(training())
+    with rewards.apart():
+        await scored("a")
+        begin.set()
+        await ended.wait()
+    await task
+    assert rewards.metrics([])["logged/seen"] == 4.0
+    rewards.close()

@@ -463,6 +463,23 @@ def test_a_group_whose_greedy_rollout_failed_is_not_learned_from(tmp_path: Path,
            reward__max_failed_share=0.05)  # fmt: skip
 
 
+def test_the_failed_share_is_of_all_rollouts_of_a_step(tmp_path: Path, model: Path) -> None:
+    """The first group has no contrast; one of four rollouts fails in the group that replaces it."""
+    rl_settings(tmp_path, model)
+    (tmp_path / "rewards.py").write_text(
+        "seen = []\n\n\n"
+        "def share(completions, **_):\n"
+        "    seen.append(0)\n"
+        "    scores = [float(n % 2) for n in range(len(completions))]\n"
+        "    if len(seen) == 1:\n"
+        "        return [1.0 for _ in scores]\n"
+        "    return [float('nan'), *scores[1:]] if len(seen) == 5 else scores\n"
+    )
+    settings = {"rollout__prompts_per_step": 4, "rollout__group_size": 4, "train__steps": 1}
+    _, lines = rl(tmp_path, model, **settings, algorithm__dynamic_filter=True, reward__max_failed_share=0.1)
+    assert lines[0]["rollouts/failed"] == pytest.approx(1 / 20) and lines[0]["groups_kept"] == pytest.approx(4 / 5)
+
+
 def test_oversampling_tries_more_prompts_at_once_and_trains_on_as_many_as_were_wanted(
     tmp_path: Path, model: Path
 ) -> None:

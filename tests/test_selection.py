@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tunesmith.errors import ConfigError
 from tunesmith.offline.rounds import Round, select_answers
 from tunesmith.offline.selection import (
+    Yield,
     accuracy,
     best,
     conditional,
@@ -161,3 +162,9 @@ def test_a_best_answer_that_is_not_good_enough_is_left_out() -> None:
     assert isinstance(chosen, dict) and chosen["chosen_reward"] == 1.0
     assert (pair(line(0.0, 0.5), 0.0, 1.0), pair(line(0.0, 0.0), 0.0, 1.0)) == ("below min_reward", "tied")
     assert isinstance(best(line(0.0, 0.0)), list)
+
+
+def test_more_correct_answers_than_were_asked_for_are_counted() -> None:
+    counts = Yield(2)
+    counts.add(line(1.0, 1.0, 1.0, 0.0), 3, 1)
+    assert counts.report()["questions_by_correct_samples"] == {"0": 0, "1": 0, "2": 0, "3": 1}

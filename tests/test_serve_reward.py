@@ -383,3 +383,17 @@ def test_a_gate_closes_what_says_nothing_and_makes_room() -> None:
         return [first, *rest]
 
     assert asyncio.run(run()) == [b"", b"", b""]
+
+
+def test_a_conversation_reaches_the_function_whole() -> None:
+    def turns(completions: list[list[Message]]) -> list[float]:
+        return [float(len(c)) for c in completions]
+
+    talk = [
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    with service(function_of(turns)) as url:
+        body = {"prompts": [[{"role": "user", "content": "q"}]], "completions": [talk]}
+        assert ask(url, body) == (200, {"rewards": [3.0]})

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -299,3 +300,16 @@ def test_a_short_epoch_makes_no_short_batches(tmp_path: Path) -> None:
     assert max(line["staleness/max"] for line in read_metrics(run / "metrics.jsonl")) <= 1
     steps = Counter(json.loads(line)["step"] for line in (run / "rollouts.jsonl").read_text().splitlines())
     assert steps == dict.fromkeys(range(1, 7), 12 * 2)
+
+
+async def test_enough_tokens_are_taken_back_for_a_stop_string_of_several_bytes() -> None:
+    class Bytes(FakeEngine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            del sampling
+            asked_for.append(list(prompt_ids))
+            ids = [5, 6, 7, 8] if len(asked_for) == 1 else [9]
+            return Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if len(asked_for) > 1 else "abort")
+
+    asked_for: list[list[int]] = []
+    await Gate(Bytes(), partial=True).generate([1], asked(8, stop=("。",)))
+    assert asked_for == [[1], [1, 5]], "the sign may have been three tokens"

@@ -82,10 +82,9 @@ class Program:
         if not self._rows:
             yield
             return
-        run_dir = self._settings.get("run_dir")
+        run_dir, before = self._settings.get("run_dir"), None
         if run_dir is None:
             directory, new = numbered_directory(Path("runs").absolute(), self._command), True
-            point(directory.parent / LATEST, directory)
             self._settings["run_dir"] = directory
         else:
             directory = Path(run_dir).expanduser().absolute()
@@ -101,10 +100,16 @@ class Program:
                 if not write_whole(file, _checked(key, rows)):
                     raise DataError(f"{key} has no rows")
                 self._settings[f"data.{key}"] = file
+            if run_dir is None:
+                latest = directory.parent / LATEST
+                before = latest.readlink() if latest.is_symlink() else None
+                point(latest, directory)
             yield
         except UserError:
             if new and not holds_run(directory):
                 shutil.rmtree(directory, ignore_errors=True)
+                if run_dir is None:
+                    _point_back(directory.parent / LATEST, before)
             raise
 
     def _refer_to_code(self, section: str, keys: Sequence[str]) -> None:
@@ -147,6 +152,14 @@ class Program:
         reference = next(one for one in names if self._objects.get(one, value) is value)
         self._objects[reference] = value
         return reference
+
+
+def _point_back(link: Path, target: Path | None) -> None:
+    """Let ``runs/latest`` name what it named before, if it named anything."""
+    if target is not None:
+        point(link, link.parent / target)
+    elif link.is_symlink():
+        link.unlink()
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class AlgorithmSection(Section):
     reward_clip: tuple[float, float] | None = None
     """Clip the reward to two bounds, before any baseline."""
     mask_truncated: bool = False
-    """Leave rollouts that hit the length limit out of the loss."""
+    """Leave rollouts whose last turn hit the length limit out of the loss."""
     dynamic_filter: Annotated[
         DynamicFilter | Literal[False],
         BeforeValidator(on_is_a_table),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from math import isfinite
 from typing import Any
 
@@ -100,7 +101,19 @@ def _message(row: Row, place: str, item: Any) -> Message:
         content = ""
     if not isinstance(content, str):
         raise row.bad(f"{place} has no text in 'content', found: {', '.join(message)}")
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [with_object_arguments(call) for call in calls]
     return {**message, "content": _encodable(row, f"{place}.content", content)}
+
+
+def with_object_arguments(call: Any) -> Any:
+    """A tool call whose arguments, JSON text in OpenAI's form, are the object that chat templates expect."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    with suppress(ValueError):  # the policy may have written invalid JSON
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    return call
 
 
 def _text_of_part(row: Row, place: str, part: Any) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Any
 
 from tunesmith.config.schema import EnvironmentSection
+from tunesmith.data.values import with_object_arguments
 from tunesmith.environments.base import Generate
 from tunesmith.environments.rendering import Renderer, Tools
 from tunesmith.environments.tools import BadCall, Parse, ToolCall
@@ -268,18 +268,11 @@ def for_template(message: Message) -> Message:
     cleaned["content"] = text_of_content(message.get("content"))
     if calls := cleaned.get("tool_calls"):
         listed = calls if isinstance(calls, list | tuple) else [calls]
-        cleaned["tool_calls"] = [_with_object_arguments(call) for call in listed]
+        for call in listed:
+            if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+                raise EpisodeError(f"'tool_calls' is a list of calls with a 'function', not {shortened(repr(call))}")
+        cleaned["tool_calls"] = [with_object_arguments(call) for call in listed]
     return cleaned
-
-
-def _with_object_arguments(call: Any) -> dict[str, Any]:
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise EpisodeError(f"'tool_calls' is a list of calls with a 'function', not {shortened(repr(call))}")
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        with suppress(ValueError):  # the policy may have written invalid JSON
-            function["arguments"] = json.loads(function["arguments"])
-    return {**call, "function": function}
 
 
 def _assistant(content: str, calls: Sequence[ToolCall | BadCall], turn: int) -> Message:

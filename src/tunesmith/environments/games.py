@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -45,8 +46,11 @@ class Loaded:
 
 
 def columns_of(task: Task) -> dict[str, Any]:
-    """Arguments of user code by name: the columns of the data, and the prompt in the form that it has there."""
-    return {**task.columns, "prompt": task.prompt}
+    """Arguments of user code by name: the columns of the data, and the prompt in the form that it has there.
+
+    They are copies: the other rollouts of the task, and later epochs, have the same objects.
+    """
+    return deepcopy({**task.columns, "prompt": task.prompt})
 
 
 class Code(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class IsolatedGames:
     @asynccontextmanager
     async def open_game(self, loaded: Loaded) -> AsyncGenerator[Game]:
         try:
-            worker = self._workers.take()
+            worker = await asyncio.to_thread(self._workers.take)
         except WorkerError as error:
             raise EpisodeError(f"{loaded.reference}: {error}") from None
         methods = {tool.name: tool for tool in loaded.methods.values()}

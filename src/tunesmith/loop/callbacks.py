@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tunesmith.errors import ConfigError
+
 STOP: Final = False
 """Returned by a callback, it ends the run after the current step, with a checkpoint."""
 
@@ -23,3 +25,8 @@ class Callbacks:
     """Called with the metrics of each evaluation."""
     on_checkpoint: Callable[[int, Path], bool | None] | None = None
     """Called with the directory of each checkpoint."""
+
+    def __post_init__(self) -> None:
+        for name in ("on_step", "on_evaluation", "on_checkpoint"):
+            if (given := getattr(self, name)) is not None and not callable(given):
+                raise ConfigError(f"{name} is of type {type(given).__name__}; give a function of two arguments")

@@ -70,7 +70,7 @@ def _greedy_metrics(groups: Sequence[RolloutGroup], weights: Mapping[str, float]
     }
     if usable:
         metrics["eval/reward"] = float(np.mean([r.reward for r in usable if r.reward is not None]))
-    for name in usable[0].rewards if usable else ():
+    for name in dict.fromkeys(name for r in usable for name in r.rewards):
         values = [v for r in usable if (v := r.rewards.get(name)) is not None]
         if values:
             metrics[f"eval/reward/{name}"] = float(np.mean(values))

@@ -47,7 +47,7 @@ class Gate:
             keep = len(more.token_ids)
             if more.finish_reason == "abort" and sampling.stop:
                 # Tokens that may begin a stop string are sampled again, so that the engine finds it whole.
-                keep = max(0, keep - max(map(len, sampling.stop)))
+                keep = max(0, keep - max(len(text.encode()) for text in sampling.stop))
             done = Completion(
                 [*done.token_ids, *more.token_ids[:keep]],
                 [*done.logprobs, *more.logprobs[:keep]],

@@ -9,6 +9,7 @@ from functools import partial
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.backends.base import Metrics
 from tunesmith.config.distillation import DistillConfig
+from tunesmith.errors import RewardError
 from tunesmith.loop.evaluate import evaluate
 from tunesmith.loop.experience import make_experience
 from tunesmith.loop.parts import RLParts
@@ -16,7 +17,6 @@ from tunesmith.loop.rollouts import RolloutSource
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
-from tunesmith.rewards.metrics import check_failed
 from tunesmith.types import RolloutGroup
 
 
@@ -38,9 +38,9 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
                 learned = await rollouts.run_training(partial(learn, parts, groups, session.step))
             if not groups:
                 session.note(f"step {session.step + 1} had no group to learn from")
-            attainable = learned.pop("attainable_seconds", 0.0)
+            learned["attainable_seconds/train"] = learned.pop("attainable_seconds", 0.0)
             if "attainable_seconds" in metrics:
-                metrics["attainable_seconds"] += attainable
+                metrics["attainable_seconds"] += learned["attainable_seconds/train"]
             session.finish_step(metrics | learned | compared)  # from here on the step counts as done
             reference = parts.config.algorithm.reference
             if reference and reference.reference_every and session.step % reference.reference_every == 0:
@@ -106,7 +106,7 @@ async def _evaluate(parts: RLParts, session: Session, rollouts: RolloutSource) -
                 metrics, groups = await evaluate(collector, parts.evaluation)
     failed = [r for g in groups for r in g.rollouts if r.error is not None]
     if metrics["eval/failed"] == 1:
-        check_failed(failed, 0.0)
+        raise RewardError(f"all {len(failed)} rollouts of the evaluation failed. The first:\n{failed[0].error}")
     with interrupts.held():
         session.log_rollouts(groups, "eval")
         session.finish_evaluation(metrics)

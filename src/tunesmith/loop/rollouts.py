@@ -50,8 +50,8 @@ class SyncRollouts:
             tasks = parts.tasks.next_batch(ceil((wanted - len(kept)) * config.rollout.oversample))
             seed = derive_seed(config.train.seed, config.rollout.seed, self.session.step, len(played))
             groups = await play(parts, tasks, seed)
-            check_failures(parts, groups)
             played += groups
+            check_failures(parts, played)
             kept += informative(parts, groups)
         parts.tasks.settle([group.task for group in played])
         metrics = step_metrics(parts, played, kept[:wanted], parts.engine.stats().since(counted))

@@ -198,7 +198,7 @@ class Session:
         self.metrics.write(self.step, metrics, always=True)
         if self.best.metric in metrics:
             self.best.update(metrics[self.best.metric], self.step)
-        elif "eval/reward" in metrics or "eval/loss" in metrics:
+        elif self.best.value is None and ("eval/reward" in metrics or "eval/loss" in metrics):
             raise ConfigError(
                 f"eval.metric: no evaluation gives '{self.best.metric}'.{nearest(self.best.metric, metrics)}"
             )

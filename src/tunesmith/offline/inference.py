@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,8 @@ from tunesmith.assembly.engines import local_engine_for, make_sampling
 from tunesmith.config.generation import GenerateConfig, SamplingSection
 from tunesmith.config.schema import DataSection, ModelSection, SystemSection
 from tunesmith.data.prompts import PromptEncoder
+from tunesmith.data.sources import Row
+from tunesmith.data.values import read_prompt
 from tunesmith.errors import UserError, boundary
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.offline.answering import window_of
@@ -83,8 +85,7 @@ def generate(
         >>> tunesmith.generate("Qwen/Qwen2.5-0.5B-Instruct", ["What is 7 times 6?"])[0].text
         '7 times 6 is 42.'
     """
-    if isinstance(prompts, str):
-        raise UserError("prompts is one text; give a list of prompts, even of one")
+    prompts = _checked(prompts, stop)
     temperature = float(n > 1) if temperature is None else temperature
     with boundary(UserError, "tunesmith.generate", ValueError):
         sampling = SamplingSection(
@@ -104,6 +105,15 @@ def generate(
             system=SystemSection(max_running=max_running, max_prefill_tokens=max_prefill_tokens),
         )
     return _generate(resolve(config, Facts(read_hardware())).config, model, prompts) if prompts else []
+
+
+def _checked(prompts: Iterable[Any], stop: object) -> list[Prompt]:
+    """Texts and conversations, as from lines of data. UserError for others, and for a text where a list belongs."""
+    if isinstance(prompts, str):
+        raise UserError("prompts is one text; give a list of prompts, even of one")
+    if isinstance(stop, str):
+        raise UserError(f"stop is one text; give a list, such as [{stop!r}]")
+    return [read_prompt(Row("prompts", f"prompts[{n}]", {"prompt": p}), "prompt") for n, p in enumerate(prompts)]
 
 
 def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Sequence[Prompt]) -> list[Generation]:

@@ -61,8 +61,11 @@ def adopt_answers(answers: Path, this: Round, tasks: Sequence[Task]) -> None:
     if len(lines) != len(tasks):
         raise DataError(f"{answers} answers {len(lines)} questions, and data.train has {len(tasks)}")
     for number, (line, task) in enumerate(zip(lines, tasks, strict=True), 1):
-        if line.get("prompt") != task.prompt or "completions" not in line:
+        records = records_of(line)
+        if line.get("prompt") != task.prompt or not all("completion" in record for record in records):
             raise DataError(f"{answers}:{number} does not answer the question of task {task.id}")
+        if not all("reward" in record for record in records):
+            raise DataError(f"{answers}:{number} has answers without a reward: generate them with [reward]")
     this.directory.mkdir(parents=True, exist_ok=True)
     write_whole(this.samples, iter(lines))
 

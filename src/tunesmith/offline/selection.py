@@ -169,12 +169,13 @@ class Yield:
 
     def report(self) -> Json:
         totals, judged = self.totals, self.totals["judged"]
+        most = max(self.samples_per_question, *self.histogram)  # answers of another run may be more
         return {
             **{name: totals[name] for name in ("questions", "solved", "samples", "correct", "failed", "kept")},
             "solved_share": interval(totals["solved"], totals["questions"]),
             "correct_share": interval(totals["correct"], totals["samples"]),
             "answered_share": interval(round(self.answered), judged) if judged else None,
-            "questions_by_correct_samples": {str(n): self.histogram[n] for n in range(self.samples_per_question + 1)},
+            "questions_by_correct_samples": {str(n): self.histogram[n] for n in range(most + 1)},
         }
 
 

@@ -139,9 +139,9 @@ def text_of(completion: Any) -> str:
 
 
 def batch_columns(rollouts: Sequence[Rollout], needed: frozenset[str] = frozenset()) -> dict[str, list[Any]]:
-    """The data's columns and those ``needed``, with one entry per rollout; None where a task lacks one."""
+    """Copies of the data's columns and those ``needed``, with one entry per rollout; None where a task lacks one."""
     names = {name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS}
-    return {name: [r.task.columns.get(name) for r in rollouts] for name in sorted(names | needed)}
+    return {name: [deepcopy(r.task.columns.get(name)) for r in rollouts] for name in sorted(names | needed)}
 
 
 def scores_from(output: object, size: int) -> list[Score]:

@@ -31,6 +31,7 @@ class IsolatedRewards:
         self._worker: Worker | None = None
         self._turns = Turns()
         self._alone = PerLoop(lambda: asyncio.Semaphore(ALONE))
+        self._starting = PerLoop(asyncio.Lock)
         try:
             description = self._workers.server().description
         except WorkerError as error:
@@ -88,9 +89,11 @@ class IsolatedRewards:
         ran in it: that shows which call ends its process.
         """
         try:
-            if self._worker is None or not self._worker.alive:
-                self._worker = self._workers.take()
-            return await answered(self._worker, question, timeout, coroutine=coroutine, shared=coroutine)
+            async with self._starting.here:
+                worker = self._worker
+                if worker is None or not worker.alive:
+                    worker = self._worker = await asyncio.to_thread(self._workers.take)
+            return await answered(worker, question, timeout, coroutine=coroutine, shared=coroutine)
         except WorkerLost as lost:
             if not (lost.from_outside or coroutine):
                 raise
@@ -98,7 +101,7 @@ class IsolatedRewards:
             attempt = 1
             while True:
                 attempt += 1
-                worker = self._workers.server().worker()
+                worker = await asyncio.to_thread(lambda: self._workers.server().worker())
                 try:
                     return await answered(worker, question, timeout, coroutine=coroutine)
                 except WorkerLost as lost:

@@ -11,7 +11,9 @@ RELATIVE_TOLERANCE = Decimal("1e-6")
 # No traps: what overflows or divides by zero becomes infinite or NaN, which is then "not a number".
 _CONTEXT = Context(prec=60, traps=[])
 
-_PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\.)\.\d+)"
+_COMMA = r"(?:,|\{,\}|,?\\[,!])"
+"""Separates thousands; the last ones as LaTeX writes them."""
+_PLAIN = rf"(?:(?:\d{{1,3}}(?:{_COMMA}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|(?<!\.)\.\d+)"
 _NUMBER = re.compile(
     rf"""
     (?<![A-Za-z_\d])(?<!\d\.)                           # not inside a word, not the tail of another number
@@ -79,7 +81,7 @@ def _is_whole(value: Decimal) -> bool:
 
 def _number(match: re.Match[str]) -> Number | None:
     def read(group: str) -> Decimal:
-        return Decimal(match[group].replace(",", ""))
+        return Decimal(re.sub(_COMMA, "", match[group]))
 
     try:
         if match["top"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.errors import ConfigError, DataError, DeadlineExceeded, nearest
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "environment"
 """The name of the environment's own reward in ``Rollout.rewards``; its weight is 1."""
+
+
+_ASIDE: ContextVar[dict[str, list[float]] | None] = ContextVar("_ASIDE", default=None)
+"""What is logged in this task, where it is to be kept out of the metrics."""
 
 
 class RewardSet:
@@ -104,8 +109,9 @@ class RewardSet:
             for i, (rollout, score) in enumerate(zip(played, scores, strict=True)):
                 _record(rollout, function, score)
                 _note(rollout, function, {column: values[i] for column, values in notes.extras.items()})
+            logged = self._logged if (aside := _ASIDE.get()) is None else aside
             for name, value in notes.metrics:
-                self._logged.setdefault(name, []).append(value)
+                logged.setdefault(name, []).append(value)
         for rollout in played:
             self._total(rollout)
 
@@ -119,10 +125,10 @@ class RewardSet:
 
     @contextmanager
     def apart(self) -> Generator[None]:
-        """Keep what is logged inside out of ``metrics``."""
-        logged, self._logged = self._logged, {}
+        """Keep what is logged inside out of ``metrics``; what other tasks log meanwhile stays in."""
+        token = _ASIDE.set({})
         yield
-        self._logged = logged
+        _ASIDE.reset(token)
 
     def close(self) -> None:
         """End threads and worker processes."""

@@ -63,7 +63,8 @@ class Item(NamedTuple):
     """One completion of a request."""
 
     prompt: Prompt
-    text: str
+    completion: Any
+    """Text, or the messages after the prompt."""
     columns: dict[str, Any]
     request: int
 
@@ -101,7 +102,7 @@ class RewardService:
         if body.prompts and (missing := self.rewards.functions[0].columns - columns.keys()):
             raise web.HTTPBadRequest(text=f"columns: the reward needs the column '{min(missing)}'")
         items = [
-            Item(prompt, text_of(completion), {name: values[i] for name, values in columns.items()}, self.requests)
+            Item(prompt, completion, {name: values[i] for name, values in columns.items()}, self.requests)
             for i, (prompt, completion) in enumerate(zip(body.prompts, body.completions, strict=True))
         ]
         self.requests += 1
@@ -127,7 +128,10 @@ class RewardService:
     async def _score_together(self, items: list[Item]) -> list[Result]:
         (function,) = self.rewards.functions
         rollouts = [Rollout(Task(str(i), item.prompt, (), item.columns)) for i, item in enumerate(items)]
-        await self.rewards.score(rollouts, [item.text for item in items])
+        for rollout, item in zip(rollouts, items, strict=True):
+            if isinstance(item.completion, list):
+                rollout.messages = [{**m, "content": text_of_content(m.get("content"))} for m in item.completion]
+        await self.rewards.score(rollouts, [text_of(item.completion) for item in items])
         self.rewards.metrics([])  # discard what the function logged
         return [
             (r.rewards[function.name], None) if function.name in r.rewards else (None, r.error or Status.REWARD_FAILED)

@@ -84,17 +84,28 @@ def check_keywords(function: Callable[..., Any], reference: str, available: set[
             )
 
 
+_open_calls = 0
+_dtype_before: Any = None
+
+
 @contextmanager
 def kept_default_dtype() -> Generator[None]:
-    """Restore PyTorch's default dtype after the user's code, so that training is not affected."""
+    """Restore PyTorch's default dtype after the user's code, so that training is not affected.
+
+    Calls may overlap: what counts is the type before the first of them. Used from one event loop.
+    """
+    global _open_calls, _dtype_before
     torch: Any = sys.modules.get("torch")
-    before = torch and torch.get_default_dtype()
+    if not _open_calls:
+        _dtype_before = torch and torch.get_default_dtype()
+    _open_calls += 1
     try:
         yield
     finally:
+        _open_calls -= 1
         torch = sys.modules.get("torch")
         if torch is not None:
-            torch.set_default_dtype(before or torch.float32)
+            torch.set_default_dtype(_dtype_before or torch.float32)
 
 
 class RaisedInCall(Exception):

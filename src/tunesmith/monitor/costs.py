@@ -1,0 +1,51 @@
+"""What a step's time went into, by the operations in a trace of torch's profiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import StorageError, boundary
+
+OPERATION, KERNEL = "cpu_op", ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def largest_costs(trace: Path, most: int) -> list[tuple[str, float]]:
+    """The operations with the most seconds of their own, the largest first: on the GPU where one was used.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    with boundary(StorageError, f"cannot read {trace}", (OSError, ValueError, KeyError)):
+        with gzip.open(trace, "rt", encoding="utf-8") as file:
+            events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+        kernels = [event for event in events if event.get("cat") in KERNEL]
+        spent = _totals(kernels) if kernels else _own([e for e in events if e.get("cat") == OPERATION])
+    return [(name, micros / 1e6) for name, micros in spent.most_common(most)]
+
+
+def _totals(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    spent: Counter[str] = Counter()
+    for event in events:
+        spent[event["name"]] += event["dur"]
+    return spent
+
+
+def _own(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Microseconds by name, each operation's without those of the operations that it calls."""
+    spent, threads = _totals(events), defaultdict[Any, list[Mapping[str, Any]]](list)
+    for event in events:
+        threads[event["pid"], event["tid"]].append(event)
+    for of_thread in threads.values():
+        callers: list[Mapping[str, Any]] = []
+        for event in sorted(of_thread, key=lambda e: (e["ts"], -e["dur"])):
+            while callers and callers[-1]["ts"] + callers[-1]["dur"] <= event["ts"]:
+                callers.pop()
+            if callers:
+                spent[callers[-1]["name"]] -= event["dur"]
+            callers.append(event)
+    return spent
