@@ -37,6 +37,7 @@ def _link(page: str, folder: Path, target: str) -> str:
     """A link of a page as the site needs it: to another page, else into the repository."""
     if "://" in target and not target.startswith(HOME):
         return target
+    target = target.removesuffix("?raw=true")
     path = (ROOT / target.removeprefix(HOME) if target.startswith(HOME) else folder / target).resolve()
     if not path.exists():
         raise ExtensionError(f"{page}: the link to {target} leads nowhere")
@@ -44,7 +45,7 @@ def _link(page: str, folder: Path, target: str) -> str:
     for name, file in _INCLUDED.items():
         if within == file:
             return f"{name}.md"
-    if path.parent == ROOT / "docs" and path.suffix in (".md", ".svg"):
+    if path.parent == ROOT / "docs" and path.suffix in (".md", ".svg", ".png"):
         return path.name
     return HOME + within
 

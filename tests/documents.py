@@ -69,7 +69,10 @@ def links(document: Path) -> list[str]:
 
     The front page is read on package indexes too, so it names them by their address.
     """
-    return [link.removeprefix(HOME) for link in _LINK.findall(_FENCE.sub("", document.read_text(encoding="utf-8")))]
+    return [
+        link.removeprefix(HOME).removesuffix("?raw=true")
+        for link in _LINK.findall(_FENCE.sub("", document.read_text(encoding="utf-8")))
+    ]
 
 
 def anchors(document: Path) -> set[str]:

@@ -36,6 +36,9 @@ def make_run(folder: Path, steps: int = 5, lines: list[dict[str, Any]] | None = 
         "train.lr": {"value": 1e-6, "source": "derived", "reason": "why"},
     }
     (folder / "resolved.json").write_text(json.dumps({"settings": kept, "notes": ["a note"]}))
+    device = {"device": "trainer", "roles": {"policy": {"weights": 20}}, "phases": {"training": 30}}
+    plan = {"memory": [{**device, "host": 0, "peak": 30, "free": 100, "share": 0.3}], "seconds": {"step": 2.5}}
+    (folder / "plan.json").write_text(json.dumps(plan))
     write_facts(Facts(rollouts=True, eval_size=100), folder)
     write_lines(
         folder / "rollouts.jsonl",

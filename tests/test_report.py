@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from hand_made_runs import HOSTILE, make_run, rollout
 from tiny_runs import write_lines
 from tunesmith.cli.main import app
+from tunesmith.doctor.record import read_record
 from tunesmith.errors import ConfigError
 from tunesmith.report.metrics import MetricsFile, Table, curves, totals, wilson
 from tunesmith.report.page import page
@@ -186,6 +187,7 @@ def test_all_of_a_run_is_in_its_model(tmp_path: Path) -> None:
     assert accuracy["mean"] == [0.25, 0.5] and accuracy["low"][1] == pytest.approx(0.4038, abs=1e-4)
     assert run["settings"]["train.lr"]["reason"] == "why" and run["notes"] == ["a note"] and not run["problems"]
     assert run["rollouts"]["groups"] == 4
+    assert run["plan"]["memory"][0]["peak"] == 30 and run["plan"]["seconds"] == {"step": 2.5}
 
 
 def test_examples_are_the_first_and_the_last_answers(tmp_path: Path) -> None:
@@ -314,6 +316,14 @@ async def test_the_server_reads_on_while_a_run_goes_on(tmp_path: Path) -> None:
         _, lines = await ask(f"/api/lines?run=0&place={groups['groups'][0]['place']}")
         assert [line["completion"] for line in lines["lines"]] == ["new"]
         assert (await ask("/api/lines?run=0&place=99"))[1] == {"lines": []}
+
+
+def test_of_a_long_run_the_doctor_judges_the_newest_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "a", 2000)
+    size = (run / "metrics.jsonl").stat().st_size
+    monkeypatch.setattr("tunesmith.doctor.record.MOST_BYTES", size // 4)
+    steps = [line["step"] for line in read_record(run).steps]
+    assert steps == list(range(int(steps[0]), 2001)) and 400 < len(steps) < 600
 
 
 def test_the_command_writes_one_private_file(tmp_path: Path) -> None:

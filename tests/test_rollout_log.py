@@ -169,6 +169,7 @@ def test_a_run_keeps_advantages_that_sum_to_zero_and_shows_answers(
         same = [line["advantage"] for line in train if (line["step"], line["group"]) == (step, 0)]
         assert sum(same) == pytest.approx(0, abs=1e-3) and any(same)
     assert all(line["task"].startswith("train.jsonl:") for line in train)
+    assert json.loads((outcome.run_dir / "plan.json").read_text())["memory"][0]["peak"] > 0
     for line in train:
         told = line["by_token"]
         assert len(told["text"]) == line["tokens"]

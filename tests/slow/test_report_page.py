@@ -93,7 +93,7 @@ async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Pa
         await page.run("document.querySelector('#runs input').click()")
         for tab, text in (
             ("Time", "rollout"), ("Evaluations", "answer 5"), ("Settings", "0.000002"),
-            ("Memory", "one"), ("Findings", "two"),
+            ("Memory", "policy: weights20 B"), ("Findings", "two"),
         ):  # fmt: skip
             await open_tab(page, tab)
             assert text in await page.run("document.querySelector('#body').textContent"), tab

@@ -32,13 +32,16 @@ from tunesmith.monitor.interrupts import handled, keeping
 from tunesmith.monitor.learning import LearningWatch, write_facts
 from tunesmith.monitor.metrics import MetricsLog, read_metrics
 from tunesmith.monitor.progress import open_progress
-from tunesmith.monitor.run_dir import RunDir, how_to_continue, open_run_dir
+from tunesmith.monitor.run_dir import PLAN_FILE, RunDir, how_to_continue, open_run_dir
 from tunesmith.monitor.text import Example, shown_path
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.waits import long_wait
 from tunesmith.monitor.watchdog import Watchdog
 from tunesmith.plan.hub import known_model_facts
+from tunesmith.plan.report import memory_of
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.seconds import step_seconds
+from tunesmith.storage import write_json
 
 SHOWN = 6
 """Held-out prompts whose answers are shown at the end of a run."""
@@ -234,6 +237,8 @@ def make_ready(
     )
     resolved = replace(resolve(config, facts), reasons=run.caller.reasons)
     announce(resolved, run.directory, train, held_out)
+    planned = {"memory": memory_of(resolved.config, facts), "seconds": step_seconds(resolved.config, facts)}
+    write_json(run.directory.path / PLAN_FILE, planned)
     return ReadyRun(
         resolved.config, run.base_dir, run.directory, run.checkpoint, run.tokenizer, run.caller, train, held_out
     )

@@ -14,7 +14,7 @@ from tunesmith.monitor.run_dir import LATEST, is_running
 from tunesmith.monitor.runs import read_settings
 
 MOST_BYTES = 32 << 20
-"""Of the rollouts, the newest are read."""
+"""Of the metrics and of the rollouts: the newest are read, which are some 20,000 steps."""
 Metrics = Mapping[str, float]
 
 
@@ -71,5 +71,5 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with boundary(StorageError, f"cannot read {path}", OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - (MOST_BYTES if path.stem == "rollouts" else path.stat().st_size)))
+        file.seek(max(0, path.stat().st_size - MOST_BYTES))
         yield from whole_objects(file.read())

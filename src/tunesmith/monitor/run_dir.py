@@ -5,6 +5,7 @@
     runs/arithmetic-1/
         config.toml       the settings, with the derived ones as comments
         resolved.json     every setting with its source and reason
+        plan.json         memory and seconds that were planned when the run began
         facts.json        what ``tunesmith doctor`` has to know of data and rewards
         metrics.jsonl     one object per step
         rollouts.jsonl    some groups of each step
@@ -39,6 +40,7 @@ from tunesmith.errors import CheckpointError, ConfigError, StorageError, boundar
 from tunesmith.monitor.interrupts import Interrupted
 from tunesmith.redact import redact, redact_values
 
+PLAN_FILE = "plan.json"
 LATEST = "latest"
 """A link in ``runs/`` to the newest directory there."""
 

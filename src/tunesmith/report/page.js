@@ -233,7 +233,7 @@ function fillList(error) {
   byId("found").textContent = error ? printable(String(error)) : `${groups.length}${nextStart === null ? "" : " or more"} groups found; ${run.rollouts.groups} in the run's files (${bytes(run.rollouts.bytes)})`;
   const buttons = groups.map((group, n) => make("button", { role: "option", "aria-selected": String(n === selected), onclick: () => openGroup(n) },
     make("strong", {}, `${group.kind === "eval" ? "evaluation after step" : "step"} ${group.step}`), ` · ${group.task || `group ${group.number}`}`, make("br"),
-    make("span", { class: "faint" }, `${group.rollouts} rollouts, reward ${group.low === null ? "–" : group.low === group.high ? shown(group.low) : `${shown(group.low)} … ${shown(group.high)}, mean ${shown(group.reward)}`}`),
+    make("span", { class: "faint" }, `${group.rollouts} rollout${group.rollouts === 1 ? "" : "s"}, reward ${group.low === null ? "–" : group.low === group.high ? shown(group.low) : `${shown(group.low)} … ${shown(group.high)}, mean ${shown(group.reward)}`}`),
     group.failed ? make("span", { class: "bad" }, ` ${group.failed} failed`) : null));
   if (nextStart !== null) buttons.push(make("button", { onclick: more }, "More …"));
   byId("list").replaceChildren(...buttons);
@@ -268,7 +268,7 @@ function promptShown(prompt) {
 }
 
 function rolloutShown(line, scale) {
-  const facts = [["advantage", shown(line.advantage)], ["tokens", shown(line.tokens)], ["ended by", line.finish_reason], ["versions", (line.versions || []).join(" … ")],
+  const facts = [["advantage", shown(line.advantage)], ["tokens", shown(line.tokens)], ["ended by", line.finish_reason], ["versions", [...new Set(line.versions || [])].join(" … ")],
     ...Object.entries(line.rewards || {}).map(([name, value]) => [`reward ${name}`, shown(value)]),
     ...Object.entries(line.metrics || {}).map(([name, value]) => [name, shown(value)]),
     ...Object.entries(line.notes || {}).map(([name, value]) => [name, typeof value === "string" ? value : JSON.stringify(value)])].filter(([, value]) => value !== undefined && value !== "");

@@ -14,7 +14,7 @@ from tunesmith.doctor.record import read_record
 from tunesmith.errors import ConfigError, StorageError, TunesmithError, boundary
 from tunesmith.monitor.catalogue import CATALOGUE, find
 from tunesmith.monitor.learning import read_facts
-from tunesmith.monitor.run_dir import LATEST, is_running
+from tunesmith.monitor.run_dir import LATEST, PLAN_FILE, is_running
 from tunesmith.report.metrics import MetricsFile, curves, totals, wilson
 from tunesmith.report.rollouts import RolloutIndex, first_and_last, sample
 from tunesmith.report.trace import read_traces
@@ -141,7 +141,7 @@ def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
 def read_plan(path: Path) -> Json | None:
     """What was planned when the run began; None if there is no plan that can be read."""
     try:
-        plan = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        plan = json.loads((path / PLAN_FILE).read_text(encoding="utf-8"))
         return {"memory": list(plan["memory"]), "seconds": dict(plan["seconds"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None
