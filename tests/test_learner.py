@@ -355,7 +355,7 @@ def test_a_step_that_did_not_fit_is_the_step_of_the_lower_cap_bit_by_bit(
     learner = learner_of(failing, 80, report=told.append)
     lower = learner_of(backend_of(models["llama"], dtype), 40)
     metrics, expected = learner.update(batch, SFTObjective()), lower.update(batch, SFTObjective())
-    assert metrics == expected
+    assert metrics == expected | {"memory_retries": 1.0}
     assert learner.max_tokens == 40
     (line,) = told
     assert "did not fit" in line and "max_tokens_per_microbatch" in line and "80 to 40" in line

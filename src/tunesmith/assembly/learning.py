@@ -10,7 +10,10 @@ from typing import Any
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.data.preference import Comparison
+from tunesmith.data.reading import Prepared
 from tunesmith.monitor.learning import Facts
+from tunesmith.plan.capacity import computing_threads
+from tunesmith.plan.hardware import usable_cpus
 from tunesmith.plan.situation import optimizer_steps
 from tunesmith.types import Task
 
@@ -20,8 +23,9 @@ LOOKED_AT = 200
 """Items of which the unknown tokens are counted."""
 
 
-def learning_facts(config: RunConfig, tokenizer: Any, items: Sequence[Any], held_out: Sequence[Any]) -> Facts:
-    """Of a resolved configuration, the items it trains on and those it is evaluated on."""
+def learning_facts(config: RunConfig, tokenizer: Any, data: Prepared[Any], held_out: Sequence[Any]) -> Facts:
+    """Of a resolved configuration, the data it trains on and the items it is evaluated on."""
+    items, counts = data.items, data.report.counts
     train, kinds, tested = config.train, {_content(item) for item in items}, list(map(_content, held_out))
     facts = Facts(
         reach=train.lr * optimizer_steps(config, train.steps),
@@ -31,6 +35,10 @@ def learning_facts(config: RunConfig, tokenizer: Any, items: Sequence[Any], held
         eval_size=len(tested) or None,
         repeated=1 - len(kinds) / max(1, len(items)),
         seen=sum(item in kinds for item in tested) / max(1, len(tested)),
+        too_long=counts["too_long"] / max(1, counts["read"]),
+        bad=counts["bad"] / max(1, counts["read"]),
+        source_share=max(data.shares) if len(data.shares) > 1 else None,
+        threads_per_core=computing_threads(config) / usable_cpus(),
     )
     if not isinstance(config, RLConfig):
         return facts

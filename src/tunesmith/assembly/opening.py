@@ -269,7 +269,7 @@ def open_session(run: ReadyRun[Any, Any], checkpoint: Path | None, metric: str) 
     run_dir = run.directory
     with ExitStack() as stack:
         stack.enter_context(handled())
-        facts = learning_facts(config, run.tokenizer, run.train.items, run.eval_items or ())
+        facts = learning_facts(config, run.tokenizer, run.train, run.eval_items or ())
         write_facts(facts, run_dir.path)
         step, every = read_state(checkpoint)["step"] if checkpoint else None, config.monitor.every
         progress = open_progress(config.train.steps, start=step or 0, live=config.monitor.progress, every=every)

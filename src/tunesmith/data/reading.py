@@ -35,6 +35,8 @@ class Prepared(Generic[T]):
     report: Report
     fingerprint: str
     """Identifies the data; a saved position is valid only for the same data."""
+    shares: tuple[float, ...] = (1.0,)
+    """Of each source, how much of the draws it is."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -196,14 +198,16 @@ class Reading:
         report.kept = report.read - len({skip.where for skip in report.skipped})
         flat = [item for _, item in items]
         if weights is None:
-            return Prepared(flat, (Part("data", 0, len(flat)),), report, self.fingerprint)
+            shares = tuple(count / len(flat) for count in counts)
+            return Prepared(flat, (Part("data", 0, len(flat)),), report, self.fingerprint, shares)
         parts: list[Part] = []
         for index, (source, weight, count) in enumerate(zip(self.sources, weights, counts, strict=True)):
             start = parts[-1].stop if parts else 0
             name = source.path if all(part.name != source.path for part in parts) else f"{source.path}#{index}"
             parts.append(Part(name, start, start + count, weight))
             report.note(f"{name}: {weight / sum(weights):.0%} of the draws, {count} items")
-        return Prepared(flat, tuple(parts), report, self.fingerprint)
+        shares = tuple(weight / sum(weights) for weight in weights)
+        return Prepared(flat, tuple(parts), report, self.fingerprint, shares)
 
 
 UNUSED: dict[str, tuple[tuple[Goal, ...], str]] = {

@@ -17,6 +17,8 @@ from tunesmith.plan.rules import applies
 
 Severity = Literal["problem", "warning", "note"]
 SEVERITIES: Sequence[Severity] = ("problem", "warning", "note")
+LEARNED = 0.2
+"""Deviations by which the reward of a run rose that learned something."""
 _PLACE = re.compile(r"\{([^{}*:]+)(?:\*([\d.]+))?(?::([^{}]*))?\}")
 
 
@@ -37,27 +39,46 @@ class Finding:
 def diagnose(record: Record) -> list[Finding]:
     """What is wrong with a run, the worst first. What another finding explains is left out."""
     last = last_steps(record)
-    values = signs(record) | {"last_steps": last}
-    found = [*_nothing_learned(record, last), *(_finding(rule, values) for rule in rules() if applies(rule, values))]
+    values: dict[str, Any] = signs(record) | {"last_steps": last}
+    rose = values.get("reward.rise_in_stds", 0.0) > LEARNED
+    found = [
+        *_nothing_learned(record, last, rose),
+        *(_finding(rule, values) for rule in rules() if applies(rule, values)),
+    ]
     each = {finding.key: finding for finding in reversed(found)}
-    explained = {key for rule in rules() if rule["key"] in each for key in rule.get("explains", ())}
+    explained = {key for cause, others in explains().items() if cause in each for key in others}
     kept = [finding for key, finding in reversed(each.items()) if key not in explained]
     return sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-@cache
 def rules() -> list[dict[str, Any]]:
-    return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))["rule"]
+    return _file()["rule"]
 
 
-def _nothing_learned(record: Record, last: str) -> list[Finding]:
-    """What the run itself warns of, at its end or while it goes on."""
+def explains() -> dict[str, list[str]]:
+    """By finding, those that follow from it."""
+    return _file()["explains"] | {rule["key"]: rule["explains"] for rule in rules() if "explains" in rule}
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+
+
+def _nothing_learned(record: Record, last: str, rose: bool) -> list[Finding]:
+    """What the run itself warns of, at its end or while it goes on. That all is learned is a note.
+
+    Args:
+        rose: the reward did.
+    """
     if record.facts is None:
         return []
     problem = at_the_end(record.steps, record.facts)
     if problem is None:
         return []
-    return [Finding(problem.cause, "problem", problem.numbers, "nothing is learned", (), problem.advice, last)]
+    done = problem.cause == "known" or (problem.cause == "always_right" and rose)
+    severity, cause = ("note", "all is learned") if done else ("problem", "nothing is learned")
+    return [Finding(problem.cause, severity, problem.numbers, cause, (), problem.advice, last)]
 
 
 def _finding(rule: Mapping[str, Any], values: Mapping[str, Any]) -> Finding:

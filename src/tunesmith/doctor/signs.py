@@ -15,6 +15,7 @@ SHARE = 5
 """The first and the last fifth of the steps are compared."""
 BEFORE = 10
 """Steps that a jump is compared with."""
+JUMP = 20
 LEAST_PAIRS = 32
 """Rollouts of which a correlation of length and reward means anything."""
 
@@ -31,24 +32,77 @@ def signs(record: Record) -> dict[str, Any]:
     phases = [name for name in values if name.startswith("seconds/") and name.endswith(".sum")]
     values |= {name.removesuffix("sum") + "share": values[name] / seconds for name in phases if seconds}
     values |= _of_run(record) | _of_rewards(record) | _of_evaluations(record, values)
-    spread = values.get("reward/std.first")
-    if spread and "reward.rise" in values:
-        values["reward.rise_in_stds"] = values["reward.rise"] / spread
-    steps = values.get("optimizer_steps.sum")
-    if steps:
-        values["skipped_share"] = values.get("skipped_steps.sum", 0.0) / steps
-    clipped = [values[name] for name in ("clip_low.mean", "clip_high.mean") if name in values]
-    if clipped:
-        values["clipped"] = sum(clipped)
-    if (norm := values.get("grad_norm.median")) and (most := _number(record, "train.max_grad_norm")):
-        values["clipped_by"] = norm / most
-    if mean := values.get("completion_tokens.mean"):
-        values["straggling"] = values.get("completion_tokens_max.mean", mean) / mean
-    if (running := _number(record, "system.max_running")) > 1:
-        values["half_running"] = int(running) // 2
-    if bound := _number(record, "rollout.max_staleness"):
-        values["staleness_share"] = values.get("staleness/mean.mean", 0.0) / bound
+    values |= _of_change(record, values) | _of_updates(record, values) | _of_time(record, values)
     return values | _jump(record.steps, "grad_norm") | _jump(record.steps, "loss")
+
+
+def _of_change(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
+    """How far the reward rose, in deviations of a rollout's and in standard errors, and whether anything moved."""
+    found: dict[str, Any] = {}
+    if (spread := values.get("reward/std.first")) and "reward.rise" in values:
+        found["reward.rise_in_stds"] = values["reward.rise"] / spread
+        compared = _window(len(record.steps)) * values.get("rollouts.mean", 0.0)
+        found["reward.rise_in_errors"] = abs(found["reward.rise_in_stds"]) * math.sqrt(compared / 2)
+    if first := values.get("entropy.first"):
+        found["entropy.change"] = abs(values["entropy.rise"] / first)
+    full = record.facts and record.facts.full_reward
+    for end in ("first", "last"):  # without answers that are right or wrong, the share of the full reward
+        if (share := values.get(f"correct.{end}")) is not None:
+            found[f"right.{end}"] = share
+        elif full and f"reward.{end}" in values:
+            found[f"right.{end}"] = values[f"reward.{end}"] / full
+    if record.facts is not None:
+        found["reach"] = record.facts.reach
+    return found
+
+
+def _of_updates(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizer steps: how many, how large, how many of them were dropped or clipped."""
+    found: dict[str, Any] = {}
+    if taken := values.get("optimizer_steps.sum"):
+        found["skipped_share"] = values.get("skipped_steps.sum", 0.0) / taken
+        planned = taken / len(record.steps) * _number(record, "train.steps")
+        if planned > 1:
+            found["warmup_share"] = _number(record, "train.warmup_steps") / planned
+        passes = _number(record, "train.passes_per_batch") or 1
+        found["steps_per_batch"] = values["optimizer_steps.mean"] / passes
+        found["quarter_batch"] = int(values.get("rollouts.mean", 0.0)) // 4
+        found["on_policy"] = values["optimizer_steps.max"] == 1 and _sampled_as_scored(record)
+    if clipped := [values[name] for name in ("clip_low.mean", "clip_high.mean") if name in values]:
+        found["clipped"] = sum(clipped)
+    if (norm := values.get("grad_norm.median")) and (most := _number(record, "train.max_grad_norm")):
+        found["clipped_by"] = norm / most
+    if retried := [line["step"] for line in record.steps if line.get("memory_retries")]:
+        found["memory_retries.last_step"] = retried[-1]
+    return found
+
+
+def _sampled_as_scored(record: Record) -> bool:
+    """Whether the sampler's log-probabilities are of the policy that is trained, over all tokens."""
+    settings = record.settings
+    uncut = settings.get("rollout.top_p") in (None, 1.0) and not _number(record, "rollout.min_p")
+    uncut = uncut and settings.get("rollout.top_k") in (None, 0, -1)
+    return uncut and not settings.get("algorithm.decoupled") and not _number(record, "rollout.max_staleness")
+
+
+def _of_time(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What waits, and settings that follow from it."""
+    found: dict[str, Any] = {}
+    counted = values.get("seconds.sum", 0.0) - sum(
+        values.get(f"seconds/{name}.sum", 0.0) for name in ("setup", "eval", "checkpoint")
+    )
+    for name in ("reward", "environment"):
+        if (share := values.get(f"waiting/{name}.mean")) is not None:
+            found[f"waited/{name}"] = share * counted
+    if mean := values.get("completion_tokens.mean"):
+        found["straggling"] = values.get("completion_tokens_max.mean", mean) / mean
+    if (running := _number(record, "system.max_running")) > 1:
+        found["half_running"] = int(running) // 2
+    if bound := _number(record, "rollout.max_staleness"):
+        found["staleness_share"] = values.get("staleness/mean.mean", 0.0) / bound
+    if record.facts is not None:
+        found["fitting_threads"] = max(1, int(_number(record, "system.threads") / record.facts.threads_per_core))
+    return found
 
 
 def _number(record: Record, key: str) -> float:
@@ -99,16 +153,20 @@ def _statistics(lines: Sequence[Metrics], width: int | None) -> dict[str, float]
 
 
 def _jump(lines: Sequence[Metrics], name: str) -> dict[str, float]:
-    """The largest ratio of a value to the median of those before it; the first steps of a run are left out."""
+    """The largest ratio of a value to the median of those before it; the first steps of a run are left out.
+
+    ``jumps`` counts the steps in which it was above ``JUMP``.
+    """
     column = [(line[name], line["step"]) for line in lines if line.get(name, 0.0) > 0]
-    found: dict[str, float] = {}
+    found, jumps = dict[str, float](), 0
     for index in range(BEFORE, len(column)):
         usual = median(value for value, _ in column[index - BEFORE : index])
         value, step = column[index]
+        jumps += value / usual > JUMP
         if value / usual > found.get(f"{name}.jump", 0.0):
             found = {f"{name}.jump": value / usual, f"{name}.jump_step": step, f"{name}.jump_from": usual}
             found[f"{name}.jump_to"] = value
-    return found
+    return found | {f"{name}.jumps": jumps, f"{name}.jumps_share": jumps / max(1, len(column))}
 
 
 def _of_run(record: Record) -> dict[str, Any]:
@@ -123,24 +181,29 @@ def _of_run(record: Record) -> dict[str, Any]:
         "nulls": sorted(record.nulls),
     }
     if record.facts is not None:
-        values |= {f"data.{name}": getattr(record.facts, name) for name in ("train_size", "repeated", "seen")}
+        names = ("train_size", "repeated", "seen", "too_long", "bad", "source_share", "threads_per_core")
+        values |= {f"data.{name}": getattr(record.facts, name) for name in names}
     return values
 
 
 def _of_rewards(record: Record) -> dict[str, Any]:
     """Rewards that never vary, ways to fail, and how far reward goes with length."""
     spreads: defaultdict[str, float] = defaultdict(float)
+    sizes: defaultdict[str, float] = defaultdict(float)
     failures: defaultdict[str, float] = defaultdict(float)
     for line in record.steps:
         for name, value in line.items():
             group, _, rest = name.partition("/")
             if group == "reward" and rest.endswith("/std"):
                 spreads[rest.removesuffix("/std")] += value
-            if group == "rollouts" and rest != "failed":
+            if group == "reward" and rest.endswith("/mean"):
+                sizes[rest.removesuffix("/mean")] += abs(value)
+            if group == "rollouts" and rest not in ("", "failed"):
                 failures[rest] += value
-    constant = [name for name, spread in spreads.items() if spread == 0]
+    constant = [name for name, spread in spreads.items() if spread == 0 and len(spreads) > 1]
     values: dict[str, Any] = {
-        "constant_rewards": (constant if len(spreads) > 1 else None) or None,
+        "rewards_at_zero": [name for name in constant if not sizes[name]] or None,
+        "rewards_saturated": [name for name in constant if sizes[name]] or None,
         "failures": sorted((name for name in failures if failures[name] > 0), key=lambda name: -failures[name]),
     }
     together = _length_and_reward(record.rollouts)
@@ -169,12 +232,19 @@ def _of_evaluations(record: Record, values: Mapping[str, Any]) -> dict[str, Any]
     """How held-out numbers changed. ``eval_error``: two standard errors of a difference of accuracies."""
     size, share = record.facts and record.facts.eval_size, values.get("eval/accuracy.mean")
     found: dict[str, Any] = {}
+    judged = values.get("eval/accuracy.last", values.get("accuracy.last"))
+    if judged is not None:
+        found["judged.last"] = judged
     if size and share is not None:
-        found = {"eval_size": size, "eval_error": 2 * math.sqrt(2 * max(share * (1 - share), 1 / size) / size)}
+        found |= {"eval_size": size, "eval_error": 2 * math.sqrt(2 * max(share * (1 - share), 1 / size) / size)}
     if spread := values.get("reward/std.first"):
-        found["eval_fall"] = (values.get("eval/reward.max", 0.0) - values.get("eval/reward.last", 0.0)) / spread
+        rewards = [line["eval/reward"] for line in record.evaluations if "eval/reward" in line]
+        # A single low evaluation is often an accident: the better one of the last two counts.
+        found["eval_fall"] = (max(rewards, default=0.0) - max(rewards[-2:], default=0.0)) / spread
+        found["eval_fall_in_errors"] = found["eval_fall"] * math.sqrt((size or 0) / 2)
     if least := values.get("eval/loss.min"):
         found["eval_loss_rise"] = values["eval/loss.last"] / least - 1
+        found["eval_loss_rise_by"] = values["eval/loss.last"] - least
         if values["eval/loss.min_step"]:
             found["best_loss_step"] = values["eval/loss.min_step"]
     return found

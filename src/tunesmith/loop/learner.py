@@ -50,6 +50,8 @@ class Learner:
 
     _learned: bool = field(default=False, init=False)
     """Whether an optimizer step has changed the weights."""
+    _retries: int = field(default=0, init=False)
+    """How often memory ran out since the last update."""
     _skipped: int = field(default=0, init=False)
     """Optimizer steps in a row that have not."""
 
@@ -81,6 +83,8 @@ class Learner:
                 steps.append(self._step(part, objective))
         means = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}
         totals = {name: means[name] * len(steps) for name in TOTALS if name in means}
+        if self._retries:
+            totals["memory_retries"], self._retries = float(self._retries), 0
         return {**means, **totals, "optimizer_steps": float(len(steps))}
 
     def score(self, batch: Batch, of: Quantity = "logprobs", *, reference: bool = False, ends: bool = False) -> Floats:
@@ -173,6 +177,7 @@ class Learner:
             self._halve(attempt.failure, longest, cap)
 
     def _halve(self, failure: str, longest: int, before: int) -> None:
+        self._retries += 1
         self.max_tokens = min(self.max_tokens, max(longest, before // 2))
         if max(longest, self.max_tokens) >= before:
             raise DeviceMemoryError(

@@ -62,6 +62,14 @@ class Facts:
     """Share of the training data that is there more than once."""
     seen: float = 0.0
     """Share of the held-out data that is in the training data."""
+    too_long: float = 0.0
+    """Share of the training data's lines that were left out because they are too long."""
+    bad: float = 0.0
+    """Share of its lines that were left out because they cannot be used."""
+    source_share: float | None = None
+    """Share of the draws from the source that gives most, where there are several."""
+    threads_per_core: float = 1.0
+    """Threads of all processes that compute at once on this machine's CPU, for each core that they may use."""
 
 
 @dataclass(frozen=True, slots=True)

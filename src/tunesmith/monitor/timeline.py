@@ -108,8 +108,8 @@ class Timeline:
 
         Returns:
             ``idle/trainer``, ``idle/engine`` (the mean of all; ``idle/engine/0``, ... where there are several),
-            ``engine_tokens_per_second`` (likewise; per second with at least one request), and ``.../mean`` and
-            ``.../max`` of every level.
+            ``engine_tokens_per_second`` (likewise; per second with at least one request), ``waiting/reward`` and
+            ``waiting/environment`` where these worked, and ``.../mean`` and ``.../max`` of every level.
 
         Raises:
             StorageError: the trace cannot be written.
@@ -176,7 +176,21 @@ def activity_metrics(step: FinishedStep, engines: Sequence[str], outside: Collec
         metrics[f"idle/engine/{number}"] = 1 - worked[lane] / seconds
         if worked[lane]:
             metrics[f"engine_tokens_per_second/{number}"] = tokens[lane] / worked[lane]
-    return metrics
+    return metrics | _waiting(step, [TRAINER, *engines], excluded, seconds)
+
+
+def _waiting(
+    step: FinishedStep, lanes: Sequence[str], excluded: Sequence[Interval], seconds: float
+) -> dict[str, float]:
+    """Shares of the time in which none of ``lanes`` works: waiting for rewards and, without these, for episodes."""
+    done = [*excluded, *(_ends(s) for s in step.spans if s.lane in lanes and s.waits_for is None)]
+    waiting: dict[str, float] = {}
+    for name, lane in ((REWARD, REWARD), ("environment", ROLLOUTS)):
+        if own := [_ends(s) for s in step.spans if s.lane == lane]:
+            before = covered(done, step.start, step.stop)
+            done += own
+            waiting[f"waiting/{name}"] = (covered(done, step.start, step.stop) - before) / seconds
+    return waiting
 
 
 def _ends(span: Span) -> Interval:

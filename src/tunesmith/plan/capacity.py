@@ -177,6 +177,14 @@ def engine_threads(config: RunConfig) -> int:
     return system.threads if _engines_share_cpu(config) else max(1, system.threads // system.engines)
 
 
+def computing_threads(config: RunConfig) -> int:
+    """Threads that compute at once on this machine's CPU, in all processes; 1 on GPUs and on a cluster."""
+    if on_gpu(config) or config.system.cluster != "none":
+        return 1
+    engines = config.system.engines if isinstance(config, RLConfig) and _engines_share_cpu(config) else 0
+    return config.system.threads * (config.system.trainer_ranks + engines)
+
+
 def _derive_offload(filling: Filling, facts: Facts) -> None:
     """On if a GPU has room for a sample only without master weights and moments, and the host has room for them."""
     config, key = filling.config, "system.offload_optimizer"

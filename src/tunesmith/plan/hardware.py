@@ -120,11 +120,17 @@ def _cpu_info() -> dict[str, str]:
 
 def _cores() -> int:
     """Physical cores, within the limits of scheduler, container quota and OMP_NUM_THREADS."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = usable_cpus()
     physical = psutil.cpu_count(logical=False) or allowed
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(wanted) if wanted.isdigit() else allowed
-    return max(1, min(allowed, physical, _cgroup_cpus() or allowed, threads))
+    return max(1, min(allowed, physical, threads))
+
+
+def usable_cpus() -> int:
+    """Logical processors, within the limits of scheduler and container quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, _cgroup_cpus() or allowed))
 
 
 def memory() -> tuple[int, int]:
