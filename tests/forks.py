@@ -93,7 +93,8 @@ def run(command: Sequence[Any], *, timeout: float, **how: Any) -> subprocess.Com
 
 
 def forks(command: Sequence[Any]) -> bool:
-    if sys.platform != "linux" or command[0] != sys.executable:
+    # Imports look for GPUs, and a fork cannot use one that its parent has looked at.
+    if sys.platform != "linux" or Path("/dev/nvidiactl").exists() or command[0] != sys.executable:
         return False
     how, what = command[1:3] if len(command) > 2 else ("", "")
     return how == "-c" or (how == "-m" and what == "tunesmith") or (how == "-P" and Path(what).name == "host.py")
@@ -124,7 +125,8 @@ def _order(message: bytes, descriptors: Sequence[int]) -> int:
 def _open() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    path = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}  # it starts its threads when imported
     subprocess.Popen(command, stdin=DEVNULL, pass_fds=[theirs.fileno()], env=environment)
     theirs.close()
     _servers.append(ours)

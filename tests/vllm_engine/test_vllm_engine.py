@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine_contract import CHECKS, FREE, PROMPT, Subject
+from engine_contract import FREE, PROMPT, Subject
+from pool_bench import LAST, each_check
 from test_penalties import by_transformers, requests
 from tiny import save_model
 from tunesmith.engines.stats import EngineStats
@@ -66,13 +67,23 @@ def subject(directory: Path, **changed: Any) -> Subject:
     return Subject(engine, lambda ids: tokenizer.decode(list(ids)), scorer(directory), CONTEXT)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
-async def test_contract(check: Callable[[Subject], Awaitable[None]], directory: Path) -> None:
-    made = subject(directory)
-    try:
-        await check(made)
-    finally:
-        await made.engine.close()
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """One engine for the whole contract, because starting one takes seconds; no other test changes its model."""
+    folder = tmp_path_factory.mktemp("models") / "contract"
+    made = subject(save_model(folder, "llama", max_position_embeddings=CONTEXT, vocab_size=261, head_dim=32))
+    yield made
+    asyncio.run(made.engine.close())
+
+
+@pytest.mark.xdist_group("contract")
+@each_check
+async def test_contract(check: Callable[[Subject], Awaitable[None]], shared: Subject) -> None:
+    await check(shared)
+
+
+async def test_closing_fails_what_is_in_flight(directory: Path) -> None:
+    await LAST(subject(directory))
 
 
 @pytest.mark.parametrize("family", ["llama", "tied"])
