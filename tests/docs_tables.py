@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from foreign_tables import FOREIGN
 from hardware_table import GPUS, rows
@@ -19,11 +20,21 @@ from tunesmith.config.reference import settings_of
 from tunesmith.doctor.findings import rules
 from tunesmith.models.families import KNOWN, REFUSED
 from tunesmith.monitor.catalogue import CATALOGUE
+from tunesmith.plan.profiles import system_profiles
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = tuple(
     DOCS / f"{name}.md"
-    for name in ("algorithms", "configuration", "observability", "coming-from", "hardware", "models", "troubleshooting")
+    for name in (
+        "algorithms",
+        "configuration",
+        "observability",
+        "coming-from",
+        "hardware",
+        "models",
+        "troubleshooting",
+        "tune",
+    )
 )
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -107,7 +118,27 @@ def _key(change: str) -> str:
     return f"`{change.partition(' = ')[0]}`"
 
 
+def profiles() -> str:
+    """What each profile of ``[system]`` sets."""
+    rows = [
+        (f"`{name}`", f"`{entry['key'].partition('.')[2]} = {_value(entry['value'])}`", entry["why"], _condition(entry))
+        for name, entries in system_profiles().items()
+        for entry in entries
+    ]
+    return _table(("profile", "sets", "why", "where"), rows)
+
+
+def _condition(entry: Mapping[str, Any]) -> str:
+    """Where a profile sets a value, in words."""
+    when = entry.get("when", {})
+    words = {"rl": "in `rl`", "samples": "where the policy samples"}
+    parts = [text for key, text in words.items() if when.get(key)]
+    parts += {"> 0": ["on GPUs"], "> 1": ["on several GPUs"]}.get(when.get("gpus", ""), [])
+    return ", ".join([*parts, *(["where a sample fits with it"] if entry.get("if_fits") else [])])
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "profiles": profiles,
     **{made.__name__: made for made in (presets, families, families_refused, hardware, doctor)},
     **{f"types_{key}": partial(choices, family) for key, family in AlgorithmSection.families.items()},
     "muon": partial(keys, "optimizer", "train"),

@@ -42,6 +42,7 @@ FLOORS = {
     "weights": 3,
     "loop": 4,
     "offline": 5,
+    "tune": 5,
     "assembly": 5,
     "cli": 6,
     "recipes": 6,

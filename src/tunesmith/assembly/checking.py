@@ -28,19 +28,23 @@ from tunesmith.plan.facts import Facts
 from tunesmith.plan.hardware import Hardware, read_hardware
 from tunesmith.plan.hub import known_model_facts, known_parameters
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.tuned import read_tuned
 from tunesmith.rewards.loading import check_rewards
 
 C = TypeVar("C", bound=RunConfig)
 
 
 @contextmanager
-def checked(kind: type[C], path: Path | None, overrides: Sequence[str]) -> Generator[C]:
+def checked(kind: type[C], path: Path | None, overrides: Sequence[str], config: C | None = None) -> Generator[C]:
     """A run's configuration, refused where that can be told before anything loads.
 
     Errors about settings, from here and from what is done inside, say where the settings stand.
+
+    Args:
+        config: in the place of what the run file says.
     """
     with placed(path, overrides):
-        config = with_launched_ranks(load_config(kind, path, overrides))
+        config = with_launched_ranks(config or load_config(kind, path, overrides))
         check_run(config, path.parent if path else Path.cwd())
         yield config
 
@@ -98,7 +102,9 @@ def facts_of_run(config: RunConfig, hardware: Hardware | None = None) -> Facts:
     """What is known before the data is read; ``hardware``: another machine than this one."""
     frozen, model, launch = frozen_parameters(config), known_model_facts(config.model.path), Launch.of()
     here = launch.local_world if launch else None
-    return Facts(hardware or read_hardware(), model, frozen_parameters=frozen, ranks_here=here)
+    machine = hardware or read_hardware()
+    tuned = read_tuned(config, machine, model) if config.system.tuned and not machine.named else None
+    return Facts(machine, model, frozen_parameters=frozen, ranks_here=here, tuned=tuned)
 
 
 def frozen_parameters(config: RunConfig) -> int:

@@ -104,6 +104,10 @@ class Caller:
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     """By dotted key, why a setting that the user did not write has its value; see ``Resolved``."""
     callbacks: Callbacks = field(default_factory=Callbacks)
+    config: Any = None
+    """The settings, in the place of what the run file says."""
+    rollouts: Callable[[Any], Any] | None = None
+    """Returns what plays the rollouts, in the place of the run's own source."""
 
 
 FROM_A_COMMAND = Caller()
@@ -149,7 +153,7 @@ def open_run(
         UserError: settings, files or the machine do not allow the run, or its directory holds another one.
     """
     base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), kind.command)
-    with checked(kind, path, overrides) as config:
+    with checked(kind, path, overrides, caller.config) as config:
         directory, resume = config.run_dir, config.checkpoint.resume
         if isinstance(config, SamplingConfig):  # called again, these commands find out themselves what is left to do
             directory, resume = directory or Path("runs").absolute() / name, False

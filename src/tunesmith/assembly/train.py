@@ -73,6 +73,8 @@ def _train_policy(
     with open_session(run, checkpoint, metric) as session, outside_event_loop(), asyncio.Runner() as runner:
         with session.phase("setup"):
             parts, rollouts = runner.run(make_rl_parts(run, session, rewards, environments, processes))
+        if run.caller.rollouts is not None:
+            rollouts = run.caller.rollouts(rollouts)
         with kept_on_interrupt(run, lambda: session.keep(parts.write, parts.give_up)):
             runner.run(_run(parts, session, rollouts))
         return run_result(run, session)

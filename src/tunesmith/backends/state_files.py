@@ -53,6 +53,14 @@ class StateFiles:
         with safe_open(self._places[name][0][1], framework="pt") as opened:
             return opened.get_tensor(name)
 
+    def whole(self, name: str) -> Tensor:
+        """All rows of a tensor."""
+        pieces: list[Tensor] = []
+        for _, file in sorted(self._places[name]):
+            with safe_open(file, framework="pt") as opened:
+                pieces.append(opened.get_tensor(name))
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
     def rows(self, name: str, start: int, count: int) -> Tensor:
         """Rows of a tensor, from all files that have some of them."""
         pieces: list[Tensor] = []

@@ -28,6 +28,7 @@ from tunesmith.cli.runs import runs
 from tunesmith.cli.serve_reward import serve_reward
 from tunesmith.cli.show_config import show_config
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
+from tunesmith.cli.tune import tune
 from tunesmith.cli.watch import watch
 from tunesmith.monitor.interrupts import own_process
 
@@ -41,8 +42,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS: list[Callable[..., None]] = [
-    demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, keys, explain, migrate,
-    presets, models, serve_reward, launch, check, runs, doctor, report, watch,
+    demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, tune, keys, explain,
+    migrate, presets, models, serve_reward, launch, check, runs, doctor, report, watch,
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:

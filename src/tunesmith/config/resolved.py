@@ -136,9 +136,9 @@ def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
     ]
 
 
-def config_text(resolved: Resolved[Any]) -> str:
-    """A run file of the given settings, with the derived values as comments."""
-    given = {k: toml_value(redact_values(v)) for k, v in resolved.given.items() if v is not None}
+def config_text(resolved: Resolved[Any], shown: Callable[[Any], Any] = redact_values) -> str:
+    """A run file of the given settings, with the derived values as comments; secrets in it as ``shown`` makes them."""
+    given = {k: toml_value(shown(v)) for k, v in resolved.given.items() if v is not None}
     tables = {key.rpartition(".")[0] for key in given} & given.keys()
     switched_on = {(table, "true") for table in tables}  # which the table's own header says
     written = _by_section({f"{k}.type" if k in tables else k: v for k, v in given.items() if (k, v) not in switched_on})

@@ -24,6 +24,10 @@ class SequenceParallelSection(Section):
 
 
 class SystemSection(Section):
+    profile: Literal["stable", "fast", "throughput", "memory"] | None = None
+    """Sets several keys of this table that are left out; None: each is derived."""
+    tuned: bool = False
+    """Set what ``tunesmith tune`` found fastest for such a run on this machine, where keys are left out."""
     device: Text = derived()
     device_memory: Size | None = None
     """How much of the device's memory the run may use, such as ``20GB``; None: what is free when it starts."""

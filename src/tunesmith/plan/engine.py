@@ -11,7 +11,16 @@ from tunesmith.config.vllm import VllmSection
 from tunesmith.types import altering
 
 _TRAINER_KEYS = (
-    *("device", "device_memory", "threads", "max_tokens_per_microbatch", "share_prompts", "gradient_checkpointing"),
+    *(
+        "profile",
+        "tuned",
+        "device",
+        "device_memory",
+        "threads",
+        "max_tokens_per_microbatch",
+        "share_prompts",
+        "gradient_checkpointing",
+    ),
     *("logprob_chunk", "trainer_ranks", "zero_stage", "shard_size", "sequence_parallel", "trainer_restarts"),
     *("offload_activations", "offload_optimizer", "hybrid", "canary", "vllm"),
 )

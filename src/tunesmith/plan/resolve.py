@@ -21,6 +21,7 @@ from tunesmith.plan.filling import Filling
 from tunesmith.plan.fitting import memory_notes, memory_problems
 from tunesmith.plan.generation import derive_sampling
 from tunesmith.plan.memory import longest_sample
+from tunesmith.plan.profiles import derive_profile, profile_notes
 from tunesmith.plan.rules import unread_problems
 from tunesmith.plan.search import derive_layout
 from tunesmith.plan.situation import optimizer_steps, resolved_algorithm, rollout_samples, situation
@@ -72,6 +73,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     _derive_isolation(filling, facts)
     # Before the limits, which are often far higher than the data needs.
     derive_device(filling, facts)
+    derive_profile(filling, facts)
     derive_layout(filling, facts)
     derive_capacity(filling, facts)
     derive_weights(filling)
@@ -248,4 +250,5 @@ def _notes(config: RunConfig, facts: Facts) -> Iterator[str]:
     on_cpu = config.system.device == "cpu"
     if on_cpu and config.model.dtype == "bfloat16" and not facts.hardware.bf16:
         yield "this CPU does not compute bfloat16 natively; float32 would be faster"
+    yield from profile_notes(config, facts)
     yield from memory_notes(config, facts)

@@ -53,7 +53,7 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind,
     system, ranks = config.system, config.system.trainer_ranks
     rl = isinstance(config, RLConfig)
     samples = rollout_samples(config) * config.train.passes_per_batch if rl else config.train.batch_size
-    cost = _cost_of(model)
+    cost = cost_of(model)
     body, head = samples * cost.prefix(longest), samples * cost.head * (config.new_tokens or longest)
     scored = (
         (keeps_reference(config) + has_critic(config) + bool(rl and known(config.algorithm, "decoupled"))) * body / 3
@@ -70,11 +70,11 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind,
         groups = ranks / system.sequence_parallel.size
         micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
         link = min(kind.link, BETWEEN_MACHINES) if ranks > len(facts.hardware.gpus) else kind.link
-        phases["between GPUs"] = batches * _exchanged(model, system.zero_stage, micro) * (ranks - 1) / ranks / link
+        phases["between GPUs"] = batches * exchanged(model, system.zero_stage, micro) * (ranks - 1) / ranks / link
     return phases
 
 
-def _exchanged(model: ModelFacts, stage: int, micro: int) -> int:
+def exchanged(model: ModelFacts, stage: int, micro: int) -> int:
     """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches.
 
     Gradients are summed in float32: a sum for all ranks takes twice its size, one for each rank's rows its size.
@@ -102,11 +102,11 @@ def _sampling(config: RLConfig, model: ModelFacts, kind: GpuKind, longest: int) 
     bandwidth = ranks * kind.bandwidth * BANDWIDTH_SHARE
     middle = longest - new / 2
     token = (copy_bytes(model, number, config.model.quantize) + together * middle * per_token) / bandwidth
-    prefill = config.rollout.prompts_per_step / system.engines * _cost_of(model).prefix(longest - new) / 3
+    prefill = config.rollout.prompts_per_step / system.engines * cost_of(model).prefix(longest - new) / 3
     return ceil(asked / together) * new * token + prefill / (ranks * kind.flops * FLOPS_SHARE)
 
 
-def _cost_of(model: ModelFacts) -> CostModel:
+def cost_of(model: ModelFacts) -> CostModel:
     embeddings = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
     return CostModel.of_decoder(
         parameters=(model.parameters or 0) - embeddings,

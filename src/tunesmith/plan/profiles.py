@@ -1,0 +1,59 @@
+"""Values that a profile or an earlier measurement sets of ``[system]``, in the place of what would be derived."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import Filling, with_values
+from tunesmith.plan.layouts import gpus_of_run, layouts
+from tunesmith.plan.memory import on_gpu
+from tunesmith.plan.rules import applies
+from tunesmith.plan.search import lack
+from tunesmith.plan.situation import situation
+
+
+@cache
+def system_profiles() -> dict[str, list[dict[str, Any]]]:
+    """The entries of each profile."""
+    return tomllib.loads(Path(__file__).with_name("system_profiles.toml").read_text(encoding="utf-8"))
+
+
+def derive_profile(filling: Filling, facts: Facts) -> None:
+    """Set what the run's profile has, or what was measured to be fastest; what the run file gives stays."""
+    config: RunConfig = filling.config
+    given = settings(config, given_only=True)
+    if facts.tuned:
+        for key, value in facts.tuned.values.items():
+            if key not in given:
+                filling.set(key, value, facts.tuned.reason)
+    if (profile := config.system.profile) is None:
+        return
+    values = situation(config, facts) | {"gpus": gpus_of_run(config, facts) if on_gpu(config) else 0}
+    for entry in system_profiles()[profile]:
+        key, value = entry["key"], entry["value"]
+        if key not in given and applies(entry, values) and (not entry.get("if_fits") or _fits(filling, facts, entry)):
+            filling.set(key, value, f"profile {profile}: {entry['why']}")
+
+
+def profile_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
+    """What a profile leaves out, and what is missing where something measured was asked for."""
+    if config.system.tuned and facts.tuned is None:
+        yield "system.tuned = true, and no such run was tuned on this machine: tunesmith tune measures it"
+    if config.system.profile == "throughput" and isinstance(config, RLConfig) and not config.rollout.max_staleness:
+        yield (
+            "system.profile = 'throughput' does not set rollout.max_staleness, with which engines sample while the "
+            "policy trains: it changes what is learned"
+        )
+
+
+def _fits(filling: Filling, facts: Facts, entry: dict[str, Any]) -> bool:
+    """Whether a sample fits with a value, in some layout."""
+    config = with_values(filling.config, {entry["key"]: entry["value"]})
+    return any(lack(config, facts, layout) <= 1 for layout in layouts(config, facts))

@@ -1,0 +1,78 @@
+"""What ``tunesmith tune`` has measured on this machine, in files of the user's cache directory.
+
+A file is of one machine, model and shape of a run; ``system.tuned = true`` applies what was found best.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RunConfig
+from tunesmith.errors import StorageError
+from tunesmith.plan.facts import ModelFacts, Tuned
+from tunesmith.plan.hardware import Hardware
+from tunesmith.storage import read_json, write_json
+
+_LEARNED = (
+    *("model.dtype", "model.quantize", "lora.rank", "lora.targets", "data.train", "data.max_tokens"),
+    *("data.max_prompt_tokens", "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.kl"),
+    *("rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens", "rollout.max_staleness"),
+    *("train.batch_size", "train.optimizer", "train.ema_decay", "critic.shared_trunk"),
+    *("dpo.precompute_reference", "kto.precompute_reference", "system.engine", "system.device", "system.device_memory"),
+)
+"""Settings on which the best ones of the system depend."""
+
+
+def tuned_file(config: RunConfig, machine: Hardware, model: ModelFacts | None) -> tuple[Path, dict[str, Any]]:
+    """The file for a run, and what it is of: machine, model and shape."""
+    said = settings(config, given_only=True)
+    subject: dict[str, Any] = {
+        "machine": {
+            "cpu": machine.cpu,
+            "cores": machine.cores,
+            "memory": round(machine.memory_total / 2**30),
+            "gpus": [gpu.name for gpu in machine.gpus],
+            "torch": version("torch"),
+            "tunesmith": version("tunesmith"),
+        },
+        "model": asdict(model) if model else config.model.path,
+        "shape": {"command": config.command, **{key: said[key] for key in _LEARNED if said.get(key) is not None}},
+    }
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:20]
+    return Path(home).expanduser() / "tunesmith" / "tuned" / f"{name}.json", subject
+
+
+def read_tuned(config: RunConfig, machine: Hardware, model: ModelFacts | None) -> Tuned | None:
+    """What was found best for a run; None if it was not tuned here."""
+    found = remembered(tuned_file(config, machine, model)[0]).get("best")
+    return Tuned(found["values"], found["reason"]) if found else None
+
+
+def remembered(file: Path) -> dict[str, Any]:
+    """What a file holds; nothing if there is none, or it is damaged."""
+    try:
+        found = read_json(file) if file.exists() else {}
+    except StorageError:
+        return {}
+    return found if isinstance(found.get("trials", []), list) else {}
+
+
+def remember(file: Path, content: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write {file}: {error}") from error
+    write_json(file, content)

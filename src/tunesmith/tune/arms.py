@@ -1,0 +1,143 @@
+"""Runs that take their steps in turn, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from tunesmith.config.schema import RunConfig
+from tunesmith.distributed.child import Process, ending
+from tunesmith.errors import TunesmithError
+from tunesmith.loop.session import OUTSIDE_STEPS
+from tunesmith.storage import read_json
+from tunesmith.tune.trial import Ended, Order, Stepped
+
+START_SECONDS = 900.0
+"""That a run may take until its first step ends: it loads data and model."""
+_TRIAL = "from tunesmith.tune.trial import main; main()"
+OTHER = (*OUTSIDE_STEPS, "other")
+"""Phases that are no part of a step."""
+
+
+class TrialEnded(TunesmithError):
+    """A run ended by itself, or took too long; ``status`` is an ``Outcome``'s."""
+
+    def __init__(self, status: Any, reason: str) -> None:
+        super().__init__(reason)
+        self.status: Any = status
+
+
+@dataclass(slots=True)
+class Arm:
+    """One run. Between its steps its processes are stopped, or ended where there is no memory for two runs."""
+
+    config: RunConfig
+    path: Path
+    """The run file."""
+    folder: Path
+    """Where its run directories are made."""
+    rollouts: Path | None = None
+    """As in ``Order``."""
+    metrics: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of its last step."""
+    run_dir: Path = field(init=False)
+    starting: float = field(default=0.0, init=False)
+    """Seconds until its first step ended."""
+    _process: Process | None = field(default=None, init=False)
+
+    def step(self, patience: float = START_SECONDS) -> float:
+        """Take a step: its seconds per token.
+
+        Args:
+            patience: seconds that it may take.
+
+        Raises:
+            TrialEnded: it did not end well, or not in time.
+        """
+        process = self.start()
+        process.connection.send(True)
+        self._signal(signal.SIGCONT)
+        self._await_step(process, patience)
+        seconds = {name.partition("/")[2]: s for name, s in self.metrics.items() if name.startswith("seconds/")}
+        busy = sum(s for name, s in seconds.items() if name not in OTHER)
+        return busy / max(1.0, float(self.metrics.get("tokens") or 0.0))
+
+    def start(self) -> Process:
+        """Start its process, unless it runs, with a step that is not counted: it also allocates memory.
+
+        Raises:
+            TrialEnded: it did not end well.
+        """
+        if self._process is not None:
+            return self._process
+        began, self.run_dir = time.monotonic(), Path(mkdtemp(dir=self.folder))
+        config = self.config.model_copy(update={"run_dir": self.run_dir})
+        process = Process([sys.executable, "-c", _TRIAL], "a trial", {**os.environ, "PYTHONSAFEPATH": "1"}, shows=False)
+        self._process = process
+        process.connection.send(Order(config, self.path, self.rollouts))
+        self._await_step(process, START_SECONDS)
+        self.starting = time.monotonic() - began
+        return process
+
+    def finish(self) -> Path:
+        """End the run after its last step with a checkpoint, which is returned.
+
+        Raises:
+            TrialEnded: it did not end well.
+        """
+        process = self.start()
+        process.connection.send(False)
+        self._signal(signal.SIGCONT)
+        with suppress(subprocess.TimeoutExpired):
+            process.popen.wait(START_SECONDS)
+        if process.popen.poll() != 0:
+            raise self._ended(process)
+        self.end()
+        return max((self.run_dir / "checkpoints").iterdir())
+
+    def resolved(self) -> dict[str, dict[str, Any]]:
+        """Every setting of the run, with its value and where that comes from; it has started."""
+        return read_json(self.run_dir / "resolved.json")["settings"]
+
+    def end(self) -> None:
+        """End its processes."""
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+            self._process.kill()
+            self._process = None
+
+    def _await_step(self, process: Process, patience: float) -> None:
+        if not process.connection.poll(patience):
+            self.end()
+            raise TrialEnded("slow" if patience < START_SECONDS else "hung", f"no step ended within {patience:.0f} s")
+        try:
+            answer: Stepped | Ended = process.connection.recv()
+        except (EOFError, OSError):
+            raise self._ended(process) from None
+        if isinstance(answer, Ended):
+            self.end()
+            raise TrialEnded(answer.status, answer.reason)
+        self.metrics = answer.metrics
+        self._signal(signal.SIGSTOP)
+
+    def _ended(self, process: Process) -> TrialEnded:
+        """How a process ended that did not say so."""
+        with suppress(subprocess.TimeoutExpired):
+            process.popen.wait(10.0)
+        said, code = process.said().splitlines()[-3:], process.kill()
+        self.end()
+        return TrialEnded("died", "\n".join([f"its process {ending(code)}", *said]))
+
+    def _signal(self, number: int) -> None:
+        """To all processes of the run."""
+        assert self._process is not None, "it was started"
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.popen.pid, number)

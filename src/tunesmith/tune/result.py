@@ -1,0 +1,146 @@
+"""What tuning found, for people, for programs and for the next call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.toml import toml_value
+from tunesmith.plan.tuned import remember, remembered
+from tunesmith.tune.intervals import Interval
+from tunesmith.tune.knobs import Values
+from tunesmith.tune.proof import Proof
+from tunesmith.tune.search import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What was compared with the best settings so far, and what came of it."""
+
+    best: Values
+    values: Values
+    move: Values
+    outcome: Outcome
+
+    def as_json(self) -> dict[str, Any]:
+        found, outcome = self.outcome.interval, self.outcome
+        measured = {"interval": [found.mean, found.low, found.high, found.pairs]} if found else {}
+        return {
+            "settings": dict(self.move),
+            "status": outcome.status,
+            **({"gain": _gain(found)} if found else {}),
+            **({"reason": outcome.reason} if outcome.reason else {}),
+            **measured,
+            "best": dict(self.best),
+            "values": dict(self.values),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What tuning found."""
+
+    values: Values
+    """The best settings; those that are derived, where none were faster."""
+    changed: Values
+    """Those of them that differ from what is derived."""
+    written: Values
+    """What a run file has to say so that a run has the best settings."""
+    gain: Interval | None
+    """Of the best settings beside the run file's, measured again at the end; None if they are the same."""
+    proof: Proof | None
+    trials: tuple[Trial, ...]
+    brought: tuple[Trial, ...]
+    """The trials that made the best settings what they are, each with what it brought."""
+    given: Values
+    derived: Values
+    subject: Mapping[str, Any]
+    seconds: float
+    interrupted: bool
+
+    @property
+    def better(self) -> bool:
+        """Whether there are faster settings than the run file's."""
+        return self.values != self.given
+
+    @property
+    def reason(self) -> str:
+        """Why a later run has these settings."""
+        gain = f": {self.gain.gain[0]:.2f}× as fast as the run file that was tuned" if self.gain else ""
+        return f"tuned on {date.today().isoformat()}{gain}"
+
+    def as_json(self) -> dict[str, Any]:
+        proof = self.proof
+        return {
+            **self.subject,
+            "given": dict(self.given),
+            "derived": dict(self.derived),
+            "best": dict(self.values),
+            "changed": dict(self.changed),
+            "written": dict(self.written),
+            "gain": _gain(self.gain) if self.gain else None,
+            "brought": [trial.as_json() for trial in self.brought],
+            "gradient": {"distance": proof.distance, "tolerance": proof.tolerance} if proof else None,
+            "trials": [trial.as_json() for trial in self.trials],
+            "seconds": self.seconds,
+            "interrupted": self.interrupted,
+        }
+
+
+def _gain(found: Interval) -> dict[str, float]:
+    gain, low, high = found.gain
+    return {"times_as_fast": gain, "from": low, "to": high, "pairs": found.pairs}
+
+
+def told(trial: Trial) -> str:
+    """``system.threads = 2: 1.84× (1.79–1.90) as fast, 5 pairs``."""
+    moved = ", ".join(f"{key} = {'none' if value is None else toml_value(value)}" for key, value in trial.move.items())
+    outcome = trial.outcome
+    came = shown(outcome.interval) if outcome.interval and outcome.status == "measured" else outcome.status
+    reason = f": {outcome.reason.splitlines()[0]}" if outcome.reason else ""
+    return f"{moved}: {came}{reason}"
+
+
+def shown(found: Interval) -> str:
+    """``1.84× (1.79–1.90) as fast, 5 pairs``."""
+    gain, low, high = found.gain
+    return f"{gain:.2f}× ({low:.2f}–{high:.2f}) as fast, {found.pairs} pairs"
+
+
+@dataclass(slots=True)
+class Journal:
+    """The trials of earlier calls for the same machine, model and shape: they are not measured again."""
+
+    file: Path
+    subject: Mapping[str, Any]
+    trials: list[Trial]
+
+    @classmethod
+    def open(cls, file: Path, subject: Mapping[str, Any], *, again: bool) -> Journal:
+        known = [] if again else remembered(file).get("trials", [])
+        return cls(file, subject, [_trial_of(entry) for entry in known])
+
+    def find(self, best: Values, values: Values) -> Outcome | None:
+        return next((t.outcome for t in self.trials if t.best == best and t.values == values), None)
+
+    def add(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        self.write(remembered(self.file).get("best"))
+
+    def write(self, best: Mapping[str, Any] | None) -> None:
+        """Write the trials, and what is best.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        trials = [trial.as_json() for trial in self.trials]
+        remember(self.file, {**self.subject, "trials": trials, **({"best": best} if best else {})})
+
+
+def _trial_of(entry: Mapping[str, Any]) -> Trial:
+    found = entry.get("interval")
+    outcome = Outcome(entry["status"], Interval(*found) if found else None, entry.get("reason", ""))
+    return Trial(entry["best"], entry["values"], entry["settings"], outcome)

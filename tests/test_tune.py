@@ -1,0 +1,310 @@
+"""``tunesmith tune``: when a comparison ends, which settings are measured next, what is refused and remembered."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tiny
+from tiny_runs import sft_settings
+from tunesmith.backends.state_files import write_state
+from tunesmith.cli.main import app
+from tunesmith.config.load import load_config
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RLConfig, SFTConfig
+from tunesmith.plan.expected import expected_seconds
+from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.hardware import Hardware
+from tunesmith.plan.resolve import resolve
+from tunesmith.tune.intervals import MOST_PAIRS, interval
+from tunesmith.tune.knobs import Shape, neighbours
+from tunesmith.tune.proof import compare_gradients
+from tunesmith.tune.result import Journal, Trial
+from tunesmith.tune.search import Candidate, Outcome, search
+from tunesmith.tune.setup import stated, trial_config, tuned_values, without_tuned
+
+MODEL = ModelFacts(
+    parameters=2_000_000, layers=4, hidden_size=128, intermediate_size=512, heads=4, kv_heads=2, head_dim=32,
+    vocab_size=512, context=2048,
+)  # fmt: skip
+
+
+def machine(cores: int = 4) -> Hardware:
+    return Hardware("CPU", cores, 16 * 10**9, 12 * 10**9, bf16=False)
+
+
+# When a comparison ends
+
+
+def compared(draw: random.Random, gap: float, noise: float = 0.1) -> tuple[int, int]:
+    """A comparison of two runs whose times differ by a factor: pairs until it ended, and which is faster: -1, 0, 1."""
+    ratios: list[float] = []
+    while len(ratios) < MOST_PAIRS:
+        ratios.append(math.log(gap) + draw.gauss(0, noise))
+        found = interval(ratios)
+        if found.decided:
+            return len(ratios), (found.low > 0) - (found.high < 0)
+    return len(ratios), 0
+
+
+def test_equal_runs_are_seldom_told_apart_however_often_one_looks() -> None:
+    draw = random.Random(0)
+    told = [compared(draw, 1.0, noise)[1] for noise in (0.02, 0.1, 0.5) for _ in range(300)]
+    assert sum(side != 0 for side in told) <= 0.05 * len(told)
+
+
+def test_a_gap_of_two_is_told_within_a_few_pairs() -> None:
+    draw = random.Random(0)
+    told = [compared(draw, 2.0) for _ in range(300)]
+    assert all(side == 1 for _, side in told)
+    assert sorted(pairs for pairs, _ in told)[len(told) // 2] <= 4
+
+
+def test_the_interval_by_hand() -> None:
+    """Where the Bayes factor of the t-statistic is 20: solved here by bisection."""
+    ratios = [0.5, 0.7, 0.6, 0.65]
+    n, mean = len(ratios), sum(ratios) / len(ratios)
+    squares = sum((ratio - mean) ** 2 for ratio in ratios)
+
+    def factor(m: float) -> float:
+        t2, odds = n * (mean - m) ** 2 / (squares / (n - 1)), 1 + 25 * n
+        return odds**-0.5 * ((1 + t2 / (n - 1)) / (1 + t2 / (n - 1) / odds)) ** (n / 2)
+
+    near, far = 0.0, 10.0
+    for _ in range(100):
+        middle = (near + far) / 2
+        near, far = (middle, far) if factor(mean + middle) < 20 else (near, middle)
+    found = interval(ratios)
+    assert found.high == pytest.approx(mean + near) and found.low == pytest.approx(mean - near)
+    assert interval(ratios[:1]).high == math.inf and not interval(ratios[:2]).decided
+    assert found.turned.gain == pytest.approx(tuple(1 / g for g in (found.gain[0], found.gain[2], found.gain[1])))
+
+
+# Which settings are measured next
+
+SURFACE: dict[str, list[int]] = {
+    "tokens": [1, 2, 4, 8, 16, 32],
+    "chunk": [1, 2, 4, 8],
+    "ckpt": [0, 1],
+    "threads": [1, 2, 4],
+}
+
+
+def surface(seed: int) -> Callable[[Any], float]:
+    """Seconds of a step by its settings: with an optimum inside, steps that depend on each other, and noise."""
+    draw = random.Random(seed)
+    best = {key: draw.choice(values) for key, values in SURFACE.items()}
+    weight = {key: draw.uniform(0.02, 0.5) for key in SURFACE}
+
+    def seconds(values: Any) -> float:
+        apart = {key: abs(math.log2((values[key] + 1) / (best[key] + 1))) for key in SURFACE}
+        return math.exp(sum(weight[key] * apart[key] for key in SURFACE) + 0.05 * apart["tokens"] * apart["threads"])
+
+    return seconds
+
+
+def moves(best: Any) -> Iterator[Candidate]:
+    for key, values in SURFACE.items():
+        yield from (Candidate({key: v}, {**best, key: v}) for v in values if v != best[key])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_search_is_near_the_best_of_a_sweep_in_a_fifth_of_its_trials(seed: int) -> None:
+    """The cost model knows the surface only roughly; times are noisy."""
+    seconds, draw, trials = surface(seed), random.Random(seed), 0
+
+    def compare(best: Any, candidate: Candidate) -> Outcome:
+        nonlocal trials
+        trials += 1
+        ratios: list[float] = []
+        while len(ratios) < MOST_PAIRS and not (ratios and interval(ratios).decided):
+            ratios.append(math.log(seconds(candidate.values) / seconds(best)) + draw.gauss(0, 0.01))
+        return Outcome("measured", interval(ratios))
+
+    def expected(values: Any) -> float:
+        return seconds(values) * math.exp(0.2 * math.sin(hash(tuple(values.values())) % 1000))
+
+    whole = [dict(zip(SURFACE, values, strict=True)) for values in itertools.product(*SURFACE.values())]
+    worst = max(whole, key=seconds)
+    found = search(worst, moves, expected, compare, lambda: True)
+    assert seconds(found) <= 1.05 * min(map(seconds, whole))
+    assert trials <= len(whole) / 5
+
+
+def test_a_trial_that_ends_is_not_tried_again_nor_what_lies_beyond() -> None:
+    asked: list[int] = []
+
+    def compare(_: Any, candidate: Candidate) -> Outcome:
+        asked.append(candidate.values["tokens"])
+        return (
+            Outcome("died", None, "was ended by SIGKILL")
+            if asked[-1] == 8
+            else Outcome("measured", interval([0.1] * 9))
+        )
+
+    best = {"tokens": 2}
+    order = {8: 1.0, 16: 1.1, 4: 1.2, 1: 1.3, 2: 1.0}
+    found = search(
+        best, lambda _: (Candidate({"tokens": n}, {"tokens": n}) for n in (1, 4, 8, 16)),
+        lambda values: order[values["tokens"]], compare, lambda: True,
+    )  # fmt: skip
+    assert found == best and asked == [8, 4, 1]
+
+
+def test_time_that_is_over_ends_the_search() -> None:
+    left = iter([True, True, False])
+    asked: list[Any] = []
+
+    def compare(_: Any, candidate: Candidate) -> Outcome:
+        asked.append(candidate)
+        return Outcome("measured", interval([-0.5, -0.51, -0.49, -0.5]))
+
+    start = {key: values[0] for key, values in SURFACE.items()}
+    found = search(start, moves, lambda _: 1.0, compare, lambda: next(left))
+    assert len(asked) == 2 and found == asked[-1].values
+
+
+def test_the_cost_model_orders_settings() -> None:
+    """What certainly takes longer is expected to: recomputing, prompts computed again, small micro-batches, chunks."""
+    said = ["model.path=org/m", "data.train=org/data", 'reward.functions=["exact_match"]', "model.dtype=float32"]
+    said += ["rollout.max_new_tokens=64"]
+    facts = Facts(machine(), MODEL, longest=256, train_size=100)
+
+    def seconds(*more: str) -> float:
+        found = resolve(load_config(RLConfig, None, [*said, *more]), facts).config
+        return expected_seconds(found, facts, 64, 300)
+
+    usual = seconds()
+    for slow in (
+        "system.gradient_checkpointing=true", "system.share_prompts=false", "system.max_tokens_per_microbatch=600",
+        "system.logprob_chunk=16", "system.threads=1", "system.threads=16", "system.max_running=4",
+    ):  # fmt: skip
+        assert seconds(slow) > usual, slow
+
+
+def test_neighbours_have_an_effect_and_one_change_each() -> None:
+    values = {
+        "system.max_tokens_per_microbatch": 2048, "system.gradient_checkpointing": False, "system.logprob_chunk": None,
+        "system.share_prompts": True, "system.threads": 2, "system.max_running": 256, "system.kv_memory": "64MB",
+        "system.max_prefill_tokens": 8192, "system.speculative": "off", "system.trainer_ranks": 1,
+    }  # fmt: skip
+    shape = Shape(cores=4, samples=64, tokens=1600, chunk=128, samples_itself=True, compares=True, gpu=False)
+    found = list(neighbours(values, shape))
+    assert all(value != values[key] for key, value in found) and len(set(map(str, found))) == len(found)
+    said = {key: [v for k, v in found if k == key] for key, _ in found}
+    assert said["system.max_tokens_per_microbatch"] == [400, 800]  # more than a step's 1600 would change nothing
+    assert said["system.max_running"] == [16, 32] and said["system.threads"] == [1, 4]
+    assert said["system.gradient_checkpointing"] == [0.5, True] and said["system.share_prompts"] == [False]
+    assert said["system.kv_memory"] == ["128MB", "256MB"] and 128 not in said["system.logprob_chunk"]
+    alone = Shape(cores=4, samples=64, tokens=1600, chunk=128, samples_itself=False, compares=False, gpu=True)
+    keys = {key for key, _ in neighbours(values, alone)}
+    offloading = {"system.offload_optimizer", "system.offload_activations"}
+    assert keys - offloading == {
+        "system.max_tokens_per_microbatch", "system.gradient_checkpointing", "system.logprob_chunk",
+    }  # fmt: skip
+    assert keys >= offloading
+
+
+# The run that is measured, and what is written
+
+
+def test_a_trial_learns_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    model = tiny.save_model(tmp_path / "model")
+    said = sft_settings(
+        tmp_path, model, data__eval=str(tmp_path / "examples.jsonl"), eval__every=2, checkpoint__every=1
+    )
+    config = load_config(SFTConfig, None, [*said, 'monitor.sinks=["wandb"]', "system.logprob_chunk=32"])
+    trial = trial_config(without_tuned(config))
+    assert trial.data.eval is None and not trial.monitor.sinks and trial.train.lr < 1e-9
+    assert trial.checkpoint.every > 10**5 and trial.train.batch_size == 8
+    left = settings(trial, given_only=True)
+    assert "system.threads" not in left and "system.logprob_chunk" not in left
+    assert without_tuned(config, {"system.threads"}).system.threads == 1
+    resolve(trial, Facts(machine(), MODEL, train_size=24))
+
+
+def test_values_that_are_defaults_are_not_stated() -> None:
+    resolved = {
+        "system.share_prompts": {"value": True, "source": "default"},
+        "system.threads": {"value": 2, "source": "derived"},
+        "system.device": {"value": "cpu", "source": "derived"},
+    }
+    values, usual = tuned_values(resolved)
+    assert values == {"system.share_prompts": True, "system.threads": 2}
+    assert stated(values, usual) == {"system.threads": 2}
+    assert stated({**values, "system.share_prompts": False}, usual) == {**values, "system.share_prompts": False}
+
+
+def test_gradients_are_compared_over_all_ranks_and_parts(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    gradient = {f"exp_avg:{name}": torch.randn(6, 4, generator=draw) for name in "ab"}
+    other = {"master:a": torch.randn(6, 4, generator=draw), "step:a": torch.ones(1)}
+    write_state(_folder(tmp_path / "whole"), gradient | other, {}, 1)
+    halves = _folder(tmp_path / "halves")
+    for rank, rows in enumerate((slice(0, 3), slice(3, 6))):
+        first = dict.fromkeys(gradient, rows.start)
+        write_state(halves, {name: g[rows] for name, g in gradient.items()}, first, 1, rank)
+    same = compare_gradients(tmp_path / "whole", halves, "float32")
+    assert same.holds and same.distance == 0 and same.numbers == 48
+    write_state(_folder(tmp_path / "off"), {name: 1.1 * g for name, g in gradient.items()}, {}, 1)
+    off = compare_gradients(tmp_path / "whole", tmp_path / "off", "float32")
+    assert off.distance == pytest.approx(0.1, rel=1e-5) and not off.holds
+    write_state(_folder(tmp_path / "none"), {name: 0 * g for name, g in gradient.items()}, {}, 1)
+    assert not compare_gradients(tmp_path / "none", tmp_path / "none", "float32").holds, "nothing was compared"
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_trials_are_remembered(tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "one.json"
+    journal = Journal.open(file, {"machine": "x"}, again=False)
+    outcome = Outcome("measured", interval([0.1, 0.2, 0.15]))
+    journal.add(Trial({"a": 1}, {"a": 2}, {"a": 2}, outcome))
+    journal.add(Trial({"a": 1}, {"a": 4}, {"a": 4}, Outcome("died", None, "was ended by SIGKILL")))
+    found = Journal.open(file, {"machine": "x"}, again=False)
+    assert found.find({"a": 1}, {"a": 2}) == outcome
+    died = found.find({"a": 1}, {"a": 4})
+    assert died is not None and died.status == "died" and died.clearly_slower
+    assert found.find({"a": 2}, {"a": 4}) is None
+    assert not Journal.open(file, {}, again=True).trials
+    file.write_text("{")
+    assert not Journal.open(file, {}, again=False).trials, "a damaged file is as none"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (['system.cluster="ray"'], "system.cluster"),
+        (['system.engine="sglang"', 'system.engine_urls=["http://127.0.0.1:1"]'], "system.engine"),
+        (["--output", "run.toml"], "run.toml"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(
+    said: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ['[model]\npath = "org/model"\n[data]\ntrain = "org/data"\n[reward]\nfunctions = ["exact_match"]\n']
+    (tmp_path / "run.toml").write_text("".join(lines))
+    done = CliRunner().invoke(app, ["tune", "run.toml", *said])
+    assert done.exit_code == 2 and told in done.output
+
+
+def test_other_commands_and_launchers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text('[model]\npath = "org/model"\n[data]\ntrain = "org/data"\n')
+    done = CliRunner().invoke(app, ["tune", "run.toml", "sampling.n=4"])
+    assert done.exit_code == 2 and "tunesmith generate" in done.output
+    monkeypatch.setenv("RANK", "0")
+    done = CliRunner().invoke(app, ["tune", "run.toml"])
+    assert done.exit_code == 2 and "torchrun" in done.output
