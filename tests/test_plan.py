@@ -170,7 +170,7 @@ def test_working_at_once_takes_the_longer_phase() -> None:
 
 def test_a_plan_is_plain_data() -> None:
     resolved, facts = plan(RLConfig, "8xH100", *ON_RAY)
-    found = plan_of(resolved, facts)
+    found = plan_of(resolved.config, resolved, facts)
     assert json.loads(json.dumps(found)) == found
     assert found["layout"]["system.vllm.tensor_parallel_size"] == {"value": 2, "reason": "given"}
     assert [device["device"] for device in found["memory"]] == ["trainer", "engine"]
@@ -179,5 +179,62 @@ def test_a_plan_is_plain_data() -> None:
 def test_a_model_without_sizes_is_planned_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     resolved, facts = plan(SFTConfig, "8xH100", "model.path=org/unknown")
-    found = plan_of(resolved, facts)
+    found = plan_of(resolved.config, resolved, facts)
     assert found["memory"] == [] and found["seconds"] == {} and "org/unknown" in found["notes"][0]
+
+
+def test_the_plan_says_what_limits_it_and_what_else_there_is() -> None:
+    config = load_config(SFTConfig, None, ["model.path=7b", "data.train=org/data", "train.steps=100"])
+    resolved, facts = plan_run(config, "8xA100-80GB")
+    found = plan_of(config, resolved, facts, 2.0)
+    step = found["seconds"]["step"]
+    first, *others = found["limits"]
+    assert first["limit"] == "the GPUs' arithmetic" and first["times"] == pytest.approx(step / first["step"])
+    training = found["seconds"]["training"]
+    assert first["step"] == pytest.approx(step - training / 2)
+    assert {"the links between GPUs", "the GPUs' memory"} >= {each["limit"] for each in others}
+    assert len(found["next_best"]) == 3 and all(each["layout"] and each["share"] <= 1 for each in found["next_best"])
+    for each in found["next_best"]:
+        said = [f"{key}={json.dumps(value)}" for key, value in each["layout"].items()]
+        there, facts = plan(SFTConfig, "8xA100-80GB", "train.steps=100", *said)
+        assert step_seconds(there.config, facts)["step"] == pytest.approx(each["step"])
+    assert found["cost"]["step"] == pytest.approx(8 * 2.0 * step / 3600)
+    assert found["cost"]["run"] == pytest.approx(100 * found["cost"]["step"])
+
+
+def test_what_is_given_stays_in_the_next_best_layouts() -> None:
+    said = ["model.path=7b", "data.train=org/data", "system.zero_stage=3", "system.gradient_checkpointing=true"]
+    config = load_config(SFTConfig, None, said)
+    found = plan_of(config, *plan_run(config, "8xA100-80GB"))
+    assert "cost" not in found
+    assert not any(
+        {"system.zero_stage", "system.gradient_checkpointing"} & each["layout"].keys() for each in found["next_best"]
+    )
+
+
+def test_twice_the_memory_ends_what_memory_takes() -> None:
+    """On a single H200 a part of the layers is computed again."""
+    config = load_config(SFTConfig, None, ["model.path=7b", "data.train=org/data"])
+    resolved, facts = plan_run(config, "H200")
+    assert resolved.config.system.gradient_checkpointing
+    memory = next(each for each in plan_of(config, resolved, facts)["limits"] if each["limit"] == "the GPUs' memory")
+    without, facts = plan(SFTConfig, "H200", "system.gradient_checkpointing=false", 'system.device_memory="400GB"')
+    assert memory["step"] == pytest.approx(step_seconds(without.config, facts)["step"])
+
+
+def test_an_optimizer_step_on_the_host_takes_time() -> None:
+    said = ("lora.rank=16", "system.offload_optimizer=true")
+    found, facts = plan(SFTConfig, "H200", *said)
+    host = planned(found.config, facts).host
+    assert step_seconds(found.config, facts)["optimizer step on the host"] == pytest.approx(
+        host * (28 / 16 / 25e9 + 6 / 16 / 20e9)
+    )
+
+
+def test_a_price_needs_gpus_whose_speed_is_known() -> None:
+    done = CliRunner().invoke(app, ["plan", "run.toml", "--on", "8xH100-80GB", "--price", "2.5"])
+    assert done.exit_code == 0 and "cost of a step" in done.output and "the next best layouts" in done.output
+    done = CliRunner().invoke(
+        app, ["plan", "run.toml", "--on", "H200", "model.dtype=float32", "lora.rank=8", "--price", "2.5"]
+    )
+    assert done.exit_code == 2 and "--price" in done.output

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +106,28 @@ def test_a_run_that_does_not_fit_or_is_refused_is_an_outcome(folder: Path) -> No
         with pytest.raises(TrialEnded) as ended:
             arm.step()
         assert ended.value.status == status, ended.value
+
+
+def test_ctrl_c_ends_the_search_and_the_same_command_goes_on(folder: Path) -> None:
+    """Two settings are compared, and one of them dies: nothing is measured twice."""
+    run = folder / "run.toml"
+    lines = [line.partition(".") for line in sft_settings(folder, folder / "model", run_dir=None)]
+    tables: dict[str, list[str]] = {}
+    for section, _, rest in lines:
+        if section != "system":
+            tables.setdefault(section, []).append(rest.replace("=", " = ", 1))
+    tables["system"] = ["max_tokens_per_microbatch = 24"]
+    run.write_text("".join(f"[{name}]\n" + "\n".join(lines) + "\n" for name, lines in tables.items()))
+    pinned = [f"{key}={value}" for key, value in (("system.threads", 1), ("system.trainer_ranks", 1))]
+    command = [sys.executable, "-m", "tunesmith", "tune", str(run), *pinned, "--minutes", "3"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        code = process.wait(300)
+    assert code == 130 and "system.max_tokens_per_microbatch = 24" in first
+    found = json.loads((folder / "tuned.json").read_text())
+    assert found["interrupted"] and len(found["trials"]) >= 1
+    [file] = (folder / "cache").rglob("*.json")
+    assert json.loads(file.read_text())["trials"][0]["settings"]["system.max_tokens_per_microbatch"] == 24

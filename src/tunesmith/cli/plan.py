@@ -19,9 +19,13 @@ def plan(
     on: Annotated[
         str, typer.Option(metavar="MACHINE", help="Such as 8xH100-80GB, 2x8xA100-80GB, or this machine.")
     ] = "this",
+    price: Annotated[
+        float | None, typer.Option(min=0, help="What a GPU costs for an hour: also print the cost.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with bytes and seconds.")] = False,
 ) -> None:
-    """Show how a run would use a machine: its layout with reasons, memory by device, about how long a step takes.
+    """Show how a run would use a machine: its layout with reasons, memory by device, about how long a step takes,
+    what limits that, and the next best layouts.
 
     Nothing is loaded, and the data is not read. The exit code is 3 if the run does not fit.
 
@@ -32,7 +36,7 @@ def plan(
     from tunesmith.config.places import placed
     from tunesmith.config.resolved import print_resolved
     from tunesmith.errors import CapacityError
-    from tunesmith.plan.report import layout_of_run, memory_of, memory_rows, plan_of, seconds_rows
+    from tunesmith.plan.report import layout_of_run, memory_of, memory_rows, other_rows, plan_of, seconds_rows
     from tunesmith.plan.seconds import step_seconds
 
     with placed(run, overrides or ()):
@@ -43,12 +47,14 @@ def plan(
             if as_json:
                 print(json.dumps({"fits": False, "problems": [*error.args]}, indent=2))
             raise
+        found = plan_of(config, resolved, facts, price)
     if as_json:
-        print(json.dumps({"fits": True, **plan_of(resolved, facts)}, indent=2))
+        print(json.dumps({"fits": True, **found}, indent=2))
         return
     print_resolved(layout_of_run(resolved))
     _print_table(memory_rows(memory_of(resolved.config, facts)))
     _print_table(seconds_rows(step_seconds(resolved.config, facts)))
+    _print_table(other_rows(found))
 
 
 def _print_table(rows: Sequence[tuple[str, list[str]]]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.sizes import format_size
+from tunesmith.config.toml import toml_value
+from tunesmith.plan.alternatives import cost, limits, next_best
 from tunesmith.plan.cost import Price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.memory import PARTS, planned_devices, planned_roles
@@ -40,18 +42,26 @@ def layout_of_run(resolved: Resolved[Any]) -> Resolved[Any]:
     return replace(resolved, given=given, derived=derived)
 
 
-def plan_of(resolved: Resolved[Any], facts: Facts) -> dict[str, Any]:
-    """A resolved run as plain JSON values; bytes and seconds."""
-    config, machine, model, layout = resolved.config, facts.hardware, facts.model, layout_of_run(resolved)
+def plan_of(config: RunConfig, resolved: Resolved[Any], facts: Facts, price: float | None = None) -> dict[str, Any]:
+    """A resolved run as plain JSON values; bytes and seconds.
+
+    Args:
+        config: before its settings were derived.
+        price: of a GPU for an hour.
+    """
+    machine, model, layout = facts.hardware, facts.model, layout_of_run(resolved)
     told = {key: {"value": value, "reason": "given"} for key, value in layout.given.items()}
     told |= {d.key: {"value": d.value, "reason": d.reason} for d in layout.derived}
     gpus = [gpu.name for gpu in machine.gpus]
     return {
         "machine": {"nodes": machine.nodes, "gpus": gpus, "cores": machine.cores, "memory": machine.memory_total},
-        "model": {"path": config.model.path, "parameters": model.parameters if model else None},
+        "model": {"path": resolved.config.model.path, "parameters": model.parameters if model else None},
         "layout": told,
-        "memory": memory_of(config, facts),
-        "seconds": step_seconds(config, facts),
+        "memory": memory_of(resolved.config, facts),
+        "seconds": step_seconds(resolved.config, facts),
+        "limits": limits(config, resolved, facts),
+        "next_best": next_best(config, resolved, facts),
+        **({"cost": cost(resolved, facts, price)} if price is not None else {}),
         "notes": [*resolved.notes],
     }
 
@@ -128,3 +138,19 @@ def seconds_rows(seconds: Mapping[str, float]) -> list[tuple[str, list[str]]]:
     """A table of phases; a step is not always their sum."""
     rows = [(name, [f"{amount:.3g} s"]) for name, amount in seconds.items()]
     return [("seconds of each step, about", [""]), *rows] if rows else []
+
+
+def other_rows(plan: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Tables of what limits the speed, of the next best layouts, and of the cost."""
+    rows: list[tuple[str, list[str]]] = []
+    for place, each in enumerate(plan["limits"]):
+        title = "what limits the speed: with twice as much" if not place else ""
+        rows.append((title, [each["limit"], f"{each['step']:.3g} s", f"{each['times']:.2f}× as fast"]))
+    for place, each in enumerate(plan["next_best"]):
+        differs = ", ".join(f"{key} = {toml_value(value)}" for key, value in each["layout"].items())
+        of_memory = f"{each['times']:.2f}× as long, {each['share']:.0%} of the memory"
+        rows.append(("the next best layouts" if not place else "", [differs, f"{each['step']:.3g} s", of_memory]))
+    for name, amount in plan.get("cost", {}).items():
+        if name != "gpus":
+            rows.append((f"cost of {'a step' if name == 'step' else 'the run'}", [f"{amount:.4g}", "", ""]))
+    return rows

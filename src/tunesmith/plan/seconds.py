@@ -12,7 +12,7 @@ from math import ceil
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
-from tunesmith.plan.cost import CostModel, copy_bytes, sent_bytes
+from tunesmith.plan.cost import CostModel, copy_bytes, price, sent_bytes
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import ranks_per_engine
 from tunesmith.plan.machines import GpuKind, kind_of
@@ -24,6 +24,11 @@ BETWEEN_MACHINES = 50e9
 """Bytes per second of a GPU to other machines, in one direction: a 400 Gb/s adapter for each GPU."""
 TO_THE_HOST = 20e9
 """Bytes per second between a GPU and pinned host memory, in one direction, over PCIe 4 with 16 lanes."""
+OF_THE_HOST = 25e9
+"""Bytes per second of host memory for each GPU: eight channels of DDR5 for two processors with eight GPUs."""
+HOST_STEP, HOST_SENT = 28 / 16, 6 / 16
+"""Bytes that an optimizer step on the CPU reads and writes, and that pass between host and GPU, for each that is kept
+there: of 16, gradients are read, master weights and moments read and written; gradients and weights pass."""
 RECOMPUTED = 1 / 3
 """Of the products of a layer that is computed again in the backward pass, in addition."""
 PLAIN_MODULES = 1.1
@@ -65,8 +70,11 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind,
     computed = (modules * body * (1 + has_critic(config)) + head) / rate
     sent = samples * longest * (1 + has_critic(config)) * sent_bytes(model, layout_of(config, facts)) / ranks
     phases["training"] = max(computed, 2 * sent / TO_THE_HOST)
+    batches = samples // (known(config.train, "batch_size") or samples) or 1
+    if system.offload_optimizer:
+        host = batches * price(model, layout_of(config, facts)).host
+        phases["optimizer step on the host"] = host * (HOST_STEP / OF_THE_HOST + HOST_SENT / TO_THE_HOST)
     if ranks > 1 and not config.lora.on:
-        batches = samples // (known(config.train, "batch_size") or samples) or 1
         groups = ranks / system.sequence_parallel.size
         micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
         link = min(kind.link, BETWEEN_MACHINES) if ranks > len(facts.hardware.gpus) else kind.link

@@ -63,7 +63,8 @@ class Arm:
             TrialEnded: it did not end well, or not in time.
         """
         process = self.start()
-        process.connection.send(True)
+        with suppress(OSError):  # if it died while it was stopped, its answer tells
+            process.connection.send(True)
         self._signal(signal.SIGCONT)
         self._await_step(process, patience)
         seconds = {name.partition("/")[2]: s for name, s in self.metrics.items() if name.startswith("seconds/")}
@@ -82,7 +83,8 @@ class Arm:
         config = self.config.model_copy(update={"run_dir": self.run_dir})
         process = Process([sys.executable, "-c", _TRIAL], "a trial", {**os.environ, "PYTHONSAFEPATH": "1"}, shows=False)
         self._process = process
-        process.connection.send(Order(config, self.path, self.rollouts))
+        with suppress(OSError):
+            process.connection.send(Order(config, self.path, self.rollouts))
         self._await_step(process, START_SECONDS)
         self.starting = time.monotonic() - began
         return process
@@ -94,7 +96,8 @@ class Arm:
             TrialEnded: it did not end well.
         """
         process = self.start()
-        process.connection.send(False)
+        with suppress(OSError):
+            process.connection.send(False)
         self._signal(signal.SIGCONT)
         with suppress(subprocess.TimeoutExpired):
             process.popen.wait(START_SECONDS)

@@ -34,6 +34,8 @@ class Bench:
     """The run with some settings."""
     fits: Callable[[Values], bool] = field(init=False)
     """Whether settings find enough memory while another run has what it needs."""
+    concludes: bool = False
+    """Whether what is measured now is waited for, although a signal has asked for the end."""
     together: bool = True
     """Whether two runs may be in memory at once."""
     _best: Arm | None = field(default=None, init=False)
@@ -65,7 +67,7 @@ class Bench:
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() > self.ends or asked()
+        return time.monotonic() > self.ends or (asked() and not self.concludes)
 
     def close(self) -> None:
         if self._best is not None:

@@ -216,7 +216,7 @@ class Tuning:
         """Prove the best settings, measure again what they bring, and remember them."""
         proof, gain = self.proven(), None
         if self.best != self.given:
-            self.bench.ends = max(self.ends, time.monotonic() + 60)
+            self.bench.ends, self.bench.concludes = max(self.ends, time.monotonic() + 60), True
             self.bench.close()
             outcome = self.bench.compare(self.given, self.best)
             gain = outcome.interval
