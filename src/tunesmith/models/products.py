@@ -23,8 +23,6 @@ Product = Callable[[Tensor], Tensor]
 
 PACKED_ROWS = 32
 """The number of rows for which the layout of packed weights is optimised."""
-LARGEST_HALF = 65504
-"""The largest float16 number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +49,6 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Product:
 
 def _float32(weight: Tensor, bias: Tensor | None) -> Product:
     return _plain(weight.float(), None if bias is None else bias.float())
-
-
-def _half(weight: Tensor, bias: Tensor | None) -> Product:
-    """FBGEMM's product of float32 rows with float16 weights, summed in float32: it reads half of a float32 product's
-    bytes, and rounds nothing. bfloat16 weights are float16 numbers, but for those below 6e-5, which move by at most
-    3e-8, and those too large, for which the product is a float32 one.
-    """
-    wide = weight.float()
-    if not bool(wide.abs().amax() <= LARGEST_HALF):
-        return _float32(weight, bias)
-    packed = torch.ops.quantized.linear_prepack_fp16(wide, None if bias is None else bias.float())
-    return lambda x: torch.ops.quantized.linear_dynamic_fp16(x, packed)
 
 
 def _twice(weight: Tensor, bias: Tensor | None) -> Product:
@@ -97,7 +83,6 @@ LAYERS: dict[torch.dtype, dict[str, Kind]] = {
     torch.bfloat16: {
         "plain": Kind(_plain, torch.bfloat16, 0),
         "packed": Kind(_packed, torch.bfloat16, 2),
-        "half": Kind(_half, torch.float32, 2),
         "float32": Kind(_float32, torch.float32, 4),
     },
 }
@@ -105,7 +90,6 @@ LAYERS: dict[torch.dtype, dict[str, Kind]] = {
 HEADS: dict[torch.dtype, dict[str, Kind]] = {
     torch.float32: _OF_FLOAT32,
     torch.bfloat16: {
-        "half": Kind(_half, torch.float32, 2),
         "twice": Kind(_twice, torch.bfloat16, 2),
         "float32": Kind(_float32_head, None, 4),
     },

@@ -291,7 +291,7 @@ def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = 
 def prepared_bytes(numbers: int, memory_total: int) -> int:
     """At most what the local engine prepares of its weights on a CPU (``engines.local.decode_model``).
 
-    They are in two kinds of 16 bits or in one of 32 bits; of a small model in all. They are not worth an eighth of the
+    They are in 16 or 32 bits, of a small model and of a head in both. They are not worth an eighth of the
     machine's memory: of a model for which they would take more nothing is prepared.
     """
     needed = (8 if numbers <= SMALL else 4) * numbers

@@ -61,7 +61,7 @@ class DecodeModel:
         """``[T, V]`` float32 on a CPU. Rounded to bfloat16, log-probabilities would be off by up to 0.03."""
         head = self._whole().head
         kinds = HEADS.get(head.weight.dtype, HEADS[torch.bfloat16])
-        kind = self._choice(len(hidden)).get("head", next(reversed(kinds)))
+        kind = self._choice(len(hidden)).get("head", "plain" if "plain" in kinds else "float32")
         if kind not in self._heads:
             self._heads[kind] = kinds[kind].prepare(head.weight, cast("Tensor | None", head.bias))
         return self._heads[kind](hidden.to(kinds[kind].rows or hidden.dtype))

@@ -30,7 +30,9 @@ class _Sample:
 
     def __init__(self, model: CausalLM, lean: LeanDecoder, *, small: bool) -> None:
         dtype, weight = model.module.dtype, model.head.weight
-        self.lean, self.layers, self.heads = lean, _able(LAYERS[dtype], dtype, small), _able(HEADS[dtype], dtype, small)
+        self.lean = lean
+        frugal = {name: kind for name, kind in LAYERS[dtype].items() if small or kind.copied <= dtype.itemsize}
+        self.layers, self.heads = _able(frugal, dtype), _able(HEADS[dtype], dtype)
         self.widths = {name: getattr(lean.layers[0], name).weight.shape[1] for name in PRODUCTS}
         per_layer = sum(getattr(lean.layers[0], name).weight.numel() for name in PRODUCTS)
         self.count = min(len(lean.layers), max(1, SAMPLE // per_layer))
@@ -77,16 +79,15 @@ def measured(model: CausalLM, lean: LeanDecoder, rows: Sequence[int], *, small: 
     """The fastest kind of each of a layer's products and of the head, by the number of rows.
 
     Args:
-        small: whether kinds may be tried whose copies are larger than bfloat16 weights.
+        small: whether layers may be tried in float32 copies of bfloat16 weights.
     """
     sample = _Sample(model, lean, small=small)
     return {str(number): sample.fastest(number) for number in rows}
 
 
-def _able(kinds: Mapping[str, Kind], dtype: torch.dtype, small: bool) -> dict[str, Kind]:
+def _able(kinds: Mapping[str, Kind], dtype: torch.dtype) -> dict[str, Kind]:
     """The kinds that this machine has."""
-    frugal = {name: kind for name, kind in kinds.items() if small or kind.copied <= dtype.itemsize}
-    return {name: kind for name, kind in frugal.items() if works(kind, dtype)}
+    return {name: kind for name, kind in kinds.items() if works(kind, dtype)}
 
 
 def _each(products: Sequence[Product], x: Tensor) -> None:
