@@ -42,7 +42,8 @@ def resolved(
     model = facts_of(shape)
     assert model is not None
     model = replace(model, parameters=estimated_parameters(shape, model))
-    facts = Facts(machine(spec), model, train_size=1000)
+    there = machine(spec)
+    facts = Facts(there, model, train_size=1000, ranks_here=len(there.gpus) if there.nodes > 1 else None)
     return resolve(load_config(KINDS[command], None, [*own, *overrides]), facts).config, facts
 
 
