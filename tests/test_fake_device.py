@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from typer.testing import CliRunner
 
 from fake_runs import GIVEN, RL, TINY, phases_of, resolved
-from tunesmith.assembly.dry_run import MICROBATCHES, check_dry_run, with_engines_inside
+from tunesmith.assembly.dry_run import MICROBATCHES, check_dry_run, dry_run, with_engines_inside
 from tunesmith.assembly.fake_processes import FakeProcesses
 from tunesmith.backends import passes
 from tunesmith.cli.main import app
@@ -54,7 +54,10 @@ def test_reading_waits_and_gives_zeros() -> None:
         assert sorted(key.split()[1] for key in device.waits) == ["__bool__", "__float__", "_to_copy", "item", "tolist"]
         device.waits.clear()
         torch.ones(4).to("cuda:0", non_blocking=True)
+        torch.ones(2, 2).copy_(x, non_blocking=True), x.copy_(torch.ones(2, 2), non_blocking=True)
         assert not device.waits
+        x.copy_(torch.ones(2, 2))
+        assert sum(device.waits.values()) == 1
         with pytest.raises(Exception, match="nonzero"):  # its size depends on numbers
             x[x > 0]
 
@@ -173,6 +176,18 @@ def test_a_wait_in_a_micro_batch_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     waits = phases_of(tmp_path, "sft", STAGE(3), spec="2xH100-80GB")["train"].waits
     found = [key for key in waits if key.startswith("backends/passes.py") and key.endswith(" item")]
     assert len(found) == 1 and waits[found[0]] == MICROBATCHES
+
+
+@pytest.mark.slow
+def test_activations_in_host_memory_make_nobody_wait(tmp_path: Path) -> None:
+    deep, said = TINY | {"num_hidden_layers": 6}, ("data.max_tokens=64", "train.batch_size=8")
+    peaks: list[int] = []
+    for away in (False, True):
+        more = ("system.max_tokens_per_microbatch=16384", f"system.offload_activations={str(away).lower()}")
+        train = dry_run(*resolved(tmp_path, "sft", deep, "H100-80GB", *said, *more))["train"]
+        assert {key.split("/")[1].split(":")[0] for key in train.waits} == AT_THE_END
+        peaks.append(train.total)
+    assert peaks[1] < 0.8 * peaks[0]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ ABSENT = {
     "top_entropy_quantile": "no loss",
     "disable_log_stats": "engines",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "Megatron",
-    "ref_offload": "host memory",
+    "teacher_offload": "host memory",
 }
 
 

@@ -170,6 +170,7 @@ def make_backend(
         ema_decay=train.ema_decay,
         gradient_checkpointing=config.system.gradient_checkpointing,
         offload_activations=config.system.offload_activations,
+        offload_reference=config.system.offload_reference,
         seed=train.seed,
     )
 

@@ -28,6 +28,7 @@ from tunesmith.models.activations import compute_again
 from tunesmith.models.cost import training_cost
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.host_activations import HostActivations
+from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.loading import read_shards
 from tunesmith.models.sharding import local
 from tunesmith.plan.cost import CostModel
@@ -69,11 +70,14 @@ class TorchBackend(Generic[M]):
         ema_decay: float | None = None,
         gradient_checkpointing: float = 0,
         offload_activations: bool = False,
+        offload_reference: bool = False,
         seed: int = 0,
     ) -> None:
         self.model, self.reference = model, reference
         self.passes = Passes(model, predict)
         self.reference_passes = None if reference is None else Passes(reference, predict)
+        kept_away = reference if offload_reference else None
+        self._host_reference = None if kept_away is None else HostWeights(kept_away.module, kept_away.lean)
         self.value_head, self.ema_decay = value_head, ema_decay
         self.optimizer = MasterOptimizer(model.module, settings, value_head, head_lr_ratio)
         if model.dtype == torch.float16:
@@ -127,9 +131,13 @@ class TorchBackend(Generic[M]):
         if not reference:
             return self.passes, nullcontext()
         if self.reference_passes is not None:
-            return self.reference_passes, nullcontext()
+            return self.reference_passes, self._reference_here()
         assert self.model.adapter is not None, "this run has no reference model"
         return self.passes, self.model.adapter.reference()
+
+    def _reference_here(self, *, changes: bool = False) -> AbstractContextManager[None]:
+        """A context in which the reference has its weights."""
+        return nullcontext() if self._host_reference is None else self._host_reference.here(changes=changes)
 
     def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
         # A failed backward leaves some gradients added and some not, so every call starts from none.
@@ -237,8 +245,9 @@ class TorchBackend(Generic[M]):
     @torch.no_grad()
     def refresh_reference(self) -> None:
         assert self.reference is not None, "this run has no reference model"
-        for ours, theirs in zip(self.model.module.parameters(), self.reference.module.parameters(), strict=True):
-            local(theirs).copy_(local(ours))
+        with self._reference_here(changes=True):
+            for ours, theirs in zip(self.model.module.parameters(), self.reference.module.parameters(), strict=True):
+                local(theirs).copy_(local(ours))
         self._reference_is_new = True
 
     def offload(self) -> None:
@@ -269,7 +278,8 @@ class TorchBackend(Generic[M]):
                 with self.ema_weights():
                     self.model.save(directory / AVERAGE_DIRECTORY)
             if self._reference_is_new and self.reference is not None and not model_only:
-                self.reference.save(directory / REFERENCE_DIRECTORY)
+                with self._reference_here():
+                    self.reference.save(directory / REFERENCE_DIRECTORY)
         if model_only:
             return
         if rank == 0 and self.value_head is not None:
@@ -291,7 +301,8 @@ class TorchBackend(Generic[M]):
     def load(self, directory: Path) -> None:
         load_weights(self.model, directory / MODEL_DIRECTORY)
         if self.reference is not None and (directory / REFERENCE_DIRECTORY).is_dir():
-            load_weights(self.reference, directory / REFERENCE_DIRECTORY)
+            with self._reference_here(changes=True):
+                load_weights(self.reference, directory / REFERENCE_DIRECTORY)
             self._reference_is_new = True
         if self.value_head is not None:
             with boundary(CheckpointError, f"cannot read the value head {directory / HEAD_FILE}", Exception):

@@ -41,6 +41,8 @@ class SystemSection(Section):
     """Keep in host memory what the backward pass needs of the forward pass."""
     offload_optimizer: bool = derived()
     """Keep master weights, their gradients and the optimizer's moments in host memory, and step on the CPU."""
+    offload_reference: bool = derived()
+    """Keep the frozen reference in host memory while it does not score."""
     logprob_chunk: PositiveInt | None = None
     """Rows of the head that are computed at once."""
     engine: Literal["local", "vllm", "sglang"] = "local"

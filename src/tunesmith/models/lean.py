@@ -48,9 +48,14 @@ class Projection:
         if self._fusable:
             self.weight = _one_storage(self._weights)
             self.bias = _one_storage(self._biases) if self._biases else None
+            self.moved()
+
+    def moved(self) -> None:
+        """The weights are at other addresses, and still views of one tensor."""
+        if self._fusable:
             self._expected = [
                 (name, m, cast("dict[str, Tensor]", m._parameters), m.weight.data_ptr())
-                for name, m in zip(names, self._modules, strict=True)
+                for name, m in zip(self._names, self._modules, strict=True)
             ]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -228,6 +233,12 @@ class LeanDecoder:
         decoder.layers = [layer.with_products(partial(product, i), dtype) for i, layer in enumerate(self.layers)]
         decoder.norm, decoder.rows = self.norm.of(dtype), dtype
         return decoder
+
+    def moved(self) -> None:
+        """As ``Projection.moved``, for all."""
+        for layer in self.layers:
+            for projection in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                projection.moved()
 
     @property
     def usable(self) -> bool:

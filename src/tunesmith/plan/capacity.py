@@ -30,6 +30,7 @@ from tunesmith.plan.memory import (
     gpu_of,
     host_problem,
     host_tokens,
+    keeps_reference,
     layout_of,
     least,
     least_devices,
@@ -88,6 +89,7 @@ def derive_capacity(filling: Filling, facts: Facts) -> None:
     _derive_threads(filling, machine.cores, 1 if here else facts.ranks_here or filling.config.system.trainer_ranks)
     if filling.config.trains:
         _derive_shards(filling, facts)
+        _derive_reference(filling, facts)
         _derive_offload(filling, facts)
         _derive_checkpointing(filling, facts)
         _derive_activations(filling, facts)
@@ -183,6 +185,27 @@ def computing_threads(config: RunConfig) -> int:
         return 1
     engines = config.system.engines if isinstance(config, RLConfig) and _engines_share_cpu(config) else 0
     return config.system.threads * (config.system.trainer_ranks + engines)
+
+
+def _derive_reference(filling: Filling, facts: Facts) -> None:
+    """In host memory, while it does not score, if a GPU has no room for a sample beside it."""
+    config, key = filling.config, "system.offload_reference"
+    if not on_gpu(config) or not keeps_reference(config) or config.system.cluster != "none" or config.system.zero_stage:
+        filling.fill(key, False, "there is no whole reference on the trainer's GPU")
+        return
+    frugal = with_values(config, {"system.gradient_checkpointing": True})
+    both = [least_devices(with_values(frugal, {key: value}), facts) for value in (True, False)]
+    if not all(both):
+        filling.fill(key, False, "the model's size is not known")
+        return
+    (_, with_it, free), (_, without, _) = (devices[0] for devices in both)
+    if without.peak <= free:
+        filling.fill(key, False, "it fits the GPU")
+    elif problem := host_problem(config, with_it, facts):
+        filling.fill(key, False, f"it would take {problem}")
+    else:
+        reason = f"the GPU is short of memory; {format_size(with_it.scorer)} are in host memory but while it scores"
+        filling.fill(key, True, reason)
 
 
 def _derive_offload(filling: Filling, facts: Facts) -> None:

@@ -38,9 +38,9 @@ class Layout:
     quantize: str | None = None
     muon: bool = False
     """Whether the matrices of the layers have one moment."""
-    offload: bool = False
-    """Whether the optimizer and its gradients are in host memory."""
+    offload: bool = False  # of the optimizer and its gradients to host memory
     offload_activations: bool = False
+    offload_references: bool = False  # which are on the device only while they score
     ema: bool = False
     models: int = 1
     """Trained models of the policy's size: two with a separate critic."""
@@ -85,6 +85,8 @@ class Price:
     """Reference, reward models, teacher."""
     gathered: int = 0
     """Of a sharded model's weights, all rows at once."""
+    scorer: int = 0
+    """Of a reference that is here only while it scores."""
     activations: int = 0
     """What backward keeps of a micro-batch."""
     head: int = 0
@@ -95,7 +97,7 @@ class Price:
     libraries: int = 0
     """Of CUDA and its libraries."""
     host: int = 0
-    """Host memory beside a GPU: master weights, gradients, moments, the average of the weights; activations."""
+    """Host memory beside a GPU: master weights, gradients, moments, average of the weights; activations; references."""
     turns: bool = False
 
     @property
@@ -109,6 +111,11 @@ class Price:
         return self.libraries + self.state + passing + (0 if self.turns else self.engine + self.kv)
 
     @property
+    def scoring(self) -> int:
+        """While a reference from host memory scores."""
+        return self.training - self.gradients - self.activations + self.scorer
+
+    @property
     def sampling(self) -> int:
         return (
             self.libraries + self.weights + self.frozen + self.engine + self.kv + (0 if self.turns else self.optimizer)
@@ -117,7 +124,7 @@ class Price:
     @property
     def peak(self) -> int:
         """Memory of the phase that needs more."""
-        return max(self.training, self.sampling)
+        return max(self.training, self.sampling, self.scoring)
 
 
 def price(model: ModelFacts, layout: Layout) -> Price:
@@ -130,7 +137,8 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
     engine, kv = layout.engines * copy // layout.ranks + layout.prepared, layout.kv_bytes
-    frozen = layout.references * copy + layout.frozen_parameters * layout.bytes_per_number
+    scorer = layout.references * copy if layout.offload_references else 0
+    frozen = layout.references * copy - scorer + layout.frozen_parameters * layout.bytes_per_number
     held = copy if layout.holds_model else 0
     if not layout.trains:
         return Price(weights=held, frozen=frozen, engine=engine, kv=kv, turns=layout.turns)
@@ -148,8 +156,9 @@ def price(model: ModelFacts, layout: Layout) -> Price:
         weights=layout.models * (held + adapter),
         gradients=gradients,
         optimizer=optimizer,
-        host=_in_host_memory(model, layout, trained),
+        host=_in_host_memory(model, layout, trained) + scorer,
         frozen=frozen,
+        scorer=scorer,
         activations=_activations(model, layout),
         head=temporaries(model, layout),
         engine=engine,
@@ -216,11 +225,9 @@ def recomputed(layers: int, share: float) -> tuple[bool, ...]:
 
 
 def activation_bytes(model: ModelFacts, layout: Layout) -> int:
-    """What backward keeps of one token on the device: of all layers, or with ``offload_activations`` of the last two;
-    and twice the last hidden state."""
-    kept = _kept(model, layout)
-    layers = sum(kept[-2:] if layout.offload_activations else kept)
-    return layers + 2 * model.hidden_size * layout.bytes_per_number
+    """What backward keeps of one token here: of all or, offloaded, of two layers; and twice the last hidden state."""
+    kept = _kept(model, layout)[-2 if layout.offload_activations else 0 :]
+    return sum(kept) + 2 * model.hidden_size * layout.bytes_per_number
 
 
 def sent_bytes(model: ModelFacts, layout: Layout) -> int:
@@ -269,14 +276,12 @@ def backward_bytes(model: ModelFacts, layout: Layout) -> int:
 
 
 def _back_at_once(model: ModelFacts, layout: Layout) -> int:
-    """With ``offload_activations`` what one layer needs more of a token than the last two have kept: what it saved or
-    computes again, and what comes back of the layer below."""
+    """With ``offload_activations`` what a layer needs more than the last two have kept: its own and the one below."""
     if not layout.offload_activations:
         return 0
-    kept, again = _kept(model, layout), recomputed(model.layers, layout.checkpointing)
-    whole = layer_bytes(model, layout)
-    most = max(own + below + whole * anew for own, below, anew in zip(kept, [0, *kept[:-1]], again, strict=True))
-    return most - sum(kept[-2:])
+    kept, whole = _kept(model, layout), layer_bytes(model, layout)
+    layers = zip(kept, [0, *kept[:-1]], recomputed(model.layers, layout.checkpointing), strict=True)
+    return max(own + below + whole * again for own, below, again in layers) - sum(kept[-2:])
 
 
 def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = None) -> int:

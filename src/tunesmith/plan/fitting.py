@@ -23,6 +23,7 @@ from tunesmith.plan.memory import (
     PARTS,
     has_critic,
     host_problem,
+    keeps_reference,
     layout_of,
     least_devices,
     longest_sample,
@@ -48,8 +49,8 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
             cure = cure if split else _remedy(config, facts, free, free_of_layout)
             yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else _devices(config))
         if problem := host_problem(config, needed, facts):
-            given_up = [key for key in ("offload_optimizer", "offload_activations") if getattr(config.system, key)]
-            what = " and ".join(f"system.{key} = true" for key in given_up)
+            keys = ("offload_optimizer", "offload_activations", "offload_reference")
+            what = " and ".join(f"system.{key} = true" for key in keys if getattr(config.system, key))
             yield f"{what}: this takes {problem}. Leave it out, shard the model or set lora.rank"
 
 
@@ -113,9 +114,12 @@ def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
 def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Settings that need less memory, the nearest first; ``layout``: another one that fits."""
     muon = config.train.optimizer.name == "muon"  # which neither an adapter nor the host has
+    alone = config.system.zero_stage or config.system.cluster != "none"  # then the reference is elsewhere, or sharded
     if config.trains:
         if config.system.gradient_checkpointing is not True:
             yield {"system.gradient_checkpointing": True}
+        if on_gpu(config) and keeps_reference(config) and not (config.system.offload_reference or alone):
+            yield {"system.offload_reference": True}
         if on_gpu(config) and not config.system.offload_activations:
             yield {"system.offload_activations": True}
         if on_gpu(config) and not muon and not config.system.offload_optimizer:

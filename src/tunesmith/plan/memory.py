@@ -141,6 +141,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
         quantize=config.model.quantize,
         offload=bool(known(system, "offload_optimizer")),
+        offload_references=bool(known(system, "offload_reference")),
         offload_activations=bool(known(system, "offload_activations")),
         muon=config.train.optimizer.name == "muon",
         ema=config.train.ema_decay is not None,
@@ -254,7 +255,8 @@ def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
         parts = ("weights", "gradients", "optimizer")
         roles["critic"] = Price(**{part: getattr(both, part) - getattr(one, part) for part in parts})
     if layout.references:
-        roles["reference"] = Price(frozen=price(model, replace(layout, frozen_parameters=0)).frozen)
+        alone = price(model, replace(layout, frozen_parameters=0))
+        roles["reference"] = Price(frozen=alone.frozen, scorer=alone.scorer)
     if others := own.frozen - sum(role.frozen for role in roles.values()):
         roles["teacher" if isinstance(config, DistillConfig) else "reward models"] = Price(frozen=others)
     if own.engine or own.kv:
@@ -268,6 +270,7 @@ PARTS = {
     "optimizer": "optimizer",
     "frozen": "frozen models",
     "gathered": "gathered weights",
+    "scorer": "reference, while it scores",
     "activations": "activations of a micro-batch",
     "head": "temporaries of a micro-batch",
     "engine": "the engines' weights",

@@ -22,6 +22,7 @@ LAYOUT = (
     *(
         "system.gradient_checkpointing",
         "system.offload_activations",
+        "system.offload_reference",
         "system.offload_optimizer",
         "system.max_tokens_per_microbatch",
         "system.engine",

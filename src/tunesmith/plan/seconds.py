@@ -65,7 +65,9 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind,
     )
     body *= (2 / 3 if config.lora.on else 1.0) * (1 + RECOMPUTED * system.gradient_checkpointing)
     rate = ranks * kind.flops * FLOPS_SHARE
-    phases = {"scoring": scored / rate} if scored else {}
+    batches = samples // (known(config.train, "batch_size") or samples) or 1
+    brought = layout_of(config, facts).offload_references * copy_bytes(model, bytes_per_number(config)) / TO_THE_HOST
+    phases = {"scoring": scored / rate + (1 if rl else batches) * brought} if scored else {}
     modules = PLAIN_MODULES if system.zero_stage else 1.0
     computed = (modules * body * (1 + has_critic(config)) + head) / rate
     sent = samples * longest * (1 + has_critic(config)) * sent_bytes(model, layout_of(config, facts)) / ranks

@@ -18,7 +18,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.plan.engine import LAUNCH
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.gpus import ranks_per_engine
-from tunesmith.plan.memory import gpu_of, longest_sample
+from tunesmith.plan.memory import gpu_of, keeps_reference, longest_sample
 from tunesmith.plan.weights import colocated, engines_apart, weights_apart
 from tunesmith.types import altering
 
@@ -101,6 +101,7 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "ranks_per_engine": ranks_per_engine(config),
         "left_over_ranks": ranks % size if ranks and size else None,
         "ungrouped_ranks": ranks % system.sequence_parallel.size if ranks else None,
+        "keeps_reference": keeps_reference(config.model_copy(update={"algorithm": algorithm}) if algorithm else config),
         "rewarded": bool(reward and reward.given),
         "scored_by_model": any(model.weight > 0 for model in (reward.models if reward else ())),
     }

@@ -1,0 +1,66 @@
+"""A frozen model's weights in host memory, which are on its device only while the model is used."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tunesmith.models.lean import LeanDecoder
+
+
+class HostWeights:
+    """Takes a model's weights off its device.
+
+    They leave storages of no bytes behind, so that all that views them, such as the joint weights of ``lean``, is right
+    again when they are back. The host waits for no copy: the device uses them after they have come.
+    """
+
+    def __init__(self, module: PreTrainedModel, lean: LeanDecoder | None) -> None:
+        self._lean = lean
+        tensors = [t.detach() for t in (*module.parameters(), *module.buffers())]
+        # Tied weights share a storage, as do those of a joint product.
+        storages = {t.untyped_storage()._cdata: t for t in tensors if t.numel()}  # pyright: ignore[reportPrivateUsage]
+        self._here = [_flat(tensor) for tensor in storages.values()]
+        self._sizes = [flat.untyped_storage().nbytes() for flat in self._here]
+        self._there = [torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda) for flat in self._here]
+        self._keep()
+        self._leave()
+
+    @contextmanager
+    def here(self, *, changes: bool = False) -> Generator[None]:
+        """The weights are on the device while inside.
+
+        Args:
+            changes: they are other ones afterwards.
+        """
+        self._come()
+        try:
+            yield
+            if changes:
+                self._keep()
+        finally:
+            self._leave()
+
+    def _keep(self) -> None:
+        for here, there in zip(self._here, self._there, strict=True):
+            there.copy_(here)
+
+    def _come(self) -> None:
+        for here, there, size in zip(self._here, self._there, self._sizes, strict=True):
+            here.untyped_storage().resize_(size)
+            here.copy_(there, non_blocking=True)
+        if self._lean is not None:
+            self._lean.moved()
+
+    def _leave(self) -> None:
+        for here in self._here:
+            here.untyped_storage().resize_(0)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)

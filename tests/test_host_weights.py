@@ -1,0 +1,113 @@
+"""A reference in host memory: the same scores bit by bit, what it costs, when it is derived."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import training
+from fake_runs import phases_of
+from test_memory import A100, GB, QWEN_7B, SMALL, on, refusal, resolved
+from tiny import save_model
+from tunesmith.algorithms.objective import SFTObjective
+from tunesmith.backends.torch import TorchBackend
+from tunesmith.config.preference import DPOConfig
+from tunesmith.config.schema import RLConfig, SFTConfig
+from tunesmith.data.forest import Packing
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.lean import LeanDecoder
+from tunesmith.plan.cost import Layout, price
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "model", "qwen3", tie_word_embeddings=True)
+
+
+def backend_of(path: Path, kind: str, *, away: bool) -> TorchBackend[CausalLM]:
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    model, reference = (CausalLM.load(path, dtype=dtype) for _ in range(2))
+    if kind == "hugging face":
+        model.lean = reference.lean = None
+    for parameter in reference.module.parameters():  # memory of a file cannot be given back
+        parameter.data = parameter.data.clone()
+    if reference.lean is not None:
+        reference.lean = LeanDecoder.of(reference.module.base_model)
+    settings = training.AdamWSettings()
+    return TorchBackend(model, settings, CausalLM.predict, reference=reference, offload_reference=away)
+
+
+def held(backend: TorchBackend[CausalLM]) -> int:
+    assert backend.reference is not None
+    return sum(p.untyped_storage().nbytes() for p in backend.reference.module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["lean", "hugging face", "bfloat16"])
+def test_scores_are_the_same_and_the_weights_are_gone_afterwards(path: Path, tmp_path: Path, kind: str) -> None:
+    here, there = (backend_of(path, kind, away=flag) for flag in (False, True))
+    batch = Packing.of(training.weighed(training.samples_of()), 60)
+
+    def same() -> None:
+        ours, theirs = (backend.score(batch, reference=True) for backend in (here, there))
+        assert np.array_equal(ours, theirs) and held(there) == 0 < held(here)
+
+    same(), same()
+    for backend in (here, there):
+        backend.forward_backward(batch, SFTObjective())
+        backend.step(1e-2)
+    before = here.score(batch, reference=True)
+    for backend in (here, there):
+        backend.refresh_reference()
+    same()
+    assert not np.array_equal(before, here.score(batch, reference=True))
+    assert np.array_equal(there.score(batch), there.score(batch, reference=True))
+    there.save(tmp_path)
+    continued = backend_of(path, kind, away=True)
+    continued.load(tmp_path)
+    assert np.array_equal(continued.score(batch, reference=True), here.score(batch, reference=True))
+
+
+def test_the_joint_products_are_used_when_the_weights_are_back(path: Path) -> None:
+    there = backend_of(path, "lean", away=True)
+    assert there.reference is not None and there.reference.lean is not None and there._host_reference is not None  # pyright: ignore[reportPrivateUsage]
+    with there._host_reference.here():  # pyright: ignore[reportPrivateUsage]
+        assert all(layer.qkv.intact() and layer.gate_up.intact() for layer in there.reference.lean.layers)
+
+
+def test_its_price_by_hand() -> None:
+    n = SMALL.parameters or 0
+    away, here = (price(SMALL, Layout(2, tokens=10, references=1, offload_references=flag)) for flag in (True, False))
+    assert (away.frozen, away.scorer, away.host) == (0, 2 * n, 2 * n) and (here.frozen, here.scorer) == (2 * n, 0)
+    assert away.training == here.training - 2 * n
+    assert away.scoring == away.weights + away.optimizer + away.head + 2 * n
+
+
+@pytest.mark.slow
+def test_a_step_on_a_fake_device(tmp_path: Path) -> None:
+    """The reference is there while it scores only; no micro-batch waits for it."""
+    phases = phases_of(tmp_path, "dpo", "system.offload_reference=true")
+    assert max(phases["train"].waits.values()) <= 2
+    assert phases["train"].peak.get("frozen models", 0) == 0
+
+
+def test_it_is_derived_where_the_gpu_is_short() -> None:
+    key, host = "system.offload_reference", 512 * GB
+    large = on(A100, QWEN_7B, memory=host)
+    assert resolved(DPOConfig, large).system.offload_reference is True
+    assert resolved(DPOConfig, large, "dpo.precompute_reference=true").system.offload_reference is False
+    assert resolved(SFTConfig, large).system.offload_reference is False
+    assert resolved(DPOConfig, on(A100, SMALL)).system.offload_reference is False
+    assert resolved(DPOConfig, large, "lora.rank=16").system.offload_reference is False
+    said: list[tuple[Any, Any, list[str], str]] = [
+        (DPOConfig, on(None, SMALL), [], "GPUs"),
+        (SFTConfig, on(A100, SMALL), [], "no reference"),
+        (RLConfig, on(A100, SMALL), ["algorithm.kl=none"], "no reference"),
+        (DPOConfig, on(A100, SMALL), ["lora.rank=4"], "no reference"),
+    ]
+    for kind, facts, more, word in said:
+        text = refusal(kind, facts, f"{key}=true", *more)
+        assert key in text and word in text
