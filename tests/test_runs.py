@@ -317,5 +317,5 @@ def test_an_evaluation_of_which_every_rollout_fails_ends_the_run_with_the_reason
     held_out = str(tmp_path / "train.jsonl")
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), data__eval=held_out)
     (tmp_path / "rewards.py").write_text("def share(completions, **columns):\n    raise ValueError('no such tool')\n")
-    with pytest.raises(RewardError, match=r"rollouts failed[\s\S]*no such tool"):
+    with pytest.raises(RewardError, match=r"evaluation failed[\s\S]*no such tool"):
         assembly.run_rl(None, settings)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -21,7 +20,7 @@ from tunesmith.environments.steps import Observation, StepResult, as_observation
 from tunesmith.environments.tools import Tool, answer_of
 from tunesmith.errors import EpisodeError, shortened
 from tunesmith.types import Message, Task
-from tunesmith.usercode.calls import EpisodeCode, accepted
+from tunesmith.usercode.calls import EpisodeCode, accepted, own_copy
 
 TRL_RESERVED = ("reset", "get_reward")
 
@@ -50,7 +49,7 @@ def columns_of(task: Task) -> dict[str, Any]:
 
     They are copies: the other rollouts of the task, and later epochs, have the same objects.
     """
-    return deepcopy({**task.columns, "prompt": task.prompt})
+    return {name: own_copy(value) for name, value in {**task.columns, "prompt": task.prompt}.items()}
 
 
 class Code(Protocol):

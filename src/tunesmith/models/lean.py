@@ -237,8 +237,9 @@ class LeanDecoder:
     def moved(self) -> None:
         """As ``Projection.moved``, for all."""
         for layer in self.layers:
-            for projection in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                projection.moved()
+            for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                if isinstance(product, Projection):
+                    product.moved()
 
     @property
     def usable(self) -> bool:

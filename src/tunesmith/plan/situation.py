@@ -101,7 +101,7 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "ranks_per_engine": ranks_per_engine(config),
         "left_over_ranks": ranks % size if ranks and size else None,
         "ungrouped_ranks": ranks % system.sequence_parallel.size if ranks else None,
-        "keeps_reference": keeps_reference(config.model_copy(update={"algorithm": algorithm}) if algorithm else config),
+        "keeps_reference": _keeps_reference(config, algorithm),
         "rewarded": bool(reward and reward.given),
         "scored_by_model": any(model.weight > 0 for model in (reward.models if reward else ())),
     }
@@ -171,3 +171,10 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
             "odd_heads": model.head_dim if odd else None,
         }
     return values
+
+
+def _keeps_reference(config: RunConfig, algorithm: AlgorithmSection | None) -> bool | None:
+    """None where the algorithm cannot be resolved."""
+    if isinstance(config, RLConfig):
+        return keeps_reference(config.model_copy(update={"algorithm": algorithm})) if algorithm else None
+    return keeps_reference(config)

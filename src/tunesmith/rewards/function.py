@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
@@ -12,7 +11,7 @@ from tunesmith.errors import ConfigError, shortened
 from tunesmith.monitor.plain import plain
 from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import Rollout, Status, text_of_content
-from tunesmith.usercode.calls import accepted
+from tunesmith.usercode.calls import accepted, own_copy
 
 INSTANCES = "environments"
 """TRL's keyword for the environments that played, one instance per completion."""
@@ -107,7 +106,7 @@ def arguments_for(
     With ``instances`` there are ``environments``, None for episodes without an instance of TRL's form.
     """
     keywords: dict[str, Any] = {
-        "prompts": [deepcopy(r.task.prompt) for r in rollouts],  # a function may append to it
+        "prompts": [own_copy(r.task.prompt) for r in rollouts],  # a function may append to it
         "completions": completions_of(rollouts, texts),
         "completion_ids": [r.completion_ids for r in rollouts],
         "trainer_state": state,
@@ -141,7 +140,7 @@ def text_of(completion: Any) -> str:
 def batch_columns(rollouts: Sequence[Rollout], needed: frozenset[str] = frozenset()) -> dict[str, list[Any]]:
     """Copies of the data's columns and those ``needed``, with one entry per rollout; None where a task lacks one."""
     names = {name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS}
-    return {name: [deepcopy(r.task.columns.get(name)) for r in rollouts] for name in sorted(names | needed)}
+    return {name: [own_copy(r.task.columns.get(name)) for r in rollouts] for name in sorted(names | needed)}
 
 
 def scores_from(output: object, size: int) -> list[Score]:

@@ -20,6 +20,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -82,6 +83,14 @@ def check_keywords(function: Callable[..., Any], reference: str, available: set[
             raise ConfigError(
                 f"'{reference}' needs '{p.name}', which is not a column of the data.{nearest(p.name, available)}"
             )
+
+
+def own_copy(value: Any) -> Any:
+    """A copy for user code to change; what is nested too deeply to be copied is handed over itself."""
+    try:
+        return deepcopy(value)
+    except RecursionError:
+        return value
 
 
 _open_calls = 0
