@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tunesmith.cli.bench import bench
 from tunesmith.cli.check import check
 from tunesmith.cli.command import Command, Group
 from tunesmith.cli.demo import demo
@@ -42,8 +43,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS: list[Callable[..., None]] = [
-    demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, tune, keys, explain,
-    migrate, presets, models, serve_reward, launch, check, runs, doctor, report, watch,
+    demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, tune, bench, keys,
+    explain, migrate, presets, models, serve_reward, launch, check, runs, doctor, report, watch,
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:

@@ -20,25 +20,25 @@ TINY_RATE = 1e-12
 """A learning rate with which a policy stays as it is while others are compared with it."""
 
 
-def check_tunable(config: RunConfig) -> None:
-    """Refuse (ConfigError) a run whose steps cannot be measured here."""
+def check_tunable(config: RunConfig, command: str = "tune") -> None:
+    """Refuse (ConfigError) a run whose steps ``command`` cannot measure here."""
     if not config.trains or config.command == "rft":
         raise ConfigError(
-            f"tunesmith tune is for runs that train step by step, and this is one of tunesmith {config.command}; tune "
-            "the run file of its training instead"
+            f"tunesmith {command} is for runs that train step by step, and this is one of tunesmith {config.command}; "
+            "take the run file of its training instead"
         )
     if config.system.cluster != "none":
         raise ConfigError(
             f'system.cluster = "{config.system.cluster}": the steps of a cluster are not measured; leave it out to '
-            "tune on one machine"
+            "measure on one machine"
         )
     if config.system.served:
         raise ConfigError(
             f'system.engine = "{config.system.engine}": servers keep the weights of one run, and trials run in turn; '
-            'tune with system.engine = "local"'
+            'set system.engine = "local"'
         )
     if "RANK" in os.environ:
-        raise ConfigError("tunesmith tune starts the processes itself; call it without torchrun or accelerate")
+        raise ConfigError(f"tunesmith {command} starts the processes itself; call it without torchrun or accelerate")
 
 
 def without_tuned(config: C, kept: Collection[str] = ()) -> C:

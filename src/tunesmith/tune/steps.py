@@ -1,0 +1,111 @@
+"""Where the time of a run's steps goes on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.places import placed
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.errors import ConfigError
+from tunesmith.loop.session import OUTSIDE_STEPS
+from tunesmith.monitor.children import remove_at_end
+from tunesmith.monitor.costs import largest_costs
+from tunesmith.tune.arms import Arm, TrialEnded
+from tunesmith.tune.setup import check_tunable, trial_config
+
+COSTS = 3
+"""Operations that are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Of a step, in the median: ``limit_share`` is the least time in which the hardware could do the same work, over
+    the phase's; None where that is not known."""
+
+    name: str
+    seconds: float
+    share: float
+    tokens_per_second: float | None
+    limit_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    steps: int
+    seconds: float
+    """Of a step, in the median."""
+    limit_share: float | None
+    phases: Sequence[Phase]
+    costs: Sequence[tuple[str, float]]
+    """The operations with the most seconds of their own in one more step, which the profiler slows down."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_steps(path: Path, overrides: Sequence[str], steps: int) -> Measured:
+    """Take some real steps of a run, in a process and a directory of their own, after one that is not counted.
+
+    Raises:
+        ConfigError: the run cannot be measured, or does not run.
+    """
+    with placed(path, overrides):
+        config = load_config(find_kind(path, overrides), path, overrides)
+        check_tunable(config, "bench")
+    trial, profiled = trial_config(config), steps + 2
+    monitor = trial.monitor.model_copy(update={"profile_steps": (profiled,)})
+    with TemporaryDirectory(prefix="tunesmith-bench-", ignore_cleanup_errors=True) as folder:
+        remove_at_end(Path(folder))
+        arm = Arm(trial.model_copy(update={"monitor": monitor}), path, Path(folder))
+        try:
+            found = [_metrics_of_step(arm) for _ in range(steps)]
+            arm.step()
+            costs = largest_costs(arm.run_dir / "profile" / f"step-{profiled:06d}.json.gz", COSTS)
+        except TrialEnded as ended:
+            raise ConfigError(f"the run does not work: {ended}") from None
+        finally:
+            arm.end()
+    return measured(found, overlapping=_overlaps(config), costs=costs)
+
+
+def measured(
+    steps: Sequence[Mapping[str, float]], *, overlapping: bool, costs: Sequence[tuple[str, float]] = ()
+) -> Measured:
+    """What metrics of steps say.
+
+    Args:
+        overlapping: rollouts go on while the policy trains; the phases then have no limits of their own.
+    """
+    typical = {name: median([step[name] for step in steps if name in step]) for name in steps[0]}
+    spent = {name.partition("/")[2]: s for name, s in typical.items() if name.startswith("seconds/")}
+    spent = {name: s for name, s in spent.items() if name not in OUTSIDE_STEPS and s > 0}
+    whole, least = sum(spent.values()), typical.get("attainable_seconds")
+    training = typical.get("attainable_seconds/train", least)
+    limits = {"train": training}
+    if least is not None and training is not None and "rollout" in spent:
+        limits["rollout"] = least - training
+    tokens = {"rollout": typical.get("sampled_tokens"), "train": typical.get("trained_tokens")}
+    phases = [
+        Phase(name, s, s / whole, _over(tokens.get(name), s), None if overlapping else _over(limits.get(name), s))
+        for name, s in sorted(spent.items(), key=lambda item: -item[1])
+    ]
+    return Measured(len(steps), whole, _over(least, whole), phases, costs)
+
+
+def _over(amount: float | None, seconds: float) -> float | None:
+    return amount / seconds if amount and seconds else None
+
+
+def _overlaps(config: RunConfig) -> bool:
+    return isinstance(config, RLConfig) and config.rollout.max_staleness > 0
+
+
+def _metrics_of_step(arm: Arm) -> dict[str, float]:
+    arm.step()
+    return {name: float(value) for name, value in arm.metrics.items() if isinstance(value, int | float)}
