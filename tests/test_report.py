@@ -20,7 +20,8 @@ from tiny_runs import write_lines
 from tunesmith.cli.main import app
 from tunesmith.doctor.record import read_record
 from tunesmith.errors import ConfigError
-from tunesmith.report.metrics import MetricsFile, Table, curves, totals, wilson
+from tunesmith.monitor.wilson import wilson
+from tunesmith.report.metrics import MetricsFile, Table, curves, totals
 from tunesmith.report.page import page
 from tunesmith.report.rollouts import Query, RolloutIndex, sample
 from tunesmith.report.run import embedded_rollouts, model, names, open_run

@@ -30,7 +30,7 @@ from tunesmith.loop.rollout_log import RolloutLog, examples, read_evaluated
 from tunesmith.loop.session import OUTSIDE_STEPS, Best, Session
 from tunesmith.monitor.interrupts import handled, keeping
 from tunesmith.monitor.learning import LearningWatch, write_facts
-from tunesmith.monitor.metrics import MetricsLog, read_metrics
+from tunesmith.monitor.metrics import MetricsLog, is_evaluation, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import PLAN_FILE, RunDir, how_to_continue, open_run_dir
 from tunesmith.monitor.text import Example, shown_path
@@ -333,7 +333,7 @@ def run_result(run: OpenRun[Any], session: Session) -> RunResult:
     run_dir = run.directory
     newest = session.checkpoints.newest()
     assert newest is not None, "a run ends with a checkpoint"
-    evaluations = [line for line in read_metrics(run_dir.metrics) if any(k.startswith("eval/") for k in line)]
+    evaluations = [line for line in read_metrics(run_dir.metrics) if is_evaluation(line)]
     session.clock.lap()
     kept = session.checkpoints.path(session.best.step) if session.best.step else None
     better = kept is not None and kept != newest and kept.exists()

@@ -101,7 +101,7 @@ def _tail(run: Run, last: int, follow: bool) -> None:
     shown = 0
     while True:
         going = is_running(run.path)
-        lines = last_lines(run.path, None if not shown else 1 << 16)
+        lines = last_lines(run.path) if shown else last_lines(run.path, None)
         fresh = lines[-last:] if not shown else [line for line in lines if line.get("time", 0) > shown]
         for line in fresh:
             print(_line(line), flush=True)

@@ -58,7 +58,7 @@ def tune(
 
 def _print(result: Result, file: Path, report: Path) -> None:
     from tunesmith.config.toml import toml_value
-    from tunesmith.monitor.text import printable, shown_path
+    from tunesmith.monitor.text import aligned, printable, shown_path
     from tunesmith.tune.result import shown, told
 
     print("\nWhat brought how much" if result.brought else "\nNothing was measured that is faster than the run file")
@@ -73,7 +73,4 @@ def _print(result: Result, file: Path, report: Path) -> None:
     facts["report"] = shown_path(report)
     if result.better:
         facts["run file"] = shown_path(file)
-    print()
-    room = max(map(len, facts))
-    for name, text in facts.items():
-        print(printable(f"{name:{room}}  {text}"))
+    print("", *aligned([*facts.items()]), sep="\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.monitor.learning import Facts, read_facts
-from tunesmith.monitor.metrics import whole_objects
+from tunesmith.monitor.metrics import is_evaluation, whole_objects
 from tunesmith.monitor.run_dir import LATEST, is_running
 from tunesmith.monitor.runs import read_settings
 
@@ -49,8 +49,8 @@ def read_record(path: Path) -> Record:
     lines = list(_objects(path / "metrics.jsonl"))
     finite = [{name: value for name, value in line.items() if isinstance(value, int | float)} for line in lines]
     finite = [line for line in finite if "step" in line]
-    evaluations = [line for line in finite if any(name.startswith("eval/") for name in line)]
-    steps = [line for line in finite if not any(name.startswith("eval/") for name in line)]
+    evaluations = [line for line in finite if is_evaluation(line)]
+    steps = [line for line in finite if not is_evaluation(line)]
     if not steps:
         raise ConfigError(f"{path} has no completed step yet, so that there is nothing to judge")
     nulls = [name for line in lines for name, value in line.items() if value is None]

@@ -10,7 +10,7 @@ from typing import Any
 from tunesmith.errors import StorageError, boundary, shortened
 from tunesmith.monitor.metrics import JsonLines, drop_after, rotated
 from tunesmith.monitor.tail import json_object
-from tunesmith.monitor.text import Example, last_message, shown_path
+from tunesmith.monitor.text import Example, first_and_last, last_message, shown_path
 from tunesmith.types import Record, Rollout, RolloutGroup
 
 Decode = Callable[[Sequence[int]], str]
@@ -193,15 +193,7 @@ def contrast(lines: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Map
 
 def examples(lines: Iterable[Mapping[str, Any]], count: int) -> list[Example]:
     """The first prompts of the evaluations, with their answers in the first and in the last evaluation."""
-    by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
-    for line in lines:
-        if line["kind"] == "eval":
-            by_step.setdefault(line["step"], {})[line["task"]] = line
-    if len(by_step) < 2:
-        return []
-    first, last = by_step[min(by_step)], by_step[max(by_step)]
-    pairs = [(first[task], last[task]) for task in first if task in last][:count]
     return [
         Example(last_message(a["prompt"]), (a["completion"], a["reward"]), (b["completion"], b["reward"]))
-        for a, b in pairs
+        for a, b in first_and_last(line for line in lines if line["kind"] == "eval")[:count]
     ]

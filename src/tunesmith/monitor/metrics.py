@@ -15,6 +15,7 @@ from typing import Any, Self, TextIO
 from tunesmith.errors import StorageError, boundary
 from tunesmith.monitor.plain import plain
 from tunesmith.monitor.sinks.base import Background, Row
+from tunesmith.monitor.tail import json_object
 from tunesmith.redact import open_private
 
 
@@ -144,13 +145,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def whole_objects(text: bytes) -> Iterator[dict[str, Any]]:
     """The lines that are whole JSON objects; a process that was killed leaves a part of one."""
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
+    return (value for value in map(json_object, text.splitlines()) if value is not None)
+
+
+def is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Whether a line of ``metrics.jsonl`` is an evaluation's, and not a step's."""
+    return any(name.startswith("eval/") for name in line)
 
 
 def rotated(path: Path) -> tuple[Path, Path]:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from tunesmith.errors import ConfigError, StorageError, boundary
-from tunesmith.monitor.metrics import whole_objects
+from tunesmith.monitor.metrics import is_evaluation, whole_objects
 from tunesmith.monitor.run_dir import LATEST, holds_run, is_running
 
 END_BYTES = 1 << 16
@@ -34,9 +34,12 @@ class Run:
 
     @property
     def state(self) -> str:
-        steps = self.settings.get("train.steps")
-        ended = isinstance(steps, int) and self.step >= steps
-        return "running" if self.running else "done" if ended else "stopped"
+        return state_of(self.running, self.step, self.settings.get("train.steps"))
+
+
+def state_of(running: bool, step: int, total: object) -> str:
+    """``running``, ``done``, or ``stopped`` before the last step."""
+    return "running" if running else "done" if isinstance(total, int) and step >= total else "stopped"
 
 
 def find_runs(directory: Path) -> list[Run]:
@@ -59,7 +62,7 @@ def read_run(path: Path) -> Run:
     """
     if not path.is_dir() or not holds_run(path):
         raise ConfigError(f"{path} is not the directory of a run. Name one, such as runs/{LATEST}")
-    steps = [line for line in last_lines(path) if not _is_evaluation(line)]
+    steps = [line for line in last_lines(path) if not is_evaluation(line)]
     return Run(path, read_settings(path), steps[-1] if steps else {}, is_running(path))
 
 
@@ -92,14 +95,14 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 def late_means(path: Path) -> dict[str, float]:
     """Each metric's mean over the last fifth of the steps; of evaluations the last value."""
     lines = last_lines(path, None)
-    steps = [line for line in lines if not _is_evaluation(line)]
+    steps = [line for line in lines if not is_evaluation(line)]
     late = steps[-max(1, len(steps) // 5) :]
     means = {
         name: fmean(values)
         for name in dict.fromkeys(name for line in late for name in line if name not in NOT_COMPARED)
         if (values := [line[name] for line in late if isinstance(line.get(name), int | float)])
     }
-    evaluated = (line for line in lines if _is_evaluation(line))
+    evaluated = (line for line in lines if is_evaluation(line))
     last = {name: v for line in evaluated for name, v in line.items() if isinstance(v, int | float)}
     return means | {name: value for name, value in last.items() if name not in NOT_COMPARED}
 
@@ -111,7 +114,3 @@ def model_of(run: Run) -> str:
 def _changed(path: Path) -> float:
     files = [path / "metrics.jsonl", path / "resolved.json", path]
     return next(file.stat().st_mtime for file in files if file.exists())
-
-
-def _is_evaluation(line: Mapping[str, Any]) -> bool:
-    return any(name.startswith("eval/") for name in line)

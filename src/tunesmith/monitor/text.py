@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,17 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def last_message(prompt: str | list[Mapping[str, Any]]) -> str:
     """A prompt's text, or the last message of a conversation."""
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "") if prompt else ""
+
+
+def first_and_last(lines: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Of lines of evaluations: for each prompt of both, its line in the first and in the last one."""
+    by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for line in lines:
+        by_step.setdefault(line["step"], {})[str(line.get("task"))] = line
+    if len(by_step) < 2:
+        return []
+    first, last = by_step[min(by_step)], by_step[max(by_step)]
+    return [(first[task], last[task]) for task in first if task in last]
 
 
 def answers_shown(best: Mapping[str, Any], worst: Mapping[str, Any]) -> str:

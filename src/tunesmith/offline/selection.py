@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil, inf, sqrt
+from math import ceil, inf
 from typing import Any, cast
 
 from tunesmith.loop.evaluate import ROUNDING
+from tunesmith.monitor.wilson import wilson
 from tunesmith.offline.lines import FLAT, LOGPROBS, Json, records_of
 from tunesmith.types import Message, Prompt
 
-Z95 = 1.959963984540054
 """95% of a standard normal distribution lie between minus and plus this."""
 
 WRITTEN = (*FLAT, *LOGPROBS, "completions")
@@ -185,15 +185,10 @@ def answered_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def interval(hits: int, total: int) -> list[float]:
-    """``[share, low, high]``: a share and its 95% Wilson interval (Wilson 1927); zeros if ``total`` is 0."""
+    """``[share, low, high]``: a share and its 95% interval (``wilson``); zeros if ``total`` is 0."""
     if total == 0:
         return [0.0, 0.0, 0.0]
-    share, z2 = hits / total, Z95**2
-    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = Z95 * sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
-    # Exact at the ends of the range, in spite of rounding.
-    low, high = centre - half if hits else 0.0, centre + half if hits < total else 1.0
-    return [share, low, high]
+    return [hits / total, *wilson(hits / total, total)]
 
 
 def accuracy(lines: Iterator[Json], threshold: float) -> Json:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tunesmith.monitor.metrics import is_evaluation
 from tunesmith.monitor.tail import Identity, Place, identity, json_object, open_lines
 
 POINTS = 600
@@ -83,7 +84,7 @@ class MetricsFile:
         record = numbers(json_object(line) or {})
         if "step" not in record:
             self.damaged.append(self.lines)
-        elif any(name.startswith("eval/") for name in record):
+        elif is_evaluation(record):
             self.evaluations.add(record)
         else:
             self.steps.add(record)
@@ -143,17 +144,3 @@ def totals(table: Table, prefix: str) -> dict[str, float]:
         if name.startswith(prefix)
     }
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
-
-
-def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95% interval of a share of ``count`` trials (Wilson, JASA 1927).
-
-    Example:
-        >>> low, high = wilson(0.5, 100)
-        >>> round(low, 3), round(high, 3)
-        (0.404, 0.596)
-    """
-    spread = 1 + z * z / count
-    centre = (share + z * z / (2 * count)) / spread
-    half = z / spread * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return centre - half, centre + half

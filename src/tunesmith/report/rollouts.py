@@ -6,7 +6,7 @@ Lines are read when they are asked for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -248,14 +248,3 @@ def _spread(groups: Sequence[tuple[int, Group]], most: int) -> Iterator[tuple[in
         if group.stop - group.start <= most:
             most -= group.stop - group.start
             yield place, group
-
-
-def first_and_last(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each prompt of the first and the last evaluation, its line in either: ``{"before": …, "after": …}``."""
-    by_step: dict[int, dict[str, dict[str, Any]]] = {}
-    for line in lines:
-        by_step.setdefault(line["step"], {})[str(line.get("task"))] = line
-    if len(by_step) < 2:
-        return []
-    first, last = by_step[min(by_step)], by_step[max(by_step)]
-    return [{"before": first[task], "after": last[task]} for task in first if task in last]

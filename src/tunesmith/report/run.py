@@ -15,8 +15,11 @@ from tunesmith.errors import ConfigError, StorageError, TunesmithError, boundary
 from tunesmith.monitor.catalogue import CATALOGUE, find
 from tunesmith.monitor.learning import read_facts
 from tunesmith.monitor.run_dir import LATEST, PLAN_FILE, is_running
-from tunesmith.report.metrics import MetricsFile, curves, totals, wilson
-from tunesmith.report.rollouts import RolloutIndex, first_and_last, sample
+from tunesmith.monitor.runs import state_of
+from tunesmith.monitor.text import first_and_last
+from tunesmith.monitor.wilson import wilson
+from tunesmith.report.metrics import MetricsFile, curves, totals
+from tunesmith.report.rollouts import RolloutIndex, sample
 from tunesmith.report.trace import read_traces
 
 Json = dict[str, Any]
@@ -100,7 +103,7 @@ def run_json(run: Run, name: str) -> Json:
     return {
         "name": name,
         "path": str(run.path),
-        "state": "running" if running(run.path) else "done" if isinstance(total, int) and step >= total else "stopped",
+        "state": state_of(running(run.path), step, total),
         "steps": step,
         "total_steps": total,
         "problems": problems,
@@ -167,7 +170,8 @@ def examples(index: RolloutIndex) -> list[Json]:
         return []
     ends = {min(group.step for _, group in groups), max(group.step for _, group in groups)}
     places = [place for place, group in groups if group.step in ends]
-    return first_and_last(line for place in places for line in index.lines(place))[:EXAMPLES]
+    pairs = first_and_last(line for place in places for line in index.lines(place))[:EXAMPLES]
+    return [{"before": before, "after": after} for before, after in pairs]
 
 
 def unit(name: str) -> str:
