@@ -14,10 +14,11 @@ from typing import Any
 from tunesmith.assembly.dry_run import dry_run
 from tunesmith.config.kinds import KINDS
 from tunesmith.config.load import load_config
+from tunesmith.config.schema import RunConfig
 from tunesmith.plan.facts import Facts, facts_of
 from tunesmith.plan.hub import estimated_parameters
 from tunesmith.plan.machines import machine
-from tunesmith.plan.memory import planned
+from tunesmith.plan.memory import planned, planned_devices
 from tunesmith.plan.resolve import resolve
 
 QWEN3: dict[str, Any] = {
@@ -87,41 +88,62 @@ RANKED = [
     Case("7B", 4, 32768, (STAGE(3), RANKS(2), RING), "4xH200"),
 ]
 """Of the first of several ranks."""
+DEEP = [
+    Case("7B", 28, 4096, (STAGE(3), CHECKPOINTING), "8xH100-80GB"),
+    Case("72B", 80, 4096, (STAGE(3), CHECKPOINTING), "8x8xH100-80GB"),
+]
+"""Whole models, of which a few layers take their steps."""
+DEPTHS = (4, 6)
+"""What a layer takes is the difference of these. With two layers a sharded model needs the most in another place than
+with more: there is no third one whose weights are gathered ahead."""
 
 
-def compared(directory: Path, case: Case) -> dict[str, Any]:
-    """Bytes of a step, planned and measured, in all and by purpose."""
+def resolved(directory: Path, case: Case) -> tuple[RunConfig, Facts]:
     shape = SHAPES[case.shape] | {"num_hidden_layers": case.layers}
     (directory / "config.json").write_text(json.dumps(shape))
     (directory / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     own = (f"model.path={directory}", f"data.train={directory}/data.jsonl", f"run_dir={directory}/run")
     sizes = ("data.max_tokens=2048", f"system.max_tokens_per_microbatch={case.tokens}")
     chosen = any(option.startswith("system.gradient_checkpointing") for option in case.options)
-    given = () if chosen else ("system.gradient_checkpointing=false",)
-    model = facts_of(shape)
+    given = ("train.batch_size=128",) if chosen else ("train.batch_size=128", "system.gradient_checkpointing=false")
+    model, there = facts_of(shape), machine(case.machine)
     assert model is not None
-    facts = Facts(machine(case.machine), replace(model, parameters=estimated_parameters(shape, model)), train_size=1000)
-    config = resolve(load_config(KINDS["sft"], None, [*own, *sizes, *given, *case.options]), facts).config
+    model = replace(model, parameters=estimated_parameters(shape, model))
+    facts = Facts(there, model, train_size=1000, ranks_here=len(there.gpus) if there.nodes > 1 else None)
+    return resolve(load_config(KINDS["sft"], None, [*own, *sizes, *given, *case.options]), facts).config, facts
+
+
+def compared(directory: Path, case: Case) -> dict[str, Any]:
+    """Bytes of a step, planned and measured, in all and by purpose."""
+    config, facts = resolved(directory, case)
     price = planned(config, facts)
     assert price is not None
     measured = dry_run(config, facts)["train"]
-    total = price.training - price.libraries
     parts = {part: getattr(price, part) for part in PARTS}
-    return {
-        "case": case.name,
-        "planned": total,
-        "measured": measured.total,
-        "ratio": round(measured.total / total, 3),
-        "planned_parts": parts,
-        "measured_parts": measured.peak,
-    }
+    total = price.training - price.libraries
+    return _row(case, total, measured.total) | {"planned_parts": parts, "measured_parts": measured.peak}
+
+
+def extrapolated(directory: Path, case: Case) -> dict[str, Any]:
+    """Bytes of a step of a whole model, planned, and measured with a few of its layers; ``free``: of its GPU."""
+    config, facts = resolved(directory, case)
+    [(_, price, free)] = planned_devices(config, facts)
+    split = (*case.options, f"system.shard_size={config.system.shard_size}")
+    some = [compared(directory, replace(case, layers=n, options=split))["measured"] for n in DEPTHS]
+    whole = some[0] + (some[1] - some[0]) // (DEPTHS[1] - DEPTHS[0]) * (case.layers - DEPTHS[0])
+    measured = {f"measured_of_{n}_layers": size for n, size in zip(DEPTHS, some, strict=True)}
+    return _row(case, price.training - price.libraries, whole) | measured | {"free": free - price.libraries}
+
+
+def _row(case: Case, total: int, measured: int) -> dict[str, Any]:
+    return {"case": case.name, "planned": total, "measured": measured, "ratio": round(measured / total, 3)}
 
 
 def main() -> None:
     rows: list[dict[str, Any]] = []
-    for case in [*CASES, *RANKED]:
+    for case in [*CASES, *RANKED, *DEEP]:
         with tempfile.TemporaryDirectory() as directory:
-            rows.append(compared(Path(directory), case))
+            rows.append((extrapolated if case in DEEP else compared)(Path(directory), case))
         print(f"{rows[-1]['ratio']:.3f}  {case.name}", flush=True)
     prediction = (
         "measured within 5% of planned; before the cost model was mended the ratios were 0.79 to 1.30 on one GPU, and "

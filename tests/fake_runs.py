@@ -11,11 +11,9 @@ from tunesmith.assembly.dry_run import Phase, dry_run
 from tunesmith.config.kinds import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RunConfig
-from tunesmith.plan.cost import Price
 from tunesmith.plan.facts import Facts, facts_of
 from tunesmith.plan.hub import estimated_parameters
 from tunesmith.plan.machines import machine
-from tunesmith.plan.memory import planned
 from tunesmith.plan.resolve import resolve
 
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 40960}
@@ -52,12 +50,3 @@ def phases_of(directory: Path, command: str, *overrides: str, spec: str = "H100-
     data = RL if command == "rl" else ("data.max_tokens=64",)
     given = GIVEN[:2] if command == "rl" else (GIVEN[0], GIVEN[2])
     return dry_run(*resolved(directory, command, TINY, spec, *data, *given, *overrides))
-
-
-def planned_and_measured(
-    directory: Path, command: str, shape: dict[str, Any], spec: str, *overrides: str
-) -> tuple[Price, dict[str, Phase]]:
-    config, facts = resolved(directory, command, shape, spec, *overrides)
-    price = planned(config, facts)
-    assert price is not None
-    return price, dry_run(config, facts)
