@@ -14,6 +14,7 @@ from test_cli import HEAVY, tunesmith
 from tunesmith.assembly.planning import plan_run
 from tunesmith.cli.main import app
 from tunesmith.config.load import load_config
+from tunesmith.config.preference import RMConfig
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import CapacityError
 from tunesmith.plan.memory import PARTS, planned, planned_devices, planned_roles
@@ -238,3 +239,27 @@ def test_a_price_needs_gpus_whose_speed_is_known() -> None:
         app, ["plan", "run.toml", "--on", "H200", "model.dtype=float32", "lora.rank=8", "--price", "2.5"]
     )
     assert done.exit_code == 2 and "--price" in done.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "longest"),
+    [
+        (RMConfig, (), 2047),  # a token is predicted after each sample
+        (SFTConfig, (), 2048),
+        (SFTConfig, ("system.max_tokens_per_microbatch=1024",), 1024),
+        (RLConfig, ("rollout.max_new_tokens=1500",), 548),
+    ],
+)
+def test_the_length_assumed_fits_what_limits_sequences(
+    folder: Path, kind: type[RunConfig], said: tuple[str, ...], longest: int
+) -> None:
+    (folder / "7b/config.json").write_text(json.dumps(QWEN_7B | {"max_position_embeddings": 2048}))
+    assert plan(kind, "8xA100-80GB", *said)[1].longest == longest
+
+
+@pytest.mark.parametrize(("share", "named"), [("0.5", True), ("false", True), ("true", False)])
+def test_what_fits_fits_with_what_was_said(share: str, named: bool) -> None:
+    said = f"system.gradient_checkpointing={share}"
+    with pytest.raises(CapacityError) as refused:
+        plan(SFTConfig, "H200", said, "system.max_tokens_per_microbatch=2048", "model.path=72b")
+    assert ("system.gradient_checkpointing = true" in str(refused.value)) == named

@@ -301,8 +301,9 @@ def test_an_address_that_is_taken_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_command_checks_its_options() -> None:
-    found = CliRunner().invoke(app, ["serve-reward", "rm", "--dtype", "float8"])
-    assert found.exit_code == 2 and "must be float32 or bfloat16" in found.output
+    for option, value, valid in (("--dtype", "float8", "float32 or bfloat16"), ("--device", "mps", "cpu or cuda")):
+        found = CliRunner().invoke(app, ["serve-reward", "rm", option, value])
+        assert found.exit_code == 2 and valid in found.output
 
 
 def test_beyond_loopback_a_token_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from tunesmith.cli.main import app
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, SFTConfig
+from tunesmith.errors import ConfigError
 from tunesmith.plan.expected import expected_seconds
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.hardware import Hardware
@@ -30,6 +31,7 @@ from tunesmith.tune.proof import compare_gradients
 from tunesmith.tune.result import Journal, Trial
 from tunesmith.tune.search import Candidate, Outcome, search
 from tunesmith.tune.setup import stated, trial_config, tuned_values, without_tuned
+from tunesmith.tune.write import check_output
 
 MODEL = ModelFacts(
     parameters=2_000_000, layers=4, hidden_size=128, intermediate_size=512, heads=4, kv_heads=2, head_dim=32,
@@ -266,10 +268,38 @@ def _folder(path: Path) -> Path:
     return path
 
 
+def test_a_comparison_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "tuned.json", {}, again=False)
+    one, two = {"system.threads": 1}, {"system.threads": 2}
+    for ratios in ([-0.5], [0.01, -0.03]):
+        journal.add(Trial(one, two, two, Outcome("measured", interval(ratios))))
+        text = (tmp_path / "tuned.json").read_text()
+        assert "Infinity" not in text and "NaN" not in text
+        again = Journal.open(tmp_path / "tuned.json", {}, again=False)
+        assert again.find(one, two) is None and len(again.trials) == len(journal.trials)
+    journal.add(Trial(one, two, two, Outcome("measured", interval([-0.5, -0.51, -0.5, -0.49]))))
+    found = Journal.open(tmp_path / "tuned.json", {}, again=False).find(one, two)
+    assert found is not None and found.faster
+
+
+def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
+    run, report = tmp_path / "train.toml", tmp_path / "train.json"
+    check_output(run, report)
+    for text in ("[]", '{"rows": 1}', "not JSON"):
+        report.write_text(text)
+        with pytest.raises(ConfigError, match=r"train\.json"):
+            check_output(run, report)
+    report.write_text('{"trials": [], "derived": {}}')
+    check_output(run, report)
+    run.write_text("[model]")
+    with pytest.raises(ConfigError, match=r"train\.toml"):
+        check_output(run, report)
+
+
 def test_trials_are_remembered(tmp_path: Path) -> None:
     file = tmp_path / "cache" / "one.json"
     journal = Journal.open(file, {"machine": "x"}, again=False)
-    outcome = Outcome("measured", interval([0.1, 0.2, 0.15]))
+    outcome = Outcome("measured", interval([0.2, 0.21, 0.2, 0.19]))
     journal.add(Trial({"a": 1}, {"a": 2}, {"a": 2}, outcome))
     journal.add(Trial({"a": 1}, {"a": 4}, {"a": 4}, Outcome("died", None, "was ended by SIGKILL")))
     found = Journal.open(file, {"machine": "x"}, again=False)

@@ -106,6 +106,19 @@ async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Pa
         assert not page.errors and page.requests == [report.as_uri()]
 
 
+async def test_a_constant_is_drawn_in_the_middle_also_smoothed(report: Path) -> None:
+    """Smoothing moves it by rounding, between bounds too close for tick marks."""
+    constant = """[1e-5, 0.2, 0.7, 3e7].map((value) => {
+        const curve = smoothed(Array(60).fill(value), 0.83);
+        const context = document.createElement("canvas").getContext("2d");
+        const bounds = [Math.min(...curve), Math.max(...curve)];
+        return Math.round(axes(context, 300, 100, [0, 60], bounds, false).atY(value));
+    })"""
+    async with browser() as page:
+        await page.open(report.as_uri())
+        assert await page.run(constant) == [44, 44, 44, 44]
+
+
 async def test_rollouts_are_browsed_and_filtered(report: Path) -> None:
     async with browser() as page:
         await page.open(report.as_uri())

@@ -74,9 +74,10 @@ def test_from_settings_that_die_to_faster_ones(folder: Path) -> None:
     assert found["gain"]["from"] > 1 and found["gradient"]["distance"] < found["gradient"]["tolerance"]
     written = load_config(RLConfig, folder / "tuned.toml")
     assert not written.system.share_prompts and written.system.max_running == 256
-    assert written.rollout.group_size == 2 and written.system.threads == 1
+    assert written.rollout.group_size == 2 and written.system.threads == 1 and written.system.logprob_chunk == 64
     remembered = [json.loads(file.read_text()) for file in (folder / "cache").rglob("*.json")]
-    assert remembered[0]["best"]["values"]["system.share_prompts"] is False
+    best = remembered[0]["best"]["values"]
+    assert best["system.share_prompts"] is False and best["system.logprob_chunk"] == 64
 
 
 @pytest.mark.parametrize(("kind", "other"), [(SFTConfig, "sft"), (DPOConfig, "dpo")])

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from tunesmith.assembly.checking import facts_of_run
+from tunesmith.config.preference import ScoreConfig
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CapacityError
 from tunesmith.plan.cluster import bundles, missing
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.machines import machine
-from tunesmith.plan.resolve import resolve
+from tunesmith.plan.resolve import resolve, sequence_limits
 
 ASSUMED_SAMPLE, ASSUMED_PROMPT = 2048, 1024
 """Tokens of the longest sample and prompt where no setting limits them: the data is not read."""
@@ -45,13 +46,14 @@ def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:
     """Facts with a length for the data's longest line; a note where it is assumed."""
     if facts.model is None:
         return facts, [f"{config.model.path}: neither its files nor the hub told its sizes; memory is not planned"]
-    supervised, context = config.supervised, facts.model.context or ASSUMED_SAMPLE
+    supervised = config.supervised
     key = "data.max_tokens" if supervised else "data.max_prompt_tokens"
     limit = config.data.max_tokens if supervised else config.data.max_prompt_tokens
     if limit is not None:
         return replace(facts, longest=limit), []
-    room = max(1, context - config.new_tokens)
-    longest = min(room, ASSUMED_SAMPLE if supervised else ASSUMED_PROMPT)
+    assumed = ASSUMED_SAMPLE if supervised else ASSUMED_PROMPT
+    room = min((n for n, _ in sequence_limits(config, facts)), default=assumed + config.new_tokens)
+    longest = max(1, min(assumed, room - config.new_tokens - isinstance(config, ScoreConfig)))
     what = "sample" if supervised else "prompt"
     return replace(facts, longest=longest), [
         f"the longest {what} is assumed to have {longest} tokens, since the data is not read; {key} sets another length"

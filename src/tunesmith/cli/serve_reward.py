@@ -54,5 +54,7 @@ def serve_reward(
 
     if dtype not in (None, "float32", "bfloat16"):
         raise ConfigError(f"--dtype {dtype}: it must be float32 or bfloat16")
+    if device is not None and device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device}: it must be cpu or cuda")
     options = ServeOptions(max_tokens, normalize, chat, dtype, device, timeout, window_ms, max_request_mb, token_file)
     serve_reward(reward, host, port, options)

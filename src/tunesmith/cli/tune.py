@@ -39,14 +39,14 @@ def tune(
     from tunesmith.tune.write import check_output, write_run_file
 
     said, file = list(overrides or ()), output or run.with_name("tuned.toml")
-    check_output(file)
+    report = file.with_suffix(".json")
+    check_output(file, report)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     with open_tuning(run, said, minutes, say, again=again) as tuning, held():
         result = tuning.conclude()
-        report = file.with_suffix(".json")
         write_json(report, result.as_json())
         if result.better:
             write_run_file(result, run, said, file)

@@ -30,10 +30,9 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, private: bool = False) -> None:
-        self.path = path
+        self.path, self._opener = path, open_private if private else None
         with boundary(StorageError, f"cannot write {path}", OSError):
-            opener = open_private if private else None
-            self._file: TextIO = open(path, "a", encoding="utf-8", opener=opener)  # noqa: SIM115
+            self._file = self._open()
 
     def write(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(_finite(plain(record)), ensure_ascii=False, allow_nan=False)
@@ -41,10 +40,13 @@ class JsonLines:
             if not self._in_place():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file.close()
-                self._file = self.path.open("a", encoding="utf-8")
+                self._file = self._open()
                 print(f"warning: {self.path} was deleted or replaced; the rest goes into a new file", flush=True)
             self._file.write(line + "\n")
             self._file.flush()
+
+    def _open(self) -> TextIO:
+        return open(self.path, "a", encoding="utf-8", opener=self._opener)
 
     def _in_place(self) -> bool:
         """Whether the open file is still the one at the path."""

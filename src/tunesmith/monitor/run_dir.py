@@ -211,13 +211,13 @@ def numbered_directory(parent: Path, name: str) -> Path:
 
 
 def is_running(path: Path) -> bool:
-    """Whether a process holds the lock of a run's directory."""
+    """Whether a process is known to hold the lock of a run's directory: that of another user cannot be read."""
     path = path.absolute()
     if path in _locked_here:  # opening the file here, and closing it, would drop the lock
         return True
-    with suppress(FileNotFoundError), open(path / "run.lock", "r+b") as lock:
+    with suppress(FileNotFoundError, PermissionError), open(path / "run.lock", "rb") as lock:
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
             return error.errno in (errno.EACCES, errno.EAGAIN)
     return False

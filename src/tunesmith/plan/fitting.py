@@ -11,6 +11,7 @@ from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
+from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
 from tunesmith.config.toml import toml_value
 from tunesmith.plan.cost import USUAL_RANK, Price, price
@@ -46,7 +47,7 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
         if needed.peak > MARGIN * free:
             split = place and name == "engine" and config.system.engine == "vllm"
             cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
-            cure = cure if split else _remedy(config, facts, free, free_of_layout)
+            cure = cure if split else _remedy(config, facts, free, given, free_of_layout)
             yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else _devices(config))
         if problem := host_problem(config, needed, facts):
             keys = ("offload_optimizer", "offload_activations", "offload_reference")
@@ -74,9 +75,11 @@ def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where:
     )
 
 
-def _remedy(config: RunConfig, facts: Facts, free: int, free_of_layout: RunConfig) -> str:
+def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_of_layout: RunConfig) -> str:
     """The nearest change after which the run fits, or else the largest run that fits; and how many GPUs it fits."""
     always: dict[str, Any] = {"system.gradient_checkpointing": True} if config.trains else {}
+    said = known(given.system, "gradient_checkpointing") not in (None, True)  # else it is derived
+    told = always if said else {}
     more = _more_gpus(free_of_layout, facts)
     more = f", or {more}" if more else ""
     peaks: list[int] = []
@@ -84,7 +87,7 @@ def _remedy(config: RunConfig, facts: Facts, free: int, free_of_layout: RunConfi
     for changes in _changes(config, facts, other):
         changed = least_devices(with_values(config, always | changes), facts)[0][1]
         if changed.peak <= free and not host_problem(config, changed, facts):
-            words = " and ".join(f"{key} = {toml_value(value)}" for key, value in changes.items())
+            words = " and ".join(f"{key} = {toml_value(value)}" for key, value in (told | changes).items())
             return f"what fits: {words} ({format_size(changed.peak)}){more}"
         peaks.append(changed.peak)
     if shorter := _longest_that_fits(config, facts, free):

@@ -193,7 +193,7 @@ def _derive_episode(filling: Filling, facts: Facts) -> None:
     answer = max(new, LEAST_ANSWER)
     wanted = facts.longest + turns * (new + answer)
     reason = f"the longest prompt and {turns} turns, each answered with {answer} tokens"
-    filling.fill("environment.max_tokens", *min([(wanted, reason), *_room(config, facts)]))
+    filling.fill("environment.max_tokens", *min([(wanted, reason), *sequence_limits(config, facts)]))
 
 
 def _derive_isolation(filling: Filling, facts: Facts) -> None:
@@ -214,7 +214,7 @@ def _derive_isolation(filling: Filling, facts: Facts) -> None:
             filling.fill(f"{section}.memory", half, "half of the machine's memory")
 
 
-def _room(config: RunConfig, facts: Facts) -> list[tuple[int, str]]:
+def sequence_limits(config: RunConfig, facts: Facts) -> list[tuple[int, str]]:
     """The known limits of a sequence: tokens, and what limits it."""
     context = facts.model.context if facts.model else None
     cap = known(config.system, "max_tokens_per_microbatch")
@@ -228,7 +228,7 @@ def _derive_limits(filling: Filling, facts: Facts) -> None:
         filling.fill("eval.pass_at", powers, "powers of two up to eval.samples")
     if facts.model is None or not facts.model.context or isinstance(config, SamplingConfig):
         return
-    room, what = min(_room(filling.config, facts))
+    room, what = min(sequence_limits(filling.config, facts))
     if isinstance(config, ScoreConfig):
         filling.fill("data.max_tokens", room - 1, f"{what} of {room} less one token for what is predicted")
     elif not isinstance(config, RLConfig):

@@ -7,6 +7,7 @@ engines, launches of kernels. The numbers compare layouts with each other; they 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -74,7 +75,7 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind,
     phases["training"] = max(computed, 2 * sent / TO_THE_HOST)
     batches = samples // (known(config.train, "batch_size") or samples) or 1
     if system.offload_optimizer:
-        host = batches * price(model, layout_of(config, facts)).host
+        host = batches * price(model, replace(layout_of(config, facts), offload_references=False)).host
         phases["optimizer step on the host"] = host * (HOST_STEP / OF_THE_HOST + HOST_SENT / TO_THE_HOST)
     if ranks > 1 and not config.lora.on:
         groups = ranks / system.sequence_parallel.size

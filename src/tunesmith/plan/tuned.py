@@ -60,10 +60,10 @@ def read_tuned(config: RunConfig, machine: Hardware, model: ModelFacts | None) -
 def remembered(file: Path) -> dict[str, Any]:
     """What a file holds; nothing if there is none, or it is damaged."""
     try:
-        found = read_json(file) if file.exists() else {}
+        found: Any = read_json(file) if file.exists() else {}
     except StorageError:
         return {}
-    return found if isinstance(found.get("trials", []), list) else {}
+    return found if isinstance(found, dict) and isinstance(found.get("trials", []), list) else {}
 
 
 def remember(file: Path, content: Mapping[str, Any]) -> None:

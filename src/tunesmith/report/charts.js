@@ -103,7 +103,11 @@ const LEFT = 52, BOTTOM = 18, TOP = 6, RIGHT = 8;
 
 // The axes of a chart: returns functions from values to places.
 function axes(context, width, height, x, y, log) {
-  const grow = (low, high) => (low === high ? [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2] : [low, high]);
+  // Smoothing moves a constant by rounding: bounds as close as that count as equal.
+  const grow = (low, high) => {
+    const size = Math.max(Math.abs(low), Math.abs(high)) || 1;
+    return high - low > size * 1e-9 ? [low, high] : [low - size / 2, high + size / 2];
+  };
   const scaled = (value) => (log ? Math.log10(value) : value);
   const [left, right] = grow(...x), [bottom, top] = grow(...y.map(scaled));
   const atX = (value) => LEFT + ((value - left) / (right - left)) * (width - LEFT - RIGHT);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ class Trial:
     outcome: Outcome
 
     def as_json(self) -> dict[str, Any]:
-        found, outcome = self.outcome.interval, self.outcome
+        outcome, found = self.outcome, self.outcome.interval
+        found = found if found and isfinite(found.low) else None  # of one pair nothing is known
         measured = {"interval": [found.mean, found.low, found.high, found.pairs]} if found else {}
         return {
             "settings": dict(self.move),
@@ -81,7 +83,7 @@ class Result:
             "best": dict(self.values),
             "changed": dict(self.changed),
             "written": dict(self.written),
-            "gain": _gain(self.gain) if self.gain else None,
+            "gain": _gain(self.gain) if self.gain and isfinite(self.gain.low) else None,
             "brought": [trial.as_json() for trial in self.brought],
             "gradient": {"distance": proof.distance, "tolerance": proof.tolerance} if proof else None,
             "trials": [trial.as_json() for trial in self.trials],
@@ -124,7 +126,9 @@ class Journal:
         return cls(file, subject, [_trial_of(entry) for entry in known])
 
     def find(self, best: Values, values: Values) -> Outcome | None:
-        return next((t.outcome for t in self.trials if t.best == best and t.values == values), None)
+        """What came of a comparison, unless it was cut short."""
+        same = (t.outcome for t in self.trials if t.best == best and t.values == values)
+        return next((outcome for outcome in same if outcome.final), None)
 
     def add(self, trial: Trial) -> None:
         self.trials.append(trial)

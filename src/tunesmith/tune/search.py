@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tunesmith.tune.intervals import Interval
+from tunesmith.tune.intervals import MOST_PAIRS, Interval
 from tunesmith.tune.knobs import Values, ordered
 
 Status = Literal["measured", "slow", "refused", "memory", "died", "hung", "failed"]
@@ -32,6 +32,12 @@ class Outcome:
     @property
     def faster(self) -> bool:
         return self.interval is not None and self.interval.high < 0
+
+    @property
+    def final(self) -> bool:
+        """Whether the comparison came to its end: neither time nor a signal cut it short."""
+        found = self.interval
+        return self.status != "measured" or (found is not None and (found.decided or found.pairs >= MOST_PAIRS))
 
     @property
     def clearly_slower(self) -> bool:

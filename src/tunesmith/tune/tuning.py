@@ -166,7 +166,7 @@ class Tuning:
         """Compare the run file's settings with the derived ones."""
         arm = Arm(config, self.path, self.bench.folder)
         try:
-            arm.start()
+            self._start(arm)
             given = tuned_values(arm.resolved())[0]
             move = {key: value for key, value in given.items() if self.derived.get(key) != value}
             if move:
@@ -183,6 +183,17 @@ class Tuning:
         finally:
             if self.best != self.given or self.given == self.derived:
                 arm.end()
+
+    def _start(self, arm: Arm) -> None:
+        """Start a run beside the one that is held, or without it where memory is too short for both."""
+        try:
+            arm.start()
+        except TrialEnded as ended:
+            if ended.status != "memory":
+                raise
+            self.bench.close()
+            self.bench.together = False
+            arm.start()
 
     def proven(self) -> Proof | None:
         """Go back to the fastest settings whose gradient is the derived ones'; None where these are the fastest."""
@@ -226,11 +237,12 @@ class Tuning:
                 self.best, self.accepted, self._left = self.given, [], None
         self.bench.close()
         changed = {key: value for key, value in self.best.items() if self.derived.get(key) != value}
-        said = stated(self.best, self.usual)
+        said = settings(self.config, given_only=True) | stated(self.best, self.usual)
+        kept = self.pinned.union(MEASURED)
         result = Result(
             values=self.best,
             changed=changed,
-            written={key: said[key] for key in said if key in changed or (changed and key in MEASURED)},
+            written={key: said[key] for key in said if key in changed or (changed and key in kept)},
             gain=gain,
             proof=proof,
             trials=tuple(self.journal.trials),

@@ -8,6 +8,7 @@ from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.plan.filling import with_values
+from tunesmith.plan.tuned import remembered
 from tunesmith.redact import open_private
 from tunesmith.tune.result import Result, told
 from tunesmith.tune.setup import without_tuned
@@ -15,12 +16,17 @@ from tunesmith.tune.setup import without_tuned
 FIRST_LINE = "# Written by tunesmith tune"
 
 
-def check_output(file: Path) -> None:
-    """Refuse (ConfigError) to replace a file that was not written by ``tunesmith tune``."""
+def check_output(file: Path, report: Path) -> None:
+    """Refuse (ConfigError) to replace files that were not written by ``tunesmith tune``."""
     if file.is_dir():
         raise ConfigError(f"--output {file} is a directory; name a file")
     if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE):
         raise ConfigError(f"{file} is there already, and was not written by tunesmith tune; name another --output")
+    if report.exists() and not {"trials", "derived"} <= remembered(report).keys():
+        raise ConfigError(
+            f"{report}, where the report would go, is there already, and was not written by tunesmith tune; "
+            "name another --output"
+        )
 
 
 def write_run_file(result: Result, run: Path, overrides: list[str], file: Path) -> None:
