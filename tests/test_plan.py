@@ -16,7 +16,7 @@ from tunesmith.cli.main import app
 from tunesmith.config.load import load_config
 from tunesmith.config.preference import RMConfig
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.errors import CapacityError
+from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.memory import PARTS, planned, planned_devices, planned_roles
 from tunesmith.plan.report import plan_of
 from tunesmith.plan.seconds import FLOPS_SHARE, step_seconds
@@ -263,3 +263,11 @@ def test_what_fits_fits_with_what_was_said(share: str, named: bool) -> None:
     with pytest.raises(CapacityError) as refused:
         plan(SFTConfig, "H200", said, "system.max_tokens_per_microbatch=2048", "model.path=72b")
     assert ("system.gradient_checkpointing = true" in str(refused.value)) == named
+
+
+def test_the_memory_of_a_gpu_that_is_not_listed_has_to_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match=r"system\.device_memory"):
+        plan(SFTConfig, "this", "system.device=cuda")
+    resolved, _ = plan(SFTConfig, "this", "system.device=cuda", "system.device_memory=200GB")
+    assert resolved.config.model.dtype == "bfloat16"

@@ -71,7 +71,12 @@ def derive_device(filling: Filling, facts: Facts) -> None:
     filling.fill("system.device", "cpu", "no GPU was found")
     if problem := device_problem(filling.config.system.device, machine.gpus):
         raise ConfigError(problem)
-    here, gpu = on_gpu(filling.config), gpu_of(filling.config, facts)
+    here, gpu, system = on_gpu(filling.config), gpu_of(filling.config, facts), filling.config.system
+    if here and gpu is None and system.device_memory is None and system.cluster == "none":
+        raise ConfigError(
+            f"system.device = '{system.device}', but nvidia-smi lists no GPU here: how much memory it has is not known. "
+            'If there is one, say so with system.device_memory, such as "80GB"; else leave system.device out'
+        )
     # A GPU that nvidia-smi does not list is assumed to be a recent one.
     name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
     if native:
