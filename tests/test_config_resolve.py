@@ -23,6 +23,7 @@ from tunesmith.errors import ConfigError, ModelError, StorageError
 from tunesmith.plan.capacity import engine_threads
 from tunesmith.plan.checks import check
 from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
+from tunesmith.plan.filling import with_values
 from tunesmith.plan.hardware import Gpu, Hardware, parse_gpus, read_hardware
 from tunesmith.plan.memory import planned
 from tunesmith.plan.resolve import resolve
@@ -237,6 +238,17 @@ def test_contradictions_are_refused_before_any_fact_is_known(config: RunConfig, 
     with pytest.raises(ConfigError) as caught:
         check(config)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config", [sft("data.max_tokens=3000"), rl("data.max_prompt_tokens=3000", "rollout.max_new_tokens=64")]
+)
+def test_longer_samples_may_be_allowed_than_there_are(config: RunConfig) -> None:
+    """The size of a micro-batch is derived by what there is."""
+    resolved = resolve(config, facts(longest=30)).config
+    assert resolved.system.max_tokens_per_microbatch < 3000
+    with pytest.raises(ConfigError, match="hard cap"):
+        resolve(with_values(config, {"system.max_tokens_per_microbatch": 25}), facts(longest=30))
 
 
 def test_rules_name_settings_and_facts_that_exist() -> None:

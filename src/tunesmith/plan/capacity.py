@@ -74,7 +74,7 @@ def derive_device(filling: Filling, facts: Facts) -> None:
     here, gpu, system = on_gpu(filling.config), gpu_of(filling.config, facts), filling.config.system
     if here and gpu is None and system.device_memory is None and system.cluster == "none":
         raise ConfigError(
-            f"system.device = '{system.device}', but nvidia-smi lists no GPU here: how much memory it has is not known. "
+            f"system.device = '{system.device}', but nvidia-smi lists no GPU here, whose memory would be known. "
             'If there is one, say so with system.device_memory, such as "80GB"; else leave system.device out'
         )
     # A GPU that nvidia-smi does not list is assumed to be a recent one.

@@ -156,6 +156,8 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
         "instances_for": facts.instances_for,
         "launched": facts.ranks_here is not None,
     }
+    if isinstance(config, RLConfig) and facts.longest:  # no prompt is as long as the longest that is allowed
+        values["least_rollout"] = config.rollout.max_new_tokens + facts.longest
     if config.drawing and prompt is not None:
         values["prompt_and_new"] = prompt + config.new_tokens
     if model:
