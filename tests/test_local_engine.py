@@ -22,6 +22,7 @@ from tiny import save_model
 from tunesmith.engines.local import decode_attention
 from tunesmith.engines.local.decode_attention import parts
 from tunesmith.engines.local.engine import LocalEngine, end_of_sequence_ids
+from tunesmith.engines.local.kv_pool import KVPool
 from tunesmith.engines.local.prefill_attention import Piece, split_pieces
 from tunesmith.engines.local.requests import CachedPrompt
 from tunesmith.errors import EngineError, UserError
@@ -276,6 +277,35 @@ class held_at:
 
     def __get__(self, model: CausalLM | None, _: type[CausalLM]) -> Any:
         return self if model is None else partial(self, model)
+
+
+def test_memory_that_cannot_be_taken_fails_requests_and_the_next_ones_run(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the rows of requests that start, then all memory, when it is taken back."""
+    engine = make(llama, max_running=2)
+    admit, allocate = KVPool.admit, KVPool.allocate
+    refused: list[str] = []
+
+    def refuse(*_: Any) -> Any:
+        refused.append("refused")
+        raise MemoryError("no rows")
+
+    async def play() -> None:
+        monkeypatch.setattr(KVPool, "admit", refuse)
+        monkeypatch.setattr(KVPool, "allocate", refuse)
+        calls = [engine.generate(prompt, free(3)) for prompt in prompts(4, 5, 6)]
+        failed = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
+        assert [type(one) for one in failed] == [EngineError] * 3 and len(refused) == 2
+        monkeypatch.setattr(KVPool, "admit", admit)
+        monkeypatch.setattr(KVPool, "allocate", allocate)
+        with pytest.raises(EngineError):  # its failure takes the memory back
+            await asyncio.wait_for(engine.generate(prompts(4)[0], free(3)), 60)
+        done = await asyncio.wait_for(together(engine, *((prompt, free(3)) for prompt in prompts(4, 5, 6))), 60)
+        assert [len(one.token_ids) for one in done] == [3] * 3
+        await engine.close()
+
+    asyncio.run(play())
 
 
 async def turns() -> None:

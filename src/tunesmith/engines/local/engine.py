@@ -297,7 +297,11 @@ class LocalEngine:
 
     def _fail_running(self, cause: Exception) -> None:
         _fail(self._scheduler.clear(), cause)
-        self._pool.allocate()
+        try:
+            self._pool.allocate()
+        except Exception as error:  # nothing can run: the next request tries to take the memory again
+            _fail(self._scheduler.waiting, error)
+            self._scheduler.waiting.clear()
 
 
 def _deliver(ended: dict[LocalRequest, FinishReason]) -> None:

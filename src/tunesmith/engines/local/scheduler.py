@@ -40,7 +40,11 @@ class Scheduler:
         admitted = self._choose()
         if not admitted:
             return [], []
-        fresh = self.pool.admit(admitted, self.waiting)
+        try:
+            fresh = self.pool.admit(admitted, self.waiting)
+        except Exception:  # such as too little memory: they fail with those that run
+            self.pool.running.extend(r for r in admitted if r not in self.pool.running)
+            raise
         self.reused_tokens += sum(len(r.prompt_ids) for r in admitted) - sum(map(len, fresh))
         return fresh, admitted
 
