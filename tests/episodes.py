@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fake_engine import FakeEngine
 from tunesmith.assembly.environments import build_environments
 from tunesmith.config.schema import EnvironmentSection
-from tunesmith.engines.fake import FakeEngine
 from tunesmith.environments.loading import EnvironmentSet, load_environments
 from tunesmith.loop.collect import Collector, Scorer
 from tunesmith.types import Completion, Message, Rollout, Sampling, Status, Task

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clocks import passing
-from tunesmith.engines.fake import FakeEngine, numbers
+from fake_engine import FakeEngine, numbers
 from tunesmith.environments.base import Environment, Generate, SingleTurn
 from tunesmith.errors import EngineError, RewardError, UserError
 from tunesmith.loop.collect import Collector

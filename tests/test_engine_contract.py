@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine_contract import CHECKS, Subject
+from fake_engine import FakeEngine
 from tiny import save_model
-from tunesmith.engines.fake import FakeEngine
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.speculation import Speculation
 from tunesmith.models.causal_lm import CausalLM

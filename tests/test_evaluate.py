@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_engine import FakeEngine, numbers
 from tunesmith.config.schema import EvalSection
-from tunesmith.engines.fake import FakeEngine, numbers
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import EngineError
 from tunesmith.loop.collect import Collector

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
 import tunesmith
+from fake_engine import FakeEngine, numbers
 from tiny_rewards import direct_scores, save_reward_model
 from tiny_runs import REWARDS, sums, write_lines
 from tunesmith.config.schema import LoraSection
 from tunesmith.config.toml import toml_value
-from tunesmith.engines.fake import FakeEngine, numbers
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import ConfigError, DataError, RewardError, UserError
 from tunesmith.loop.collect import Collector

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from documents import ROOT
+from fake_engine import FakeEngine, numbers
 from test_timeline import check_trace
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, sums, write_lines
 from tunesmith import assembly
-from tunesmith.engines.fake import FakeEngine, numbers
 from tunesmith.engines.timed import TimedEngine
 from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import ConfigError, EngineError

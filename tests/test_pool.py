@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine_contract import CHECKS, FREE, Subject
-from tunesmith.engines.fake import FakeEngine, numbers
+from fake_engine import FakeEngine, numbers
 from tunesmith.engines.pool import EnginePool
 from tunesmith.engines.routing import BLOCK, Prefixes, blocks
 from tunesmith.engines.stats import EngineStats

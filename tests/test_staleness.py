@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clocks import passing
+from fake_engine import FakeEngine
 from tiny import save_model
 from tiny_runs import rl_settings
 from tunesmith import assembly
-from tunesmith.engines.fake import FakeEngine
 from tunesmith.environments.base import Generate
 from tunesmith.errors import ConfigError
 from tunesmith.loop.buffer import Buffer, Started

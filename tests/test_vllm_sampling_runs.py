@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import tiny
+from fake_engine import FakeEngine
 from tiny_runs import sums, write_lines
-from tunesmith.engines.fake import FakeEngine
 from tunesmith.engines.vllm.start import VllmSettings
 from tunesmith.offline import sampling
 from tunesmith.offline.generate import run_generate
