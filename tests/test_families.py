@@ -18,8 +18,9 @@ from tunesmith.errors import ModelError
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.families import KNOWN, REFUSED, check_family
-from tunesmith.models.lean import FAMILIES, LeanDecoder
+from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.loading import load_config
+from tunesmith.plan.facts import LEAN_FAMILIES
 from tunesmith.types import Sample
 
 WINDOW = 6  # shorter than the prompt, so that completions look back past their parent
@@ -144,7 +145,7 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch, model: CausalLM) -> None:
         monkeypatch.setattr(kind, "forward", forward)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", LEAN_FAMILIES)
 def test_lean_equals_hugging_face_in_float64(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, forest = build(model_type, torch.float64), forest_of(samples())
     model.module.set_attn_implementation(ATTENTION_NAME)

@@ -36,6 +36,7 @@ FLOORS = {
     "rewards": 1,
     "environments": 1,
     "fake_device": 1,
+    "native": 1,
     "models": 2,
     "engines": 3,
     "backends": 3,

@@ -25,6 +25,7 @@ from tunesmith.engines.local.engine import LocalEngine, end_of_sequence_ids
 from tunesmith.engines.local.kv_pool import KVPool
 from tunesmith.engines.local.prefill_attention import Piece, split_pieces
 from tunesmith.engines.local.requests import CachedPrompt
+from tunesmith.engines.local.runner import Runner
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cost import PeakRates
@@ -77,12 +78,13 @@ def scores(plain: Any, prompt: Sequence[int], completion: Sequence[int], tempera
     return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_generate_and_logprobs_are_the_trainers(family: str, tmp_path: Path) -> None:
+def test_greedy_is_generate_and_logprobs_are_the_trainers(family: str, compiled: bool, tmp_path: Path) -> None:
     """Prompts of unequal length, alone and in groups, chunked and together; every window is passed."""
     save_model(tmp_path, family, **FAMILIES[family])
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    engine = make(CausalLM.load(tmp_path), 16384, max_running=7, max_prefill_tokens=20)
+    engine = make(CausalLM.load(tmp_path), 16384, max_running=7, max_prefill_tokens=20, compiled=compiled)
     starts = prompts(1, 5, 12, 33)
     requests = [(p, Sampling(16 + 3 * i, temperature=t, seed=i)) for i, p in enumerate(starts) for t in (0, 0.8, 0)]
     for (prompt, sampling), done in zip(requests, run(engine, *requests), strict=True):
@@ -105,7 +107,7 @@ def test_long_and_short_completions_side_by_side(family: str, tmp_path: Path, mo
     monkeypatch.setitem(decode_attention.WORTH_A_PART, "cpu", 1)
     save_model(tmp_path, family, **FAMILIES[family], max_position_embeddings=512)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    engine = make(CausalLM.load(tmp_path), 16384, max_running=12)
+    engine = make(CausalLM.load(tmp_path), 16384, max_running=12, compiled=False)
     starts = prompts(3, 9, 20)
     lengths = (300, 10, 150, 5, 70, 40, 20, 90, 8, 30, 60, 12, 25, 110, 15, 200)
     requests = [(starts[i % 3], free(n, i)) for i, n in enumerate(lengths)]
@@ -156,7 +158,7 @@ def test_new_weights_reach_the_next_token(llama: CausalLM, monkeypatch: pytest.M
         await loading
         return await flying, await engine.generate(prompt, free(8, temperature=0))
 
-    monkeypatch.setattr(CausalLM, "hidden", held)
+    monkeypatch.setattr(Runner, "draw", held)
     try:
         flying, after = asyncio.run(change())
     finally:
@@ -221,7 +223,7 @@ def test_cancelled_requests_make_room_whether_running_or_waiting(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, held = make(llama, max_running=3), held_at(20)
-    monkeypatch.setattr(CausalLM, "hidden", held)
+    monkeypatch.setattr(Runner, "draw", held)
 
     async def go() -> None:
         tasks = [asyncio.create_task(engine.generate(p, free(50, i))) for i, p in enumerate(prompts(4, 4, 6, 6, 8))]
@@ -241,14 +243,14 @@ def test_cancelled_requests_make_room_whether_running_or_waiting(
 
 def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, (prompt,) = make(llama, max_running=2), prompts(4)
-    hidden, calls = CausalLM.hidden, iter(range(1000))
+    draw, calls = Runner.draw, iter(range(1000))
 
-    def broken(*args: Any) -> torch.Tensor:
+    def broken(*args: Any) -> Any:
         if next(calls) == 3:
             raise RuntimeError("out of luck")
-        return hidden(*args)
+        return draw(*args)
 
-    monkeypatch.setattr(CausalLM, "hidden", broken)
+    monkeypatch.setattr(Runner, "draw", broken)
 
     async def go() -> list[Completion | BaseException]:
         return await asyncio.gather(*(engine.generate(prompt, free(8, i)) for i in range(4)), return_exceptions=True)
@@ -262,21 +264,21 @@ def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(llama: CausalLM, mo
 
 
 class held_at:
-    """``CausalLM.hidden``, which is held in its ``number``-th call until it may ``go`` on."""
+    """``Runner.draw``, which is held in its ``number``-th call until it may ``go`` on."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.calls, self.hidden = number, 0, CausalLM.hidden
+        self.number, self.calls, self.draw = number, 0, Runner.draw
         self.held, self.go = threading.Event(), threading.Event()
 
-    def __call__(self, *args: Any) -> torch.Tensor:
+    def __call__(self, *args: Any) -> Any:
         self.calls += 1
         if self.calls == self.number:
             self.held.set()
             assert self.go.wait(60)
-        return self.hidden(*args)
+        return self.draw(*args)
 
-    def __get__(self, model: CausalLM | None, _: type[CausalLM]) -> Any:
-        return self if model is None else partial(self, model)
+    def __get__(self, runner: Runner | None, _: type[Runner]) -> Any:
+        return self if runner is None else partial(self, runner)
 
 
 def test_memory_that_cannot_be_taken_fails_requests_and_the_next_ones_run(
@@ -316,7 +318,7 @@ async def turns() -> None:
 
 def test_the_event_loop_does_not_wait_for_steps(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     held = held_at(2)
-    monkeypatch.setattr(CausalLM, "hidden", held)
+    monkeypatch.setattr(Runner, "draw", held)
     threads = threading.active_count()
     engine, (prompt,) = make(llama), prompts(4)
 
@@ -336,14 +338,14 @@ def test_the_event_loop_does_not_wait_for_steps(llama: CausalLM, monkeypatch: py
 
 def test_what_is_computed_together_is_the_same_in_every_run(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two turns each, few at a time, as a rollout has them: what follows on a completion starts at the same step."""
-    hidden = CausalLM.hidden
+    draw = Runner.draw
     passes: list[int] = []
 
-    def counted(*args: Any) -> torch.Tensor:
+    def counted(*args: Any) -> Any:
         passes.append(len(args[1]))
-        return hidden(*args)
+        return draw(*args)
 
-    monkeypatch.setattr(CausalLM, "hidden", counted)
+    monkeypatch.setattr(Runner, "draw", counted)
 
     async def episodes() -> None:
         engine, slots = make(llama), asyncio.Semaphore(3)
@@ -374,17 +376,17 @@ def test_the_trainers_random_numbers_stay_its_own(llama: CausalLM) -> None:
 
 async def test_weights_do_not_change_within_a_step(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while they are updated nor after a request was cancelled is anything computed."""
-    busy, hidden = [False], CausalLM.hidden
+    busy, draw = [False], Runner.draw
 
-    def noted(*args: Any) -> torch.Tensor:
+    def noted(*args: Any) -> Any:
         busy[0] = True
         try:
             time.sleep(0.01)
-            return hidden(*args)
+            return draw(*args)
         finally:
             busy[0] = False
 
-    monkeypatch.setattr(CausalLM, "hidden", noted)
+    monkeypatch.setattr(Runner, "draw", noted)
     seen: list[bool] = []
     engine, (prompt,) = make(llama, update=lambda: seen.append(busy[0])), prompts(4)
 

@@ -91,7 +91,11 @@ def local_engine_for(model: CausalLM, system: SystemSection, longest: int, reque
     needed = ceil(1.5 * min(system.max_running, requests) * longest * probe(model)[0].token_bytes)
     kv_bytes = max(LEAST_KV_BYTES, min(needed, free // 2))
     return LocalEngine(
-        model, kv_bytes=kv_bytes, max_running=system.max_running, max_prefill_tokens=system.max_prefill_tokens
+        model,
+        kv_bytes=kv_bytes,
+        max_running=system.max_running,
+        max_prefill_tokens=system.max_prefill_tokens,
+        compiled=system.compile,
     )
 
 
@@ -166,6 +170,7 @@ def _local_settings(config: RunConfig) -> dict[str, Any]:
         "kv_bytes": parse_size(system.kv_memory),
         "max_running": system.max_running,
         "max_prefill_tokens": system.max_prefill_tokens,
+        "compiled": system.compile,
     }
 
 

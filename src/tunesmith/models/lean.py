@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from tunesmith.models.attention import AttentionContext, AttentionRule
 from tunesmith.models.lean_ops import Activation, gated, linear, rms_norm, rotate
 from tunesmith.models.products import Product
+from tunesmith.plan.facts import LEAN_FAMILIES
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 """The products of a layer."""
@@ -113,7 +113,7 @@ class Norm:
 
 
 class Layer:
-    """One decoder layer of the shapes in ``FAMILIES``."""
+    """One decoder layer of the shapes in ``LEAN_FAMILIES``."""
 
     def __init__(self, module: Any, config: Any, index: int) -> None:
         attention, mlp = module.self_attn, module.mlp
@@ -208,7 +208,7 @@ class LeanDecoder:
     def of(cls, model: Any) -> LeanDecoder | None:
         """The lean form of a Hugging Face decoder; None if it has another shape."""
         config = model.config
-        if config.model_type not in FAMILIES or not hasattr(model, "layers"):
+        if config.model_type not in LEAN_FAMILIES or not hasattr(model, "layers"):
             return None
         if (getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)) not in ACTIVATIONS:
             return None

@@ -19,6 +19,8 @@ _HEAD_NORMS = (
     *("olmo2", "olmo3", "qwen3", "qwen3_moe"),
 )
 """Model types whose queries and keys always have norms; others say ``use_qk_norm``."""
+LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
+"""Model types that run as few large operations (``models.lean``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class ModelFacts:
     """Longer sequences have other rotary frequencies (``longrope``)."""
     head_norms: bool = False
     """Queries and keys have norms of their own."""
+    family: str | None = None
+    """Its ``model_type``."""
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
         """Keys and values of one token in all layers."""
@@ -118,6 +122,7 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
         context=size["context"],
         tied="gemma" in str(config.get("model_type")) if tied is None else bool(tied),
         switch=_switch(config),
+        family=config.get("model_type"),
         head_norms=str(config.get("model_type")) in _HEAD_NORMS or bool(config.get("use_qk_norm")),
     )
 

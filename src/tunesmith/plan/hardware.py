@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 
 _NATIVE_BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"})
 _NO_LIMIT = 2**60
+COMPILERS = ("g++", "clang++", "c++")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,15 @@ class Hardware:
     bf16: bool
     gpus: tuple[Gpu, ...] = ()
     nodes: int = 1
+    compiler: str | None = None
+    """A C++ compiler."""
     named: bool = False
     """It was only named, and is another machine than this one."""
 
 
 def read_hardware() -> Hardware:
     """Facts of this machine. Takes milliseconds, or a tenth of a second if there is ``nvidia-smi``."""
-    cpu = _cpu_info()
+    cpu = cpu_info()
     total, available = memory()
     flags = set((cpu.get("flags") or cpu.get("Features") or "").split())
     return Hardware(
@@ -60,7 +64,14 @@ def read_hardware() -> Hardware:
         memory_available=available,
         bf16=bool(flags & _NATIVE_BF16_FLAGS),
         gpus=read_gpus(),
+        compiler=find_compiler(),
     )
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: ``CXX`` where that is set, or the first of ``COMPILERS`` that is there; None: there is none."""
+    named = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, (named,) if named else COMPILERS)), None)
 
 
 def read_gpus() -> tuple[Gpu, ...]:
@@ -108,7 +119,7 @@ def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
-def _cpu_info() -> dict[str, str]:
+def cpu_info() -> dict[str, str]:
     """The first processor in ``/proc/cpuinfo``; empty if there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

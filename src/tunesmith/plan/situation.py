@@ -16,7 +16,7 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.errors import ConfigError
 from tunesmith.plan.engine import LAUNCH
-from tunesmith.plan.facts import Facts
+from tunesmith.plan.facts import LEAN_FAMILIES, Facts
 from tunesmith.plan.gpus import ranks_per_engine
 from tunesmith.plan.memory import gpu_of, keeps_reference, longest_sample
 from tunesmith.plan.weights import colocated, engines_apart, weights_apart
@@ -155,6 +155,8 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
         "sample": longest if isinstance(config, RLConfig) else facts.together or facts.longest,
         "instances_for": facts.instances_for,
         "launched": facts.ranks_here is not None,
+        "compiles": machine.compiler is not None,
+        "samples": config.drawing is not None,
     }
     if isinstance(config, RLConfig) and facts.longest:  # no prompt is as long as the longest that is allowed
         values["least_rollout"] = config.rollout.max_new_tokens + facts.longest
@@ -168,6 +170,8 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
             "switch": model.switch,
             "vocab_size": model.vocab_size,
             "layers": model.layers,
+            "lean": model.family in LEAN_FAMILIES,
+            "family": model.family,
             "heads": model.heads,
             "unshared_heads": model.heads % system.sequence_parallel.size,
             "odd_heads": model.head_dim if odd else None,

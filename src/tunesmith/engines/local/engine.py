@@ -47,6 +47,7 @@ class LocalEngine:
         max_running: requests decoded together at most.
         max_prefill_tokens: tokens of one prefill forward at most.
         block_size: tokens by which KV memory is counted and grows.
+        compiled: decode with functions compiled for this CPU, where there is a compiler and the model's family fits.
         eos_token_ids: None takes the model's generation config and its tokenizer.
         limits: of the hardware, for ``stats().attainable_seconds``.
         speculation: guess tokens ahead, without a change of the completions.
@@ -64,6 +65,7 @@ class LocalEngine:
         max_running: int,
         max_prefill_tokens: int,
         block_size: int = 16,
+        compiled: bool = True,
         eos_token_ids: Iterable[int] | None = None,
         limits: PeakRates | None = None,
         speculation: Speculation | None = None,
@@ -86,7 +88,7 @@ class LocalEngine:
             layouts += [probe(speculation.assistant)[0]] if speculation.assistant else []
         self._pool = KVPool(layouts, kv_bytes, max_running=max_running, block_size=block_size)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
-        self._runner = Runner(model, self._pool.memories[0], max_prefill_tokens)
+        self._runner = Runner(model, self._pool.memories[0], max_prefill_tokens, compiled=compiled)
         self._drafter: Drafter = NgramDrafter()
         if speculation is not None and speculation.assistant is not None:
             self._drafter = AssistantDrafter(Runner(speculation.assistant, self._pool.memories[1], max_prefill_tokens))

@@ -8,9 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tunesmith.engines.local import native_decode
 from tunesmith.engines.local.decode_attention import DecodeAttention, Grouping
 from tunesmith.engines.local.decode_model import DecodeModel
 from tunesmith.engines.local.kv_memory import KVLayout, KVMemory
+from tunesmith.engines.local.native_decode import NativeDecode
 from tunesmith.engines.local.penalties import penalise
 from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention, split_pieces
 from tunesmith.engines.local.requests import CachedPrompt, LocalRequest
@@ -71,11 +73,13 @@ def probe(model: CausalLM) -> tuple[KVLayout, ForwardCost]:
 class Runner:
     """Runs the model on the rows of its memory; keeps what depends only on the running rows."""
 
-    def __init__(self, model: CausalLM, memory: KVMemory, max_prefill_tokens: int) -> None:
+    def __init__(self, model: CausalLM, memory: KVMemory, max_prefill_tokens: int, *, compiled: bool = True) -> None:
         self.model, self._memory, self._max_prefill_tokens = model, memory, max_prefill_tokens
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
         self._decoder = DecodeModel(model)
+        functions = native_decode.loaded() if compiled and native_decode.fits(model) else None
+        self._native = NativeDecode(functions, model, memory) if functions is not None else None
         self._grouping: tuple[list[tuple[int, int]], Grouping] | None = None
         self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
 
@@ -108,11 +112,14 @@ class Runner:
 
     def decode(self, running: Sequence[LocalRequest]) -> Tensor:
         """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests, by row."""
+        decoder = self._decoder.for_rows(len(running))
+        if self._native is not None and decoder.lean is not None and decoder.lean.usable:
+            return self._native.hidden(decoder.lean, running)
         attention = DecodeAttention(self._memory, self._group(running), [r.cached for r in running])
         tokens = torch.tensor([r.token_ids[-1] for r in running], device=self.model.device)
         positions = torch.tensor([len(r.prompt_ids) + r.cached for r in running], device=self.model.device)
         lengths = [r.prompt.rotary_length for r in running if r.prompt] if self.model.lengths else None
-        return self._decoder.for_rows(len(running)).hidden(tokens, positions, attention, lengths)
+        return decoder.hidden(tokens, positions, attention, lengths)
 
     def read(self, pieces: Sequence[Piece]) -> Tensor:
         """The hidden states ``[N, d]`` of a few tokens of each piece, in one pass."""
@@ -138,6 +145,8 @@ class Runner:
     def refresh(self) -> None:
         """Forget prepared weights: they are new, or others need the memory."""
         self._decoder.refresh()
+        if self._native is not None:
+            self._native.refresh()
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """``[B, V]`` float32, never rounded to bfloat16: that would move log-probabilities by up to 0.03."""

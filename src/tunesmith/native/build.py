@@ -1,0 +1,76 @@
+"""Compiles the package's C++ for this machine at first use, keeps it, and loads it.
+
+A library is kept under a name made of its source, the compiler and the CPU, so that a change of any compiles it anew.
+Processes that compile at the same time do not disturb each other. Its OpenMP is the one that torch has loaded, so both
+share a team of threads; import torch first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from tunesmith.plan.hardware import COMPILERS, cpu_info, find_compiler
+
+OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+SECONDS = 300
+"""In which the compiler has to be done."""
+
+
+@cache
+def library(name: str) -> ctypes.CDLL | None:
+    """The compiled ``name``.cpp of this folder; None, with a warning, if it cannot be compiled or loaded here."""
+    found = find_compiler()
+    if found is None:
+        return _without(name, f"there is no C++ compiler ({', '.join(COMPILERS)}, or the one that CXX names)")
+    source = Path(__file__).with_name(f"{name}.cpp")
+    try:
+        folder = _folder()
+        kept = folder / f"{name}-{_key(found, source)}.so" if folder else None
+        if kept is not None and kept.exists():
+            return ctypes.CDLL(str(kept))
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            mine = Path(scratch) / f"{name}.so"
+            _run(found, *OPTIONS, "-o", str(mine), str(source))
+            loaded = ctypes.CDLL(str(mine))
+            if kept is not None:
+                mine.replace(kept)
+            return loaded
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        logging.getLogger(__name__).warning(
+            "%s could not be compiled, so that PyTorch's operations run: %s", name, said
+        )
+        return None
+
+
+def _without(name: str, reason: object) -> None:
+    logging.getLogger(__name__).warning("%s.cpp is not compiled, and PyTorch's operations run: %s", name, reason)
+
+
+def _key(found: str, source: Path) -> str:
+    cpu = cpu_info()
+    facts = (cpu.get("model name"), cpu.get("flags") or cpu.get("Features"), platform.platform(), OPTIONS, found)
+    version = _run(found, "--version")
+    return hashlib.sha256(repr((*facts, version)).encode() + source.read_bytes()).hexdigest()[:16]
+
+
+def _folder() -> Path | None:
+    """Where libraries are kept; None if nothing can be."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith" / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout

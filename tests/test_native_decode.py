@@ -1,0 +1,268 @@
+"""The compiled decode step computes what PyTorch's operations do; where nothing can be compiled, those run."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from tiny import save_model
+from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.load import load_config
+from tunesmith.engines.local import native_decode
+from tunesmith.engines.local.engine import LocalEngine
+from tunesmith.engines.local.native_decode import ACTIVATIONS, BankData, LayerData, RowsData, StepData
+from tunesmith.errors import ConfigError, EngineError
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.native.build import library
+from tunesmith.plan.facts import Facts, read_model_facts
+from tunesmith.plan.hardware import find_compiler, read_hardware
+from tunesmith.plan.resolve import resolve
+from tunesmith.types import Completion, Sampling
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
+TYPES = st.sampled_from([torch.float32, torch.bfloat16])
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 10},
+    "qwen2": {"num_key_value_heads": 1},
+    "qwen3": {"head_dim": 48},
+    "mistral": {"sliding_window": 8, "head_dim": 24},
+    "phi3": {"sliding_window": 6},
+    "smollm3": {"num_hidden_layers": 4},
+    "gemma": {"head_dim": 80, "num_key_value_heads": 1},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"head_dim": 18, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+def bank(rows: int, heads: int, slots: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, BankData]:
+    """Keys and values of two layers; what no row has written is NaN, which no result may have seen."""
+    memory = torch.full((4, rows, heads, slots, dim), math.nan, dtype=dtype)
+    return memory, BankData(memory.data_ptr(), *memory.stride()[:3])
+
+
+def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict[str, Any]:
+    prompts = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    row = st.tuples(st.sampled_from(range(len(prompts))), st.integers(0, 40))
+    return {
+        "prompts": prompts,
+        "rows": draw(st.lists(row, min_size=1, max_size=12)),
+        "kv_heads": draw(st.sampled_from([1, 2, 3])),
+        "share": draw(st.sampled_from([1, 2, 3, 7, 9])),
+        "dim": 2 * draw(st.integers(1, 70)),
+        "dtypes": draw(st.tuples(TYPES, TYPES)),
+        "window": draw(st.sampled_from([0, 1, 5, 40, 1000])),
+        "softcap": draw(st.sampled_from([0.0, 2.0, 50.0])),
+        "norms": draw(st.booleans()),
+        "rotates": draw(st.booleans()),
+        "threads": draw(st.sampled_from([1, 2, 5])),
+        "layer": draw(st.sampled_from([0, 1])),
+    }
+
+
+@needs_compiler
+@given(shapes(), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    functions = native_decode.loaded()
+    rows, heads_kv, share, dim = shape["rows"], shape["kv_heads"], shape["share"], shape["dim"]
+    heads, plane, (row_type, bank_type) = heads_kv * share, 2 * shape["layer"], shape["dtypes"]
+    prompts, of_prompts = bank(len(shape["prompts"]), heads_kv, max(shape["prompts"]) + 3, dim, bank_type)
+    own, of_own = bank(len(rows), heads_kv, 48, dim, bank_type)
+    for i, length in enumerate(shape["prompts"]):
+        prompts[plane : plane + 2, i, :, :length] = torch.randn(2, heads_kv, length, dim)
+    for i, (_, written) in enumerate(rows):
+        own[plane : plane + 2, i, :, :written] = torch.randn(2, heads_kv, written, dim)
+    q_norm, k_norm = (torch.rand(2, dim) + 0.5).unbind() if shape["norms"] else (None, None)
+    cos, sin = torch.randn(2, 200, dim).unbind()
+    qkv = torch.randn(len(rows), (heads + 2 * heads_kv) * dim).to(row_type)
+    layout = RowsData([(prompt, shape["prompts"][prompt]) for prompt, _ in rows], share)
+    changing = torch.tensor([[n for _, n in rows], [shape["prompts"][p] + n for p, n in rows]])
+    size, narrow = 8 * len(rows), torch.bfloat16
+    step = StepData(
+        *(len(rows), heads, heads_kv, dim, shape["threads"], row_type == narrow, bank_type == narrow),
+        *(layout.blocks, layout.starts.data_ptr()),
+        *(layout.fixed.data_ptr() + i * size for i in range(3)),
+        *(changing.data_ptr() + i * size for i in range(2)),
+        *(of_prompts, of_own),
+    )
+    scale = dim**-0.5
+    layer = LayerData(plane, shape["window"], scale, shape["softcap"], 1e-6)
+    if q_norm is not None and k_norm is not None:
+        layer.q_norm, layer.k_norm = q_norm.data_ptr(), k_norm.data_ptr()
+    if shape["rotates"]:
+        layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
+    out = torch.full((len(rows), heads * dim), math.nan, dtype=row_type)
+    functions.tunesmith_attend(ctypes.byref(step), ctypes.byref(layer), qkv.data_ptr(), out.data_ptr())
+    for i, (prompt, written) in enumerate(rows):
+        q, k, v = qkv[i].double().view(-1, dim).split([heads, heads_kv, heads_kv])
+        q, k = normed(q, q_norm, 1e-6), normed(k, k_norm, 1e-6)
+        if shape["rotates"]:
+            at = shape["prompts"][prompt] + written
+            q, k = (x * cos[at] + x.roll(dim // 2, -1) * sin[at] for x in (q, k))
+        assert torch.allclose(own[plane, i, :, written].double(), k, rtol=0.01, atol=0.02)
+        assert torch.equal(own[plane + 1, i, :, written], v.to(bank_type))
+        keys, values = (
+            torch.cat((prompts[p, prompt, :, : shape["prompts"][prompt]], own[p, i, :, : written + 1]), 1).double()
+            for p in (plane, plane + 1)
+        )
+        first = max(0, keys.shape[1] - shape["window"]) if shape["window"] else 0
+        scores = q.view(heads_kv, share, dim) @ keys[:, first:].transpose(1, 2) * scale
+        scores = torch.tanh(scores / shape["softcap"]) * shape["softcap"] if shape["softcap"] else scores
+        expected = (scores.softmax(-1) @ values[:, first:]).flatten()
+        close: dict[str, Any] = (
+            {"rtol": 1e-4, "atol": 1e-4} if row_type == torch.float32 else {"rtol": 2**-8, "atol": 2**-7}
+        )
+        torch.testing.assert_close(out[i].double(), expected, **close)
+
+
+@needs_compiler
+@given(
+    st.integers(1, 40), st.integers(1, 1100), TYPES, st.booleans(), st.booleans(), st.sampled_from(list(ACTIVATIONS))
+)
+@settings(max_examples=40, deadline=None)
+def test_norms_and_activations(rows: int, width: int, dtype: torch.dtype, adds: bool, inner: bool, kind: Any) -> None:
+    functions, step = native_decode.loaded(), StepData(rows=rows, threads=2, narrow_rows=dtype == torch.bfloat16)
+    x, y = torch.randn(rows, width) * 3, (torch.randn(rows, width) * 3).to(dtype)
+    weight, own = torch.rand(2, width).unbind()
+    out, expected = torch.empty(rows, width, dtype=dtype), x.double()
+    if adds:
+        expected = expected + normed(y.double(), own if inner else None, 1e-5)
+    functions.tunesmith_add_norm(
+        ctypes.byref(step), width, x.data_ptr(), y.data_ptr() if adds else None,
+        own.data_ptr() if adds and inner else None, weight.data_ptr(), 1e-5, out.data_ptr(),
+    )  # fmt: skip
+    close = 1e-4 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(x.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out.double(), normed(expected, weight, 1e-5), rtol=close, atol=close)
+    both = (torch.randn(rows, 2 * width) * 10).to(dtype)
+    functions.tunesmith_gated(ctypes.byref(step), width, both.data_ptr(), out.data_ptr(), ACTIVATIONS[kind])
+    gate, up = both.double().chunk(2, -1)
+    active = F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
+    torch.testing.assert_close(out.double(), active * up, rtol=close, atol=1e-4)
+
+
+def completions(model: CausalLM, requests: int = 9, **options: Any) -> list[Completion]:
+    engine = LocalEngine(model, kv_bytes=1 << 22, max_running=7, max_prefill_tokens=40, **options)
+    prompts = [[5 + (7 * i + 3 * j) % 250 for j in range(n)] for i, n in enumerate((1, 12, 33))]
+
+    async def all_of_them() -> list[Completion]:
+        samplings = [Sampling(10 + 3 * i, temperature=i % 3 / 2, seed=i, ignore_eos=True) for i in range(requests)]
+        return await asyncio.gather(*(engine.generate(prompts[i % 3], s) for i, s in enumerate(samplings)))
+
+    return asyncio.run(all_of_them())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_samples_as_with_pytorchs_operations(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = CausalLM.load(save_model(tmp_path, family, **FAMILIES[family]), dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.module.parameters():
+            weight.mul_(3 if weight.dim() > 1 else 1).add_(torch.randn_like(weight) * 0.02)
+    model.module.to(dtype)  # pyright: ignore[reportArgumentType]
+    if model.lean is not None:
+        model.lean = type(model.lean).of(model.module.base_model)
+    plain, compiled = (completions(model, compiled=flag) for flag in (False, True))
+    close = 1e-4 if dtype == torch.float32 else 0.1
+    for one, other in zip(plain, compiled, strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True)) if a != b), None)
+        assert same is None or dtype == torch.bfloat16
+        assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=close)
+    assert any(a.logprobs != b.logprobs for a, b in zip(plain, compiled, strict=True)), "the same path ran twice"
+
+
+@needs_compiler
+def test_weights_that_are_not_finite_are_noticed(tmp_path: Path) -> None:
+    model = CausalLM.load(save_model(tmp_path))
+    with torch.no_grad():
+        model.module.model.layers[0].self_attn.v_proj.weight[3] = math.nan
+    with pytest.raises(EngineError, match="not finite"):
+        completions(model)
+
+
+PROGRAM = 'from tunesmith.native.build import library; print(library("decode") is not None)'
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_processes_that_compile_at_once_keep_one_library(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    running = [subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=-1, text=True) for _ in "ab"]
+    assert [process.communicate(timeout=300)[0].strip() for process in running] == ["True", "True"]
+    (kept,) = (tmp_path / "cache" / "tunesmith" / "native").iterdir()
+    written = kept.stat().st_mtime_ns
+    again = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    assert again.stdout.strip() == "True" and kept.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (None, "no C++ compiler"),
+        ('#!/bin/sh\n[ "$1" = --version ] || { echo "no such option" >&2; exit 1; }\n', "no such option"),
+        ('#!/bin/sh\nfor i; do if [ "$o" = -o ]; then echo junk > $i; fi; o=$i; done\n', "decode.so"),
+    ],
+)
+def test_without_a_library_pytorchs_operations_run(
+    script: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "compiler"
+    if script is not None:
+        compiler.write_text(script)
+        compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_decode, "library", library.__wrapped__)
+    model = CausalLM.load(save_model(tmp_path / "model"))
+    sampled = completions(model)
+    assert said in caplog.text
+    assert sampled == completions(model, compiled=False)
+
+
+def test_the_setting_is_derived_from_compiler_family_and_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, data = save_model(tmp_path / "model"), tmp_path / "data.jsonl"
+    other = save_model(tmp_path / "other", "gpt2")
+    data.write_text('{"prompt": "a"}\n')
+
+    def found(model: Path, compiler: str | None, *more: str) -> bool:
+        monkeypatch.setenv("CXX", compiler or str(tmp_path / "none"))
+        given = [f"model.path={model}", f"data.train={data}", "system.device=cpu", "sampling.max_new_tokens=8", *more]
+        config = load_config(GenerateConfig, None, given)
+        return resolve(config, Facts(read_hardware(), read_model_facts(model))).config.system.compile
+
+    assert found(directory, sys.executable) and not found(directory, sys.executable, "system.compile=false")
+    assert not found(directory, None) and not found(other, sys.executable)
+    for model, compiler in ((directory, None), (other, sys.executable)):
+        with pytest.raises(ConfigError, match=r"system\.compile"):
+            found(model, compiler, "system.compile=true")
+
+
+@needs_compiler
+def test_the_library_shares_the_threads_of_torch() -> None:
+    """A second OpenMP would have a second team, and each operation would wait for sleeping threads."""
+    torch.ones(1).sum()
+    assert library("decode") is not None
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    assert len(loaded) <= 1
