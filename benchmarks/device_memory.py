@@ -15,6 +15,7 @@ from tunesmith.assembly.dry_run import dry_run
 from tunesmith.config.kinds import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RunConfig
+from tunesmith.fake_device.threads import FIRST
 from tunesmith.plan.facts import Facts, facts_of
 from tunesmith.plan.hub import estimated_parameters
 from tunesmith.plan.machines import machine
@@ -118,7 +119,7 @@ def compared(directory: Path, case: Case) -> dict[str, Any]:
     config, facts = resolved(directory, case)
     price = planned(config, facts)
     assert price is not None
-    measured = dry_run(config, facts)["train"]
+    measured = dry_run(config, facts)[FIRST]["train"]
     parts = {part: getattr(price, part) for part in PARTS}
     total = price.training - price.libraries
     return _row(case, total, measured.total) | {"planned_parts": parts, "measured_parts": measured.peak}

@@ -11,6 +11,7 @@ from tunesmith.assembly.dry_run import Phase, dry_run
 from tunesmith.config.kinds import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RunConfig
+from tunesmith.fake_device.threads import FIRST
 from tunesmith.plan.facts import Facts, facts_of
 from tunesmith.plan.hub import estimated_parameters
 from tunesmith.plan.machines import machine
@@ -41,12 +42,14 @@ def resolved(
     assert model is not None
     model = replace(model, parameters=estimated_parameters(shape, model))
     there = machine(spec)
-    facts = Facts(there, model, train_size=1000, ranks_here=len(there.gpus) if there.nodes > 1 else None)
+    facts = Facts(
+        there, model, train_size=1000, ranks_here=len(there.gpus) if there.nodes > 1 and command != "rl" else None
+    )
     return resolve(load_config(KINDS[command], None, [*own, *overrides]), facts).config, facts
 
 
 def phases_of(directory: Path, command: str, *overrides: str, spec: str = "H100-80GB") -> dict[str, Phase]:
-    """Of a tiny model."""
+    """Of a tiny model, on the trainer's GPU."""
     data = RL if command == "rl" else ("data.max_tokens=64",)
     given = GIVEN[:2] if command == "rl" else (GIVEN[0], GIVEN[2])
-    return dry_run(*resolved(directory, command, TINY, spec, *data, *given, *overrides))
+    return dry_run(*resolved(directory, command, TINY, spec, *data, *given, *overrides))[FIRST]

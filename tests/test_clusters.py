@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,17 @@ import pytest
 
 from documents import ROOT
 from hub_of_sizes import serve
+from tunesmith.assembly.dry_run import dry_run
 from tunesmith.assembly.planning import plan_run
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RLConfig
 from tunesmith.config.toml import toml_value
 from tunesmith.errors import CapacityError
+from tunesmith.fake_device.threads import FIRST
+from tunesmith.plan.filling import with_values
 from tunesmith.plan.memory import planned_devices
+from tunesmith.plan.resolve import resolve
 
 FILES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))
 COMMAND, EXPECTED = re.compile(r"#   tunesmith plan (.*)"), re.compile(r"#     (.*)")
@@ -81,6 +88,40 @@ def test_a_recipe_fits_its_machine(command: str, expected: list[str], monkeypatc
     assert devices
     for name, planned, free in devices:
         assert planned.peak <= free, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command, expected in cases() if "does not" not in "".join(expected)])
+def test_a_recipe_takes_steps_on_its_machine(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the layout of the whole model, and two of its layers."""
+    monkeypatch.chdir(ROOT)
+    file, _, machine, *said = shlex.split(command)
+    resolved, facts = plan_run(load_config(find_kind(Path(file), said), Path(file), said), machine)
+    config = resolve(resolved.config, replace(facts, train_size=1000)).config
+    if not config.trains or config.model.quantize:
+        pytest.skip("only what trains takes steps, and there are no fake quantised models")
+    config = with_values(config, {"model.path": _shallow(tmp_path, config.model.path)})
+    if isinstance(config, RLConfig):
+        judges = [m.model_copy(update={"path": _shallow(tmp_path, m.path, scores=True)}) for m in config.reward.models]
+        config = with_values(config, {"reward.models": tuple(judges)})
+    gpus = dry_run(config, facts)
+    assert {"load", "train"} <= gpus[FIRST].keys()
+    for name, planned, free in planned_devices(config, facts):
+        assert max(phase.total for phase in gpus[name].values()) <= min(free, planned.peak), name
+
+
+def _shallow(folder: Path, name: str, *, scores: bool = False) -> str:
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    head = "ForSequenceClassification" if scores else "ForCausalLM"
+    kind = SIZES[name]["model_type"].capitalize()
+    shape = (
+        SIZES[name]
+        | {"num_hidden_layers": 2, "architectures": [kind + head]}
+        | ({"id2label": {"0": ""}} if scores else {})
+    )
+    (path / "config.json").write_text(json.dumps(shape))
+    return str(path)
 
 
 def test_every_recipe_names_a_machine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from pathlib import Path
@@ -15,17 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from typer.testing import CliRunner
 
 from fake_runs import GIVEN, RL, TINY, phases_of, resolved
-from tunesmith.assembly.dry_run import MICROBATCHES, check_dry_run, dry_run, with_engines_inside
+from tunesmith.assembly.dry_run import MICROBATCHES, check_dry_run, dry_run
 from tunesmith.assembly.fake_processes import FakeProcesses
 from tunesmith.backends import passes
 from tunesmith.cli.main import app
-from tunesmith.config.load import load_config
-from tunesmith.config.schema import RLConfig
 from tunesmith.distributed.far import gather
 from tunesmith.engines.local.decode_attention import _scores  # pyright: ignore[reportPrivateUsage]
 from tunesmith.errors import ConfigError, TrainerLostError
 from tunesmith.fake_device.device import FakeDevice
-from tunesmith.plan.resolve import resolve
+from tunesmith.fake_device.threads import FIRST
+from tunesmith.plan.memory import planned_devices
+from tunesmith.weights.files import FILE_BYTES
 
 AT_THE_END = {"passes.py", "optimizer.py"}
 """Where a step may read: the sums of its micro-batches, and whether the gradient and the weights are finite."""
@@ -184,7 +185,7 @@ def test_activations_in_host_memory_make_nobody_wait(tmp_path: Path) -> None:
     peaks: list[int] = []
     for away in (False, True):
         more = ("system.max_tokens_per_microbatch=16384", f"system.offload_activations={str(away).lower()}")
-        train = dry_run(*resolved(tmp_path, "sft", deep, "H100-80GB", *said, *more))["train"]
+        train = dry_run(*resolved(tmp_path, "sft", deep, "H100-80GB", *said, *more))[FIRST]["train"]
         assert {key.split("/")[1].split(":")[0] for key in train.waits} == AT_THE_END
         peaks.append(train.total)
     assert peaks[1] < 0.8 * peaks[0]
@@ -213,18 +214,88 @@ def test_scores_of_decoding_are_float32() -> None:
         assert _scores(query, query.transpose(1, 2)).dtype == torch.float32
 
 
-@pytest.mark.parametrize(("said", "word"), [((), ""), (("system.engines=8", "system.engine_process=true"), "process")])
-def test_a_dry_run_of_a_machine_with_several_gpus_is_of_one(tmp_path: Path, said: tuple[str, ...], word: str) -> None:
-    _, known = resolved(tmp_path, "rl", TINY, "8xH100-80GB", *RL)
-    base = [f"model.path={tmp_path}", f"data.train={tmp_path}/data.jsonl", *RL, *said]
-    given, filled = with_engines_inside(load_config(RLConfig, None, base))
-    config = resolve(given, known).config
-    if word:
-        with pytest.raises(ConfigError, match=r"engine_process = true\. Set"):
-            check_dry_run(config)
-    else:
+HELD = ("keys and values", "engines' weights")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["local", "vllm"])
+@pytest.mark.parametrize("options", [(STAGE(0),), (STAGE(3), "algorithm.name=ppo", "train.ema_decay=0.9")])
+def test_ranks_and_engines_take_turns_on_a_gpu(tmp_path: Path, options: tuple[str, ...], engine: str) -> None:
+    phases = phases_of(tmp_path, "rl", *options, f"system.engine={engine}", spec="4xH100-80GB")
+    assert [*phases] == ["load", "publish", "sample", "hand over", "train"]
+    sample, train = phases["sample"].peak, phases["train"].peak
+    assert sample["keys and values"] == pytest.approx(16e6, rel=0.01) and sample["engines' weights"] > 2 * 512 * 64
+    assert not sample.get("optimizer") and train["optimizer"] > 0
+    assert train.get("keys and values", 0) < 2**12
+    files = {key.split("/")[1].split(":")[0] for key in phases["train"].waits}
+    assert files <= {*AT_THE_END, "lock_step.py", "rank_group.py"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["local", "vllm"])
+def test_engines_have_gpus_of_their_own(tmp_path: Path, engine: str) -> None:
+    given = (*RL, *GIVEN[:2], "rollout.max_staleness=1", "system.trainer_ranks=2", f"system.engine={engine}")
+    config, facts = resolved(tmp_path, "rl", TINY, "4xH100-80GB", *given)
+    gpus = dry_run(config, facts)
+    assert set(gpus) == {FIRST, "engine"} and not {*HELD} & gpus[FIRST]["train"].peak.keys()
+    planned = {name: price for name, price, _ in planned_devices(config, facts)}["engine"]
+    assert gpus["engine"]["sample"].peak["keys and values"] == pytest.approx(planned.kv, rel=0.01)
+    assert gpus["engine"]["sample"].peak["engines' weights"] == pytest.approx(planned.engine, rel=0.06)  # small blocks
+
+
+@pytest.mark.slow
+def test_roles_on_ray_have_gpus_of_their_own(tmp_path: Path) -> None:
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    shape = TINY | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": ""}}
+    (judge / "config.json").write_text(json.dumps(shape))
+    given = ("algorithm.name=ppo", "algorithm.kl.coef=0.1", STAGE(3), f'reward.models=[{{path="{judge}"}}]')
+    given = (*RL, *GIVEN[:2], *given, "system.cluster=ray", "system.trainer_ranks=2", "system.engines=1")
+    config, facts = resolved(tmp_path, "rl", TINY, "2x4xH100-80GB", *given)
+    gpus = dry_run(config, facts)
+    assert set(gpus) == {FIRST, "engine", "critic", "reference", "reward model"}
+    planned = {name: price for name, price, _ in planned_devices(config, facts)}
+    for name in ("trainer", "critic"):
+        peak = gpus[name]["train"].peak
+        assert peak["weights"] == pytest.approx(planned[name].weights, rel=0.06), name  # small blocks
+        assert "optimizer" in peak and "frozen models" not in peak
+    frozen = gpus["reference"]["train"].peak["frozen models"]
+    assert frozen == pytest.approx(planned["reference"].frozen, rel=0.06)
+    assert "frozen models" in gpus["reward model"]["reward"].peak
+
+
+@pytest.mark.slow
+def test_weights_are_gathered_in_two_buckets_at_most(tmp_path: Path) -> None:
+    shape = TINY | {"hidden_size": 4096, "vocab_size": 65536, "intermediate_size": 8192, "num_hidden_layers": 4}
+    config, facts = resolved(tmp_path, "rl", shape, "4xH100-80GB", *RL, *GIVEN[:2], STAGE(3), "rollout.max_staleness=1")
+    peak = dry_run(config, facts)[FIRST]["publish"].peak
+    largest = 65536 * 4096 * 2
+    assert facts.model and 2 * (facts.model.parameters or 0) > 1.5 * largest
+    assert largest <= peak["gathered weights"] <= 2 * max(largest, FILE_BYTES)
+
+
+@pytest.mark.parametrize("said", ["system.engine_process=true", "model.quantize=nf4"])
+def test_what_has_no_fake_is_refused(tmp_path: Path, said: str) -> None:
+    plane = ("system.weight_plane=ipc",) if "engine_process" in said else ("lora.rank=4",)
+    config, _ = resolved(tmp_path, "rl", TINY, "H100-80GB", *RL, said, *plane)
+    with pytest.raises(ConfigError, match=re.escape(plane[0].split("=")[0] if "process" in said else "model.quantize")):
         check_dry_run(config)
-        assert filled == {"system.trainer_ranks": 1, "system.engine_process": False}
+
+
+def test_threads_stay_those_of_this_machine(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    assert phases_of(tmp_path, "rl", "system.threads=7")["sample"].total
+    assert torch.get_num_threads() == before != 7
+
+
+def test_a_tensor_in_host_memory_comes_back() -> None:
+    with FakeDevice() as device:
+        tensor = torch.ones(2, device="cuda")
+        device.assign("optimizer", [tensor])
+        away = tensor.to("cpu")
+        assert away.is_cpu and isinstance(away, FakeTensor)
+        back = away.to("cuda:0", dtype=torch.bfloat16)
+        assert back.is_cuda and back.dtype == torch.bfloat16 and away.to(torch.device("cuda"), torch.float32).is_cuda
 
 
 def test_the_commands_take_steps_on_a_machine_that_is_not_there(tmp_path: Path) -> None:

@@ -7,28 +7,43 @@ was planned.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Generator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tunesmith.algorithms.kl import KLController
 from tunesmith.assembly.critic import critic_backend, make_critic
+from tunesmith.assembly.fake_parts import KEYS_AND_VALUES, parts_replaced
 from tunesmith.assembly.fake_processes import FakeProcesses
 from tunesmith.assembly.made_up import groups_of, items_of, ready_run
-from tunesmith.assembly.processes import remote_trainer
+from tunesmith.assembly.processes import remote_reward_model, remote_trainer
+from tunesmith.assembly.rewards import load_reward_model
 from tunesmith.assembly.rl_parts import make_learner_and_engine
 from tunesmith.assembly.supervised_parts import make_parts
 from tunesmith.backends.ranked import RankedBackend
+from tunesmith.config.placement import Role
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
+from tunesmith.fake_device.threads import FIRST
+from tunesmith.plan.cluster import NAMES
+from tunesmith.plan.cost import Price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.layouts import PROCESS, RANKS, given
-from tunesmith.plan.memory import LEAST_TOKENS, longest_sample
+from tunesmith.plan.layouts import ENGINES
+from tunesmith.plan.memory import (
+    LEAST_TOKENS,
+    engines_elsewhere,
+    longest_sample,
+    planned,
+    planned_elsewhere,
+    shares_trainer_device,
+)
+from tunesmith.plan.weights import engines_apart, weights_apart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +52,8 @@ if TYPE_CHECKING:
     from tunesmith.engines.base import RolloutEngine
     from tunesmith.fake_device.device import FakeDevice
     from tunesmith.loop.learner import Learner
-
-C = TypeVar("C", bound=RunConfig)
+    from tunesmith.models.decoder import Decoder
+    from tunesmith.rewards.model import RewardModel
 
 STEPS = 2
 """Optimizer steps: the first one allocates the optimizer's moments."""
@@ -69,15 +84,19 @@ class DryRun:
     device: FakeDevice
     processes: FakeProcesses | None
     """Of the ranks; None: this process trains."""
-    phases: dict[str, Phase] = field(default_factory=dict[str, Phase])
+    phases: defaultdict[str, dict[str, Phase]] = field(default_factory=lambda: defaultdict(dict))
+    """Of each kind of GPU."""
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        memory, waits = self.device.memory, self.device.waits
-        memory.begin()
+        memories, waits = self.device.memories, self.device.waits
+        for memory in memories.values():
+            memory.begin()
         waits.clear()
         yield
-        self.phases[name] = Phase({purpose: size for purpose, size in memory.peak.items() if size}, Counter(waits))
+        for gpu, memory in memories.items():
+            peak = {purpose: size for purpose, size in memory.peak.items() if size}
+            self.phases[gpu][name] = Phase(peak, Counter(waits) if gpu == FIRST else Counter())
 
     @property
     def longest(self) -> int:
@@ -101,45 +120,69 @@ class DryRun:
                 parts.learner.update(parts.prepare(items), parts.objective)
             self.name(parts.learner)
 
-    def reinforced(self, config: RLConfig) -> None:
+    async def reinforced(self, config: RLConfig) -> None:
+        """With one engine of each kind: the others are like it."""
         from tunesmith.loop.rl import learn
+        from tunesmith.loop.rollouts import hand_device_to_trainer, load_engine
 
-        groups = groups_of(config, self.longest, self.tokens)
+        groups, processes = groups_of(config, self.longest, self.tokens), self.processes
         with self.phase("load"):
-            run = ready_run(config, [group.task for group in groups])
-            with self.device.allocating("keys and values"):  # the others are named next
-                learner, engine = make_learner_and_engine(run, _SESSION, self.processes)
+            run = ready_run(with_values(config, {ENGINES: 1}), [group.task for group in groups])
+            with self.device.allocating(KEYS_AND_VALUES):  # the others are named next
+                learner, engine = make_learner_and_engine(run, _SESSION, processes)
             self.name(learner)
-            remote = self.processes and partial(remote_trainer, self.processes, make=critic_backend, role="critic")
+            remote = processes and partial(remote_trainer, processes, make=critic_backend, role="critic")
             critic = make_critic(config, _SESSION, run.tokenizer, learner, remote)
             learners = [learner] if critic is None or critic.learner is learner else [learner, critic.learner]
+            with self.device.allocating("frozen models"):
+                models = [*self.reward_models(config)]
             self.name(*learners)
             self.name_gradients(*learners)
         used = {"config": config, "learner": learner, "critic": critic, "kl": KLController.of(config.algorithm.kl)}
-        parts: Any = SimpleNamespace(**used, rewards=SimpleNamespace(weights={}), objective=None)
+        used |= {"engine": engine, "backends": [each.backend for each in learners], "objective": None}
+        parts: Any = SimpleNamespace(**used, rewards=SimpleNamespace(weights={}))
         for step in range(STEPS):
+            if weights_apart(config):
+                with self.phase("publish"):
+                    await load_engine(parts, engine.load_weights, step)
             with self.phase("sample"):
-                asyncio.run(_sample(engine, groups))
+                await _sample(engine, groups[: ceil(len(groups) / config.system.engines)])
+            if models:
+                with self.phase("reward"):
+                    for model in models:
+                        model.score([rollout.token_ids for group in groups for rollout in group.rollouts])
+            with self.phase("hand over"):
+                await hand_device_to_trainer(parts)
+            self.name(*learners)
             with self.phase("train"):
                 learn(parts, groups, step)
             self.name(*learners)
-        asyncio.run(engine.close())
+        await engine.close()
+
+    def reward_models(self, config: RLConfig) -> Iterator[RewardModel]:
+        for entry in config.reward.models:
+            if self.processes and config.system.cluster != "none":
+                yield remote_reward_model(self.processes, config, entry, _silent)
+            else:
+                yield load_reward_model(config, entry)
 
     def name(self, *learners: Learner) -> None:
         """Say what the tensors of learners are for."""
-        memory = self.device.memory
         for learner in learners:
             backend = _backend_here(learner)
-            memory.assign("optimizer", [*backend.optimizer.state().values(), *backend.ema.values()])
-            memory.assign("weights", [*backend.model.module.parameters(), *backend.model.module.buffers()])
-            if backend.reference is not None:
-                memory.assign("frozen models", backend.reference.module.parameters())
+            self.device.assign("optimizer", [*backend.optimizer.state().values(), *backend.ema.values()])
+            self.device.assign("weights", [*backend.model.module.parameters(), *backend.model.module.buffers()])
+            reference: Decoder | None = backend.reference
+            if isinstance(learner.backend, RankedBackend) and learner.backend.reference:
+                reference = learner.backend.reference.get("model")
+            if reference is not None:
+                self.device.assign("frozen models", reference.module.parameters())
 
     def name_gradients(self, *learners: Learner) -> None:
         """Have gradients named as soon as there are any."""
 
         def name(parameter: Tensor, master: Tensor) -> None:
-            self.device.memory.assign("gradients", (parameter.grad, master.grad))
+            self.device.assign("gradients", (parameter.grad, master.grad))
 
         for learner in learners:
             optimizer = _backend_here(learner).optimizer
@@ -160,37 +203,25 @@ def _silent(text: str) -> None:
 _SESSION: Any = SimpleNamespace(note=_silent, timeline=None, resume_from=None)
 
 
-def with_engines_inside(config: C) -> tuple[C, dict[str, Any]]:
-    """The configuration with what a dry run is of, where rollouts are sampled and it was left out: one trainer rank,
-    and engines in its process; and what was filled in."""
-    if config.drawing is None:
-        return config, {}
-    wanted = {RANKS: 1, PROCESS: False}
-    values = {key: value for key, value in wanted.items() if given(config, key) is None}
-    return with_values(config, values), values
-
-
 def check_dry_run(config: RunConfig) -> None:
     """Refuse (ConfigError) a run with parts of which there are no fake ones."""
-    system, samples = config.system, isinstance(config, RLConfig)
+    system = config.system
     asked = {
         f"system.device = '{system.device}'": not system.device.startswith("cuda"),
-        f"system.trainer_ranks = {system.trainer_ranks}": samples and system.trainer_ranks > 1,
-        f"system.cluster = '{system.cluster}'": system.cluster != "none",
-        f"system.engine = '{system.engine}'": samples and system.engine != "local",
-        "system.engine_process = true": samples and system.engine_process,
+        f"system.engine = '{system.engine}'": config.drawing is not None and system.served,
+        f"system.weight_plane = '{system.weight_plane}'": system.weight_plane == "ipc",
         f"model.quantize = '{config.model.quantize}'": config.model.quantize is not None,
         "tunesmith distill": config.command == "distill",
     }
     if others := [key for key, unknown in asked.items() if unknown]:
         raise ConfigError(
-            "--dry-run takes steps on GPUs, those of rl on one, with the local engine in the process that trains; and "
-            f"this run has {', '.join(others)}. Set another value, or see what is planned for it: tunesmith plan"
+            f"--dry-run takes steps on GPUs that are not there, and this run has {', '.join(others)}, which it has "
+            "nothing in the place of. Set another value, or see what is planned for it: tunesmith plan"
         )
 
 
-def dry_run(config: RunConfig, facts: Facts) -> dict[str, Phase]:
-    """The phases of a resolved run, on a device that is not there.
+def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, Phase]]:
+    """The phases of a resolved run on GPUs that are not there: on the trainer's, and on those of other processes.
 
     Args:
         config: resolved for data of any size, as the number of steps follows from it.
@@ -198,19 +229,29 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, Phase]:
     from tunesmith.fake_device.device import FakeDevice
     from tunesmith.models.sequence import sequence_group
 
-    with FakeDevice(len(facts.hardware.gpus)) as device:
-        processes = FakeProcesses() if config.system.trainer_ranks > 1 else None
+    apart = isinstance(config, RLConfig) and (engines_apart(config) or config.system.engine != "local")
+    engine = planned_elsewhere(config, facts) or planned(config, facts) or Price()
+    with FakeDevice(len(facts.hardware.gpus)) as device, parts_replaced(device, engine):
+        processes = None
+        if config.system.trainer_ranks > 1 or apart:
+            processes = FakeProcesses(partial(_gpu_of, config, facts))
         run = DryRun(config, facts, device, processes)
         try:
             if isinstance(config, RLConfig):
-                run.reinforced(config)
+                asyncio.run(run.reinforced(config))
             else:
                 run.supervised()
         finally:
             if processes:
                 processes.close()
             sequence_group.cache_clear()  # its process groups end with the device
-    return run.phases
+    return dict(run.phases)
+
+
+def _gpu_of(config: RunConfig, facts: Facts, role: Role) -> str:
+    """The name of the GPU on which a role's processes are."""
+    here = not engines_elsewhere(config, facts) if role == "rollout" else shares_trainer_device(config, role)
+    return FIRST if here or role == "actor" else NAMES[role]
 
 
 async def _sample(engine: RolloutEngine, groups: Sequence[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
@@ -12,24 +13,37 @@ from tunesmith.config.placement import Role
 from tunesmith.distributed.far import Answer, Far
 from tunesmith.distributed.host import Host
 from tunesmith.errors import TunesmithError
+from tunesmith.fake_device.threads import FIRST, on_gpu
 
 
 class FakeProcesses:
-    """Fulfils ``Processes`` in this process. What is asked of others of a role, the first one is asked too."""
+    """Fulfils ``Processes`` in this process. What is asked of others of a role, the first one is asked too.
 
-    def __init__(self) -> None:
-        self._first: dict[Role, _OnThreads] = {}
+    Args:
+        gpu: the name of the GPU that the first process of a role is on.
+    """
+
+    def __init__(self, gpu: Callable[[Role], str] = lambda _: FIRST) -> None:
+        self._gpu = gpu
+        self._running: list[tuple[Role, _OnThreads]] = []
 
     def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
         del python
-        if role in self._first:
-            return _LikeAnother(self._first[role], lost)
-        self._first[role] = _OnThreads(f"the first process of role '{role}'", lost)
-        return self._first[role]
+        first = next((far for other, far in self._running if other == role), None)
+        if first is not None and role != "reward":  # of these each has a model of its own
+            return _LikeAnother(first, lost)
+        with on_gpu(self._gpu(role)):
+            far = _OnThreads(f"the first process of role '{role}'", lost)
+        self._running.append((role, far))
+        return far
 
     def close(self, *roles: Role) -> None:
-        for role in roles or tuple(self._first):
-            self._first.pop(role).close()
+        running, self._running = self._running, []
+        for role, far in running:
+            if role in roles or not roles:
+                far.close()
+            else:
+                self._running.append((role, far))
 
 
 class _Inside(Far):

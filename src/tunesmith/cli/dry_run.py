@@ -23,6 +23,7 @@ PLANNED = {
     "gathered weights": "gathered",
     "activations": "activations",
     "temporaries": "head",
+    "engines' weights": "engine",
     "keys and values": "kv",
 }
 """The part of a ``Price`` that plans each purpose."""
@@ -38,45 +39,40 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tunesmith.assembly.dry_run import check_dry_run, dry_run, with_engines_inside
+    from tunesmith.assembly.dry_run import check_dry_run, dry_run
     from tunesmith.assembly.planning import plan_run
     from tunesmith.config.load import find_kind, load_config
     from tunesmith.config.places import placed
     from tunesmith.config.resolved import print_resolved
-    from tunesmith.config.toml import toml_value
-    from tunesmith.plan.memory import planned
+    from tunesmith.plan.memory import planned_devices
     from tunesmith.plan.report import layout_of_run
     from tunesmith.plan.resolve import resolve
 
     with placed(run, overrides):
-        config, filled = with_engines_inside(load_config(find_kind(run, overrides), run, overrides))
+        config = load_config(find_kind(run, overrides), run, overrides)
         resolved, facts = plan_run(config, on)
         check_dry_run(resolved.config)
-    if filled:
-        said = {key: value for key, value in resolved.given.items() if key not in filled}
-        words = ", ".join(f"{key} = {toml_value(value)}" for key, value in filled.items())
-        resolved = replace(
-            resolved, given=said, notes=(f"a dry run of rollouts is of one GPU: {words}", *resolved.notes)
-        )
     print_resolved(layout_of_run(resolved))
-    price = planned(resolved.config, facts)
-    phases = dry_run(resolve(config, replace(facts, train_size=facts.train_size or ASSUMED_LINES)).config, facts)
-    del phases["load"]
-    table = Table.grid(padding=(0, 2))
-    for row in _rows(price, phases):
-        table.add_row(*row)
-    print()
-    Console().print(table)
-    waits = [place for phase in phases.values() for place in phase.waits]
-    print("the host waits for the device at: " + ", ".join(dict.fromkeys(waits)))
+    prices = {name: price for name, price, _ in planned_devices(resolved.config, facts)}
+    gpus = dry_run(resolve(config, replace(facts, train_size=facts.train_size or ASSUMED_LINES)).config, facts)
+    waits: dict[str, None] = {}
+    for gpu, phases in gpus.items():
+        phases.pop("load", None)
+        table = Table.grid(padding=(0, 2))
+        for row in _rows(gpu, prices.get(gpu), phases):
+            table.add_row(*row)
+        print()
+        Console().print(table)
+        waits |= dict.fromkeys(place for phase in phases.values() for place in phase.waits)
+    print("the host waits for the device at: " + ", ".join(waits))
 
 
-def _rows(price: Price | None, phases: dict[str, Phase]) -> list[list[str]]:
-    """Bytes by purpose: planned for training, and needed in each phase."""
-    rows = [["memory", "planned", *phases]]
+def _rows(gpu: str, price: Price | None, phases: dict[str, Phase]) -> list[list[str]]:
+    """Bytes by purpose on a GPU: planned, of the trainer's for training, and needed in each phase."""
+    rows = [["memory" if gpu == "trainer" else f"the {gpu}'s GPU", "planned", *phases]]
     for purpose, part in PLANNED.items():
         amounts = [getattr(price, part) if price else 0, *(phase.peak.get(purpose, 0) for phase in phases.values())]
         if any(amounts):
             rows.append([purpose, *(format_size(n) if n else "" for n in amounts)])
-    total = price.training - price.libraries if price else 0
+    total = (price.training if gpu == "trainer" else price.peak) - price.libraries if price else 0
     return [*rows, ["at most, at once", *(format_size(n) for n in (total, *(p.total for p in phases.values())))]]

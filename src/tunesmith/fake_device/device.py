@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Generator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import RLock
@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from tunesmith.fake_device.memory import MemoryUse
 from tunesmith.fake_device.replaced import replaced
+from tunesmith.fake_device.sharded import SHAPES_ALONE
+from tunesmith.fake_device.threads import gpu_of_thread
 
 PACKAGE = Path(__file__).parents[1]
 HELD = ("weights", "gradients", "optimizer", "frozen models")
@@ -48,7 +50,8 @@ class FakeDevice(TorchDispatchMode):
     def __init__(self, gpus: int = 1) -> None:
         super().__init__()
         self.gpus = gpus
-        self.memory = MemoryUse()
+        self.memories = defaultdict[str, MemoryUse](MemoryUse)
+        """Of each GPU that processes of the run are on, by a name."""
         self.waits: Counter[str] = Counter()
         """Places at which the host waits for the device, as ``file:line operation``, and how often."""
         self.purpose: str | None = None
@@ -67,6 +70,22 @@ class FakeDevice(TorchDispatchMode):
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
         self._stack.close()
+
+    @property
+    def memory(self) -> MemoryUse:
+        """Of the GPU that this thread uses."""
+        return self.memories[gpu_of_thread()]
+
+    def _holding(self, tensor: Tensor) -> MemoryUse:
+        """Of the GPU on which a tensor's storage is, or else of this thread's."""
+        own = self.memory
+        return next((memory for memory in [*self.memories.values()] if memory.purpose(tensor)), own)
+
+    def assign(self, purpose: str, tensors: Iterable[Tensor | None]) -> None:
+        """Say what these tensors are for, on whichever GPU they are."""
+        tensors = [*tensors]
+        for memory in [*self.memories.values()]:  # more may come meanwhile
+            memory.assign(purpose, tensors)
 
     @contextmanager
     def on_this_thread(self) -> Generator[None]:
@@ -109,6 +128,8 @@ class FakeDevice(TorchDispatchMode):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if any(isinstance(t, DTensor | AsyncCollectiveTensor) for t in inputs):
             return NotImplemented  # they say themselves what becomes of the tensors in them
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return inputs[0]  # a fake one would be another tensor
         place = str(kwargs.get("device") or "cpu")
         real = place == "cpu" or (place == "meta" and func is aten._to_copy.default)
         pinned = kwargs.pop("pin_memory", False)  # as large as what the device has, so it has no numbers either
@@ -127,8 +148,8 @@ class FakeDevice(TorchDispatchMode):
         self._remember(func, inputs, result)
         purpose = self.purpose or ("temporaries" if torch._C._current_autograd_node() else "activations")
         for tensor in tree_leaves(result):
-            if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
-                self.memory.add(tensor, purpose)
+            if purpose != SHAPES_ALONE and isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
+                self._holding(tensor).add(tensor, purpose)
         return result
 
     def numbers(self, tensor: Tensor) -> Tensor:
@@ -156,7 +177,7 @@ class FakeDevice(TorchDispatchMode):
         if not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,))):
             self.wait(func.name().removeprefix("aten::"))
         into_fake = func is aten.copy_.default and isinstance(inputs[0], FakeTensor)
-        if target == "cuda" or into_fake or self.memory.purpose(inputs[0]) in HELD:
+        if target == "cuda" or into_fake or self._holding(inputs[0]).purpose(inputs[0]) in HELD:
             return None
         with unset_fake_temporarily():
             return torch.zeros(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import Thread
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from tunesmith.fake_device.groups import fake_groups
 from tunesmith.fake_device.memory import MemoryUse
 from tunesmith.fake_device.sharded import shards_named
+from tunesmith.fake_device.threads import starts_here
 
 META = torch.device("meta")
 READ: dict[str, Any] = {"item": 0, "__float__": 0.0, "__int__": 0, "__index__": 0, "__bool__": True}
@@ -26,7 +28,7 @@ READ: dict[str, Any] = {"item": 0, "__float__": 0.0, "__int__": 0, "__index__": 
 class Device(Protocol):
     """What is told of what happens."""
 
-    memory: MemoryUse
+    memories: defaultdict[str, MemoryUse]
     gpus: int
 
     def wait(self, operation: str) -> None: ...
@@ -58,7 +60,7 @@ class Stream:
 @contextmanager
 def replaced(device: Device) -> Generator[None]:
     """Replace methods of fake tensors and functions of ``torch.cuda``; threads that start use the device too."""
-    resize, run = torch.UntypedStorage.resize_, Thread.run
+    resize, run, start = torch.UntypedStorage.resize_, Thread.run, Thread.start
 
     def reader(name: str) -> Callable[[Tensor], Any]:
         def read(tensor: Tensor) -> Any:
@@ -73,12 +75,24 @@ def replaced(device: Device) -> Generator[None]:
         return device.numbers(tensor).tolist()
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """C++ takes the tensor to be on the meta device, and would copy it to the one on which it is."""
+        """C++ takes the tensor to be on the meta device, and would copy it to the one on which it is.
+
+        One in host memory that is not to stay there it would not copy.
+        """
+        if tensor.device.type == "cpu" and any(_as_told(each) is META for each in (*args, *kwargs.values())):
+            dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
+            away = {"dtype": dtypes[0] if dtypes else tensor.dtype, "non_blocking": kwargs.get("non_blocking", False)}
+            return torch.ops.aten._to_copy.default(tensor, device=META, **away)
         return Tensor.to(tensor, *map(_as_told, args), **{key: _as_told(value) for key, value in kwargs.items()})
 
     def resized(storage: torch.UntypedStorage, size: int) -> None:
         resize(storage, size)
-        device.memory.resized(storage)
+        for memory in [*device.memories.values()]:
+            memory.resized(storage)
+
+    def start_on(thread: Thread) -> None:
+        starts_here(thread)
+        start(thread)
 
     def run_inside(thread: Thread) -> None:
         with device.on_this_thread():
@@ -97,7 +111,8 @@ def replaced(device: Device) -> Generator[None]:
                 stack.enter_context(patch.object(owner, name, attribute, create=True))
         # A module whose parameters change their type swaps them, unless anything has a weak reference to one.
         stack.enter_context(patch.object(torch.utils, "weakref", SimpleNamespace(getweakrefs=_no_references)))
-        stack.enter_context(patch.object(Thread, "run", run_inside))
+        stack.enter_context(patch.multiple(Thread, run=run_inside, start=start_on))
+        stack.enter_context(patch.object(torch, "set_num_threads", _nothing))  # they are those of another machine
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         stack.enter_context(patch.multiple(torch.cuda, **_cuda(device)))
         stack.enter_context(fake_groups())

@@ -11,13 +11,17 @@ from unittest.mock import patch
 
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 GATHERED = "gathered weights"
+SHAPES_ALONE = "nothing"
+"""Of tensors with which torch tries the operations of sharded ones, to learn their shapes: they do not count."""
 _ALLOCATE: tuple[tuple[Any, str, str], ...] = (
     (FSDPParam, "init_all_gather_outputs", GATHERED),
     (groups, "foreach_all_gather", GATHERED),
     (FSDPParam, "to_accumulated_grad_if_needed", "gradients"),
     (groups, "foreach_reduce", "gradients"),
+    (ShardingPropagator, "_propagate_tensor_meta_non_cached", SHAPES_ALONE),
 )
 
 

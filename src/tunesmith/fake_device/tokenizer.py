@@ -8,7 +8,7 @@ from typing import Any
 
 class NoTokenizer:
     pad_token_id = eos_token_id = 0
-    unk_token_id = None
+    unk_token_id = chat_template = None
     pad_token = ""
     all_special_ids: tuple[int, ...] = ()
 

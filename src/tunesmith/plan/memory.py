@@ -111,11 +111,11 @@ def longest_sample(config: RunConfig, facts: Facts) -> int | None:
 def engines_elsewhere(config: RunConfig, facts: Facts) -> bool:
     """Whether engines have their own GPUs."""
     if config.system.cluster != "none":
-        return on_gpu(config) and not _shares_trainer_device(config, "rollout")
+        return on_gpu(config) and not shares_trainer_device(config, "rollout")
     return not known(config.system, "hybrid") and has_own_devices(config, len(facts.hardware.gpus))
 
 
-def _shares_trainer_device(config: RunConfig, role: Role) -> bool:
+def shares_trainer_device(config: RunConfig, role: Role) -> bool:
     """Whether a role's processes share the trainer's device."""
     if config.system.cluster == "none" or not on_gpu(config):
         return True
@@ -129,7 +129,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
     here = config.drawing is not None and not system.served and not engines_elsewhere(config, facts)
     together = engines_together(config, len(facts.hardware.gpus)) if here else 0
     frozen = facts.frozen_parameters
-    if not isinstance(config, DistillConfig) and not _shares_trainer_device(config, "reward"):
+    if not isinstance(config, DistillConfig) and not shares_trainer_device(config, "reward"):
         frozen = 0
     lora = config.lora.on
     return Layout(
@@ -145,8 +145,8 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         offload_activations=bool(known(system, "offload_activations")),
         muon=config.train.optimizer.name == "muon",
         ema=config.train.ema_decay is not None,
-        models=1 + (has_critic(config) and _shares_trainer_device(config, "critic")),
-        references=int(keeps_reference(config) and _shares_trainer_device(config, "ref")),
+        models=1 + (has_critic(config) and shares_trainer_device(config, "critic")),
+        references=int(keeps_reference(config) and shares_trainer_device(config, "ref")),
         frozen_parameters=frozen,
         shards=(known(system, "shard_size") or system.trainer_ranks) if system.zero_stage else 1,
         zero_stage=system.zero_stage,
@@ -231,11 +231,11 @@ def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]
     layout = replace(layout_of(config, facts), models=1, references=0, frozen_parameters=0, engines=0)
     layout = _with_tokens(config, facts, layout)
     scored = layout.tokens * layer_bytes(facts.model, layout)
-    if has_critic(config) and not _shares_trainer_device(config, "critic"):
+    if has_critic(config) and not shares_trainer_device(config, "critic"):
         yield "critic", price(facts.model, replace(layout, has_vocabulary_head=False))
-    if keeps_reference(config) and not _shares_trainer_device(config, "ref"):
+    if keeps_reference(config) and not shares_trainer_device(config, "ref"):
         yield "reference", Price(frozen=copy_bytes(facts.model, layout.bytes_per_number), activations=scored)
-    if facts.frozen_parameters and not _shares_trainer_device(config, "reward"):
+    if facts.frozen_parameters and not shares_trainer_device(config, "reward"):
         weights = facts.frozen_parameters * layout.bytes_per_number
         yield "reward model", Price(frozen=weights, activations=scored)
 

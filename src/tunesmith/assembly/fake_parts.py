@@ -1,0 +1,143 @@
+"""What a dry run has in the place of the parts of a run that need vLLM, files or other machines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+
+from tunesmith.assembly import engine_host, planes
+from tunesmith.config.schema import RunConfig
+from tunesmith.engines.local.kv_memory import KVMemory
+from tunesmith.engines.stats import EngineStats
+from tunesmith.fake_device.sharded import GATHERED
+from tunesmith.openmp import to_thread
+from tunesmith.plan.cost import Price
+from tunesmith.types import Completion, Sampling
+from tunesmith.weights.base import NamedTensors, Offer
+from tunesmith.weights.files import FILE_BYTES
+from tunesmith.weights.flat import in_buckets
+
+if TYPE_CHECKING:
+    from tunesmith.fake_device.device import FakeDevice
+    from tunesmith.models.decoder import Decoder
+
+ENGINES_WEIGHTS, KEYS_AND_VALUES = "engines' weights", "keys and values"
+
+
+@contextmanager
+def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
+    """Inside, engines' memory has names, vLLM only holds what is planned, and weights are gathered and go nowhere.
+
+    Args:
+        engine: planned on a GPU with an engine.
+    """
+    allocate, local = KVMemory.allocate, engine_host.ENGINES["local"]
+
+    def allocate_named(memory: KVMemory) -> None:
+        with device.allocating(KEYS_AND_VALUES):
+            allocate(memory)
+
+    def make_local(**settings: Any) -> Any:
+        with device.allocating(ENGINES_WEIGHTS):
+            return local(**settings)
+
+    def make_vllm(**_: Any) -> Any:
+        made = PlannedEngine(device, {ENGINES_WEIGHTS: engine.engine, KEYS_AND_VALUES: engine.kv})
+        return made, made.take
+
+    def make_plane(config: RunConfig, model: Decoder) -> GatheringPlane:
+        merged, stored = config.system.adapter_sync != "adapter", config.system.engine != "local"
+        return GatheringPlane(planes.published(model, merged=merged, as_stored=stored), device)
+
+    def own_address(config: RunConfig) -> str:
+        del config
+        return planes.launched_address()
+
+    with (
+        patch.object(KVMemory, "allocate", allocate_named),
+        patch.dict(engine_host.ENGINES, local=make_local, vllm=make_vllm),
+        patch.multiple(planes, make_plane=make_plane, own_address=own_address),
+        patch.dict(os.environ),
+    ):
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it names GPUs of this machine
+        yield
+
+
+@dataclass(slots=True)
+class GatheringPlane:
+    """Fulfils ``Plane``: gathers the weights file by file, as planes do that write them, and writes none."""
+
+    tensors: NamedTensors
+    device: FakeDevice
+
+    async def publish(self, version: int) -> None:
+        del version
+        await to_thread(self._gather)
+
+    def _gather(self) -> None:
+        with self.device.allocating(GATHERED):
+            for bucket in in_buckets(self.tensors(), FILE_BYTES):
+                for tensor in bucket.values():
+                    tensor.detach().cpu()
+
+    async def offer(self, takers: int) -> list[Offer]:
+        return [{"plane": "file", "paths": []}] * takers
+
+    async def withdraw(self, offers: Sequence[Offer]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class PlannedEngine:
+    """Fulfils ``RolloutEngine`` in vLLM's place: it holds memory while it is awake, and answers with zeros.
+
+    Args:
+        planned: bytes by purpose.
+    """
+
+    device: FakeDevice
+    planned: dict[str, int]
+    version: int = 0
+    _held: list[torch.Tensor] = field(default_factory=list[torch.Tensor], init=False)
+
+    def __post_init__(self) -> None:
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        for purpose, size in self.planned.items():
+            with self.device.allocating(purpose):
+                self._held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+    async def take(self, offer: Offer) -> None:
+        """What arrives is written in place."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        del prompt_ids
+        new = sampling.max_new_tokens
+        return Completion([0] * new, [0.0] * new, [self.version] * new, "length")
+
+    async def interrupt(self) -> None: ...
+
+    async def load_weights(self, version: int) -> None:
+        self.version = version
+
+    async def sleep(self, level: int = 1) -> None:
+        del level  # at either one nothing stays on the device
+        self._held.clear()
+
+    async def wake(self) -> None:
+        if not self._held:
+            self._take_memory()
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def close(self) -> None:
+        self._held.clear()
