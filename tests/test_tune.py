@@ -7,7 +7,8 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,17 +21,24 @@ from tunesmith.cli.main import app
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.errors import ConfigError
+from tunesmith.config.section import known
+from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.expected import expected_seconds
 from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.filling import with_values
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.tuned import remembered
+from tunesmith.tune.arms import TrialEnded
+from tunesmith.tune.bench import Bench
 from tunesmith.tune.intervals import MOST_PAIRS, interval
 from tunesmith.tune.knobs import Shape, neighbours
-from tunesmith.tune.proof import compare_gradients
+from tunesmith.tune.proof import Proof, compare_gradients
 from tunesmith.tune.result import Journal, Trial
 from tunesmith.tune.search import Candidate, Outcome, search
-from tunesmith.tune.setup import stated, trial_config, tuned_values, without_tuned
+from tunesmith.tune.setup import MANY, pinned_settings, stated, trial_config, tuned_values, without_tuned
+from tunesmith.tune.trial import ended_by
+from tunesmith.tune.tuning import Tuning
 from tunesmith.tune.write import check_output
 
 MODEL = ModelFacts(
@@ -226,7 +234,7 @@ def test_a_trial_learns_nothing_and_writes_nothing(tmp_path: Path) -> None:
     config = load_config(SFTConfig, None, [*said, 'monitor.sinks=["wandb"]', "system.logprob_chunk=32"])
     trial = trial_config(without_tuned(config))
     assert trial.data.eval is None and not trial.monitor.sinks and trial.train.lr < 1e-9
-    assert trial.checkpoint.every > 10**5 and trial.train.batch_size == 8
+    assert trial.checkpoint.every == MANY and trial.train.batch_size == 8
     left = settings(trial, given_only=True)
     assert "system.threads" not in left and "system.logprob_chunk" not in left
     assert without_tuned(config, {"system.threads"}).system.threads == 1
@@ -282,9 +290,119 @@ def test_a_comparison_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
     assert found is not None and found.faster
 
 
+class FakeArm:
+    """A run of which memory holds only one at a time; its step takes as many seconds as its threads say."""
+
+    running: ClassVar[list[FakeArm]] = []
+    dead: ClassVar[set[int]] = set()
+
+    def __init__(self, config: SFTConfig, *_: Any) -> None:
+        self.threads = known(config.system, "threads")
+
+    def start(self) -> None:
+        if self in self.running:
+            return
+        if self.running:
+            raise TrialEnded("memory", "no memory beside another run")
+        if self.threads in self.dead:
+            raise TrialEnded("died", "was ended by SIGKILL")
+        self.running.append(self)
+
+    def step(self, _: float = 0.0) -> float:
+        assert self.running == [self]
+        return self.threads * random.uniform(1, 1.01)
+
+    def resolved(self) -> dict[str, Any]:
+        return {"system.threads": {"value": self.threads, "source": "given"}}
+
+    def end(self) -> None:
+        if self in self.running:
+            self.running.remove(self)
+
+
+@pytest.fixture
+def tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuning]:
+    """Two threads are derived."""
+    for room in ("bench", "tuning"):
+        monkeypatch.setattr(f"tunesmith.tune.{room}.Arm", FakeArm)
+    monkeypatch.setattr(FakeArm, "running", [])
+    monkeypatch.setattr(FakeArm, "dead", set())
+    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/data", "system.threads=2"])
+    bench = Bench(tmp_path, tmp_path, math.inf)
+    derived, shape = {"system.threads": 2}, Shape(4, 8, 800, 128, samples_itself=False, compares=False, gpu=False)
+    tuning = Tuning(
+        without_tuned(config), tmp_path, bench, Facts(machine(), MODEL), Journal(tmp_path / "tuned.json", {}, []),
+        frozenset(), shape, derived, {}, lambda _: None, 0.0, math.inf,
+    )  # fmt: skip
+    bench.fits = Mock(return_value=True)
+    monkeypatch.setattr(Tuning, "candidates", Mock(return_value=()))
+    monkeypatch.setattr(Tuning, "_prove", Mock(return_value=Proof(0.0, 1e-3, 1)))
+    first = FakeArm(tuning.config_of(derived))  # type: ignore[arg-type]
+    first.start()
+    bench.hold(first, derived)  # type: ignore[arg-type]
+    yield tuning
+    bench.close()
+    assert not FakeArm.running
+
+
+@pytest.mark.parametrize("given", [1, 4])
+def test_the_run_file_is_compared_where_memory_holds_one_run(given: int, tuning: Tuning) -> None:
+    tuning.find(with_values(tuning.config, {"system.threads": given}))
+    [found] = tuning.journal.trials
+    assert found.outcome.status == "measured" and found.outcome.interval is not None
+    assert found.outcome.interval.mean == pytest.approx(math.log(given / 2), abs=0.05)
+    assert tuning.given == {"system.threads": given} and tuning.best == {"system.threads": min(given, 2)}
+    result = tuning.conclude()
+    assert result.better == (given == 4) and (result.gain is not None) == (given == 4)
+
+
+def test_what_is_found_stays_where_the_run_file_does_not_run_any_more(tuning: Tuning) -> None:
+    tuning.find(with_values(tuning.config, {"system.threads": 4}))
+    FakeArm.dead.add(4)
+    result = tuning.conclude()
+    assert result.better and result.gain is None and result.values == tuning.derived
+    FakeArm.dead.add(2)
+    tuning.find(with_values(tuning.config, {"system.threads": 1}))
+    assert tuning.journal.trials[-1].values == {"system.threads": 4}, "it is no fault of the run file's one thread"
+
+
+@pytest.mark.parametrize("pinned", [(), ("system.threads",)])
+def test_what_is_best_beside_pinned_settings_is_not_for_runs_without_them(
+    pinned: tuple[str, ...], tuning: Tuning
+) -> None:
+    tuning.pinned = frozenset(pinned)
+    tuning.find(None)
+    tuning.best = {"system.threads": 1}
+    tuning.accepted = [Trial(tuning.derived, tuning.best, tuning.best, Outcome("measured"))]
+    written = tuning.conclude().written
+    best = remembered(tuning.journal.file).get("best", {"values": {}})["values"]
+    assert written == {"system.threads": 1} and best == ({} if pinned else written)
+
+
+def test_settings_in_an_overriding_table_are_pinned() -> None:
+    tables = ["system.sequence_parallel={size=2}", "system.vllm={eager=true}", "train.lr=1e-5"]
+    said = ["model.path=org/m", "data.train=org/data", "system.threads=2", *tables]
+    assert pinned_settings(load_config(SFTConfig, None, said), tables) == {"system.sequence_parallel.size"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "memory"),
+        (CapacityError("x"), "memory"),
+        (ConfigError("x"), "refused"),
+        (RuntimeError("x"), "failed"),
+    ],
+)
+def test_running_out_of_memory_is_told_from_failing(error: Exception, status: str) -> None:
+    assert ended_by(error).status == status
+
+
 def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
     run, report = tmp_path / "train.toml", tmp_path / "train.json"
     check_output(run, report)
+    with pytest.raises(ConfigError, match="nowhere"):
+        check_output(tmp_path / "nowhere" / "train.toml", tmp_path / "nowhere" / "train.json")
     for text in ("[]", '{"rows": 1}', "not JSON"):
         report.write_text(text)
         with pytest.raises(ConfigError, match=r"train\.json"):

@@ -76,8 +76,7 @@ def test_from_settings_that_die_to_faster_ones(folder: Path) -> None:
     assert not written.system.share_prompts and written.system.max_running == 256
     assert written.rollout.group_size == 2 and written.system.threads == 1 and written.system.logprob_chunk == 64
     remembered = [json.loads(file.read_text()) for file in (folder / "cache").rglob("*.json")]
-    best = remembered[0]["best"]["values"]
-    assert best["system.share_prompts"] is False and best["system.logprob_chunk"] == 64
+    assert len(remembered[0]["trials"]) == len(found["trials"]) and "best" not in remembered[0], "settings were pinned"
 
 
 @pytest.mark.parametrize(("kind", "other"), [(SFTConfig, "sft"), (DPOConfig, "dpo")])

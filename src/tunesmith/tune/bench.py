@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import log
 from pathlib import Path
-from typing import Any
 
 from tunesmith.config.schema import RunConfig
 from tunesmith.monitor.interrupts import asked
@@ -36,8 +35,6 @@ class Bench:
     """Whether settings find enough memory while another run has what it needs."""
     concludes: bool = False
     """Whether what is measured now is waited for, although a signal has asked for the end."""
-    together: bool = True
-    """Whether two runs may be in memory at once."""
     _best: Arm | None = field(default=None, init=False)
     _best_values: Values | None = field(default=None, init=False)
 
@@ -56,14 +53,19 @@ class Bench:
         Raises:
             TrialEnded: the best settings do not run any more.
         """
+        if self._best is None or self._best_values != best:
+            self.hold(Arm(self.config_of(best), self.path, self.folder), best)
+        assert self._best is not None, "it was just made"
+        other = arm or Arm(self.config_of(values), self.path, self.folder)
+        outcome = Outcome("measured")
         try:
-            return self._compare(best, values, arm)
-        except TrialEnded:
-            if not self.together:
-                raise
-            self.close()  # perhaps there was no memory for both
-            self.together = False
-            return self._compare(best, values, None)
+            outcome = self._compared(self._best, other, lambda: arm is not None or self.fits(values))
+        finally:
+            if outcome.status == "measured" and outcome.faster:
+                self.hold(other, values)
+            else:
+                other.end()
+        return outcome
 
     @property
     def is_over(self) -> bool:
@@ -74,61 +76,39 @@ class Bench:
             self._best.end()
         self._best = self._best_values = None
 
-    def _compare(self, best: Values, values: Values, arm: Arm | None) -> Outcome:
-        if self._best is None or self._best_values != best:
-            self.hold(Arm(self.config_of(best), self.path, self.folder), best)
-        known, other = self._best, arm or Arm(self.config_of(values), self.path, self.folder)
-        assert known is not None, "it was just made"
-        known.start()
-        together = self.together and self.fits(values)
-        found: list[float] = []
-        outcome = Outcome("measured")
+    def _compared(self, known: Arm, other: Arm, fits: Callable[[], bool]) -> Outcome:
+        """Of two runs, both in memory where it has room for them; else one at a time."""
         try:
-            for ratios in self._rounds(known, other, 1 if together else BLOCK):
-                found += ratios
-                if interval(found).decided or len(found) >= MOST_PAIRS or self.is_over:
-                    break
-            outcome = Outcome("measured", interval(found))
-        except _OtherEnded as ended:
-            outcome = Outcome(ended.status, interval(found) if found else None, ended.reason)
-        finally:
-            if outcome.status == "measured" and outcome.faster:
-                self.hold(other, values)
-            else:
-                other.end()
-        return outcome
+            known.start()
+            if fits():
+                outcome = self._in_turn(known, other, 1)
+                if outcome.status != "memory":
+                    return outcome
+        except TrialEnded:
+            pass  # perhaps there was no memory for both
+        known.end()
+        other.end()
+        return self._in_turn(known, other, BLOCK)
 
-    def _rounds(self, known: Arm, other: Arm, block: int) -> Iterator[list[float]]:
-        """Log-ratios of the other run's times to the known one's; which goes first changes from round to round."""
-        slowest, number = 0.0, 0
-        while True:
+    def _in_turn(self, known: Arm, other: Arm, block: int) -> Outcome:
+        """Of two runs that take ``block`` steps in turn; which goes first changes from round to round."""
+        slowest, ratios = 0.0, list[float]()
+        while not (ratios and (interval(ratios).decided or len(ratios) >= MOST_PAIRS or self.is_over)):
             times: dict[bool, list[float]] = {}
-            for is_known in (True, False) if number % 2 == 0 else (False, True):
-                arm = known if is_known else other
+            for arm in (known, other) if len(ratios) // block % 2 == 0 else (other, known):
                 began, patience = time.monotonic(), START_SECONDS
-                if not is_known and slowest:
+                if arm is other and slowest:
                     patience = max(LEAST_PATIENCE, SLOW * slowest)
-                times[is_known] = _steps(arm, block, patience, known=is_known)
-                if is_known:
+                try:
+                    arm.start()
+                    times[arm is known] = [arm.step(patience) for _ in range(block)]
+                except TrialEnded as ended:
+                    if arm is known:
+                        raise
+                    return Outcome(ended.status, interval(ratios) if ratios else None, str(ended))
+                if arm is known:
                     slowest = max(slowest, (time.monotonic() - began) / block)
                 if block > 1:
                     arm.end()
-            number += 1
-            yield [log(b / a) for a, b in zip(times[True], times[False], strict=True)]
-
-
-class _OtherEnded(Exception):
-    def __init__(self, ended: TrialEnded) -> None:
-        super().__init__()
-        self.status: Any = ended.status
-        self.reason = str(ended)
-
-
-def _steps(arm: Arm, count: int, patience: float, *, known: bool) -> list[float]:
-    try:
-        arm.start()
-        return [arm.step(patience) for _ in range(count)]
-    except TrialEnded as ended:
-        if known:
-            raise
-        raise _OtherEnded(ended) from ended
+            ratios += [log(b / a) for a, b in zip(times[True], times[False], strict=True)]
+        return Outcome("measured", interval(ratios))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+from tunesmith.config.load import parse_override
 from tunesmith.config.monitor import MonitorSection
+from tunesmith.config.resolved import settings
 from tunesmith.config.schema import CheckpointSection, EvalSection, RLConfig, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.filling import with_values
@@ -50,6 +52,12 @@ def without_tuned(config: C, kept: Collection[str] = ()) -> C:
         table: dict[str, Any] = system.get(above[0], {}) if above else system
         table.pop(name, None)
     return config.model_copy(update={"system": type(config.system).model_validate(system)})
+
+
+def pinned_settings(config: RunConfig, overrides: Sequence[str]) -> frozenset[str]:
+    """Tuned settings that overrides gave, by themselves or in a table."""
+    tables = tuple(".".join(parse_override(text)[0]) + "." for text in overrides)
+    return frozenset(key for key in settings(config, given_only=True) if key in TUNED and f"{key}.".startswith(tables))
 
 
 def trial_config(config: C) -> C:

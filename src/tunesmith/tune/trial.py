@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.errors import CapacityError, DeviceMemoryError, UserError
+from tunesmith.errors import CapacityError, UserError
 from tunesmith.monitor.children import end_with_parent
 
 if TYPE_CHECKING:
@@ -65,10 +65,17 @@ def main() -> None:
     try:
         _run(order, on_step)
     except Exception as error:
-        memory = isinstance(error, CapacityError | DeviceMemoryError | MemoryError)
-        status = "memory" if memory else "refused" if isinstance(error, UserError) else "failed"
-        connection.send(Ended(status, f"{type(error).__name__}: {error}"))
+        connection.send(ended_by(error))
         sys.exit(1)
+
+
+def ended_by(error: Exception) -> Ended:
+    """How a run ended that raised an error."""
+    from tunesmith.backends.memory import is_out_of_memory
+
+    memory = isinstance(error, CapacityError) or is_out_of_memory(error)
+    status = "memory" if memory else "refused" if isinstance(error, UserError) else "failed"
+    return Ended(status, f"{type(error).__name__}: {error}")
 
 
 def _run(order: Order, on_step: Callable[[int, dict[str, Any]], bool]) -> None:

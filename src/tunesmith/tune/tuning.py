@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tunesmith.assembly.checking import facts_of_run
-from tunesmith.config.load import find_kind, load_config, parse_override
+from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.places import placed
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -30,11 +30,20 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.plan.tuned import tuned_file
 from tunesmith.tune.arms import Arm, TrialEnded
 from tunesmith.tune.bench import Bench
+from tunesmith.tune.intervals import Interval
 from tunesmith.tune.knobs import KV, LAYOUT, RUNNING, THREADS, TOKENS, TUNED, Shape, Values, layouts_here, neighbours
 from tunesmith.tune.proof import Proof, compare_gradients
 from tunesmith.tune.result import Journal, Result, Trial, shown, told
 from tunesmith.tune.search import Candidate, Outcome, search
-from tunesmith.tune.setup import check_tunable, proof_config, stated, trial_config, tuned_values, without_tuned
+from tunesmith.tune.setup import (
+    check_tunable,
+    pinned_settings,
+    proof_config,
+    stated,
+    trial_config,
+    tuned_values,
+    without_tuned,
+)
 
 ROOM = 0.9
 """Share of the free memory that a second run may need to be kept beside the first."""
@@ -161,12 +170,22 @@ class Tuning:
         except Interrupted:
             self.interrupted = True
             self.bench.close()
+        except TrialEnded as ended:
+            self.say(f"the best settings do not run any more: {ended}")
+            self.bench.close()
 
     def _take(self, config: RunConfig) -> None:
         """Compare the run file's settings with the derived ones."""
         arm = Arm(config, self.path, self.bench.folder)
+        self.bench.close()  # what is derived from the free memory is to be what the run has when it is alone
         try:
-            self._start(arm)
+            try:
+                arm.start()
+            except TrialEnded as ended:
+                said = {key: value for key, value in settings(config, given_only=True).items() if key in TUNED}
+                self.journal.add(Trial(self.derived, said, said, Outcome(ended.status, None, str(ended))))
+                self.say(told(self.journal.trials[-1]))
+                return
             given = tuned_values(arm.resolved())[0]
             move = {key: value for key, value in given.items() if self.derived.get(key) != value}
             if move:
@@ -176,29 +195,14 @@ class Tuning:
                     back = {key: self.derived.get(key) for key in move}
                     turned = Outcome("measured", outcome.interval.turned)
                     self._left = Trial(given, self.derived, back, turned)
-        except TrialEnded as ended:
-            said = {key: value for key, value in settings(config, given_only=True).items() if key in TUNED}
-            self.journal.add(Trial(self.derived, said, said, Outcome(ended.status, None, str(ended))))
-            self.say(told(self.journal.trials[-1]))
         finally:
             if self.best != self.given or self.given == self.derived:
                 arm.end()
 
-    def _start(self, arm: Arm) -> None:
-        """Start a run beside the one that is held, or without it where memory is too short for both."""
-        try:
-            arm.start()
-        except TrialEnded as ended:
-            if ended.status != "memory":
-                raise
-            self.bench.close()
-            self.bench.together = False
-            arm.start()
-
     def proven(self) -> Proof | None:
         """Go back to the fastest settings whose gradient is the derived ones'; None where these are the fastest."""
-        proof: Proof | None = None
         while self.best != self.derived:
+            proof: Proof | None = None
             with suppress(TrialEnded):
                 proof = self._prove(self.best)
                 if proof.holds:
@@ -225,17 +229,9 @@ class Tuning:
 
     def conclude(self) -> Result:
         """Prove the best settings, measure again what they bring, and remember them."""
-        proof, gain = self.proven(), None
-        if self.best != self.given:
-            self.bench.ends, self.bench.concludes = max(self.ends, time.monotonic() + 60), True
-            self.bench.close()
-            outcome = self.bench.compare(self.given, self.best)
-            gain = outcome.interval
-            if not outcome.faster:
-                found = outcome.status if gain is None else shown(gain)
-                self.say(f"measured again, the best settings are no longer faster than the run file's: {found}")
-                self.best, self.accepted, self._left = self.given, [], None
-        self.bench.close()
+        self.bench.close()  # the proof needs its memory
+        proof = self.proven()
+        gain = self._measured_again() if self.best != self.given else None
         changed = {key: value for key, value in self.best.items() if self.derived.get(key) != value}
         said = settings(self.config, given_only=True) | stated(self.best, self.usual)
         kept = self.pinned.union(MEASURED)
@@ -253,8 +249,25 @@ class Tuning:
             seconds=time.monotonic() - self.began,
             interrupted=self.interrupted,
         )
-        self.journal.write({"values": result.written, "reason": result.reason} if changed else None)
+        if not self.pinned:  # what is best beside pinned settings need not be without them
+            self.journal.write({"values": result.written, "reason": result.reason} if changed else None)
         return result
+
+    def _measured_again(self) -> Interval | None:
+        """What the best settings bring; where they are no longer faster than the run file's, go back to these."""
+        self.bench.ends, self.bench.concludes = max(self.ends, time.monotonic() + 60), True
+        try:
+            outcome = self.bench.compare(self.given, self.best)
+        except TrialEnded as ended:
+            self.say(f"measured again, the run file's settings do not run any more: {ended}")
+            return None
+        finally:
+            self.bench.close()
+        if not outcome.faster:
+            found = outcome.status if outcome.interval is None else shown(outcome.interval)
+            self.say(f"measured again, the best settings are no longer faster than the run file's: {found}")
+            self.best, self.accepted, self._left = self.given, [], None
+        return outcome.interval
 
 
 @contextmanager
@@ -273,7 +286,7 @@ def open_tuning(
     with placed(path, overrides):
         config = load_config(find_kind(path, overrides), path, overrides)
         check_tunable(config)
-    pinned = frozenset(".".join(parse_override(text)[0]) for text in overrides) & set(TUNED)
+    pinned = pinned_settings(config, overrides)
     base, facts = trial_config(without_tuned(config, pinned)), facts_of_run(config)
     with TemporaryDirectory(prefix="tunesmith-tune-", ignore_cleanup_errors=True) as folder, ExitStack() as stack:
         remove_at_end(Path(folder))

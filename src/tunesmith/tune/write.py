@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tunesmith.config.load import find_kind, load_config
@@ -17,7 +18,9 @@ FIRST_LINE = "# Written by tunesmith tune"
 
 
 def check_output(file: Path, report: Path) -> None:
-    """Refuse (ConfigError) to replace files that were not written by ``tunesmith tune``."""
+    """Refuse (ConfigError) files that cannot be written, or were not written by ``tunesmith tune``."""
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--output {file}: {file.parent} is no directory that can be written to; name another one")
     if file.is_dir():
         raise ConfigError(f"--output {file} is a directory; name a file")
     if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE):
