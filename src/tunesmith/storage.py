@@ -13,6 +13,11 @@ from typing import Any
 from tunesmith.errors import StorageError, boundary
 
 
+def cache_folder() -> Path:
+    """Where what was measured on this machine is kept; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith"
+
+
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
     """A path next to ``path`` to write a file or a directory to; it takes the name ``path`` at the end.

@@ -11,8 +11,11 @@ from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CapacityError
 from tunesmith.plan.cluster import bundles, missing
+from tunesmith.plan.cpu_seconds import measurable
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.machines import machine
+from tunesmith.plan.memory import bytes_per_number
+from tunesmith.plan.phases import read_rates
 from tunesmith.plan.resolve import resolve, sequence_limits
 
 ASSUMED_SAMPLE, ASSUMED_PROMPT = 2048, 1024
@@ -39,6 +42,8 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
         notes.append(
             f'this run uses one of {facts.hardware.nodes} machines; system.cluster = "ray" spreads it over all'
         )
+    if measurable(resolved.config, facts) and not read_rates(facts.hardware, bytes_per_number(resolved.config)):
+        notes.append("how long a step takes on this CPU is not known yet: tunesmith check machine measures its rates")
     return replace(resolved, notes=(*notes, *resolved.notes)), facts
 
 

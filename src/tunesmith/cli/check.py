@@ -16,7 +16,9 @@ def check(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH|cluster", help="A checkpoint, a run's directory, or the word cluster.", show_default=False
+            metavar="PATH|cluster|machine",
+            help="A checkpoint, a run's directory, or the word cluster or machine.",
+            show_default=False,
         ),
     ],
     shared: Annotated[
@@ -29,12 +31,16 @@ def check(
 ) -> None:
     """Compare every file of a checkpoint, or of all checkpoints of a run, with its checksum.
 
-    The word cluster: report devices, versions, addresses, and the speed between the processes of torchrun.
+    The word cluster: report devices, versions, addresses, and the speed between the processes of torchrun. The word
+    machine: measure for about two minutes how fast this CPU is, from which tunesmith plan tells the seconds of a step.
 
     Example: tunesmith check runs/run-1
     """
     if str(path) == "cluster" and not path.exists():
         _check_cluster(shared or Path.cwd(), bandwidth)
+        return
+    if str(path) == "machine" and not path.exists():
+        _check_machine()
         return
     if shared is not None or bandwidth is not None:
         raise ConfigError("--shared and --bandwidth are for: tunesmith check cluster")
@@ -67,3 +73,14 @@ def _check_cluster(shared: Path, bandwidth: float | None) -> None:
         )
     if report.seconds is None:
         print("one process; start it with torchrun on all machines to compare them and time what is between them")
+
+
+def _check_machine() -> None:
+    from tunesmith.monitor.progress import share
+    from tunesmith.monitor.text import aligned, shown_path
+    from tunesmith.plan.hardware import read_hardware
+    from tunesmith.tune.machine import measure_machine
+
+    found = measure_machine(read_hardware(), lambda text: print(text, flush=True))
+    rows = [["phase", "median error"], *([phase, share(error)] for phase, error in found["median_error"].items())]
+    print(*aligned(rows), f"\nof {found['shapes']} small models; kept in {shown_path(found['file'])}", sep="\n")

@@ -80,10 +80,11 @@ def _layout(config: RunConfig) -> Mapping[str, Any]:
 
 
 def limits(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dict[str, Any]]:
-    """What limits the speed of a run, the most binding first: how many times as fast twice as much would make it."""
+    """What limits the speed of a run on GPUs, the most binding first: how many times as fast twice as much would make
+    it."""
     phases = step_seconds(resolved.config, facts)
     step = phases.get("step", 0.0)
-    if not step:
+    if not step or not on_gpu(resolved.config):
         return []
     overlapped = step < 0.999 * sum(seconds for name, seconds in phases.items() if name != "step")
     found: list[dict[str, Any]] = []

@@ -1,8 +1,9 @@
-"""About how long a step takes on a GPU of the table: operations and bytes over the rates that are usually attained.
+"""About how long a step takes: on a CPU at measured rates (``cpu_seconds.py``), on a GPU of the table by operations
+and bytes over the rates that are usually attained.
 
-Assumed: every sample is as long as the longest one may be, large matrix products attain ``FLOPS_SHARE`` of the peak
-rate and decoding ``BANDWIDTH_SHARE`` of the memory's. Not counted: rewards, environments, new weights on their way to
-engines, launches of kernels. The numbers compare layouts with each other; they have not been measured.
+Assumed on a GPU: every sample is as long as the longest one may be, large matrix products attain ``FLOPS_SHARE`` of
+the peak rate and decoding ``BANDWIDTH_SHARE`` of the memory's. Not counted: rewards, environments, new weights on their
+way to engines, launches of kernels. These numbers compare layouts with each other; they have not been measured.
 """
 
 from __future__ import annotations
@@ -14,10 +15,19 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
 from tunesmith.plan.cost import CostModel, copy_bytes, price, sent_bytes
+from tunesmith.plan.cpu_seconds import cpu_seconds
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import ranks_per_engine
 from tunesmith.plan.machines import GpuKind, kind_of
-from tunesmith.plan.memory import bytes_per_number, gpu_of, has_critic, keeps_reference, layout_of, longest_sample
+from tunesmith.plan.memory import (
+    bytes_per_number,
+    gpu_of,
+    has_critic,
+    keeps_reference,
+    layout_of,
+    longest_sample,
+    on_gpu,
+)
 from tunesmith.plan.situation import rollout_samples
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6
@@ -38,7 +48,9 @@ PLAIN_MODULES = 1.1
 
 def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
     """Seconds of each phase of a step of a resolved run that trains, and of the ``step``; empty where they are unknown:
-    no GPU of the table, no size of the model, float32."""
+    no GPU of the table, a CPU that was not measured, no size of the model, float32 on a GPU."""
+    if not on_gpu(config):
+        return cpu_seconds(config, facts)
     gpu, model, longest = gpu_of(config, facts), facts.model, longest_sample(config, facts)
     kind = kind_of(gpu) if gpu else None
     if kind is None or model is None or not model.parameters or not longest or not config.trains:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -19,7 +18,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.errors import StorageError
 from tunesmith.plan.facts import ModelFacts, Tuned
 from tunesmith.plan.hardware import Hardware
-from tunesmith.storage import read_json, write_json
+from tunesmith.storage import cache_folder, read_json, write_json
 
 _LEARNED = (
     *("model.dtype", "model.quantize", "lora.rank", "lora.targets", "data.train", "data.max_tokens"),
@@ -46,9 +45,8 @@ def tuned_file(config: RunConfig, machine: Hardware, model: ModelFacts | None) -
         "model": asdict(model) if model else config.model.path,
         "shape": {"command": config.command, **{key: said[key] for key in _LEARNED if said.get(key) is not None}},
     }
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:20]
-    return Path(home).expanduser() / "tunesmith" / "tuned" / f"{name}.json", subject
+    return cache_folder() / "tuned" / f"{name}.json", subject
 
 
 def read_tuned(config: RunConfig, machine: Hardware, model: ModelFacts | None) -> Tuned | None:

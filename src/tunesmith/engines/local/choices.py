@@ -23,6 +23,7 @@ from tunesmith.models.lean import PRODUCTS, LeanDecoder
 from tunesmith.models.products import HEADS, LAYERS, works
 from tunesmith.plan.cost import SMALL
 from tunesmith.plan.hardware import read_hardware
+from tunesmith.storage import cache_folder
 
 Choice = Mapping[str, str]
 """The kind of each of a layer's products and of the head, by name."""
@@ -66,7 +67,7 @@ def kept(key: Mapping[str, Any], measure: Callable[[], Any], valid: Callable[[An
     """
     facts = {"cpu": read_hardware().cpu, "threads": torch.get_num_threads(), "torch": torch.__version__, **key}
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith" / "products"
+    folder = cache_folder() / "products"
     path = folder / f"{name}.json"
     try:
         if (found := _read(path, valid)) is not None:

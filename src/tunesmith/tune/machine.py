@@ -1,0 +1,165 @@
+"""The rates of this machine: seconds of each kind of thing, from what small models of many shapes take in each phase.
+
+    t(phase, shape) = Σ_kind rate(phase, kind) · amount(phase, kind, shape),    rates ≥ 0
+
+The rates are those with the least sum of squared relative errors over all shapes, for each phase and number format.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from time import gmtime, strftime
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tunesmith.assembly.probes import Probe
+from tunesmith.config.sizes import format_size
+from tunesmith.errors import CapacityError, StorageError, boundary
+from tunesmith.plan.facts import ModelFacts
+from tunesmith.plan.hardware import Hardware, memory
+from tunesmith.plan.phases import Rates, Work, amounts, phase_seconds, rates_file
+from tunesmith.storage import write_json
+
+SHAPES, ROUNDS = 40, 3
+LEAST, MOST = 2_200_000, 30_000_000
+"""Parameters of the models that are measured."""
+OPERATIONS = 1.0e9, 4e9
+"""Parameters times tokens of a step."""
+BYTES = 18
+"""Per parameter, while a model trains."""
+SWEEPS = 2000
+
+
+def shapes(seed: int) -> Iterator[Work]:
+    """Shapes of models and steps, drawn in a fixed order; every other one in bfloat16."""
+    draw = random.Random(seed)
+    number = 0
+    while True:
+        hidden, dim, layers = (
+            draw.choice([192, 256, 384, 512, 768]),
+            draw.choice([32, 64]),
+            draw.choice([2, 3, 4, 6, 8]),
+        )
+        heads, wide = max(2, hidden // dim), draw.choice([2, 3, 4])
+        kv = draw.choice([k for k in (1, 2, 4) if heads % k == 0])
+        vocabulary = draw.choice([1024, 4096, 8192, 16384, 32000])
+        each = hidden * (2 * (heads + kv) * dim + 3 * wide * hidden)
+        parameters = layers * each + vocabulary * hidden
+        model = ModelFacts(parameters, layers, hidden, wide * hidden, heads, kv, dim, vocabulary, 4096, tied=True)
+        prompts, group = draw.choice([1, 2, 4, 8]), draw.choice([2, 4, 8])
+        prompt, new = draw.choice([16, 32, 64, 128, 256]), draw.choice([16, 24, 32, 48, 64, 96])
+        work = Work(model, 2 + 2 * (number % 2), prompts, group, prompt, new, draw.choice([1024, 2048, 4096]))
+        operations = parameters * work.samples * new
+        if LEAST < parameters < MOST and OPERATIONS[0] < operations < OPERATIONS[1] and prompts * prompt >= 64:
+            number += 1
+            yield work
+
+
+def probes(seed: int, count: int) -> list[Probe]:
+    """
+    Raises:
+        CapacityError: there is no memory for their models.
+    """
+    works = list(islice(shapes(seed), count))
+    needed, free = BYTES * sum(work.model.parameters or 0 for work in works), memory()[1]
+    if needed > free:
+        raise CapacityError(
+            f"the {count} small models that are measured need {format_size(needed)} of memory, and {format_size(free)} "
+            "are free; end other programs first"
+        )
+    return [Probe(work) for work in works]
+
+
+def take_turns(measured: Sequence[Probe], rounds: int, say: Callable[[str], None]) -> None:
+    """Let all take a step in each round, in another order each time, so that a slow minute meets all alike."""
+    draw = random.Random(0)
+    for number in range(1, rounds + 1):
+        for probe in draw.sample(measured, len(measured)):
+            probe.step()
+        say(f"round {number} of {rounds}")
+
+
+def fitted(measured: Sequence[Probe]) -> dict[str, Rates]:
+    """Rates by bytes per number."""
+    sizes = sorted({probe.work.bytes_per_number for probe in measured})
+    return {str(size): _fit([p for p in measured if p.work.bytes_per_number == size]) for size in sizes}
+
+
+def _fit(measured: Sequence[Probe]) -> Rates:
+    does = [amounts(probe.work) for probe in measured]
+    found: dict[str, dict[str, float]] = {}
+    for phase, first in does[0].items():
+        rows = [
+            [each[phase][kind] / p.seconds[phase] for kind in first] for each, p in zip(does, measured, strict=True)
+        ]
+        found[phase] = dict(zip(first, nonnegative(np.array(rows)).tolist(), strict=True))
+    return found
+
+
+def nonnegative(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """``x ≥ 0`` with the least ``|rows · x − 1|²``, by coordinate descent."""
+    size = np.linalg.norm(rows, axis=0)
+    scaled = rows / size
+    gram, target, x = scaled.T @ scaled, scaled.sum(0), np.zeros(rows.shape[1])
+    for _ in range(SWEEPS):
+        for i in range(len(x)):
+            x[i] = max(0.0, x[i] + target[i] - gram[i] @ x)
+    return x / size
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of one phase of one shape."""
+
+    work: Work
+    phase: str
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+
+def predictions(measured: Sequence[Probe], rates: dict[str, Rates]) -> list[Prediction]:
+    """Every phase of every shape, and all phases of a step together."""
+    found: list[Prediction] = []
+    for probe in measured:
+        seconds = phase_seconds(probe.work, rates[str(probe.work.bytes_per_number)])
+        found += [Prediction(probe.work, phase, s, probe.seconds[phase]) for phase, s in seconds.items()]
+        found.append(Prediction(probe.work, "step", sum(seconds.values()), sum(probe.seconds.values())))
+    return found
+
+
+def measure_machine(machine: Hardware, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure this machine's rates, and keep them: they, and how far they are off, by phase.
+
+    Raises:
+        CapacityError: there is too little memory.
+        StorageError: they cannot be kept.
+    """
+    torch.set_num_threads(machine.cores)
+    file, subject = rates_file(machine)
+    measured = probes(0, SHAPES)
+    take_turns(measured, ROUNDS, say)
+    rates = fitted(measured)
+    off: dict[str, list[float]] = {}
+    for each in predictions(measured, rates):
+        off.setdefault(each.phase, []).append(abs(each.ratio - 1))
+    content = {
+        **subject,
+        "date": strftime("%Y-%m-%d", gmtime()),
+        "shapes": SHAPES,
+        "rates": rates,
+        "median_error": {phase: float(np.median(each)) for phase, each in off.items()},
+    }
+    with boundary(StorageError, f"cannot write {file}", OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, content)
+    return {**content, "file": str(file)}

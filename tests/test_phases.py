@@ -1,0 +1,191 @@
+"""Seconds of a step's phases on a CPU: what is counted, the rates that are fitted, and which runs they are for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tunesmith.assembly.planning import plan_run
+from tunesmith.assembly.probes import Probe, made_up
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.plan.cpu_seconds import cpu_seconds, work_of
+from tunesmith.plan.facts import ModelFacts
+from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.memory import longest_sample
+from tunesmith.plan.phases import Work, again_seconds, amounts, phase_seconds, rates_file, read_rates
+from tunesmith.plan.seconds import step_seconds
+from tunesmith.tune.machine import fitted, nonnegative, predictions, shapes
+
+SMALL = ModelFacts(
+    parameters=1536, layers=2, hidden_size=8, intermediate_size=16, heads=2, kv_heads=1, head_dim=4, vocab_size=32,
+    context=256, tied=True,
+)  # fmt: skip
+WORK = Work(SMALL, 4, prompts=3, group=2, prompt=10, new=5, micro=40)
+CONFIG = {
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+    "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_what_a_step_does_by_hand() -> None:
+    does = amounts(WORK)
+    layer = 8 * (2 * (2 + 1) * 4 + 3 * 16)  # q, o, k, v of 8, 8, 4, 4 outputs; gate, up and down
+    tokens = 3 * 10 + 6 * 5
+    forward = does["forward and backward"]
+    assert forward["products"] == tokens * 2 * layer and forward["head"] == 30 * 32 * 8
+    assert forward["passes"] == 2 * 2 and forward["calls"] == 2  # 60 tokens in micro-batches of 40
+    assert forward["pairs"] == (3 * 50 + 6 * 5 * 12.5) * 2 * 2
+    assert does["decode"]["products"] == 5 * 6 * 2 * layer and does["decode"]["steps"] == 5
+    assert does["prefill"]["products"] == 30 * 2 * layer
+
+
+def test_prompts_that_are_not_shared_and_rows_that_wait() -> None:
+    alone = amounts(replace(WORK, share=False, running=4))
+    assert alone["scoring"]["products"] == amounts(WORK)["scoring"]["products"] * 90 / 60
+    assert alone["decode"]["steps"] == 2 * 5 and amounts(WORK)["decode"]["steps"] == 5
+
+
+def test_rates_are_found_again() -> None:
+    draw = np.random.default_rng(0)
+    rows, rates = draw.uniform(0.1, 1.0, (30, 4)), np.array([0.5, 0.0, 2.0, 0.1])
+    rows /= (rows @ rates)[:, None]
+    assert nonnegative(rows) == pytest.approx(rates, abs=1e-4)
+    assert (nonnegative(draw.normal(size=(30, 4))) >= 0).all()
+
+
+def test_shapes_are_the_same_every_time_and_others_for_another_seed() -> None:
+    first = list(islice(shapes(0), 20))
+    assert first == list(islice(shapes(0), 20)) and not {*map(repr, first)} & {*map(repr, islice(shapes(1), 20))}
+    assert {work.bytes_per_number for work in first} == {2, 4}
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_real_steps_are_measured_in_every_phase_and_predicted(number: int) -> None:
+    probes = [Probe(Work(SMALL, number, prompts=2, group=2, prompt=8, new=new, micro=64)) for new in (2, 4, 6)]
+    for probe in probes:
+        probe.step()
+        assert probe.seconds.keys() == amounts(probe.work).keys() and all(s > 0 for s in probe.seconds.values())
+    found = predictions(probes, fitted(probes))
+    assert len(found) == 3 * 7 and all(each.ratio > 0 for each in found)
+    whole = [each for each in found if each.phase == "step"]
+    assert whole[0].measured == pytest.approx(sum(probes[0].seconds.values()))
+
+
+def test_what_is_counted_are_the_weights_of_the_model() -> None:
+    module = made_up(WORK).module
+    matrices = sum(p.numel() for p in module.parameters() if p.dim() == 2)
+    assert matrices == WORK.layers + WORK.head
+
+
+# Which runs the rates are for
+
+
+RATES = {
+    str(number): {phase: dict.fromkeys(does, 1e-9 * number) for phase, does in amounts(WORK).items()}
+    for number in (2, 4)
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without weights, whose parameters are counted from its configuration."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(CONFIG))
+    save_file({"w": torch.zeros(100_000)}, tmp_path / "m" / "model.safetensors")
+
+
+def measured() -> None:
+    file, _ = rates_file(read_hardware())
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"rates": RATES}))
+
+
+def plan(kind: type[RunConfig], *said: str) -> Any:
+    base = ["model.path=m", "data.train=org/data", "system.device=cpu", "model.dtype=float32"]
+    base += ['reward.functions=["exact_match"]', "rollout.max_new_tokens=32"] if kind is RLConfig else []
+    return plan_run(load_config(kind, None, [*base, *said]), "this")
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_machine_that_was_not_measured_is_told() -> None:
+    found, facts = plan(RLConfig)
+    assert step_seconds(found.config, facts) == {}
+    assert any("tunesmith check machine" in note for note in found.notes)
+    measured()
+    found, facts = plan(RLConfig)
+    assert not any("tunesmith check machine" in note for note in found.notes)
+    seconds = step_seconds(found.config, facts)
+    assert seconds["step"] == pytest.approx(sum(s for name, s in seconds.items() if name != "step"))
+    longest = longest_sample(found.config, facts)
+    assert longest is not None
+    assert seconds["decode"] == phase_seconds(work_of(found.config, facts, longest), RATES["4"])["decode"]
+
+
+@pytest.mark.parametrize(
+    "said", ["system.trainer_ranks=2", "lora.rank=4", "system.engine_process=true", "algorithm.name=ppo"]
+)
+@pytest.mark.usefixtures("folder")
+def test_runs_that_do_something_else_have_no_seconds(said: str) -> None:
+    measured()
+    found, facts = plan(RLConfig, said)
+    assert cpu_seconds(found.config, facts) == {}
+    assert not any("check machine" in note for note in found.notes)
+
+
+@pytest.mark.usefixtures("folder")
+def test_settings_that_cost_time_do_so_here() -> None:
+    measured()
+    usual, facts = plan(RLConfig)
+    whole = cpu_seconds(usual.config, facts)
+    again, facts = plan(RLConfig, "system.gradient_checkpointing=true")
+    longest = longest_sample(again.config, facts)
+    assert longest is not None
+    more = cpu_seconds(again.config, facts)["forward and backward"]
+    assert more == pytest.approx(
+        whole["forward and backward"] + again_seconds(work_of(again.config, facts, longest), RATES["4"])
+    )
+    twice, facts = plan(RLConfig, "train.passes_per_batch=2")
+    assert cpu_seconds(twice.config, facts)["optimizer"] == 2 * whole["optimizer"]
+    assert "scoring" not in whole
+    reference, facts = plan(RLConfig, "algorithm.kl.coef=0.1")
+    assert cpu_seconds(reference.config, facts)["scoring"] > 0
+    apart, facts = plan(RLConfig, "system.share_prompts=false")
+    assert cpu_seconds(apart.config, facts)["forward and backward"] > whole["forward and backward"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_supervised_runs_have_no_sampling() -> None:
+    measured()
+    found, facts = plan(SFTConfig, "data.max_tokens=64", "train.batch_size=4")
+    seconds = cpu_seconds(found.config, facts)
+    assert seconds.keys() == {"forward and backward", "optimizer", "step"}
+
+
+@pytest.mark.parametrize("text", ["{", '{"rates": 3}', '{"rates": {"4": {"decode": {"steps": "x"}}}}', '{"rates": {}}'])
+@pytest.mark.usefixtures("folder")
+def test_a_damaged_file_is_as_none(text: str) -> None:
+    measured()
+    rates_file(read_hardware())[0].write_text(text)
+    assert read_rates(read_hardware(), 4) is None
+
+
+def test_the_page_has_the_recorded_table() -> None:
+    from benchmarks import phase_times
+
+    recorded = json.loads(phase_times.RESULTS.read_text())
+    _, _, rest = phase_times.PAGE.read_text().partition(phase_times.BEGIN)
+    assert rest.partition(phase_times.END)[0].strip() == phase_times.table(recorded)
+    steps = [each for each in recorded["predictions"] if each["phase"] == "step"]
+    assert len(steps) == recorded["checked"] and {each["dtype"] for each in steps} == {"float32", "bfloat16"}
