@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import ours, peer_generate, peers, presets, protocol, report, run  # noqa: E402
+from benchmarks import ours, peer_generate, peers, phase_times, presets, protocol, report, run  # noqa: E402
 from benchmarks.workload import QWEN3, WORKLOADS, build_model  # noqa: E402
 
 
@@ -238,3 +238,11 @@ def test_weights_reach_another_process_and_are_timed(tmp_path: Path) -> None:
     records = asyncio.run(sync.run(["tiny"], 1, tmp_path))
     assert [r["plane"] for r in records] == [sync.COPY, "memory", "disk", "gloo"]
     assert all(r["seconds"] > 0 for r in records) and not list(tmp_path.iterdir())
+
+
+def test_the_page_has_the_recorded_seconds_of_phases() -> None:
+    recorded = json.loads(phase_times.RESULTS.read_text())
+    _, _, rest = phase_times.PAGE.read_text().partition(phase_times.BEGIN)
+    assert rest.partition(phase_times.END)[0].strip() == phase_times.table(recorded)
+    steps = [each for each in recorded["predictions"] if each["phase"] == "step"]
+    assert len(steps) == recorded["checked"] and {each["dtype"] for each in steps} == {"float32", "bfloat16"}

@@ -179,13 +179,3 @@ def test_a_damaged_file_is_as_none(text: str) -> None:
     measured()
     rates_file(read_hardware())[0].write_text(text)
     assert read_rates(read_hardware(), 4) is None
-
-
-def test_the_page_has_the_recorded_table() -> None:
-    from benchmarks import phase_times
-
-    recorded = json.loads(phase_times.RESULTS.read_text())
-    _, _, rest = phase_times.PAGE.read_text().partition(phase_times.BEGIN)
-    assert rest.partition(phase_times.END)[0].strip() == phase_times.table(recorded)
-    steps = [each for each in recorded["predictions"] if each["phase"] == "step"]
-    assert len(steps) == recorded["checked"] and {each["dtype"] for each in steps} == {"float32", "bfloat16"}
