@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from importlib import import_module
 from pathlib import Path
 
 from peers import comparisons
@@ -48,3 +49,13 @@ def test_everything_in_the_registries_is_compared_or_says_why_not() -> None:
         for name in names - {o for c in comparisons.COMPARISONS if c.kind == kind for o in c.ours}
     }
     assert missing == comparisons.NOT_COMPARED.keys()
+
+
+def test_the_tests_name_what_the_package_has() -> None:
+    """They run in an environment of their own, so that a name that moved would go unnoticed here."""
+    for path in PEERS.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tunesmith."):
+                module = import_module(node.module or "")
+                for name in node.names:
+                    assert hasattr(module, name.name), f"{path.name}: {node.module} has no {name.name}"

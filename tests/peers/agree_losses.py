@@ -167,8 +167,10 @@ def agree_kl_cov(seed: int, amount: float) -> None:
 
 def chosen(case: Case, name: str, **keys: float) -> Tensor:
     """The tokens ``[B, T]`` that a covariance loss of ours holds back."""
-    samples = prepare_columns(case.batch(), section(loss=name, aggregation="token_mean", **keys), seed=0)
-    return torch.tensor([s.columns["selected"][1:] for s in samples])
+    batch, selected = case.batch(), torch.zeros_like(case.mask)
+    prepare_columns(batch, section(loss=name, aggregation="token_mean", **keys), seed=0)
+    selected[case.bools] = torch.tensor(batch.columns["selected"])
+    return selected
 
 
 @seeds

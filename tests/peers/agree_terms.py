@@ -33,7 +33,7 @@ from verl_losses import AGGREGATIONS, actor_config, verl_loss
 from tunesmith.algorithms.corrections import Correction, correction_weights
 from tunesmith.algorithms.kl import KLController, kl_loss, kl_values
 from tunesmith.algorithms.objective import ValueObjective
-from tunesmith.algorithms.shaping import overlong_penalty, stop_properly
+from tunesmith.algorithms.shaping import OverlongRamp, stop_properly
 from tunesmith.models.head import Head, LogitScale, fused_logprobs
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
@@ -130,7 +130,7 @@ def agree_correction_verl(seed: int, name: str, level: str, threshold: float | s
     """The weights, and the loss they weigh."""
     case = random_case(seed)
     bounds = [float(b) for b in str(threshold).split("_")]
-    keys = dict(zip(("correction_low", "correction_high")[-len(bounds) :], bounds, strict=True))
+    keys = dict(zip(("low", "high")[-len(bounds) :], bounds, strict=True))
     weights = verl_weights(case, level, threshold)
     torch.testing.assert_close(our_weights(case, name, bounds[0], bounds[-1]), weights, rtol=1e-5, atol=1e-5)
     theirs = verl_loss("vanilla", case, correction=weights, **VERL_CLIP)
@@ -281,7 +281,8 @@ def agree_overlong_penalty(seed: int) -> None:
     rewards, lengths = torch.tensor(rng.normal(size=20)), torch.tensor(rng.integers(1, 101, 20))
     theirs = experience(rewards, lengths, lengths == 100)
     length_penalty.apply_overlong_penalty([theirs], 100, 40, 0.5)
-    found = [r + overlong_penalty(n, 100, 40, 0.5) for r, n in zip(rewards.tolist(), lengths.tolist(), strict=True)]
+    ramp = OverlongRamp(buffer=40, factor=0.5)
+    found = [r + ramp.penalty(n, 100) for r, n in zip(rewards.tolist(), lengths.tolist(), strict=True)]
     assert found == pytest.approx(theirs.rewards.tolist())
     assert (theirs.rewards != rewards).any()
 

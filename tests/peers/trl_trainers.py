@@ -125,7 +125,7 @@ def kto_loss(case: Case, kl: Tensor, **settings: float) -> Graded:
         _tokens(case.mask)
         | mismatched
         | {
-            "label": case["side"][:, 0] > 0,
+            "label": case["side"] > 0,
             "ref_logps": case["reference"],
             "ref_KL_logps": torch.zeros_like(kl),
         }
