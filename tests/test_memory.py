@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +24,13 @@ from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.preference import DPOConfig, RMConfig
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, ModelError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.shard_files import WeightFiles, names_in
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan import hub
 from tunesmith.plan.cost import Layout, activation_bytes, adapter_numbers, copy_bytes, price, recomputed
-from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
+from tunesmith.plan.facts import Facts, ModelFacts, facts_of, read_model_facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.hardware import Gpu, Hardware
 from tunesmith.plan.memory import planned
@@ -290,6 +292,31 @@ def test_the_formula_counts_as_the_weights_do(family: str, options: dict[str, An
     assert facts is not None and facts.parameters is not None
     estimate = hub.estimated_parameters(json.loads((path / "config.json").read_text()), facts)
     assert estimate == pytest.approx(facts.parameters, rel=0.01)
+
+
+def test_experts_are_counted_under_each_familys_name() -> None:
+    """DeepSeek-V3 has 671 billion parameters."""
+    config = {
+        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+    }  # fmt: skip
+    facts = facts_of(config)
+    assert facts is not None and hub.estimated_parameters(config, facts) == pytest.approx(671e9, rel=0.06)
+
+
+def test_weights_in_a_second_layout_are_not_counted(tmp_path: Path) -> None:
+    one = save_model(tmp_path / "one")
+    facts = read_model_facts(one)
+    shutil.copy(one / "model.safetensors", one / "consolidated.safetensors")
+    assert facts is not None and facts == read_model_facts(one)
+    names = names_in(one / "model.safetensors")
+    (one / "model.safetensors").rename(one / "part.safetensors")
+    index = one / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "part.safetensors")}))
+    assert read_model_facts(one) == facts and WeightFiles(one).names == set(names)
+    index.write_text("{}")
+    with pytest.raises(ModelError, match=r"index\.json"):
+        read_model_facts(one)
 
 
 def test_every_step_says_what_memory_it_took_and_how_fast_it_was(tmp_path: Path) -> None:

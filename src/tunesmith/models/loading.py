@@ -197,7 +197,8 @@ def read_shards(
     """
     directory = Path(path).expanduser()
     if not directory.is_dir():
-        directory = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
+        patterns = ["*.safetensors", "*.json"]
+        directory = Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns="consolidated*"))
     files, known = WeightFiles(directory), module.state_dict().keys()
     wanted = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} & known
     missing = [name for name in wanted - files.names if not name.startswith(initialised)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunesmith.models.sharding import Sharding, first_row, local, whole
+from tunesmith.plan.facts import weight_files
 
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 2 << 30
@@ -23,13 +24,7 @@ class WeightFiles:
     """The safetensors files of a model's directory, from which single rows can be read."""
 
     def __init__(self, directory: Path) -> None:
-        index, one = directory / INDEX, directory / "model.safetensors"
-        if index.is_file():
-            names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = [directory / name for name in sorted(set(names.values()))]
-        else:
-            files = [one] if one.is_file() else sorted(directory.glob("*.safetensors"))
-        self._file = {name: file for file in files for name in names_in(file)}
+        self._file = {name: file for file in weight_files(directory) for name in names_in(file)}
 
     @property
     def names(self) -> set[str]:

@@ -138,9 +138,23 @@ def _switch(config: Mapping[str, Any]) -> int | None:
 
 
 def count_parameters(directory: Path) -> int | None:
-    """Numbers in a directory's safetensors files, from their headers alone; None without such files."""
-    files = sorted(directory.glob("*.safetensors"))
+    """Numbers in a model's safetensors files, from their headers alone; None without such files."""
+    files = weight_files(directory)
     return sum(map(_count_in_file, files)) if files else None
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that transformers reads: a directory may also have the weights in another layout.
+
+    Raises:
+        ModelError: their index is damaged.
+    """
+    one, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if one.is_file() or not index.is_file():
+        return [one] if one.is_file() else sorted(directory.glob("*.safetensors"))
+    with boundary(ModelError, f"cannot read {index}", (OSError, ValueError, KeyError, TypeError, AttributeError)):
+        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [directory / name for name in sorted(set(names.values()))]
 
 
 def _count_in_file(path: Path) -> int:

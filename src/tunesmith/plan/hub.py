@@ -16,6 +16,7 @@ PATIENCE = 5.0
 """Seconds to wait for the hub; then the run continues without the model's size."""
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def known_model_facts(path: str) -> ModelFacts | None:
@@ -73,7 +74,7 @@ def estimated_parameters(config: dict[str, Any], facts: ModelFacts) -> int:
     config = config.get("text_config") or config
     hidden = facts.hidden_size
     attention = 2 * hidden * (facts.heads + facts.kv_heads) * facts.head_dim
-    experts = config.get("num_local_experts") or config.get("num_experts") or 1
+    experts = next((n for name in _EXPERTS if (n := config.get(name))), 1) + (config.get("n_shared_experts") or 0)
     inner = config.get("moe_intermediate_size") or facts.intermediate_size
     layer = attention + 3 * hidden * inner * experts + 2 * hidden
     embedding = facts.vocab_size * hidden * (1 if facts.tied else 2)
