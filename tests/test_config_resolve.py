@@ -151,9 +151,9 @@ def test_micro_batches_follow_the_memory_and_always_hold_the_longest_sample() ->
 
 def test_sampler_memory_is_what_the_batch_needs_or_its_share() -> None:
     resolved = resolve(rl(), facts())
-    # 64 requests of 100 + 512 tokens and two blocks of 16; 2 · 6 layers · 2 heads · 64 numbers of 4 bytes per token, in
+    # 64 requests of 100 + 512 tokens and two blocks of 32; 2 · 6 layers · 2 heads · 64 numbers of 4 bytes per token, in
     # bfloat16 too, as the local engine has them on a CPU; one plane to move rows in; a tenth more.
-    wanted = 64 * (612 + 32) * (2 * 6 + 1) * 2 * 64 * 4
+    wanted = 64 * (612 + 64) * (2 * 6 + 1) * 2 * 64 * 4
     assert resolved.config.model.dtype == "bfloat16"
     assert derived(resolved, "system.kv_memory")[0] == f"{-(-wanted * 11 // 10**7)}MB"
     tight = resolve(rl("rollout.group_size=256", "rollout.max_new_tokens=3000", "system.max_running=2048"), facts())

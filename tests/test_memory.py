@@ -24,6 +24,7 @@ from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.preference import DPOConfig, RMConfig
 from tunesmith.config.schema import RLConfig, SFTConfig
+from tunesmith.config.sizes import parse_size
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.shard_files import WeightFiles, names_in
@@ -33,12 +34,13 @@ from tunesmith.plan.cost import Layout, activation_bytes, adapter_numbers, copy_
 from tunesmith.plan.facts import Facts, ModelFacts, facts_of, read_model_facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.hardware import Gpu, Hardware
-from tunesmith.plan.memory import planned
+from tunesmith.plan.memory import MARGIN, planned
 from tunesmith.plan.report import memory_of, memory_rows
 from tunesmith.plan.resolve import resolve
 
 GB = 10**9
 QWEN_7B = ModelFacts(7_615_616_512, 28, 3584, 18944, 28, 4, 128, 152064, 32768)
+LLAMA_8B = ModelFacts(8_030_261_248, 32, 4096, 14336, 32, 8, 128, 128256, 131072)
 LLAMA_70B = ModelFacts(70_553_706_496, 80, 8192, 28672, 64, 8, 128, 128256, 131072)
 SMALL = ModelFacts(5_000_000, 6, 256, 768, 4, 2, 64, 4096, 4096)
 A10G, A100 = Gpu("A10G", 24 * GB, 23 * GB, (8, 6)), Gpu("A100", 80 * GB, 79 * GB, (8, 0))
@@ -292,6 +294,17 @@ def test_the_formula_counts_as_the_weights_do(family: str, options: dict[str, An
     assert facts is not None and facts.parameters is not None
     estimate = hub.estimated_parameters(json.loads((path / "config.json").read_text()), facts)
     assert estimate == pytest.approx(facts.parameters, rel=0.01)
+
+
+@pytest.mark.parametrize(("gpu", "memory"), [(None, 22 * GB), (None, 24 * GB), (A10G, 500 * GB)])
+def test_one_request_finds_memory_for_its_keys_and_values(gpu: Gpu | None, memory: int) -> None:
+    """Also where it takes more than the quarter of the free memory that keys and values usually have."""
+    facts = on(gpu, LLAMA_8B, memory, longest=4000)
+    config = resolved(RLConfig, facts, "lora.rank=16", "rollout.max_new_tokens=2000", "system.hybrid=false")
+    numbers = 6000 * 2 * LLAMA_8B.layers * LLAMA_8B.kv_heads * LLAMA_8B.head_dim
+    assert parse_size(config.system.kv_memory) > (2 if gpu else 4) * numbers
+    own = planned(config, facts)
+    assert own is not None and own.peak <= MARGIN * (gpu.memory_free if gpu else memory)
 
 
 def test_experts_are_counted_under_each_familys_name() -> None:

@@ -19,11 +19,10 @@ from tunesmith.errors import ConfigError
 from tunesmith.plan.cost import LEAST_ROWS, activation_bytes, price
 from tunesmith.plan.facts import LEAN_FAMILIES, Facts, ModelFacts
 from tunesmith.plan.filling import Filling, with_values
-from tunesmith.plan.gpus import engines_together
+from tunesmith.plan.gpus import engines_together, ranks_per_engine
 from tunesmith.plan.hardware import COMPILERS, Gpu
 from tunesmith.plan.memory import (
     MARGIN,
-    bytes_per_number,
     bytes_per_token,
     engines_elsewhere,
     free_memory,
@@ -37,6 +36,7 @@ from tunesmith.plan.memory import (
     longest_sample,
     on_gpu,
     planned_elsewhere,
+    request_kv,
     trainer_memory,
 )
 from tunesmith.plan.weights import engines_apart, loads_model, weights_apart
@@ -46,8 +46,6 @@ MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 
 UNKNOWN_MODEL_TOKENS = 4096
 LEAST_KV_BYTES = 16 * 10**6
-BLOCK = 16
-"""The local engine allocates memory to a prompt or a completion in blocks of this many tokens."""
 ACTIVATIONS = "system.offload_activations"
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 
@@ -310,7 +308,7 @@ def _derive_hybrid(filling: Filling, facts: Facts) -> None:
         return
     budget = trainer_memory(config, facts) - _reserved(config, facts, turns=False)
     per_token = bytes_per_token(config, model, float(config.system.gradient_checkpointing))
-    wanted = _wanted_kv(config, facts, model, longest, 1)[1]
+    wanted = _wanted_kv(config, facts, model, 1)[1]
     short = wanted > budget // 4 or longest * per_token > budget // 2
     reason = "short for both at once" if short else "enough for both at once"
     filling.fill(key, short, f"engine and trainer share the GPU, whose memory is {reason}")
@@ -323,7 +321,12 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, kind: str) -
         filling.fill(key, max(UNKNOWN_MODEL_TOKENS, longest), "the model's size is not known")
         return
     per_token = bytes_per_token(config, model, float(known(config.system, "gradient_checkpointing") or 0))
-    fitting = min(budget // 2 // per_token, int(min(host_tokens(config, facts, model), LARGEST_COUNT)))
+    needed = least(config, facts)
+    beside = needed.kv if needed and not needed.turns else 0
+    room, part = min(
+        (budget // 2, "half of the free memory"), (budget - beside, "what keys and values of one request leave free")
+    )
+    fitting = min(max(0, room) // per_token, int(min(host_tokens(config, facts, model), LARGEST_COUNT)))
     most = MOST_TOKENS[kind] * config.system.sequence_parallel.size
     if longest >= min(fitting, most):
         tokens, reason = longest, "the longest sample has to fit"
@@ -331,7 +334,7 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, kind: str) -
         tokens, reason = most, "memory allows more, but more would be no faster"
     else:
         tokens = fitting // 256 * 256 or fitting
-        tokens, reason = max(1, tokens, longest), "half of the free memory"
+        tokens, reason = max(1, tokens, longest), part
     filling.fill(key, tokens, f"{reason} ({format_size(per_token)} of activations per token)")
 
 
@@ -350,7 +353,10 @@ def _derive_kv_memory(filling: Filling, facts: Facts, share: int, part: str) -> 
     if model is None:
         filling.fill(key, megabytes(min(share, 4 * 10**9)), f"{part}, at most 4GB")
         return
-    together, wanted = _wanted_kv(config, facts, model, longest, engines)
+    together, wanted = _wanted_kv(config, facts, model, engines)
+    one = ceil(request_kv(config, facts, model) / ranks_per_engine(config))
+    if one > share:
+        share, part = one, f"what one request of {longest} tokens takes, more than {part}"
     if wanted <= share:
         reason = f"enough for {together} requests of {longest} tokens at once"
     else:
@@ -358,7 +364,7 @@ def _derive_kv_memory(filling: Filling, facts: Facts, share: int, part: str) -> 
     filling.fill(key, megabytes(min(wanted, share)), reason)
 
 
-def _wanted_kv(config: Any, facts: Facts, model: ModelFacts, longest: int, engines: int) -> tuple[int, int]:
+def _wanted_kv(config: Any, facts: Facts, model: ModelFacts, engines: int) -> tuple[int, int]:
     """Concurrent requests of each of ``engines``, and the bytes of their keys and values."""
     together = config.system.max_running
     if isinstance(config, RLConfig):
@@ -367,8 +373,4 @@ def _wanted_kv(config: Any, facts: Facts, model: ModelFacts, longest: int, engin
     else:
         asked = (facts.train_size or together) * (config.sampling.n or 1)
     together = min(together, ceil(asked / engines))
-    # On a CPU the local engine keeps float32 keys and values. It allocates blocks that are only partly full, and one
-    # plane in addition to those for keys and values.
-    exact = config.system.engine == "local" and not on_gpu(config)
-    per_token = model.kv_bytes_per_token(4 if exact else bytes_per_number(config)) * (1 + 1 / (2 * model.layers))
-    return together, max(LEAST_KV_BYTES, ceil(1.1 * together * (longest + 2 * BLOCK) * per_token))
+    return together, max(LEAST_KV_BYTES, ceil(1.1 * together * request_kv(config, facts, model)))

@@ -35,6 +35,8 @@ MARGIN = 1.1
 """A run is refused if it needs more than this many times the free memory; both numbers are estimates."""
 HOST_SHARE = 0.95
 """Of the free host memory; the rest is for Python and its libraries."""
+BLOCK = 32
+"""Engines allocate memory to a prompt or a completion in blocks of at most this many tokens."""
 LEAST_TOKENS = 64
 """Assumed length of a sample if neither data nor settings tell it."""
 
@@ -307,8 +309,18 @@ def least_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int
 
 def _sequence(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
     """Bytes of the longest sample's keys and values on each device of an engine."""
-    longest = longest_sample(config, facts) or LEAST_TOKENS
-    return longest * model.kv_bytes_per_token(bytes_per_number(config)) // ranks_per_engine(config)
+    return request_kv(config, facts, model) // ranks_per_engine(config)
+
+
+def request_kv(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
+    """Bytes of the longest sample's keys and values in an engine.
+
+    They are in blocks that are only partly full. The local engine keeps them in float32 on a CPU, and allocates one
+    plane in addition to those for keys and values.
+    """
+    exact = config.system.engine == "local" and not on_gpu(config)
+    per_token = model.kv_bytes_per_token(4 if exact else bytes_per_number(config)) * (1 + 1 / (2 * model.layers))
+    return ceil(((longest_sample(config, facts) or LEAST_TOKENS) + 2 * BLOCK) * per_token)
 
 
 def host_tokens(config: RunConfig, facts: Facts, model: ModelFacts) -> float:

@@ -16,7 +16,7 @@ from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.gpus import ranks_per_engine
-from tunesmith.plan.memory import bytes_per_number, longest_sample
+from tunesmith.plan.memory import BLOCK, bytes_per_number, longest_sample
 from tunesmith.types import altering
 
 SUPPORTED = (0, 32)
@@ -26,8 +26,6 @@ OWN_ARGUMENTS: Mapping[str, str] = _TABLES["own"]
 """vLLM's engine arguments that have a key in a run file."""
 FIXED_ARGUMENTS: Mapping[str, str] = _TABLES["fixed"]
 """vLLM's engine arguments that cannot be changed, and why."""
-LARGEST_BLOCK = 32
-"""The largest number of tokens in a block of KV memory."""
 LEAST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures above 0 to this one, and the log-probabilities would then not match."""
 
@@ -151,8 +149,8 @@ def vllm_misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
     longest, kv = longest_sample(config, facts), known(config.system, "kv_memory")
     if longest is None or kv is None or vllm.memory_share is not None:
         return
-    blocks = -(-longest // LARGEST_BLOCK) + 1  # one block stays empty
-    needed = blocks * LARGEST_BLOCK * facts.model.kv_bytes_per_token(bytes_per_number(config)) // ranks
+    blocks = -(-longest // BLOCK) + 1  # one block stays empty
+    needed = blocks * BLOCK * facts.model.kv_bytes_per_token(bytes_per_number(config)) // ranks
     if needed > parse_size(kv):
         yield (
             f"system.kv_memory = {kv} does not hold one sequence of {longest} tokens, which takes "
