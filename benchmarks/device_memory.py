@@ -39,7 +39,7 @@ SHAPES = {"0.6B": QWEN3, "7B": QWEN2, "72B": LARGE}
 PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "activations", "head", "host")
 LORA, CHECKPOINTING = "lora.rank=16", "system.gradient_checkpointing=true"
 HALF, QUARTER = "system.gradient_checkpointing=0.5", "system.gradient_checkpointing=0.25"
-AWAY = "system.offload_activations=true"
+AWAY, HOST = "system.offload_activations=true", "system.offload_optimizer=true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ CASES = [
     Case("7B", 4, 16384, (AWAY, CHECKPOINTING)),
     Case("7B", 4, 16384, (AWAY, HALF)),
     Case("0.6B", 4, 32768, (AWAY, LORA)),
+    Case("7B", 4, 8192, (HOST,)),
+    Case("7B", 4, 8192, (HOST, CHECKPOINTING)),
     Case("0.6B", 28, 16384),
     Case("7B", 28, 16384, (LORA, CHECKPOINTING)),
 ]
@@ -82,7 +84,9 @@ RANKED = [
         for shape, tokens in (("0.6B", 16384), ("7B", 8192))
         for options in ((), (CHECKPOINTING,), (LORA,), (LORA, CHECKPOINTING))
     ),
-    Case("7B", 4, 8192, (STAGE(3), "system.offload_optimizer=true"), "8xH200"),
+    Case("7B", 4, 8192, (STAGE(1), HOST), "8xH200"),
+    Case("7B", 4, 8192, (STAGE(3), HOST), "8xH200"),
+    Case("7B", 4, 8192, (STAGE(3), HOST, CHECKPOINTING), "8xH200"),
     Case("7B", 4, 16384, (STAGE(0), RANKS(2)), "8xH200"),
     Case("7B", 4, 32768, (STAGE(3), RANKS(2)), "4xH200"),
     Case("7B", 4, 32768, (STAGE(3), RANKS(4), CHECKPOINTING), "8xH200"),

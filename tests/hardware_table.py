@@ -21,6 +21,9 @@ WAYS = {
     "full": Layout(2, checkpointing=True, tokens=TOKENS),
     "full, optimizer in host memory": Layout(2, offload=True, checkpointing=True, tokens=TOKENS),
     "full, each of 8 GPUs": Layout(2, shards=8, zero_stage=3, checkpointing=True, tokens=TOKENS),
+    "full, each of 8 GPUs, optimizer in host memory": Layout(
+        2, shards=8, zero_stage=3, offload=True, checkpointing=True, tokens=TOKENS
+    ),
     "full, each of 64 GPUs": Layout(2, shards=64, zero_stage=3, checkpointing=True, tokens=TOKENS),
     "LoRA": Layout(2, lora_rank=16, checkpointing=True, tokens=TOKENS),
     "QLoRA (nf4)": Layout(2, lora_rank=16, quantize="nf4", checkpointing=True, tokens=TOKENS),

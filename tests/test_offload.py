@@ -127,12 +127,24 @@ def resolve_sft(facts: Facts) -> Resolved[SFTConfig]:
 def test_its_price_by_hand() -> None:
     n, embedding = SMALL.parameters or 0, 4096 * 256
     for size in (2, 4):
-        of = price(SMALL, Layout(size, offload=True, ema=True, models=2))
-        assert (of.weights, of.optimizer, of.host) == (2 * size * n, 0, 2 * 20 * n)
-        assert of.gradients == size * 2 * embedding
+        of, here = (price(SMALL, Layout(size, offload=flag, ema=True, models=2)) for flag in (True, False))
+        assert (of.weights, of.gradients, of.optimizer, of.host) == (2 * size * n, 0, 0, 2 * 20 * n)
+        on_the_way = size * (embedding + 3 * 256 * SMALL.intermediate_size)
+        assert here.head <= of.head <= here.head + on_the_way
     sharded, plain = (price(SMALL, Layout(2, zero_stage=3, shards=4, offload=flag)) for flag in (True, False))
     assert (sharded.optimizer, sharded.host, plain.host) == (0, 16 * (n // 4), 0)
-    assert sharded.weights == plain.weights and sharded.gradients == plain.gradients
+    assert sharded.weights == plain.weights and (sharded.gradients, plain.gradients) == (0, 4 * (n // 4))
+    summed = price(SMALL, Layout(2, zero_stage=1, shards=4, offload=True))
+    assert summed.gradients == 4 * n  # until the last micro-batch
+
+
+def test_70b_is_trained_on_eight_gpus_of_80gb_with_it() -> None:
+    """As torchtune's full_finetune_distributed recipe of it does: weights and gradients pass, float32 rows stay."""
+    facts = replace(on(A100, LLAMA_70B, memory=2000 * GB), longest=2048)
+    eight = replace(facts, hardware=replace(facts.hardware, gpus=facts.hardware.gpus * 8))
+    config = resolved(SFTConfig, eight)
+    assert (config.system.trainer_ranks, config.system.zero_stage, config.system.offload_optimizer) == (8, 3, True)
+    assert "32 such GPUs" in refusal(SFTConfig, replace(eight, hardware=replace(eight.hardware, memory_available=GB)))
 
 
 def test_it_is_derived_where_a_gpu_needs_it_and_the_host_has_room() -> None:

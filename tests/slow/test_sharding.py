@@ -250,7 +250,7 @@ def test_muons_momentum_is_sharded_and_continues_with_any_number_of_ranks(
             torch.testing.assert_close(other.float(), expected[name].float(), rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (3, torch.float32)])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (1, torch.float32), (3, torch.bfloat16)])
 def test_the_optimizer_in_host_memory_takes_the_same_steps(start: Start, stage: int, dtype: torch.dtype) -> None:
     batch = packing()
     [(norms, ours), *_], [(expected, theirs), *_] = (

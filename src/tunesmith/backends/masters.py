@@ -77,7 +77,7 @@ class Master:
             self.weight = nn.Parameter(self.rows.to(wide))  # rows that are wide share their memory
         else:
             self.weight = parameter
-        if self.copied and not self.sharded:
+        if self.copied and (host is not None or not self.sharded):  # FSDP calls it when it has summed over the ranks
             parameter.register_post_accumulate_grad_hook(self._accumulate)
 
     @property
@@ -91,16 +91,16 @@ class Master:
         return first_row(self.parameter) if self.sharded else None
 
     def _accumulate(self, parameter: Tensor) -> None:
-        """Add a micro-batch's gradient to the sum, which is as wide as the weights."""
+        """Add a micro-batch's gradient, or its rows, to the sum, which is as wide as the weights."""
         assert parameter.grad is not None
-        (self._host.add if self._host else _add)(self.weight, parameter.grad)
+        (self._host.add if self._host else _add)(self.weight, local(parameter.grad))
         parameter.grad = None
 
     def take_gradient(self) -> None:
-        """Give the weights their rows of a sharded parameter's gradient."""
-        if self.sharded:
+        """Give the weights their rows of a sharded parameter's gradient, unless they have them."""
+        if self.sharded and self._host is None:
             grad = self.parameter.grad
-            self.weight.grad = None if grad is None else local(grad).to(self.weight.device)
+            self.weight.grad = None if grad is None else local(grad)
 
     def publish(self) -> None:
         """Round the weights into the parameter."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
 from tunesmith.fake_device.groups import fake_groups
 from tunesmith.fake_device.memory import MemoryUse
@@ -21,6 +22,8 @@ from tunesmith.fake_device.sharded import shards_named
 from tunesmith.fake_device.threads import starts_here
 
 META = torch.device("meta")
+GROUPED = "_group_tensors_by_device_and_dtype"
+_group = getattr(clip_grad, GROUPED)
 READ: dict[str, Any] = {"item": 0, "__float__": 0.0, "__int__": 0, "__index__": 0, "__bool__": True}
 """Methods that read a number, and what they read."""
 
@@ -74,17 +77,6 @@ def replaced(device: Device) -> Generator[None]:
         device.wait("tolist")
         return device.numbers(tensor).tolist()
 
-    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """C++ takes the tensor to be on the meta device, and would copy it to the one on which it is.
-
-        One in host memory that is not to stay there it would not copy.
-        """
-        if tensor.device.type == "cpu" and any(_as_told(each) is META for each in (*args, *kwargs.values())):
-            dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
-            away = {"dtype": dtypes[0] if dtypes else tensor.dtype, "non_blocking": kwargs.get("non_blocking", False)}
-            return torch.ops.aten._to_copy.default(tensor, device=META, **away)
-        return Tensor.to(tensor, *map(_as_told, args), **{key: _as_told(value) for key, value in kwargs.items()})
-
     def resized(storage: torch.UntypedStorage, size: int) -> None:
         resize(storage, size)
         for memory in [*device.memories.values()]:
@@ -101,10 +93,10 @@ def replaced(device: Device) -> Generator[None]:
     def kind(name: str) -> property:
         return property(lambda tensor: tensor.device.type == name)
 
-    methods: dict[str, Any] = {name: reader(name) for name in READ} | {"tolist": tolist, "to": to}
+    methods: dict[str, Any] = {name: reader(name) for name in READ} | {"tolist": tolist, "to": _to}
     methods["record_stream"] = _nothing
     kinds = {f"is_{name}": kind(name) for name in ("cuda", "cpu", "meta")}
-    of_rows = {"to": to, "device": property(lambda tensor: tensor._local_tensor.device)}
+    of_rows = {"to": _to, "device": property(lambda tensor: tensor._local_tensor.device)}
     with ExitStack() as stack:
         for owner, attributes in ((FakeTensor, methods | kinds), (DTensor, of_rows | kinds)):
             for name, attribute in attributes.items():
@@ -115,9 +107,28 @@ def replaced(device: Device) -> Generator[None]:
         stack.enter_context(patch.object(torch, "set_num_threads", _nothing))  # they are those of another machine
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         stack.enter_context(patch.multiple(torch.cuda, **_cuda(device)))
+        stack.enter_context(patch.object(clip_grad, GROUPED, _grouped))
         stack.enter_context(fake_groups())
         stack.enter_context(shards_named(device.allocating))
         yield
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """C++ takes the tensor to be on the meta device, and would copy it to the one on which it is.
+
+    One in host memory that is not to stay there it would not copy.
+    """
+    if tensor.device.type == "cpu" and any(_as_told(each) is META for each in (*args, *kwargs.values())):
+        dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
+        away = {"dtype": dtypes[0] if dtypes else tensor.dtype, "non_blocking": kwargs.get("non_blocking", False)}
+        return torch.ops.aten._to_copy.default(tensor, device=META, **away)
+    return Tensor.to(tensor, *map(_as_told, args), **{key: _as_told(value) for key, value in kwargs.items()})
+
+
+def _grouped(tensors: Any, with_indices: bool = False) -> Any:
+    """C++ takes them to be on the meta device, and a coefficient of the gradients would go there."""
+    groups = _group(tensors, with_indices)
+    return {(lists[0][0].device, kind): (lists, indices) for (_, kind), (lists, indices) in groups.items()}
 
 
 def _as_told(argument: Any) -> Any:

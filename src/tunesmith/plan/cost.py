@@ -132,7 +132,8 @@ def price(model: ModelFacts, layout: Layout) -> Price:
 
     A trained number takes its weight, a float32 gradient, AdamW's two float32 moments and, if the weight has 16 bits,
     a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``). Muon has one moment. With
-    ``offload`` only the weight is here, and gradients of some matrices on their way; the others are in host memory.
+    ``offload`` only the weight is here, and while layers pass backward some gradients on their way; the others are in
+    host memory.
     """
     numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
@@ -149,9 +150,10 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     kept = (8 if wide or layout.lora_rank is not None else 12) + (4 if layout.ema else 0)
     muon = 4 * (numbers - _outside(model)) if layout.muon and layout.lora_rank is None else 0
     gradients, optimizer = layout.models * 4 * trained, layout.models * (kept * trained - muon)
-    if layout.offload:
-        on_the_way = min(trained, 2 * model.vocab_size * model.hidden_size)
-        gradients, optimizer = on_the_way * layout.bytes_per_number, 0
+    head, backward = _passing(model, layout)
+    if layout.offload:  # four at most: the head's, and those of the last feed-forward block
+        on_the_way = min(trained, (model.vocab_size + 3 * model.intermediate_size) * model.hidden_size)
+        gradients, optimizer, backward = 0, 0, backward + on_the_way * layout.bytes_per_number
     return Price(
         weights=layout.models * (held + adapter),
         gradients=gradients,
@@ -160,7 +162,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
         frozen=frozen,
         scorer=scorer,
         activations=_activations(model, layout),
-        head=temporaries(model, layout),
+        head=max(head, backward),
         engine=engine,
         kv=kv,
         turns=layout.turns,
@@ -189,10 +191,13 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         backward += model.vocab_size * model.hidden_size * size + 4 * layer
         at_the_end = (8 if layout.zero_stage == 1 else 4 + size) * outside  # when all else has been
         head = max(head, at_the_end - gathered * size - activations - 4 * (summed - rows))
+    if layout.offload:  # stage 1 sums what it has added up when all micro-batches are done
+        optimizer, gradients = 0, gradients if layout.zero_stage == 1 and layout.lora_rank is None else 0
+        backward += 8 * layer // layout.shards  # rows of two layers on their way
     return Price(
         weights=layout.models * kept,
         gradients=layout.models * gradients,
-        optimizer=0 if layout.offload else layout.models * optimizer,
+        optimizer=layout.models * optimizer,
         host=_in_host_memory(model, layout, trained),
         frozen=layout.references * rows * size + layout.frozen_parameters * size,
         gathered=gathered * size,
@@ -314,11 +319,6 @@ def adapter_numbers(model: ModelFacts, rank: int) -> int:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     widths = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
     return rank * model.layers * widths
-
-
-def temporaries(model: ModelFacts, layout: Layout) -> int:
-    """Of the log-probabilities, or of a layer's backward pass after that: whichever are more."""
-    return max(_passing(model, layout))
 
 
 def _passing(model: ModelFacts, layout: Layout) -> tuple[int, int]:
