@@ -36,8 +36,9 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
 
 
 def test_the_last_model_goes_to_a_private_repository_with_its_card(
-    tmp_path: Path, model: Path, api: MagicMock, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, api: MagicMock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sys.argv", ["tunesmith", "rl", str(tmp_path / "run.toml"), f"model.path='{model}'", "a.b=c/d"])
     outcome = assembly.run_rl(
         None, rl_settings(tmp_path, model, checkpoint__push_to_hub="ann/sums", checkpoint__every=1)
     )
@@ -49,6 +50,8 @@ def test_the_last_model_goes_to_a_private_repository_with_its_card(
     assert said["library_name"] == "transformers" and {"tunesmith", "grpo"} <= set(said["tags"])
     assert "base_model" not in said, "a directory of this machine is no model of the hub"
     assert "| reward |" in card.text and "train.jsonl" in card.text and "[rollout]" in card.text
+    assert "tunesmith rl run.toml" in card.text and "a.b=c/d" in card.text
+    assert not any(str(folder) in card.text for folder in (*tmp_path.parents, *model.parents) if len(folder.parts) > 1)
     assert damages(outcome.checkpoint.parent) == [], "the card is part of the checkpoint"
     assert "https://hub/commit/1" in capsys.readouterr().out
 

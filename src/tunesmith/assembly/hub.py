@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -21,6 +22,8 @@ CARD_FILE = "README.md"
 TEMPLATE = Path(__file__).with_name("model_card.md")
 _SHOWN = 12
 """Metrics on a card."""
+_FOLDERS = re.compile(r"""(?<![^"'=])/(?:[^"'\n/]*/)*(?=[^"'\n/])""")
+"""Folders of an absolute path, which are nobody else's business: the name is left."""
 
 
 def open_hub(config: RunConfig, run_dir: RunDir, report: Callable[[str], None]) -> Hub | None:
@@ -84,7 +87,7 @@ def _card(config: RunConfig, run_dir: RunDir) -> str:
     sources = [one if isinstance(one, str) else one.path for one in (train if isinstance(train, tuple) else (train,))]
     names = [Path(source).name if Path(source).is_absolute() else source for source in sources]
     algorithm = config.algorithm.name if isinstance(config, RLConfig) else None
-    command = shown_command(own_command() or [])
+    command = shown_command([_FOLDERS.sub("", word) for word in own_command() or []])
     local = Path(path).is_absolute()
     data = ModelCardData(
         base_model=None if local else path,
@@ -111,7 +114,7 @@ def _card(config: RunConfig, run_dir: RunDir) -> str:
         name=run_dir.path.name,
         facts=facts,
         numbers=dict(list(plain.items())[:_SHOWN]),
-        settings=(run_dir.path / "config.toml").read_text(encoding="utf-8"),
+        settings=_FOLDERS.sub("", (run_dir.path / "config.toml").read_text(encoding="utf-8")),
     )
     return str(card)
 
