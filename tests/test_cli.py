@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 import commands
 from tunesmith.assembly.opening import RunResult
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.outcome import print_outcome
-from tunesmith.errors import ConfigError, RewardError, StorageError
+from tunesmith.distributed.host import portable
+from tunesmith.errors import ConfigError, DeviceMemoryError, RewardError, StorageError
 
 RUN = """\
 [model]
@@ -130,6 +132,15 @@ def test_every_ending_has_its_exit_code(capsys: pytest.CaptureFixture[str]) -> N
     assert ending(StorageError("disk full"), capsys)[0] == 2
     assert ending(RewardError("too many failed"), capsys) == (1, "error: too many failed\n")
     assert ending(typer.Exit(7), capsys) == (7, "")
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"),
+        DeviceMemoryError("weights"),
+        MemoryError(),
+    ):
+        code, told = ending(error, capsys)
+        assert code == 3 and told.startswith("error: ") and "Traceback" not in told
+    arrived = portable(torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"))
+    assert isinstance(arrived, DeviceMemoryError) and "2 GiB" in str(arrived)
     code, told = ending(ZeroDivisionError("ours"), capsys)
     assert code == 1 and "Traceback" in told and "ZeroDivisionError: ours" in told
     interrupt = KeyboardInterrupt()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -76,6 +77,14 @@ def test_the_joint_products_are_used_when_the_weights_are_back(path: Path) -> No
     assert there.reference is not None and there.reference.lean is not None and there._host_reference is not None  # pyright: ignore[reportPrivateUsage]
     with there._host_reference.here():  # pyright: ignore[reportPrivateUsage]
         assert all(layer.qkv.intact() and layer.gate_up.intact() for layer in there.reference.lean.layers)
+
+
+def test_weights_do_not_stay_where_not_all_came(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = backend_of(path, "lean", away=True)
+    monkeypatch.setattr(LeanDecoder, "moved", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        there.score(Packing.of(training.weighed(training.samples_of()), 60), reference=True)
+    assert held(there) == 0
 
 
 def test_its_price_by_hand() -> None:

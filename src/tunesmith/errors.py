@@ -70,7 +70,9 @@ class StorageError(TunesmithError, OSError):
 
 
 class DeviceMemoryError(TunesmithError, MemoryError):
-    """A micro-batch did not fit in memory."""
+    """A micro-batch, weights or another part of a run did not fit in memory."""
+
+    exit_code = 3
 
 
 class DivergedError(TunesmithError, ArithmeticError):

@@ -11,7 +11,7 @@ from typing import ParamSpec
 import typer
 
 from tunesmith.cli.standard_output import lasting_output
-from tunesmith.errors import TunesmithError
+from tunesmith.errors import DeviceMemoryError, TunesmithError
 from tunesmith.monitor.interrupts import Interrupted, handled
 from tunesmith.monitor.text import printable
 from tunesmith.redact import redact
@@ -38,11 +38,25 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(interrupt.exit_code if isinstance(interrupt, Interrupted) else 130) from None
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
-        except Exception:
+        except Exception as error:
+            if _out_of_memory(error):
+                advice = (
+                    "tunesmith plan says what takes it; lower system.kv_memory or system.device_memory, for example"
+                )
+                _report(f"error: memory ran out: {str(error) or type(error).__name__}. {advice}", error)
+                raise typer.Exit(DeviceMemoryError.exit_code) from None
             print(redact(traceback.format_exc()), end="", file=sys.stderr)
             raise typer.Exit(1) from None
 
     return run
+
+
+def _out_of_memory(error: Exception) -> bool:
+    if "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from tunesmith.backends.memory import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def _report(text: str, error: BaseException) -> None:

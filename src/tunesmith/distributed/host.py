@@ -91,10 +91,12 @@ class Host:
 
 def portable(error: BaseException) -> Exception:
     """An error that the other side can read: Tunesmith's or a built-in one, others as RuntimeError."""
-    from tunesmith.errors import TunesmithError
+    from tunesmith.errors import DeviceMemoryError, TunesmithError
 
     if isinstance(error, TunesmithError):
         return error
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, whose text says how much was asked for
+        return DeviceMemoryError(str(error))
     known = isinstance(error, Exception) and type(error).__module__ == "builtins"
     found: Any = error if known else RuntimeError(f"{type(error).__name__}: {error}")
     found.add_note("".join(traceback.format_exception(error))[-4000:])

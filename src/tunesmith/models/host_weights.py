@@ -37,8 +37,8 @@ class HostWeights:
         Args:
             changes: they are other ones afterwards.
         """
-        self._come()
         try:
+            self._come()
             yield
             if changes:
                 self._keep()
