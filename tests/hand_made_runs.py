@@ -26,7 +26,7 @@ def make_run(folder: Path, steps: int = 5, lines: list[dict[str, Any]] | None = 
     folder.mkdir()
     metrics: list[dict[str, Any]] = [{"step": 0, "time": 100.0, "eval/accuracy": 0.25, "eval/reward": 0.2}]
     for step in range(1, steps + 1):
-        phases = {"seconds/rollout": 2.0, "seconds/train": 1.0, "idle/trainer": 0.5}
+        phases = {"seconds/rollout": 2.0, "seconds/train": 1.0, "idle/trainer": 0.5, "kv_peak": 6.0}
         metrics.append(
             {"step": step, "time": 100.0 + 3 * step, "reward": step / 10, "loss": None, "seconds": 3.0, **phases}
         )
@@ -36,7 +36,11 @@ def make_run(folder: Path, steps: int = 5, lines: list[dict[str, Any]] | None = 
         "train.lr": {"value": 1e-6, "source": "derived", "reason": "why"},
     }
     (folder / "resolved.json").write_text(json.dumps({"settings": kept, "notes": ["a note"]}))
-    device = {"device": "trainer", "roles": {"policy": {"weights": 20}}, "phases": {"training": 30}}
+    device = {
+        "device": "trainer",
+        "roles": {"policy": {"weights": 20}, "engine": {"kv": 8}},
+        "phases": {"training": 30},
+    }
     plan = {"memory": [{**device, "host": 0, "peak": 30, "free": 100, "share": 0.3}], "seconds": {"step": 2.5}}
     (folder / "plan.json").write_text(json.dumps(plan))
     write_facts(Facts(rollouts=True, eval_size=100), folder)

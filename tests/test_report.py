@@ -26,6 +26,7 @@ from tunesmith.report.page import page
 from tunesmith.report.rollouts import Query, RolloutIndex, sample
 from tunesmith.report.run import embedded_rollouts, model, names, open_run
 from tunesmith.report.server import Watch, make_app
+from tunesmith.report.steps import step_timelines
 from tunesmith.report.trace import read_trace
 from tunesmith.rewards.http_limits import Gate, Limits, listening
 
@@ -216,7 +217,8 @@ def test_damage_and_other_versions_are_told(tmp_path: Path) -> None:
     (run / "trace").mkdir()
     (run / "trace/step-000002.json").write_text('{"traceEvents": [')
     made = model([open_run(run)])["runs"][0]
-    assert len(made["problems"]) == 3 and made["settings"] == {} and made["plan"] is None and made["traces"] == []
+    assert len(made["problems"]) == 3 and made["settings"] == {} and made["plan"] is None
+    assert all(trace["metrics"] for trace in made["traces"])
     assert embedded_rollouts(open_run(run), 10**6)[0]["lines"] == [{"step": 1, "text": "of another version"}]
 
 
@@ -340,3 +342,19 @@ def test_the_command_writes_one_private_file(tmp_path: Path) -> None:
     ):
         refused = CliRunner().invoke(app, ["report", *arguments])
         assert refused.exit_code == exit_code and "error:" in refused.output and "Traceback" not in refused.output
+
+
+def test_steps_have_a_timeline_without_a_trace() -> None:
+    steps = Table()
+    usual = {"seconds": 5.0, "seconds/rollout": 3.0, "seconds/train": 1.5, "seconds/sync": 0.5}
+    steps.add({"step": 1.0, **usual, "seconds": 9.0, "seconds/eval": 4.0, "idle/engine": 0.4, "waiting/reward": 0.2})
+    steps.add({"step": 2.0, **usual, "idle/engine": 0.5, "idle/engine/0": 0.3, "idle/engine/1": 0.7})
+    slow, newest = step_timelines(steps, [])
+    rows = {row["lane"]: row["spans"] for row in slow["rows"]}
+    assert [(name, start, seconds) for name, start, seconds, _ in rows["trainer"]] == [
+        ("sync", 0.0, 0.5), ("rollout", 0.5, 3.0), ("train", 3.5, 1.5),
+    ]  # fmt: skip
+    assert rows["trainer"][1][3] and rows["trainer"][2][3] is None and rows["loop"] == [["eval", 5.0, 4.0, None]]
+    assert rows["engine"][0][1:3] == [0.5, 3.0] and rows["reward"][0][1:3] == [0.5, 1.0]  # shares of 5 s
+    assert {row["lane"] for row in newest["rows"]} == {"trainer", "engine 0", "engine 1"}
+    assert [each["step"] for each in step_timelines(steps, [1])] == [2] and step_timelines(Table(), []) == []

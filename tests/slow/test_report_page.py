@@ -92,8 +92,9 @@ async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Pa
         assert await page.run("document.querySelector('[data-metric=reward] figcaption').textContent") == "2"
         await page.run("document.querySelector('#runs input').click()")
         for tab, text in (
-            ("Time", "rollout"), ("Evaluations", "answer 5"), ("Settings", "0.000002"),
-            ("Memory", "policy: weights20 B"), ("Findings", "two"),
+            ("Time", "Step 40, from its metrics"), ("Evaluations", "answer 5"), ("Settings", "0.000002"),
+            ("Memory", "planned, trainermeasuredpolicy: weights20 B"), ("Memory", "engine: kv8 B6 B"),
+            ("Findings", "two"),
         ):  # fmt: skip
             await open_tab(page, tab)
             assert text in await page.run("document.querySelector('#body').textContent"), tab

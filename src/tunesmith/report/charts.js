@@ -262,7 +262,7 @@ function timelineChart(trace) {
     const span = row && row.spans.find((one) => one[1] <= second && second <= one[1] + one[2]);
     caption.textContent = span ? printable(`${row.lane}: ${span[0]}, ${duration(span[2])}${span[3] ? `, waits for ${span[3]}` : ""}`) : "";
   });
-  return make("figure", { class: "wide" }, make("h3", {}, `Step ${trace.step}`), element, caption);
+  return make("figure", { class: "wide" }, make("h3", {}, `Step ${trace.step}${trace.metrics ? ", from its metrics" : ""}`), element, caption);
 }
 
 function swatch(colour) {

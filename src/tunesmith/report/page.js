@@ -159,7 +159,8 @@ function timeBody() {
       Object.keys(planned).length ? table("Seconds planned for a step", Object.entries(planned).map(([name, seconds]) => [name, duration(seconds)])) : null,
       make("h2", {}, `${run.name}: who did what in a step`),
       ...run.traces.map((trace) => timelineChart(trace)),
-      run.traces.length ? null : make("p", { class: "faint" }, "This run has no trace. ", make("code", {}, "monitor.trace_steps=[2]"), " writes that of step 2."),
+      run.traces.some((trace) => trace.metrics) ? make("p", { class: "faint" }, "Metrics tell how long each phase and each actor took, not when an engine or a reward worked. ",
+        make("code", {}, "monitor.trace_steps=[2]"), " records every request of step 2.") : null,
     ];
   });
 }
@@ -389,15 +390,21 @@ function settingsBody() {
 function memoryBody() {
   return visibleRuns().flatMap((run) => {
     const measured = (name) => (run.curves.metrics[name] ? Math.max(...(run.curves.metrics[name].high || run.curves.metrics[name].mean).filter((v) => v !== null)) : null);
-    const rows = [["host memory of the trainer's process", "memory/host_peak"], ["GPU memory of the trainer's process", "memory/device_peak"], ["keys and values", "kv_peak"]]
-      .filter(([, name]) => measured(name) !== null).map(([words, name]) => [words, bytes(measured(name))]);
     const plans = run.plan ? run.plan.memory : [];
+    const parts = plans.flatMap((device) => Object.entries(device.roles).flatMap(([role, of]) => Object.keys(of).map((part) => `${role}: ${part}`)));
+    const phases = plans.flatMap((device) => Object.keys(device.phases));
+    const planned = (of) => plans.map((device) => { const amount = of(device); return amount === undefined ? "" : bytes(amount); });
+    const known = (name) => (measured(name) === null ? "" : bytes(measured(name)));
+    const rows = [
+      ...[...new Set(parts)].map((name) => [name, ...planned((device) => (device.roles[name.split(": ")[0]] || {})[name.split(": ")[1]]), name.endsWith(": kv") ? known("kv_peak") : ""]),
+      ...[...new Set(phases)].map((phase) => [`while ${phase}`, ...planned((device) => device.phases[phase]), ""]),
+      ["at most, at once", ...planned((device) => device.peak), known("memory/device_peak")],
+      ["host memory", ...planned((device) => device.host || undefined), known("memory/host_peak")],
+      ["free when the run began", ...planned((device) => device.free), ""],
+    ].filter((row) => row.slice(1).some(Boolean));
     return [
-      make("h2", {}, run.name), rows.length ? table("Measured at most", rows) : make("p", { class: "faint" }, "Nothing was measured yet."),
-      ...plans.map((device) => table(`Planned for ${device.device}'s memory`, [
-        ...Object.entries(device.roles).flatMap(([role, parts]) => Object.entries(parts).map(([part, amount]) => [`${role}: ${part}`, bytes(amount)])),
-        ...Object.entries(device.phases).map(([phase, amount]) => [`while ${phase}`, bytes(amount)]),
-        ["at most, at once", bytes(device.peak)], ["free when the run began", bytes(device.free)]])),
+      rows.length ? table(`${run.name}: planned and measured at most`, [["", ...plans.map((device) => `planned, ${device.device}`), "measured"], ...rows]) : make("p", { class: "faint" }, `${run.name}: nothing was measured yet.`),
+      measured("memory/host_peak") !== null && measured("memory/device_peak") === null ? make("p", { class: "faint" }, "On a CPU all is host memory of the trainer's process, which also holds Python, its libraries and the data.") : null,
       plans.length ? null : make("p", { class: "faint" }, "This run has no plan of its memory (plan.json)."),
     ];
   });

@@ -20,6 +20,7 @@ from tunesmith.monitor.text import first_and_last
 from tunesmith.monitor.wilson import wilson
 from tunesmith.report.metrics import MetricsFile, curves, totals
 from tunesmith.report.rollouts import RolloutIndex, sample
+from tunesmith.report.steps import step_timelines
 from tunesmith.report.trace import read_traces
 
 Json = dict[str, Any]
@@ -99,6 +100,7 @@ def run_json(run: Run, name: str) -> Json:
         problems.append("no step is complete yet")
     findings, why_none = run.findings()
     step = int(steps.column("step")[-1]) if steps.rows else 0
+    traces = read_traces(run.path / "trace")
     total = settings.get("train.steps", {}).get("value")
     return {
         "name": name,
@@ -116,7 +118,7 @@ def run_json(run: Run, name: str) -> Json:
         "plan": read_plan(run.path),
         "findings": findings,
         "no_findings": why_none,
-        "traces": read_traces(run.path / "trace"),
+        "traces": [*traces, *step_timelines(steps, [trace["step"] for trace in traces])],
         "rollouts": {"groups": len(run.rollouts.groups()), "bytes": run.rollouts.size},
     }
 
