@@ -276,6 +276,14 @@ def test_a_hub_that_does_not_answer_leaves_the_size_unknown(cached_hub: Path, mo
     assert hub.known_model_facts("org/another") is None
 
 
+def test_a_remedy_goes_with_what_was_given() -> None:
+    facts = on(A10G, QWEN_7B)
+    assert "lora.rank = 16" in refusal(DPOConfig, facts)
+    text = refusal(DPOConfig, facts, "system.offload_reference=true")
+    assert "lora.rank = 16 and system.offload_reference = false" in text, "an adapter needs no reference"
+    resolved(DPOConfig, facts, "lora.rank=16", "system.offload_reference=false")
+
+
 def test_muon_saves_nothing_of_an_adapter_and_none_is_offered() -> None:
     plain, muon = (price(QWEN_7B, Layout(2, lora_rank=16, muon=flag)) for flag in (False, True))
     assert plain == muon and muon.optimizer == 8 * adapter_numbers(QWEN_7B, 16)

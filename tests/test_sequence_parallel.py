@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 import training
 from sequence_ranks import SequenceRanks, gradients
@@ -27,9 +27,10 @@ from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
 from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Packing, build_forest
-from tunesmith.errors import ModelError
+from tunesmith.errors import DeviceMemoryError, ModelError
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.lock_step import LockStep
 from tunesmith.models.score_model import ScoreModel, whole_sequence
 from tunesmith.models.sequence import SequenceGroup, SequenceKind
 from tunesmith.types import Sample
@@ -335,3 +336,20 @@ def test_attention_that_ranks_cannot_share(kind: SequenceKind, family: str, sett
         SequenceGroup(Group(), kind).check("org/m", config)
     assert "org/m" in str(error.value) and "system.sequence_parallel" in str(error.value)
     SequenceGroup(Group(), kind).check("org/m", AutoConfig.for_model("qwen2"))  # its window is switched off
+
+
+def test_a_pass_that_failed_is_not_recorded_whatever_failed_before() -> None:
+    """What is recorded is what a rank issues later in the place of a failed pass."""
+    steps = LockStep(cast(PreTrainedModel, nn.Linear(2, 2)), nullcontext)
+    assert steps.begin("train")
+    steps.record("train")
+    assert not steps.begin("train")
+    steps.failure = "no memory"
+    assert steps.begin("score")
+    steps.record("score")
+    assert steps.failure == "no memory" and not steps.begin("score")
+    assert steps.begin("evaluate")
+    steps.failure = "no memory"
+    with pytest.raises(DeviceMemoryError):
+        steps.record("evaluate")
+    assert steps.begin("evaluate")

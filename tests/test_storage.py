@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tunesmith.errors import StorageError
-from tunesmith.storage import read_json, replacing, write_json
+from tunesmith.storage import cache_folder, read_json, replacing, write_json
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "tunesmith"
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+    assert cache_folder().is_absolute() and cache_folder().parent.is_dir()
 
 
 @pytest.mark.parametrize("durable", [False, True])

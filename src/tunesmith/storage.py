@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from tunesmith.errors import StorageError, boundary
@@ -15,7 +16,10 @@ from tunesmith.errors import StorageError, boundary
 
 def cache_folder() -> Path:
     """Where what was measured on this machine is kept; it need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith"
+    except RuntimeError:  # a container's user without a home
+        return Path(gettempdir()) / f"tunesmith-{os.getuid()}"
 
 
 @contextmanager

@@ -198,6 +198,10 @@ async def test_the_live_page_follows_a_run(tmp_path: Path) -> None:
             assert await shown_groups(page, 2) == ["step 4", "step 1"]
             selected = "document.querySelector('#list [aria-selected=true] strong').textContent"
             assert await page.run(selected) == "step 1", "what is looked at stays"
+            with (run / "rollouts.jsonl").open("a") as file:
+                file.write(json.dumps(rollout(4, reward=0.0)) + "\n")
+            await page.until("document.querySelector('#list [role=option]').textContent.includes('2 rollouts')")
+            assert await page.run(selected) == "step 1"
             await choose(page, "Text", "ALERT(1)")
             await shown_groups(page, 1)
             await page.until("document.querySelector('#group article')?.textContent.includes('\\\\x1b[31m')")

@@ -41,7 +41,8 @@ class LockStep:
         self._recorded: dict[Hashable, list[Replay]] = {}
         """How to issue each collective operation of a kind of pass again."""
         self._issued: list[Replay] = []
-        self._failed_before = False
+        self._failed_before: str | None = None
+        """``failure`` before the pass that is recorded."""
         for part in shards(module):
             part.set_custom_all_gather(_AllGather(self._issued, waiting))
             part.set_custom_reduce_scatter(_ReduceScatter(self._issued, waiting))
@@ -51,8 +52,10 @@ class LockStep:
         self._issued.clear()
         if self._sequence is not None:
             self._sequence.issued, self._sequence.waiting = self._issued, self._waiting
-        self._failed_before = self.failure is not None
-        return kind not in self._recorded
+        if kind in self._recorded:
+            return False
+        self._failed_before, self.failure = self.failure, None
+        return True
 
     def record(self, kind: Hashable) -> None:
         """The pass that ends now is complete.
@@ -60,8 +63,9 @@ class LockStep:
         Raises:
             DeviceMemoryError: it failed.
         """
-        if self.failure is not None and not self._failed_before:
-            failure, self.failure = self.failure, None
+        failure, self.failure = self.failure, self._failed_before
+        if failure is not None:
+            self.failure = None
             raise DeviceMemoryError(failure)
         self._recorded[kind] = [*self._issued]
         self._issued.clear()

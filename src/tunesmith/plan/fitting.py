@@ -14,6 +14,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
 from tunesmith.config.toml import toml_value
+from tunesmith.plan.checks import contradictions
 from tunesmith.plan.cost import USUAL_RANK, Price, price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
@@ -84,7 +85,11 @@ def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_o
     more = f", or {more}" if more else ""
     peaks: list[int] = []
     other = {key: value for key, value in (fastest_layout(free_of_layout, facts) or {}).items() if value is not None}
+    without = {"system.offload_reference": False} if known(given.system, "offload_reference") else {}
     for changes in _changes(config, facts, other):
+        changes |= without if "lora.rank" in changes else {}  # an adapter needs no reference
+        if any(contradictions(with_values(given, told | changes))):
+            continue
         changed = least_devices(with_values(config, always | changes), facts)[0][1]
         if changed.peak <= free and not host_problem(config, changed, facts):
             words = " and ".join(f"{key} = {toml_value(value)}" for key, value in (told | changes).items())

@@ -219,13 +219,13 @@ async function more() {
   fillList();
 }
 
-// What was written since the list was made; what is looked at stays. A search for text is not repeated.
+// What was written since the list was made, perhaps further rollouts of a group in it; what is looked at stays. A search for text is not repeated.
 async function addNewGroups() {
-  const newest = Math.max(-1, ...groups.map((group) => group.place));
-  const added = view.text ? [] : (await findGroups("")).groups.filter((group) => group.place > newest);
-  groups = [...added, ...groups];
+  const newest = view.text ? [] : (await findGroups("")).groups;
+  const places = new Set(newest.map((group) => group.place)), before = groups.length;
+  groups = [...newest, ...groups.filter((group) => !places.has(group.place))];
   if (selected < 0 && groups.length) openGroup(0);
-  else if (selected >= 0) selected += added.length;
+  else if (selected >= 0) selected += groups.length - before;
   fillList();
 }
 
