@@ -19,9 +19,12 @@ from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.preference import DPOConfig
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.data.forest import Packing
+from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.plan.cost import Layout, price
+from tunesmith.types import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,43 @@ def test_weights_do_not_stay_where_not_all_came(path: Path, monkeypatch: pytest.
     with pytest.raises(torch.OutOfMemoryError):
         there.score(Packing.of(training.weighed(training.samples_of()), 60), reference=True)
     assert held(there) == 0
+
+
+async def test_an_engine_gives_its_weights_away_at_level_two_and_takes_new_ones(path: Path) -> None:
+    model = CausalLM.load(path)
+    for parameter in model.module.parameters():  # memory of a file cannot be given back
+        parameter.data = parameter.data.clone()
+    state = model.module.state_dict()
+    sent = {name: tensor.clone() for name, tensor in state.items()}
+
+    def update() -> None:
+        for name, tensor in sent.items():
+            state[name].copy_(tensor)
+
+    def held() -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in state.values())
+
+    weights = HostWeights(state.values(), None, kept=False)
+    sizes: dict[str, Any] = {"kv_bytes": 10**7, "max_running": 4, "max_prefill_tokens": 512}
+    engine = LocalEngine(model, **sizes, update=update, weights=weights)
+    sampling, whole = Sampling(8, temperature=0.0, ignore_eos=True), held()
+    before = await engine.generate([1, 2, 3], sampling)
+    for level, left in ((1, whole), (2, 0)):
+        await engine.sleep(level)
+        assert held() == left
+        await engine.load_weights(level)
+        assert held() == whole
+        await engine.wake()
+        assert (await engine.generate([1, 2, 3], sampling)).token_ids == before.token_ids
+    await engine.close()
+
+
+def test_engines_keep_the_base_of_an_adapter_while_the_policy_trains() -> None:
+    n = SMALL.parameters or 0
+    away, kept = (
+        price(SMALL, Layout(2, lora_rank=8, engines=1, turns=True, keeps_base=flag)) for flag in (False, True)
+    )
+    assert kept.training == away.training + 2 * n and kept.sampling == away.sampling
 
 
 def test_its_price_by_hand() -> None:

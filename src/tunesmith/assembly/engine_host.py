@@ -41,6 +41,7 @@ def _local(
 
     from tunesmith.engines.local.engine import LocalEngine
     from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.models.host_weights import HostWeights
     from tunesmith.plan.cost import PeakRates
 
     if threads is not None:
@@ -53,8 +54,9 @@ def _local(
 
         section = LoraSection(**lora)
         attach(lm, section, path=section.path)
-    parameters = lm.module.state_dict()
-
+    parameters, weights = lm.module.state_dict(), None
+    if lm.device.type == "cuda" and lora is None and quantize is None:  # else not all of them come again
+        weights = HostWeights(parameters.values(), lm.lean, kept=False)
     arrived: list[tuple[str, Any]] = []
 
     async def take(offer: Offer) -> None:
@@ -67,7 +69,8 @@ def _local(
         if lm.device.type == "cuda":  # through CUDA IPC, the trainer's copy is read until here
             torch.cuda.synchronize()
 
-    return LocalEngine(lm, update=update, limits=PeakRates(**limits) if limits else None, **options), take
+    rates = PeakRates(**limits) if limits else None
+    return LocalEngine(lm, update=update, weights=weights, limits=rates, **options), take
 
 
 def _vllm(**settings: Any) -> Any:

@@ -76,8 +76,11 @@ class TorchBackend(Generic[M]):
         self.model, self.reference = model, reference
         self.passes = Passes(model, predict)
         self.reference_passes = None if reference is None else Passes(reference, predict)
-        kept_away = reference if offload_reference else None
-        self._host_reference = None if kept_away is None else HostWeights(kept_away.module, kept_away.lean)
+        self._host_reference = None
+        if reference is not None and offload_reference:
+            tensors = (*reference.module.parameters(), *reference.module.buffers())
+            self._host_reference = HostWeights(tensors, reference.lean)
+            self._host_reference.leave()
         self.value_head, self.ema_decay = value_head, ema_decay
         self.optimizer = MasterOptimizer(model.module, settings, value_head, head_lr_ratio)
         if model.dtype == torch.float16:

@@ -1,13 +1,12 @@
-"""A frozen model's weights in host memory, which are on its device only while the model is used."""
+"""A model's weights that are on its device only while the model is used."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tunesmith.models.lean import LeanDecoder
 
@@ -17,18 +16,22 @@ class HostWeights:
 
     They leave storages of no bytes behind, so that all that views them, such as the joint weights of ``lean``, is right
     again when they are back. The host waits for no copy: the device uses them after they have come.
+
+    Args:
+        tensors: the weights.
+        kept: they are in host memory meanwhile; else they come back with any numbers, and others have to be written.
     """
 
-    def __init__(self, module: PreTrainedModel, lean: LeanDecoder | None) -> None:
-        self._lean = lean
-        tensors = [t.detach() for t in (*module.parameters(), *module.buffers())]
+    def __init__(self, tensors: Iterable[Tensor], lean: LeanDecoder | None, *, kept: bool = True) -> None:
+        self._lean, self._away = lean, False
         # Tied weights share a storage, as do those of a joint product.
-        storages = {t.untyped_storage()._cdata: t for t in tensors if t.numel()}  # pyright: ignore[reportPrivateUsage]
+        storages = {t.untyped_storage()._cdata: t.detach() for t in tensors if t.numel()}  # pyright: ignore[reportPrivateUsage]
         self._here = [_flat(tensor) for tensor in storages.values()]
         self._sizes = [flat.untyped_storage().nbytes() for flat in self._here]
-        self._there = [torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda) for flat in self._here]
+        self._there = [
+            torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda) for flat in self._here if kept
+        ]
         self._keep()
-        self._leave()
 
     @contextmanager
     def here(self, *, changes: bool = False) -> Generator[None]:
@@ -38,25 +41,30 @@ class HostWeights:
             changes: they are other ones afterwards.
         """
         try:
-            self._come()
+            self.come()
             yield
             if changes:
                 self._keep()
         finally:
-            self._leave()
+            self.leave()
 
     def _keep(self) -> None:
-        for here, there in zip(self._here, self._there, strict=True):
+        for here, there in zip(self._here, self._there, strict=False):
             there.copy_(here)
 
-    def _come(self) -> None:
-        for here, there, size in zip(self._here, self._there, self._sizes, strict=True):
+    def come(self) -> None:
+        if not self._away:
+            return
+        for here, size in zip(self._here, self._sizes, strict=True):
             here.untyped_storage().resize_(size)
+        for here, there in zip(self._here, self._there, strict=False):
             here.copy_(there, non_blocking=True)
+        self._away = False
         if self._lean is not None:
             self._lean.moved()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        self._away = True
         for here in self._here:
             here.untyped_storage().resize_(0)
 

@@ -6,6 +6,7 @@ Packing, metering and planning all read their prices here. Pure functions of siz
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tunesmith.plan.facts import ModelFacts
 
@@ -71,6 +72,7 @@ class Layout:
     """Of all engines here."""
     turns: bool = False
     """Engines free their memory while the policy trains; the optimizer state is in host memory while they sample."""
+    keeps_base: bool = False  # engines then keep their weights: only the adapter's come again
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Price:
     host: int = 0
     """Host memory beside a GPU: master weights, gradients, moments, average of the weights; activations; references."""
     turns: bool = False
+    keeps_base: bool = False
 
     @property
     def state(self) -> int:
@@ -107,8 +110,8 @@ class Price:
 
     @property
     def training(self) -> int:
-        passing = self.gathered + self.activations + self.head
-        return self.libraries + self.state + passing + (0 if self.turns else self.engine + self.kv)
+        beside = self.engine * (self.keeps_base or not self.turns) + self.kv * (not self.turns)
+        return self.libraries + self.state + self.gathered + self.activations + self.head + beside
 
     @property
     def scoring(self) -> int:
@@ -132,19 +135,18 @@ def price(model: ModelFacts, layout: Layout) -> Price:
 
     A trained number takes its weight, a float32 gradient, AdamW's two float32 moments and, if the weight has 16 bits,
     a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``). Muon has one moment. With
-    ``offload`` only the weight is here, and while layers pass backward some gradients on their way; the others are in
-    host memory.
+    ``offload`` only the weight is here, and some gradients on their way to host memory, where the others are.
     """
     numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
-    engine, kv = layout.engines * copy // layout.ranks + layout.prepared, layout.kv_bytes
+    beside: dict[str, Any] = {"kv": layout.kv_bytes, "turns": layout.turns, "keeps_base": layout.keeps_base}
+    beside["engine"] = layout.engines * copy // layout.ranks + layout.prepared
     scorer = layout.references * copy if layout.offload_references else 0
     frozen = layout.references * copy - scorer + layout.frozen_parameters * layout.bytes_per_number
-    held = copy if layout.holds_model else 0
     if not layout.trains:
-        return Price(weights=held, frozen=frozen, engine=engine, kv=kv, turns=layout.turns)
+        return Price(weights=copy * layout.holds_model, frozen=frozen, **beside)
     if layout.zero_stage:
-        return replace(_sharded(model, layout), engine=engine, kv=kv, turns=layout.turns)
+        return replace(_sharded(model, layout), **beside)
     trained = numbers if layout.lora_rank is None else adapter_numbers(model, layout.lora_rank)
     adapter = 0 if layout.lora_rank is None else 4 * trained  # float32 for any type of the model
     kept = (8 if wide or layout.lora_rank is not None else 12) + (4 if layout.ema else 0)
@@ -155,7 +157,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
         on_the_way = min(trained, (model.vocab_size + 3 * model.intermediate_size) * model.hidden_size)
         gradients, optimizer, backward = 0, 0, backward + on_the_way * layout.bytes_per_number
     return Price(
-        weights=layout.models * (held + adapter),
+        weights=layout.models * (copy * layout.holds_model + adapter),
         gradients=gradients,
         optimizer=optimizer,
         host=_in_host_memory(model, layout, trained) + scorer,
@@ -163,9 +165,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
         scorer=scorer,
         activations=_activations(model, layout),
         head=max(head, backward),
-        engine=engine,
-        kv=kv,
-        turns=layout.turns,
+        **beside,
     )
 
 

@@ -160,6 +160,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         ranks=ranks_per_engine(config),
         prepared=together * _prepared(config, facts),
         turns=bool(known(system, "hybrid")) or isinstance(config, RFTConfig),
+        keeps_base=isinstance(config, RLConfig) and system.engine == "local" and lora,
     )
 
 

@@ -32,6 +32,7 @@ from tunesmith.engines.stats import EngineStats
 from tunesmith.engines.step_thread import StepThread
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.host_weights import HostWeights
 from tunesmith.plan.cost import PeakRates
 from tunesmith.types import Completion, FinishReason, Sampling
 
@@ -52,6 +53,7 @@ class LocalEngine:
         limits: of the hardware, for ``stats().attainable_seconds``.
         speculation: guess tokens ahead, without a change of the completions.
         update: puts new weights into the model, between two steps; None: the trainer has done so.
+        weights: the model's, which no one else uses; they leave the device at level 2 of ``sleep``.
 
     Raises:
         UserError: the budget is too small for a single request, or the assistant does not fit the model.
@@ -70,9 +72,10 @@ class LocalEngine:
         limits: PeakRates | None = None,
         speculation: Speculation | None = None,
         update: Callable[[], None] | None = None,
+        weights: HostWeights | None = None,
     ) -> None:
         self._model, self._kv_bytes, self._speculation = model, kv_bytes, speculation
-        self._update = update
+        self._update, self._weights = update, weights
         self._eos = frozenset(end_of_sequence_ids(model) if eos_token_ids is None else eos_token_ids)
         layout, cost = probe(model)
         self._meter = Meter(cost, limits)
@@ -126,6 +129,8 @@ class LocalEngine:
         """See ``RolloutEngine``."""
 
         def load() -> None:
+            if self._weights is not None:
+                self._weights.come()
             if self._update is not None:
                 with torch.no_grad():
                     self._update()
@@ -136,12 +141,11 @@ class LocalEngine:
         await self._thread.call(load)
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the KV memory and prepared weights. The weights are the trainer's, and stay at any level.
+        """Free the KV memory and prepared weights, at level 2 also the weights, unless the trainer uses them.
 
         Raises:
             EngineError: requests are in flight.
         """
-        del level
         if self._in_flight:
             raise EngineError("the engine cannot sleep while requests are in flight: await them first")
         if self._state == "awake":
@@ -150,6 +154,8 @@ class LocalEngine:
             def free() -> None:
                 self._pool.clear()
                 self._runner.refresh()
+                if level == 2 and self._weights is not None:
+                    self._weights.leave()
 
             await self._thread.call(free)
 
