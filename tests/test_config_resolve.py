@@ -20,6 +20,7 @@ from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, changes, config_text, print_resolved, save_resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError, ModelError, StorageError
+from tunesmith.plan import hardware
 from tunesmith.plan.capacity import engine_threads
 from tunesmith.plan.checks import check
 from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
@@ -422,6 +423,30 @@ def test_files_that_are_no_model_are_refused_in_words(tmp_path: Path, name: str,
     with pytest.raises(ModelError, match=rf"cannot read .*{name}") as caught:
         read_model_facts(tmp_path)
     assert told in str(caught.value)
+
+
+def test_limits_of_the_groups_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster's scheduler or systemd limits a group below the root; the least of them counts."""
+    own = tmp_path / "self"
+    monkeypatch.setattr(hardware, "_GROUPS", tmp_path)
+    monkeypatch.setattr(hardware, "_OWN_GROUPS", own)
+    files = {
+        "slurm/job/memory.max": 3 * 10**9, "slurm/job/memory.current": 10**9, "slurm/memory.max": 2 * 10**9,
+        "slurm/memory.current": 10**9, "slurm/memory.stat": "anon 1\ninactive_file 400000000", "memory.max": "max",
+        "slurm/cpu.max": "150000 100000", "slurm/job/cpu.max": "max 100000", "other/memory.max": 1,
+        "memory/old/memory.limit_in_bytes": 5 * 10**8, "cpu/old/cpu.cfs_quota_us": 100000,
+        "cpu/old/cpu.cfs_period_us": 100000,
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    own.write_text("0::/slurm/job\n")
+    assert hardware.memory()[0] == 2 * 10**9 and hardware.memory()[1] <= 14 * 10**8
+    assert hardware.usable_cpus() == 1
+    own.write_text("4:memory:/old\n1:cpu,cpuacct:/old\n0::/\n")
+    assert hardware.memory() == (5 * 10**8, min(5 * 10**8, hardware.memory()[1])) and hardware.usable_cpus() == 1
+    own.write_text("0::/../job\n")
+    assert hardware.memory()[0] > 3 * 10**9
 
 
 def test_gpu_listing() -> None:

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import psutil
 
 _NATIVE_BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"})
 _NO_LIMIT = 2**60
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -141,14 +143,14 @@ def _cores() -> int:
 def usable_cpus() -> int:
     """Logical processors, within the limits of scheduler and container quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, _cgroup_cpus() or allowed))
+    return max(1, min(allowed, *_group_cpus(), allowed))
 
 
 def memory() -> tuple[int, int]:
     """(total, available) bytes: the least of what machine, container and ``ulimit -v`` allow."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
-    for limit, used in (_cgroup_memory(), _address_space()):
+    for limit, used in (*_group_memory(), _address_space()):
         if limit < _NO_LIMIT:
             total, available = min(total, limit), min(available, max(0, limit - used))
     return total, available
@@ -161,31 +163,36 @@ def _address_space() -> tuple[int, int]:
     return limit, psutil.Process().memory_info().vms
 
 
-def _cgroup_memory() -> tuple[int, int]:
-    """(limit, used) of the container; page cache that can be dropped does not count as used."""
-    v2, v1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
-    for folder, limit, used, cache_key in (
-        (v2, "memory.max", "memory.current", "inactive_file"),
-        (v1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        text = _read(folder / limit)
-        if text and text.isdigit():
-            stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines() if " " in line)
-            current = int(_read(folder / used) or 0) - int(stat.get(cache_key, 0))
-            return int(text), max(0, current)
-    return _NO_LIMIT, 0
+def _groups(controller: str) -> Iterator[Path]:
+    """The control groups (versions 2 and 1) that limit this process: its own, and all above it."""
+    for line in ("0::/", f"1:{controller}:/", *_read(_OWN_GROUPS).splitlines()):
+        number, controllers, path = line.split(":", 2)
+        if ".." not in path and (number == "0" or controller in controllers.split(",")):
+            top = _GROUPS if number == "0" else _GROUPS / controller
+            own = top / path.strip("/")
+            yield from (own, *own.parents[: len(own.parts) - len(top.parts)])
 
 
-def _cgroup_cpus() -> int | None:
-    """Whole cores of the container's CPU quota; None without one."""
-    v2 = _read(Path("/sys/fs/cgroup/cpu.max")).split()
-    quota, period = v2 if len(v2) == 2 else ("max", "1")
-    if not v2:
-        quota = _read(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")) or "max"
-        period = _read(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")) or "1"
-    if not quota.isdigit() or not period.isdigit() or int(period) == 0:
-        return None
-    return max(1, int(quota) // int(period))
+def _group_memory() -> Iterator[tuple[int, int]]:
+    """(limit, used) of each control group; page cache that can be dropped does not count as used."""
+    for folder in _groups("memory"):
+        for limit, used, cache_key in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            if (text := _read(folder / limit)).isdigit():
+                stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines() if " " in line)
+                current = int(_read(folder / used) or 0) - int(stat.get(cache_key, 0))
+                yield int(text), max(0, current)
+
+
+def _group_cpus() -> Iterator[int]:
+    """Whole cores of each control group's CPU quota."""
+    for folder in _groups("cpu"):
+        old = (_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
+        quota, period = (*(_read(folder / "cpu.max").split() or old),)
+        if quota.isdigit() and period.isdigit() and int(period):
+            yield max(1, int(quota) // int(period))
 
 
 def _read(path: Path) -> str:
