@@ -19,7 +19,7 @@ from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.toml import toml_value
-from tunesmith.errors import CapacityError
+from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.fake_device.threads import FIRST
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.memory import planned_devices
@@ -122,6 +122,14 @@ def _shallow(folder: Path, name: str, *, scores: bool = False) -> str:
     )
     (path / "config.json").write_text(json.dumps(shape))
     return str(path)
+
+
+def test_ranks_that_torchrun_would_not_start_are_refused() -> None:
+    file = ROOT / "examples" / "clusters" / "sft_full.toml"
+    said = ["system.trainer_ranks=5"]
+    config = load_config(find_kind(file, said), file, said)
+    with pytest.raises(ConfigError, match=r"trainer_ranks = 5, and torchrun starts 16 ranks on 2 machines of 8 GPUs"):
+        plan_run(config, "2x8xA100-80GB")
 
 
 def test_every_recipe_names_a_machine() -> None:

@@ -244,6 +244,20 @@ def test_too_many_engines_are_refused_with_the_number_of_gpus() -> None:
     assert "attention heads" in str(caught.value) and "engine_process" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("said", "least"),
+    [
+        (["system.zero_stage=3", "system.shard_size=16"], "divisor of 8"),
+        (["system.zero_stage=2", "system.shard_size=3"], "2 would be left over"),
+        (["system.sequence_parallel.size=16"], "system.trainer_ranks = 8 is no multiple"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_told_with_all_gpus(said: list[str], least: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(SFTConfig, "8xH100", SMALL, *said)
+    assert least in str(caught.value) and "there is 1" not in str(caught.value)
+
+
 def test_an_engine_of_several_stages_takes_as_many_gpus() -> None:
     stages = "system.vllm.pipeline_parallel_size=2"
     assert layout(GenerateConfig, "8xH100", QWEN_7B, *VLLM, stages)["engines"] == 4

@@ -9,7 +9,8 @@ from tunesmith.assembly.checking import facts_of_run
 from tunesmith.config.preference import ScoreConfig
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.errors import CapacityError
+from tunesmith.config.section import known
+from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cluster import bundles, missing
 from tunesmith.plan.cpu_seconds import measurable
 from tunesmith.plan.facts import Facts
@@ -33,6 +34,12 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
     facts, notes = _with_lengths(config, facts_of_run(config, hardware))
     if hardware.nodes > 1 and config.drawing is None:  # torchrun starts as many on each
         facts = replace(facts, ranks_here=len(hardware.gpus))
+        world, ranks = hardware.nodes * len(hardware.gpus), known(config.system, "trainer_ranks")
+        if ranks not in (None, world):
+            raise ConfigError(
+                f"system.trainer_ranks = {ranks}, and torchrun starts {world} ranks on {hardware.nodes} machines of "
+                f"{len(hardware.gpus)} GPUs, one for each; leave system.trainer_ranks out"
+            )
     resolved = resolve(config, facts)
     if resolved.config.system.cluster == "ray" and isinstance(resolved.config, RLConfig):
         each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}

@@ -76,7 +76,10 @@ def _nearest_layout(config: RunConfig, facts: Facts) -> Settings:
     """The layout that lacks the least memory, for the numbers of a refusal; if all are refused, as the settings are."""
     found = [each for each in layouts(config, facts) if not any(contradictions(with_values(config, each), facts))]
     as_said: dict[str, Any] = {key: given(config, key) or default for key, default in ONE_PROCESS.items()}
-    if gpus_of_run(config, facts) > 1 and max(as_said[ENGINES], as_said[TENSOR]) > 1 and given(config, PROCESS) is None:
+    gpus = gpus_of_run(config, facts)
+    if config.trains and given(config, RANKS) is None and (given(config, STAGE) or given(config, SEQUENCE)):
+        as_said[RANKS] = gpus  # what such settings divide, and would get if they did
+    if gpus > 1 and max(as_said[ENGINES], as_said[TENSOR]) > 1 and given(config, PROCESS) is None:
         as_said[PROCESS] = True
     return min(found, key=lambda layout: lack(config, facts, layout), default=as_said)
 
