@@ -42,15 +42,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("dtype", "name", "kind", "is_head"), KINDS)
 @pytest.mark.parametrize("biased", [False, True])
-def test_each_kind_computes_the_product(dtype: torch.dtype, name: str, kind: Kind, is_head: int, biased: bool) -> None:
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 208), (5, 200), (5, 208), (37, 48), (37, 1040)])
+def test_each_kind_computes_the_product(
+    dtype: torch.dtype, name: str, kind: Kind, is_head: int, biased: bool, rows: int, outputs: int
+) -> None:
     if not works(kind, dtype):
         pytest.skip("this machine does not have it")
-    weight, x = torch.randn(200, 96).to(dtype), torch.randn(5, 96).to(dtype)
-    bias = torch.randn(200).to(dtype) if biased else None
+    weight, x = torch.randn(outputs, 96).to(dtype), torch.randn(rows, 96).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if biased else None
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    rows = x.to(kind.rows or dtype)
-    found = kind.prepare(weight, bias)(rows)
-    assert found.dtype == (torch.float32 if is_head else rows.dtype)
+    x = x.to(kind.rows or dtype)
+    found = kind.prepare(weight, bias)(x)
+    assert found.dtype == (torch.float32 if is_head else x.dtype)
     rounded = found.dtype == torch.bfloat16
     error = float((found.double() - exact).abs().max() / exact.abs().max())
     assert error < (2**-8 if rounded else 2e-5 if name == "twice" else 1e-6)
@@ -93,7 +96,7 @@ def test_where_nothing_can_be_kept_nothing_is_measured(tmp_path: Path, monkeypat
     monkeypatch.setattr(choices, "LEAST", 0)
     model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.bfloat16)
     assert model.lean is not None
-    assert choose(model, model.lean) == choices.fixed(1000, torch.bfloat16)
+    assert choose(model, model.lean, compiled=False) == choices.fixed(1000, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,12 +106,13 @@ def test_a_measured_choice_is_valid_and_repeats(
     monkeypatch.setattr(choices, "LEAST", 0)
     model = CausalLM.load(save_model(tmp_path / "model", "gemma3_text", head_dim=16), dtype=dtype)
     assert model.lean is not None
-    found = choose(model, model.lean)
+    monkeypatch.setattr(choices, "tiles", lambda: False)
+    found = choose(model, model.lean, compiled=True)
     assert [*found] == [*ROWS] and all(set(kinds) == {*PRODUCTS, "head"} for kinds in found.values())
     for kinds in found.values():
         assert len({LAYERS[dtype][kinds[name]].rows for name in PRODUCTS}) == 1
     monkeypatch.setattr(choices, "measured", lambda *_, **__: pytest.fail("measured again"))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    assert choose(model, model.lean) == found
+    assert choose(model, model.lean, compiled=True) == found
     (file,) = cache.iterdir()
     assert json.loads(file.read_text())["facts"]["torch"] == torch.__version__
 
@@ -116,7 +120,7 @@ def test_a_measured_choice_is_valid_and_repeats(
 def test_kinds_of_large_copies_are_not_tried_for_large_models(tmp_path: Path) -> None:
     model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.bfloat16)
     assert model.lean is not None
-    for kinds in measured(model, model.lean, [1, 8], small=False).values():
+    for kinds in measured(model, model.lean, [1, 8], ["plain", "packed", "float32"], small=False).values():
         copied = [LAYERS[torch.bfloat16][kinds[name]].copied for name in PRODUCTS]
         assert max(copied) <= 2
     assert prepared_bytes(SMALL, 1 << 40) == 8 * SMALL and prepared_bytes(SMALL + 1, 1 << 40) == 4 * (SMALL + 1)
@@ -132,7 +136,7 @@ def test_of_a_model_of_another_shape_nothing_is_prepared_but_a_float32_head(
         for name in table.keys() - {"plain", "float32"}:
             monkeypatch.setitem(table, name, refused)
     model = CausalLM.load(save_model(tmp_path / "model", "gpt2"), dtype=dtype)
-    decoder = decode_model.DecodeModel(model)
+    decoder = decode_model.DecodeModel(model, compiled=True)
     assert decoder.for_rows(1) is model and decoder.for_rows(100) is model
     hidden = torch.randn(3, model.head.in_features).to(dtype)
     exact = hidden.double() @ model.head.weight.detach().double().t()
@@ -164,6 +168,8 @@ def scores(model: CausalLM, token_ids: Sequence[int]) -> list[float]:
         (torch.bfloat16, "packed", "twice"),
         (torch.bfloat16, "float32", "float32"),
         (torch.bfloat16, "plain", "twice"),
+        (torch.bfloat16, "compiled", "compiled"),
+        (torch.bfloat16, "compiled", "float32"),
     ],
 )
 def test_the_engine_samples_as_the_trainer_scores_with_every_kind(
@@ -175,7 +181,9 @@ def test_the_engine_samples_as_the_trainer_scores_with_every_kind(
     if not all(works(one, dtype) for one in kinds):
         pytest.skip("this machine does not have it")
     plain = dict.fromkeys((*PRODUCTS, "head"), "plain")
-    monkeypatch.setattr(decode_model, "choose", lambda model, _: {4: chosen if model.module.dtype == dtype else plain})
+    monkeypatch.setattr(
+        decode_model, "choose", lambda model, *_, **__: {4: chosen if model.module.dtype == dtype else plain}
+    )
     model = CausalLM.load(save_model(tmp_path / "model", "qwen3", head_dim=16), dtype=dtype)
     if adapted:
         attach(model, LoraSection(rank=4, targets=["q_proj", "up_proj"]))

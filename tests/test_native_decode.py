@@ -25,6 +25,7 @@ from tunesmith.engines.local import native_decode
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.native_decode import ACTIVATIONS, BankData, LayerData, RowsData, StepData
 from tunesmith.errors import ConfigError, EngineError
+from tunesmith.models import products
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.native.build import library
 from tunesmith.plan.facts import Facts, read_model_facts
@@ -160,6 +161,44 @@ def test_norms_and_activations(rows: int, width: int, dtype: torch.dtype, adds: 
     torch.testing.assert_close(out.double(), active * up, rtol=close, atol=1e-4)
 
 
+@needs_compiler
+@given(st.integers(1, 300), st.integers(1, 5), st.sampled_from([0.0, 0.3, 1.0, 2.0]), st.sampled_from([1, 3]))
+@settings(max_examples=60, deadline=None)
+def test_tokens_are_drawn_by_the_inverse_of_the_distribution(
+    vocabulary: int, rows: int, temperature: float, threads: int
+) -> None:
+    logits, uniforms = torch.randn(rows, vocabulary) * 4, torch.rand(rows, dtype=torch.float64)
+    logits[:, 1 : vocabulary // 2 : 3] = -math.inf
+    tokens, logprobs = drawn(logits, temperature, uniforms, threads)
+    probs = (logits.double() / (temperature or 1)).softmax(-1)
+    chosen = probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert (chosen > 0).all()
+    torch.testing.assert_close(logprobs.double(), chosen.log(), rtol=0, atol=1e-5)
+    if temperature == 0:
+        assert tokens.tolist() == logits.argmax(-1).tolist()
+    else:
+        after = probs.cumsum(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+        assert ((after - chosen - 1e-6 <= uniforms) & (uniforms <= after + 1e-6)).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_is_not_drawn_from(bad: float, temperature: float) -> None:
+    logits = torch.randn(3, 50)
+    logits[1, 20] = bad
+    finite = drawn(logits, temperature, torch.rand(3, dtype=torch.float64), 1)[1].isfinite().tolist()
+    assert finite == [True, False, True]
+
+
+def drawn(logits: Tensor, temperature: float, uniforms: Tensor, threads: int) -> tuple[Tensor, Tensor]:
+    tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    temperatures = torch.full((len(logits),), temperature)
+    places = (t.data_ptr() for t in (logits, temperatures, uniforms, tokens, logprobs))
+    native_decode.loaded().tunesmith_draw(*logits.shape, *places, threads)
+    return tokens, logprobs
+
+
 def completions(model: CausalLM, requests: int = 9, **options: Any) -> list[Completion]:
     engine = LocalEngine(model, kv_bytes=1 << 22, max_running=7, max_prefill_tokens=40, **options)
     prompts = [[5 + (7 * i + 3 * j) % 250 for j in range(n)] for i, n in enumerate((1, 12, 33))]
@@ -232,7 +271,8 @@ def test_without_a_library_pytorchs_operations_run(
         compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(native_decode, "library", library.__wrapped__)
+    monkeypatch.setattr(native_decode, "functions", lambda: library.__wrapped__("decode"))
+    monkeypatch.setattr(products, "functions", lambda: None)
     model = CausalLM.load(save_model(tmp_path / "model"))
     sampled = completions(model)
     assert said in caplog.text

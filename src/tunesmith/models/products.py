@@ -9,7 +9,9 @@ Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,10 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.models.head import bfloat16_operands
+from tunesmith.native.build import library
 
 Product = Callable[[Tensor], Tensor]
 """``[T, K]`` to ``[T, N]``, without gradients."""
 
+COMPILED = "compiled"
+"""The kind in C++ (``native``)."""
 PACKED_ROWS = 32
 """The number of rows for which the layout of packed weights is optimised."""
 
@@ -45,6 +50,58 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Product:
     """In the blocks that oneDNN's kernels read."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+class ProductData(Structure):
+    """As in ``decode.cpp``."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64))
+
+
+@cache
+def functions() -> Any:
+    """The compiled functions of a decode step; None where they cannot be compiled."""
+    found: Any = library("decode")
+    if found is not None:
+        found.tunesmith_product.argtypes = (c_int64, POINTER(ProductData), c_void_p, c_void_p, c_int64, c_int64)
+        found.tunesmith_product.restype = None
+        found.tunesmith_has_tiles.restype = c_int64
+    return found
+
+
+def tiles() -> bool:
+    """Whether compiled products multiply whole tiles (AMX)."""
+    found = functions()
+    return found is not None and bool(found.tunesmith_has_tiles())
+
+
+class Compiled:
+    """A product of bfloat16 rows and the weights as they are, in a function compiled for this CPU."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, result: torch.dtype) -> None:
+        self._weight, self._bias, self._result = weight.detach().contiguous(), bias, result
+        address = None if bias is None else bias.data_ptr()
+        self.data = ProductData(self._weight.data_ptr(), address, *weight.shape)
+        self._call, self._here = functions().tunesmith_product, byref(self.data)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(len(x), self.data.outputs, dtype=self._result)
+        narrow, threads = self._result == torch.bfloat16, torch.get_num_threads()
+        self._call(len(x), self._here, x.contiguous().data_ptr(), out.data_ptr(), narrow, threads)
+        return out
+
+
+def _compiled(weight: Tensor, bias: Tensor | None) -> Product:
+    return Compiled(weight, bias, torch.bfloat16) if _divides(weight) else _plain(weight, bias)
+
+
+def _compiled_head(weight: Tensor, bias: Tensor | None) -> Product:
+    return Compiled(weight, bias, torch.float32) if _divides(weight) else _float32_head(weight, bias)
+
+
+def _divides(weight: Tensor) -> bool:
+    """Whether the compiled product has no remainders, which it does not compute."""
+    return weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0
 
 
 def _float32(weight: Tensor, bias: Tensor | None) -> Product:
@@ -84,6 +141,7 @@ LAYERS: dict[torch.dtype, dict[str, Kind]] = {
         "plain": Kind(_plain, torch.bfloat16, 0),
         "packed": Kind(_packed, torch.bfloat16, 2),
         "float32": Kind(_float32, torch.float32, 4),
+        COMPILED: Kind(_compiled, torch.bfloat16, 0),
     },
 }
 """The kinds for a layer's products, by the type of its weights."""
@@ -92,6 +150,7 @@ HEADS: dict[torch.dtype, dict[str, Kind]] = {
     torch.bfloat16: {
         "twice": Kind(_twice, torch.bfloat16, 2),
         "float32": Kind(_float32_head, None, 4),
+        COMPILED: Kind(_compiled_head, torch.bfloat16, 0),
     },
 }
 """The kinds for a head, whose result is float32."""
@@ -99,6 +158,8 @@ HEADS: dict[torch.dtype, dict[str, Kind]] = {
 
 def works(kind: Kind, weights: torch.dtype) -> bool:
     """Whether this machine and this build of torch have the kind."""
+    if kind.prepare in (_compiled, _compiled_head):
+        return functions() is not None
     if weights == torch.bfloat16 and kind.prepare in (_packed, _twice):
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     example: Any = torch.ones(16, 16, dtype=weights)

@@ -9,6 +9,13 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t Int __attribute__((vector_size(64)));
@@ -96,6 +103,37 @@ static __attribute__((noinline)) void dots(const float* q, int64_t q_step, const
     }
 }
 
+// acc + the products of 32 numbers, in pairs
+static inline Vec add_products(Vec acc, const bfloat16* a, const bfloat16* b) {
+#ifdef __AVX512BF16__
+    return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
+#else
+    Bits x, y;
+    std::memcpy(&x, a, sizeof x);
+    std::memcpy(&y, b, sizeof y);
+    return acc + (Vec)(x << 16) * (Vec)(y << 16) + (Vec)(x & 0xffff0000) * (Vec)(y & 0xffff0000);
+#endif
+}
+
+// As dots, of bfloat16 rows whose length is a multiple of 2 W.
+template <int Q>
+static __attribute__((noinline)) void narrow_dots(const bfloat16* q, const bfloat16* k, int64_t n, int64_t d, float* out,
+                                                  int64_t out_step) {
+    constexpr int S = W / Q;
+    for (int64_t s = 0; s < n; s += S) {
+        const bfloat16* rows[S];
+        for (int j = 0; j < S; j++) rows[j] = k + std::min(s + j, n - 1) * d;
+        Vec a[W] = {};
+        for (int64_t c = 0; c < d; c += 2 * W)
+            for (int j = 0; j < S; j++)
+                for (int i = 0; i < Q; i++) a[i * S + j] = add_products(a[i * S + j], rows[j] + c, q + i * d + c);
+        float found[W];
+        store(found, fold(a));
+        for (int i = 0; i < Q; i++)
+            for (int j = 0; j < S && s + j < n; j++) out[i * out_step + s + j] = found[i * S + j];
+    }
+}
+
 // out[i] += sum over s of w[i][s] v[s] of n rows v; out is padded to a multiple of 2 W.
 template <int Q, bool Whole, class T>
 static __attribute__((noinline)) void mix(const float* w, int64_t w_step, const T* v, int64_t v_step, int64_t n, int64_t d,
@@ -153,11 +191,20 @@ struct Step {
     Bank prompts, own;
 };
 
+struct Product {
+    const bfloat16 *weight, *bias;  // [N, K], [N] or null
+    int64_t outputs, inputs;
+};
+
 struct Layer {
     int64_t plane, window;      // window 0: none
     float scale, softcap, eps;  // softcap 0: none
     const float *q_norm, *k_norm;  // [D], or null
     const float *cos, *sin;        // [tokens, D], the first half of sin negated; or null
+    const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // [d], the second and last may be null
+    Product qkv, out, gate_up, down;  // of bfloat16 rows, where all are computed here
+    int64_t activation;
+    float norm_eps;
 };
 
 }  // extern "C"
@@ -299,6 +346,176 @@ template <class X> static void gated(int64_t rows, int64_t f, const X* x, X* out
         }
 }
 
+static inline void transpose(Vec* a) {  // 16 x 16: each round moves a bit of the row's number to the column's
+    for (int round = 0; round < 4; round++) {
+        Vec b[W];
+        for (int i = 0; i < 8; i++) {
+            b[2*i] = SHUFFLE(a[i], a[i+8], 0,16,1,17,2,18,3,19,4,20,5,21,6,22,7,23);
+            b[2*i+1] = SHUFFLE(a[i], a[i+8], 8,24,9,25,10,26,11,27,12,28,13,29,14,30,15,31);
+        }
+        std::memcpy(a, b, sizeof b);
+    }
+}
+
+#ifdef __AMX_BF16__
+static bool has_tiles() {  // Linux lets a process use them when it has asked
+    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    return granted;
+}
+
+// Products of A * 16 rows of weights and B * 16 columns of x, to 16 x 16 sums each.
+template <int A, int B> static void tile_sums(const bfloat16* w, const bfloat16* x, int64_t K, int64_t block, float* sums) {
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (int64_t k = 0; k < K; k += 2 * W) {
+        _tile_loadd(6, x + k * W, 64);
+        if (B > 1) _tile_loadd(7, x + block + k * W, 64);
+        _tile_loadd(4, w + k, 2 * K);
+        _tile_dpbf16ps(0, 4, 6);
+        if (B > 1) _tile_dpbf16ps(1, 4, 7);
+        if (A > 1) {
+            _tile_loadd(5, w + W * K + k, 2 * K);
+            _tile_dpbf16ps(2, 5, 6);
+            if (B > 1) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 64);
+    if (B > 1) _tile_stored(1, sums + W * W, 64);
+    if (A > 1) _tile_stored(2, sums + 2 * W * W, 64);
+    if (A > 1 && B > 1) _tile_stored(3, sums + 3 * W * W, 64);
+}
+
+// The weights are read as they are; x is packed: pairs of its numbers, by column of a tile.
+template <class Y> static void multiply_tiles(int64_t rows, const Product& p, const bfloat16* x, Y* out, int64_t threads) {
+    const int64_t N = p.outputs, K = p.inputs, blocks = (rows + W - 1) / W, block = K * W, parts = (N + 2 * W - 1) / (2 * W);
+    static thread_local std::vector<bfloat16> memory;
+    memory.resize(blocks * block);
+    bfloat16* packed = memory.data();
+#pragma omp parallel num_threads(threads) if (rows * N * K > ALONE)
+    {
+        struct { uint8_t palette = 1, start = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } shape;
+        for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
+        _tile_loadconfig(&shape);
+#pragma omp for
+        for (int64_t i = 0; i < blocks * (K / (2 * W)); i++) {
+            const int64_t row = i / (K / (2 * W)) * W, k = i % (K / (2 * W)) * 2 * W;
+            Vec words[W];
+            for (int j = 0; j < W; j++) std::memcpy(&words[j], x + std::min(row + j, rows - 1) * K + k, sizeof(Vec));
+            transpose(words);
+            std::memcpy(packed + row / W * block + k * W, words, sizeof words);
+        }
+#pragma omp for
+        for (int64_t part = 0; part < parts; part++)
+            for (int64_t b = 0; b < blocks; b += 2) {
+                const int64_t from = part * 2 * W;
+                const bool two = N - from > W, both = blocks - b > 1;
+                alignas(64) float sums[4 * W * W];
+                (two ? both ? tile_sums<2, 2> : tile_sums<2, 1> : both ? tile_sums<1, 2> : tile_sums<1, 1>)(
+                    p.weight + from * K, packed + b * block, K, block, sums);
+                for (int i = 0; i < (two ? 2 : 1); i++)
+                    for (int j = 0; j < (both ? 2 : 1); j++) {
+                        Vec v[W], bias = p.bias ? load(p.bias + from + i * W) : Vec{};
+                        for (int n = 0; n < W; n++) v[n] = load(sums + ((2 * i + j) * W + n) * W);
+                        transpose(v);
+                        for (int64_t m = 0, row = (b + j) * W; m < W && row + m < rows; m++)
+                            store(out + (row + m) * N + from + i * W, v[m] + bias);
+                    }
+            }
+        _tile_release();
+    }
+}
+#endif
+
+// x [rows, K] times the weight, to [rows, N], where K is a multiple of 2 W and N of W.
+template <class Y> static void multiply(int64_t rows, const Product& p, const bfloat16* x, Y* out, int64_t threads) {
+    constexpr int64_t PART = 64;
+    const int64_t N = p.outputs, K = p.inputs, parts = (N + PART - 1) / PART;
+#ifdef __AMX_BF16__
+    if (rows > 2 && has_tiles()) return multiply_tiles(rows, p, x, out, threads);
+#endif
+#pragma omp parallel for num_threads(threads) if (rows * N * K > ALONE)
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t from = part * PART, n = std::min(PART, N - from);
+        by_queries(rows, [&](int64_t row, auto size) {
+            constexpr int Q = decltype(size)::value;
+            float found[Q * PART];
+            narrow_dots<Q>(x + row * K, p.weight + from * K, n, K, found, PART);
+            for (int q = 0; q < Q; q++)
+                for (int64_t c = 0; c < n; c += W) {
+                    Vec v = load(found + q * PART + c);
+                    store(out + (row + q) * N + from + c, p.bias ? v + load(p.bias + from + c) : v);
+                }
+        });
+    }
+}
+
+// All layers: x [B, d] is the embedded tokens; out, in bfloat16, the normed states after the last layer.
+static void run_layers(const Step& s, const Layer* layers, int64_t count, int64_t d, float* x, const float* last, bfloat16* out) {
+    const int64_t B = s.rows, wide = (s.heads + 2 * s.kv_heads) * s.dim, inside = layers[0].down.inputs;
+    static thread_local std::vector<bfloat16> memory;
+    memory.resize(B * (2 * d + wide + s.heads * s.dim + 3 * inside));
+    bfloat16 *normed = memory.data(), *y = normed + B * d, *qkv = y + B * d, *seen = qkv + B * wide;
+    bfloat16 *both = seen + B * s.heads * s.dim, *active = both + 2 * B * inside;
+    for (int64_t i = 0; i < count; i++) {
+        const Layer& l = layers[i];
+        add_norm(B, d, x, i ? y : nullptr, i ? layers[i - 1].after_mlp : nullptr, l.before_attention, l.norm_eps, normed, s.threads);
+        multiply(B, l.qkv, normed, qkv, s.threads);
+        s.narrow_bank ? attend<bfloat16, bfloat16>(s, l, qkv, seen) : attend<bfloat16, float>(s, l, qkv, seen);
+        multiply(B, l.out, seen, y, s.threads);
+        add_norm(B, d, x, y, l.after_attention, l.before_mlp, l.norm_eps, normed, s.threads);
+        multiply(B, l.gate_up, normed, both, s.threads);
+        gated(B, inside, both, active, l.activation, s.threads);
+        multiply(B, l.down, active, y, s.threads);
+    }
+    const Layer& l = layers[count - 1];
+    add_norm(B, d, x, y, l.after_mlp, last, l.norm_eps, out, s.threads);
+}
+
+// Draws a token of each row by the inverse of the cumulative distribution, as sampler.inverse_cdf does: the first whose
+// running sum exceeds uniform * total. Temperature 0: the likeliest token, with its probability at temperature 1.
+static void draw_row(const float* logits, int64_t V, float temperature, double uniform, int64_t* token, float* logprob) {
+    constexpr int64_t PART = 4 * W;
+    const bool greedy = temperature == 0;
+    const float scale = greedy ? 1 : temperature;
+    auto some = [&](int64_t c) {  // W logits
+        Vec v = load(logits + c, V - c);
+        for (int64_t i = V - c; i < W; i++) v[i] = -INFINITY;
+        return v;
+    };
+    Vec most = some(0);
+    for (int64_t c = W; c < V; c += W) { Vec v = some(c); most = v > most ? v : most; }
+    float top = most[0];
+    for (int i = 1; i < W; i++) top = most[i] > top ? most[i] : top;
+    auto weights = [&](int64_t c) { return exponential((some(c) - top) / scale); };
+    static thread_local std::vector<double> memory;
+    memory.resize((V + PART - 1) / PART + 1);
+    double* before = memory.data();
+    double total = 0;
+    for (int64_t c = 0, part = 0; c < V; c += PART, part++) {
+        before[part] = total;
+        Vec own = {};
+        for (int64_t i = c; i < std::min(c + PART, V); i += W) own += weights(i);
+        total += sum(own);
+    }
+    int64_t chosen = V - 1;
+    if (greedy) {
+        for (chosen = 0; chosen < V - 1 && logits[chosen] != top;) chosen++;
+    } else if (total > 0) {
+        const double wanted = uniform * total;
+        int64_t part = std::upper_bound(before, before + (V + PART - 1) / PART, wanted) - before - 1;
+        double rest = wanted - before[part], sum = 0;
+        for (int64_t c = part * PART; c < std::min((part + 1) * PART, V); c += W) {
+            Vec own = weights(c);
+            for (int i = 0; i < W; i++)
+                if (own[i] > 0) {
+                    if (sum <= rest) chosen = c + i;
+                    sum += own[i];
+                }
+        }
+    }
+    *token = chosen;
+    *logprob = float((double)((logits[chosen] - top) / scale) - std::log(total));
+}
+
 extern "C" {
 
 void tunesmith_attend(const Step* s, const Layer* l, const void* qkv, void* out) {
@@ -316,6 +533,29 @@ void tunesmith_add_norm(const Step* s, int64_t d, float* x, const void* y, const
 void tunesmith_gated(const Step* s, int64_t f, const void* x, void* out, int64_t kind) {
     if (s->narrow_rows) gated(s->rows, f, (const bfloat16*)x, (bfloat16*)out, kind, s->threads);
     else gated(s->rows, f, (const float*)x, (float*)out, kind, s->threads);
+}
+
+void tunesmith_layers(const Step* s, const Layer* layers, int64_t count, int64_t d, float* x, const float* last, void* out) {
+    run_layers(*s, layers, count, d, x, last, (bfloat16*)out);
+}
+
+// To rows of bfloat16, or of float32.
+void tunesmith_product(int64_t rows, const Product* p, const void* x, void* out, int64_t narrow, int64_t threads) {
+    if (narrow) multiply(rows, *p, (const bfloat16*)x, (bfloat16*)out, threads);
+    else multiply(rows, *p, (const bfloat16*)x, (float*)out, threads);
+}
+
+int64_t tunesmith_has_tiles() {
+#ifdef __AMX_BF16__
+    return has_tiles();
+#endif
+    return 0;
+}
+
+void tunesmith_draw(int64_t rows, int64_t V, const float* logits, const float* temperatures, const double* uniforms, int64_t* tokens, float* logprobs, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * V > ALONE)
+    for (int64_t row = 0; row < rows; row++)
+        draw_row(logits + row * V, V, temperatures[row], uniforms[row], tokens + row, logprobs + row);
 }
 
 }  // extern "C"

@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ import torch
 from tunesmith.engines.local.measuring import measured
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import PRODUCTS, LeanDecoder
-from tunesmith.models.products import HEADS, LAYERS, works
+from tunesmith.models.products import COMPILED, HEADS, LAYERS, tiles, works
 from tunesmith.plan.cost import SMALL
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.storage import cache_folder
@@ -46,15 +47,25 @@ def fixed(numbers: int, dtype: torch.dtype) -> dict[int, Choice]:
     return dict(sorted(choices.items()))
 
 
-def choose(model: CausalLM, lean: LeanDecoder) -> dict[int, Choice]:
-    """The fastest kinds on this machine, by the largest number of rows that they are for."""
+def choose(model: CausalLM, lean: LeanDecoder, *, compiled: bool) -> dict[int, Choice]:
+    """The fastest kinds on this machine, by the largest number of rows that they are for.
+
+    On a CPU that multiplies tiles (AMX) those are the compiled ones, for all shapes and rows.
+
+    Args:
+        compiled: whether products compiled for this CPU may be chosen.
+    """
     dtype, head = model.module.dtype, model.head.weight
+    if compiled and dtype == torch.bfloat16 and tiles():
+        return {1: dict.fromkeys((*PRODUCTS, "head"), COMPILED)}
     shapes = [[*getattr(lean.layers[0], name).weight.shape] for name in PRODUCTS]
     numbers = sum(p.numel() for p in model.module.parameters())
     if numbers < LEAST:
         return fixed(numbers, dtype)
-    key = {"layers": len(lean.layers), "shapes": [*shapes, [*head.shape]], "dtype": str(dtype), "rows": ROWS}
-    found = kept(key, lambda: measured(model, lean, ROWS, small=numbers <= SMALL), lambda kinds: _valid(kinds, dtype))
+    kinds = [kind for kind in LAYERS[dtype] if compiled or kind != COMPILED]
+    shape = {"layers": len(lean.layers), "shapes": [*shapes, [*head.shape]], "dtype": str(dtype), "rows": ROWS}
+    measure = partial(measured, model, lean, ROWS, kinds, small=numbers <= SMALL)
+    found = kept({"kinds": kinds, **shape}, measure, partial(_valid, dtype=dtype))
     return fixed(numbers, dtype) if found is None else {int(rows): kinds for rows, kinds in found.items()}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tunesmith.engines.local.choices import Choice, choose
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import PRODUCTS, LeanDecoder, Projection
-from tunesmith.models.products import HEADS, LAYERS, Product
+from tunesmith.models.products import HEADS, LAYERS, Product, tiles
 from tunesmith.models.quantised import is_quantised
 from tunesmith.plan.cost import SMALL, prepared_bytes
 from tunesmith.plan.hardware import memory
@@ -25,13 +25,14 @@ from tunesmith.plan.hardware import memory
 class DecodeModel:
     """What decodes so many rows, and the head of its states."""
 
-    def __init__(self, model: CausalLM) -> None:
-        self._model = model
+    def __init__(self, model: CausalLM, *, compiled: bool) -> None:
+        self._model, self._compiled = model, compiled
         on_cpu = model.device.type == "cpu" and not is_quantised(model.module)
         numbers = sum(p.numel() for p in model.module.parameters())
         # In larger models the two small products that an adapter adds to each matter less.
         self._merges = on_cpu and model.adapter is not None and numbers <= SMALL
-        fits = prepared_bytes(numbers, memory()[0]) > 0
+        # Compiled products of tiles read the weights as they are.
+        fits = prepared_bytes(numbers, memory()[0]) > 0 or (compiled and tiles())
         self._prepares = on_cpu and fits and (self._merges or model.module.dtype in LAYERS)
         self._choices: dict[int, Choice] | None = None
         self._merged: CausalLM | None = None
@@ -71,7 +72,7 @@ class DecodeModel:
         if self._choices is None:
             whole = self._whole()
             able = self._prepares and whole.lean is not None and whole.lean.plain
-            self._choices = choose(whole, whole.lean) if able and whole.lean else {1: {}}
+            self._choices = choose(whole, whole.lean, compiled=self._compiled) if able and whole.lean else {1: {}}
         return self._choices[next((most for most in self._choices if rows <= most), max(self._choices))]
 
     def _whole(self) -> CausalLM:

@@ -28,11 +28,13 @@ class _NoAttention:
 class _Sample:
     """Some layers and a part of the head, prepared in every kind that this machine has."""
 
-    def __init__(self, model: CausalLM, lean: LeanDecoder, *, small: bool) -> None:
+    def __init__(self, model: CausalLM, lean: LeanDecoder, kinds: Sequence[str], *, small: bool) -> None:
         dtype, weight = model.module.dtype, model.head.weight
         self.lean = lean
         frugal = {name: kind for name, kind in LAYERS[dtype].items() if small or kind.copied <= dtype.itemsize}
-        self.layers, self.heads = _able(frugal, dtype), _able(HEADS[dtype], dtype)
+        frugal = {name: kind for name, kind in frugal.items() if name in kinds}
+        heads = {name: kind for name, kind in HEADS[dtype].items() if name in kinds or name not in LAYERS[dtype]}
+        self.layers, self.heads = _able(frugal, dtype), _able(heads, dtype)
         self.widths = {name: getattr(lean.layers[0], name).weight.shape[1] for name in PRODUCTS}
         per_layer = sum(getattr(lean.layers[0], name).weight.numel() for name in PRODUCTS)
         self.count = min(len(lean.layers), max(1, SAMPLE // per_layer))
@@ -75,13 +77,16 @@ class _Sample:
 
 
 @torch.inference_mode()
-def measured(model: CausalLM, lean: LeanDecoder, rows: Sequence[int], *, small: bool) -> dict[str, dict[str, str]]:
+def measured(
+    model: CausalLM, lean: LeanDecoder, rows: Sequence[int], kinds: Sequence[str], *, small: bool
+) -> dict[str, dict[str, str]]:
     """The fastest kind of each of a layer's products and of the head, by the number of rows.
 
     Args:
+        kinds: those of the layers that may be tried.
         small: whether layers may be tried in float32 copies of bfloat16 weights.
     """
-    sample = _Sample(model, lean, small=small)
+    sample = _Sample(model, lean, kinds, small=small)
     return {str(number): sample.fastest(number) for number in rows}
 
 

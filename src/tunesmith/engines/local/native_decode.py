@@ -8,7 +8,7 @@ Shape legend: ``B`` rows, ``d`` hidden size, ``H`` query heads, ``K`` key/value 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from tunesmith.engines.local.kv_memory import Bank, KVMemory
 from tunesmith.engines.local.requests import LocalRequest
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.lean import Layer, LeanDecoder, Norm
+from tunesmith.models.lean import PRODUCTS, Layer, LeanDecoder, Norm
+from tunesmith.models.products import Compiled, ProductData, functions
 from tunesmith.models.rope import rotated_by
-from tunesmith.native.build import library
 
 TYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -51,20 +51,26 @@ class LayerData(Structure):
         *((name, c_int64) for name in ("plane", "window")),
         *((name, c_float) for name in ("scale", "softcap", "eps")),
         *((name, c_void_p) for name in ("q_norm", "k_norm", "cos", "sin")),
+        *((name, c_void_p) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+        *((name, ProductData) for name in PRODUCTS),
+        ("activation", c_int64),
+        ("norm_eps", c_float),
     )
 
 
 def loaded() -> Any:
     """The compiled functions; None where they cannot be compiled."""
-    functions: Any = library("decode")
-    if functions is not None:
-        functions.tunesmith_attend.argtypes = (POINTER(StepData), POINTER(LayerData), c_void_p, c_void_p)
-        pointers = (c_void_p, c_void_p, c_void_p, c_void_p)
-        functions.tunesmith_add_norm.argtypes = (POINTER(StepData), c_int64, *pointers, c_float, c_void_p)
-        functions.tunesmith_gated.argtypes = (POINTER(StepData), c_int64, c_void_p, c_void_p, c_int64)
-        for name in ("attend", "add_norm", "gated"):
-            getattr(functions, f"tunesmith_{name}").restype = None
-    return functions
+    found = functions()
+    if found is not None:
+        step, layer, place, pointers = POINTER(StepData), POINTER(LayerData), c_void_p, (c_void_p,) * 4
+        found.tunesmith_attend.argtypes = (step, layer, place, place)
+        found.tunesmith_add_norm.argtypes = (step, c_int64, *pointers, c_float, place)
+        found.tunesmith_gated.argtypes = (step, c_int64, place, place, c_int64)
+        found.tunesmith_layers.argtypes = (step, layer, c_int64, c_int64, place, place, place)
+        found.tunesmith_draw.argtypes = (c_int64, c_int64, *pointers, place, c_int64)
+        for name in ("attend", "add_norm", "gated", "layers", "draw"):
+            getattr(found, f"tunesmith_{name}").restype = None
+    return found
 
 
 def fits(model: CausalLM) -> bool:
@@ -81,20 +87,41 @@ class _Weights:
 
 
 class _Block:
-    """What the functions need of a layer, besides its products."""
+    """What the functions need of a layer, besides its products if these are others."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self.before_attention, self.before_mlp = _Weights(layer.before_attention), _Weights(layer.before_mlp)
-        self.after_attention, self.after_mlp, self._q, self._k = (
-            _Weights(norm) if norm else None
-            for norm in (layer.after_attention, layer.after_mlp, layer.q_norm, layer.k_norm)
-        )
+        others = (layer.after_attention, layer.after_mlp, layer.q_norm, layer.k_norm)
+        self.after_attention, self.after_mlp, self._q, self._k = (norm and _Weights(norm) for norm in others)
         scale, window, softcap = layer.rule
         self.data = LayerData(2 * layer.index, window or 0, scale, softcap or 0)
         if self._q is not None and self._k is not None:
             self.data.eps, self.data.q_norm, self.data.k_norm = self._q.eps, self._q.address, self._k.address
-        self.activation = ACTIVATIONS[layer.activation]
+        for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
+            norm: _Weights | None = getattr(self, name)
+            setattr(self.data, name, norm and norm.address)
+        self.data.activation, self.data.norm_eps = ACTIVATIONS[layer.activation], self.before_mlp.eps
+        products = [getattr(layer, name) for name in PRODUCTS]
+        self.whole = all(isinstance(product, Compiled) for product in products)
+        """Whether all of the layer is compiled."""
+        if self.whole:
+            self.data.qkv, self.data.out, self.data.gate_up, self.data.down = (product.data for product in products)
+
+
+class _Decoder:
+    """A decoder as the functions read it, for one version of the weights."""
+
+    def __init__(self, decoder: LeanDecoder) -> None:
+        self.decoder, self.norm = decoder, _Weights(decoder.norm)
+        self.blocks = [_Block(layer) for layer in decoder.layers]
+        self.layers = (LayerData * len(self.blocks))(*(block.data for block in self.blocks))
+        self.whole = all(block.whole for block in self.blocks)
+
+    def rotate_by(self, tables: Mapping[str | None, tuple[Tensor, Tensor]]) -> None:
+        for data, block, kind in zip(self.layers, self.blocks, self.decoder.layer_types, strict=True):
+            if block.layer.rotates:
+                data.cos, data.sin = (table.data_ptr() for table in tables[kind])
 
 
 class RowsData:
@@ -123,50 +150,59 @@ class NativeDecode:
 
     def refresh(self) -> None:
         """Forget what was read of the weights."""
-        self._blocks: dict[int, tuple[LeanDecoder, list[_Block], _Weights]] = {}
+        self._decoders: dict[int, _Decoder] = {}
         self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
 
-    def hidden(self, decoder: LeanDecoder, running: Sequence[LocalRequest]) -> Tensor:
+    def hidden(self, lean: LeanDecoder, running: Sequence[LocalRequest]) -> Tensor:
         """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests, by row."""
-        count, lib = len(running), self._functions
-        key = id(decoder)
-        if key not in self._blocks:
-            self._blocks[key] = decoder, [_Block(layer) for layer in decoder.layers], _Weights(decoder.norm)
-        _, blocks, last = self._blocks[key]
+        if id(lean) not in self._decoders:
+            self._decoders[id(lean)] = _Decoder(lean)
+        decoder, count = self._decoders[id(lean)], len(running)
         written = [r.cached for r in running]
         positions = [len(r.prompt_ids) + n for r, n in zip(running, written, strict=True)]
-        numbers = torch.tensor([[r.token_ids[-1] for r in running], written, positions])  # [3, B]
-        embedded = decoder.model.embed_tokens(numbers[0])
-        dtype = decoder.rows or embedded.dtype
+        numbers = torch.tensor([[r.token_ids[-1] for r in running], written, positions, range(count)])  # [4, B]
+        embedded = lean.model.embed_tokens(numbers[0])
+        decoder.rotate_by(tables := self._rotary(lean, embedded, numbers[2], max(positions), running))
         x = embedded.float() if embedded.dtype != torch.float32 else embedded
-        tables = self._rotary(decoder, embedded, numbers[2], max(positions), running)
-        first = decoder.layers[0]
-        step = self._step(running, numbers, first, dtype)
-        if self._model.lengths is not None:
-            rows = torch.arange(count)
-            step.table = rows.data_ptr()
-        here, width = byref(step), x.shape[1]
-        normed = torch.empty(count, width, dtype=dtype)
-        seen = torch.empty(count, first.heads * self._memory.layout.head_dim, dtype=dtype)
-        address, normed_at, seen_at = x.data_ptr(), normed.data_ptr(), seen.data_ptr()
+        dtype = lean.rows or embedded.dtype
+        step = self._step(running, numbers, lean.layers[0], dtype)
+        out = torch.empty(x.shape, dtype=dtype)
+        places = x.data_ptr(), decoder.norm.address, out.data_ptr()
+        if decoder.whole:
+            self._functions.tunesmith_layers(byref(step), decoder.layers, len(decoder.layers), x.shape[1], *places)
+        else:
+            self._layer_by_layer(decoder, step, x, out)
+        del tables  # they were read until here
+        return out
+
+    def drawn(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``sampler.sample`` where nothing is cut."""
+        rows, vocabulary = logits.shape
+        logits = logits.contiguous()
+        tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        places = (t.data_ptr() for t in (logits, temperatures, uniforms, tokens, logprobs))
+        self._functions.tunesmith_draw(rows, vocabulary, *places, torch.get_num_threads())
+        return tokens, logprobs
+
+    def _layer_by_layer(self, decoder: _Decoder, step: StepData, x: Tensor, normed: Tensor) -> None:
+        """Products as they are prepared, and the functions between them."""
+        here, lib, (count, width) = byref(step), self._functions, x.shape
+        seen = torch.empty(count, step.heads * step.dim, dtype=normed.dtype)
+        x_at, normed_at, seen_at = x.data_ptr(), normed.data_ptr(), seen.data_ptr()
         y: Tensor | None = None
         inner: _Weights | None = None
-        for block, kind in zip(blocks, decoder.layer_types, strict=True):
-            layer, before = block.layer, block.before_attention
-            self._add(here, width, address, y, inner, before, normed_at)
-            if layer.rotates:
-                cos, sin = tables[kind]
-                block.data.cos, block.data.sin = cos.data_ptr(), sin.data_ptr()
+        for block, data in zip(decoder.blocks, decoder.layers, strict=True):
+            layer = block.layer
+            self._add(here, width, x_at, y, inner, block.before_attention, normed_at)
             qkv = layer.qkv(normed)
-            lib.tunesmith_attend(here, byref(block.data), qkv.data_ptr(), seen_at)
-            self._add(here, width, address, layer.out(seen), block.after_attention, block.before_mlp, normed_at)
+            lib.tunesmith_attend(here, byref(data), qkv.data_ptr(), seen_at)
+            self._add(here, width, x_at, layer.out(seen), block.after_attention, block.before_mlp, normed_at)
             both = layer.gate_up(normed)
             inside = both.shape[1] // 2
-            active = torch.empty(count, inside, dtype=dtype)
-            lib.tunesmith_gated(here, inside, both.data_ptr(), active.data_ptr(), block.activation)
+            active = torch.empty(count, inside, dtype=normed.dtype)
+            lib.tunesmith_gated(here, inside, both.data_ptr(), active.data_ptr(), data.activation)
             y, inner = layer.down(active), block.after_mlp
-        self._add(here, width, address, y, inner, last, normed_at)
-        return normed
+        self._add(here, width, x_at, y, inner, decoder.norm, normed_at)
 
     def _add(
         self, step: Any, width: int, x: int, y: Tensor | None, inner: _Weights | None, norm: _Weights, out: int
@@ -192,7 +228,7 @@ class NativeDecode:
             rows.blocks,
             rows.starts.data_ptr(),
             *(fixed + i * size for i in range(3)),
-            *(changing + i * size for i in (1, 2)),
+            *(changing + i * size for i in (1, 2 if self._model.lengths is None else 3)),
             _bank(memory.prompts),
             _bank(memory.completions),
         )

@@ -77,7 +77,7 @@ class Runner:
         self.model, self._memory, self._max_prefill_tokens = model, memory, max_prefill_tokens
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
-        self._decoder = DecodeModel(model)
+        self._decoder = DecodeModel(model, compiled=compiled)
         functions = native_decode.loaded() if compiled and native_decode.fits(model) else None
         self._native = NativeDecode(functions, model, memory) if functions is not None else None
         self._grouping: tuple[list[tuple[int, int]], Grouping] | None = None
@@ -139,7 +139,11 @@ class Runner:
         logits = penalise(self._logits(hidden), requests, drafted)
         numbers = [r.uniforms[len(r.token_ids) + len(ahead)] for r, ahead in zip(requests, drafted, strict=True)]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-        tokens, logprobs = sample(logits, self._sampling_plan(requests, logits), uniforms)
+        plan = self._sampling_plan(requests, logits)
+        if self._native is not None and plan.cut_rows is None:
+            tokens, logprobs = self._native.drawn(logits, plan.temperatures, uniforms)
+        else:
+            tokens, logprobs = sample(logits, plan, uniforms)
         return tokens.tolist(), logprobs.tolist()
 
     def refresh(self) -> None:

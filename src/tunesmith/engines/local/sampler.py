@@ -25,6 +25,7 @@ _ONE_LEVEL = 65536  # below this many numbers one pass is faster than blocks
 class SamplingPlan:
     """The settings of all rows as tensors; None where no row needs them. Made when the rows change."""
 
+    temperatures: Tensor  # [B], 0 for greedy rows
     temperature: Tensor | None  # [B, 1], 1 for greedy rows
     greedy: Tensor | None  # [B] bool
     all_greedy: bool
@@ -43,6 +44,7 @@ class SamplingPlan:
             return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
 
         return cls(
+            torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
             column(temperatures, torch.float32) if any(t != 1 for t in temperatures) else None,
             torch.tensor(greedy, device=device) if any(greedy) else None,
             all(greedy),
