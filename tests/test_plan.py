@@ -17,6 +17,7 @@ from tunesmith.config.load import load_config
 from tunesmith.config.preference import RMConfig
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError
+from tunesmith.plan.cost import adapter_numbers
 from tunesmith.plan.memory import PARTS, planned, planned_devices, planned_roles
 from tunesmith.plan.report import plan_of
 from tunesmith.plan.seconds import FLOPS_SHARE, step_seconds
@@ -144,6 +145,10 @@ def test_seconds_follow_operations_and_devices() -> None:
     seconds_of_two = step_seconds(two.config, facts)
     assert seconds_of_two["training"] == pytest.approx(seconds["training"] / 2)
     assert seconds_of_two["between GPUs"] == pytest.approx(8 * facts.model.parameters / 2 / 450e9)
+    lora, facts = plan(SFTConfig, "2xH200", *said, "lora.rank=2", "system.trainer_ranks=2", "system.zero_stage=0")
+    assert step_seconds(lora.config, facts)["between GPUs"] == pytest.approx(
+        8 * adapter_numbers(facts.model, 2) / 2 / 450e9
+    )
     again, facts = plan(SFTConfig, "H200", *said[1:], "system.gradient_checkpointing=true")
     whole = step_seconds(again.config, facts)["training"]
     assert seconds["training"] < whole < 4 / 3 * seconds["training"]

@@ -91,7 +91,7 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, samples: int, 
     chunks = max(micro, ceil(computed / ranks / rows))
     read = micro * (3 * copy_bytes(model, number, config.model.quantize) + 8 * trained) + chunks * head
     steps = 3 * micro * model.layers * recomputed * rates.layer + 28 * trained / ranks / rates.bandwidth
-    sent = exchanged(model, system.zero_stage, micro) * (ranks - 1) / ranks / rates.link
+    sent = exchanged(config, model, micro) * (ranks - 1) / ranks / rates.link
     return flops / ranks / rates.flops + read / rates.bandwidth + steps + sent
 
 

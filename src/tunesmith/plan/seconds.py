@@ -14,7 +14,7 @@ from math import ceil
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
-from tunesmith.plan.cost import CostModel, copy_bytes, price, sent_bytes
+from tunesmith.plan.cost import USUAL_RANK, CostModel, adapter_numbers, copy_bytes, price, sent_bytes
 from tunesmith.plan.cpu_seconds import cpu_seconds
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import ranks_per_engine
@@ -85,26 +85,29 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind,
     computed = (modules * body * (1 + has_critic(config)) + head) / rate
     sent = samples * longest * (1 + has_critic(config)) * sent_bytes(model, layout_of(config, facts)) / ranks
     phases["training"] = max(computed, 2 * sent / TO_THE_HOST)
-    batches = samples // (known(config.train, "batch_size") or samples) or 1
     if system.offload_optimizer:
         host = batches * price(model, replace(layout_of(config, facts), offload_references=False)).host
         phases["optimizer step on the host"] = host * (HOST_STEP / OF_THE_HOST + HOST_SENT / TO_THE_HOST)
-    if ranks > 1 and not config.lora.on:
+    if ranks > 1:
         groups = ranks / system.sequence_parallel.size
         micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
         link = min(kind.link, BETWEEN_MACHINES) if ranks > len(facts.hardware.gpus) else kind.link
-        phases["between GPUs"] = batches * exchanged(model, system.zero_stage, micro) * (ranks - 1) / ranks / link
+        sent = batches * (1 + has_critic(config)) * exchanged(config, model, micro)
+        phases["between GPUs"] = sent * (ranks - 1) / ranks / link
     return phases
 
 
-def exchanged(model: ModelFacts, stage: int, micro: int) -> int:
+def exchanged(config: RunConfig, model: ModelFacts, micro: int) -> int:
     """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches.
 
     Gradients are summed in float32: a sum for all ranks takes twice its size, one for each rank's rows its size.
-    Weights are gathered in 16 bits.
+    Weights are gathered in 16 bits. Every rank has a whole adapter.
     """
     summed, gathered = 4 * (model.parameters or 0), 2 * (model.parameters or 0)
-    match stage:
+    if config.lora.on:
+        gathers = (0, micro, micro, 2 * micro)[config.system.zero_stage]
+        return 8 * adapter_numbers(model, config.lora.rank or USUAL_RANK) + gathers * gathered
+    match config.system.zero_stage:
         case 0:
             return 2 * summed
         case 1:
