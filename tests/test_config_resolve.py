@@ -465,6 +465,32 @@ def test_gpu_listing() -> None:
     assert [g.name for g in parse_gpus(listing, "0,")] == ["NVIDIA H100 80GB HBM3"]
 
 
+def test_parts_of_a_gpu_have_their_own_memory() -> None:
+    listing = "0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559, 80000, 9.0\n"
+    parts = (
+        "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa11)\n"
+        "  MIG 3g.40gb     Device  0: (UUID: MIG-c7)\n"
+        "  MIG 1g.10gb+me  Device  1: (UUID: MIG-d8)\n"
+    )
+    [part] = parse_gpus(listing, "MIG-d8", parts)
+    assert part == Gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb+me", 10 * GB, 10 * GB, (9, 0))
+    assert [g.memory_free for g in parse_gpus(listing, "MIG-c7,MIG-d8", parts)] == [40 * GB, 10 * GB]
+    assert parse_gpus(listing, "MIG-e9", parts) == parse_gpus(listing, "MIG-c7") == ()
+    assert len(parse_gpus(listing, None, parts)) == 1
+
+
+def test_a_gpu_that_cannot_be_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunesmith.plan.hardware.read_gpus", lambda: ())
+    for visible, unseen in (("MIG-c7", "MIG-c7"), ("-1", None), ("", None)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert read_hardware().unseen == unseen
+    notes = resolve(rl(), facts(hardware=replace(CPU, unseen="MIG-c7"))).notes
+    assert [note for note in notes if "MIG-c7" in note and "system.device_memory" in note]
+    for said, machine in (([], CPU), (["system.device=cpu"], replace(CPU, unseen="MIG-c7"))):
+        notes = resolve(rl(*said), facts(hardware=machine)).notes
+        assert not any("CUDA_VISIBLE_DEVICES" in note for note in notes)
+
+
 def test_this_machine() -> None:
     machine = read_hardware()
     assert 1 <= machine.cores <= (os.cpu_count() or 1)

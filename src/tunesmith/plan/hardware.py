@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -52,6 +53,8 @@ class Hardware:
     """A C++ compiler."""
     named: bool = False
     """It was only named, and is another machine than this one."""
+    unseen: str | None = None
+    """``CUDA_VISIBLE_DEVICES``, where it names GPUs and ``nvidia-smi`` lists none of them."""
 
 
 def read_hardware() -> Hardware:
@@ -59,14 +62,16 @@ def read_hardware() -> Hardware:
     cpu = cpu_info()
     total, available = memory()
     flags = set((cpu.get("flags") or cpu.get("Features") or "").split())
+    gpus, visible = read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     return Hardware(
         cpu=cpu.get("model name", "CPU"),
         cores=_cores(),
         memory_total=total,
         memory_available=available,
         bf16=bool(flags & _NATIVE_BF16_FLAGS),
-        gpus=read_gpus(),
+        gpus=gpus,
         compiler=find_compiler(),
+        unseen=None if gpus or visible in ("", "-1") else visible,
     )
 
 
@@ -82,24 +87,25 @@ def read_gpus() -> tuple[Gpu, ...]:
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
     query = "index,uuid,name,memory.total,memory.free,compute_cap"
+    listing = _nvidia_smi(f"--query-gpu={query}", "--format=csv,noheader,nounits")
+    return parse_gpus(listing, visible, _nvidia_smi("--list-gpus") if "MIG-" in (visible or "") else "")
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What it prints; nothing if it fails."""
     try:
-        answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_gpus(answer.stdout, visible)
+        return ""
+    return done.stdout
 
 
-def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
+def parse_gpus(listing: str, visible: str | None, parts: str = "") -> tuple[Gpu, ...]:
     """GPUs of a listing ``index, uuid, name, MiB total, MiB free, capability``, in CUDA's order.
 
     Args:
         visible: ``CUDA_VISIBLE_DEVICES``: indices or (beginnings of) UUIDs; None allows all.
+        parts: a listing of GPUs with the parts that some are divided into (MIG), whose names tell their memory.
     """
     listed: dict[str, tuple[str, Gpu]] = {}
     for line in listing.splitlines():
@@ -112,6 +118,7 @@ def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
         listed[index] = uuid, gpu
     if visible is None:
         return tuple(gpu for _, gpu in listed.values())
+    listed |= _parts(parts, dict(listed.values()))
     chosen: list[Gpu] = []
     for word in (part.strip() for part in visible.split(",")):
         index = word if word in listed else next((i for i, (uuid, _) in listed.items() if uuid.startswith(word)), None)
@@ -119,6 +126,20 @@ def parse_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
             break  # CUDA ignores everything from the first name it does not know
         chosen.append(listed[index][1])
     return tuple(chosen)
+
+
+def _parts(listing: str, whole: Mapping[str, Gpu]) -> dict[str, tuple[str, Gpu]]:
+    """Parts of GPUs by UUID, of lines such as ``  MIG 1g.10gb  Device  0: (UUID: MIG-c7…)`` below their GPU's."""
+    found: dict[str, tuple[str, Gpu]] = {}
+    above: Gpu | None = None
+    for line in listing.splitlines():
+        uuid = line.rpartition("(UUID: ")[2].rstrip(")")
+        if not (part := re.match(r"\s+MIG (\S*?(\d+)gb\S*)", line)):
+            above = whole.get(uuid)
+        elif above is not None:
+            size = int(part[2]) * 10**9
+            found[uuid] = uuid, replace(above, name=f"{above.name} MIG {part[1]}", memory_total=size, memory_free=size)
+    return found
 
 
 def cpu_info() -> dict[str, str]:

@@ -85,7 +85,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
         raise CapacityError(*problems)  # what else does not fit follows from it
     raise_all([*unread, *contradictions(filling.config, facts)])
     given = settings(config, given_only=True)
-    return Resolved(filling.config, given, tuple(filling.derived), tuple(_notes(filling.config, facts)))
+    return Resolved(filling.config, given, tuple(filling.derived), tuple(_notes(filling, facts)))
 
 
 def _derive_algorithm(filling: Filling, facts: Facts) -> None:
@@ -238,8 +238,9 @@ def _derive_limits(filling: Filling, facts: Facts) -> None:
         filling.fill("data.max_prompt_tokens", room - config.rollout.max_new_tokens, reason)
 
 
-def _notes(config: RunConfig, facts: Facts) -> Iterator[str]:
+def _notes(filling: Filling, facts: Facts) -> Iterator[str]:
     """Remarks about settings that are allowed."""
+    config = filling.config
     if isinstance(config, RLConfig):
         rollout = config.rollout
         if facts.train_size is not None and rollout.prompts_per_step > facts.train_size:
@@ -250,5 +251,10 @@ def _notes(config: RunConfig, facts: Facts) -> Iterator[str]:
     on_cpu = config.system.device == "cpu"
     if on_cpu and config.model.dtype == "bfloat16" and not facts.hardware.bf16:
         yield "this CPU does not compute bfloat16 natively; float32 would be faster"
+    if on_cpu and facts.hardware.unseen and any(derived.key == "system.device" for derived in filling.derived):
+        yield (
+            f"nvidia-smi does not list CUDA_VISIBLE_DEVICES = {facts.hardware.unseen}, so the CPU computes. "
+            'If there is a GPU, set system.device = "cuda" and system.device_memory, such as "40GB"'
+        )
     yield from profile_notes(config, facts)
     yield from memory_notes(config, facts)
