@@ -134,10 +134,10 @@ def test_micro_batches_follow_the_memory_and_always_hold_the_longest_sample() ->
         return resolve(config, facts(hardware=machine, **changes)).config.system.max_tokens_per_microbatch
 
     # Per token: 6 layers × (8·256 + 4·256 + 4·768) numbers × 4 bytes; half of what the state leaves free, and the head:
-    # logits, log-softmax and gradient of 100 rows of 4096, and twice a gradient of 4096 × 256.
+    # the gradient of 100 rows of 4096 logits, and three times a gradient of 4096 × 256.
     layer = 4 * (4 * 256 + 3 * 256 + 3 * 128 + 3 * 768) + 4 * (2 + 4)  # saved in it, then needed by its backward pass
     per_token = 6 * layer + 2 * 4 * 256 + 5 * 4 * 768 + 2 * 4 * 256
-    state = 16 * 5_000_000 + 4 * 100 * 256 + 4 * 4096 * (100 + 2 * 256)
+    state = 16 * 5_000_000 + 4 * 100 * 256 + 4 * 4096 * (100 + 3 * 256)
     assert tokens(sft(), state + 2 * per_token * 1024) == 1024
     assert tokens(sft(), state + 2 * per_token * 1300) == 1280
     assert tokens(sft(), 8 * GB) == 2048
@@ -159,7 +159,9 @@ def test_sampler_memory_is_what_the_batch_needs_or_its_share() -> None:
     assert derived(resolved, "system.kv_memory")[0] == f"{-(-wanted * 11 // 10**7)}MB"
     tight = resolve(rl("rollout.group_size=256", "rollout.max_new_tokens=3000", "system.max_running=2048"), facts())
     value, reason = derived(tight, "system.kv_memory")
-    assert value == f"{-(-(8 * GB - (18 + 8) * 5_000_000 - 3100 * 5 * 2 * 768) // 4 // 10**6)}MB"
+    # Of the head: gradients of 3100 rows, of a tile of 512 × 4096 logits, and of its weights, in three tensors.
+    head = 4 * 3100 * 256 + (4 + 2) * 512 * 4096 + (2 * 4 + 2) * 4096 * 256
+    assert value == f"{-(-(8 * GB - (18 + 8) * 5_000_000 - head) // 4 // 10**6)}MB"
     assert reason.startswith("a quarter of the free memory")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunesmith.models.head import Head, LogitScale, bfloat16_operands, fused_logprobs
-from tunesmith.plan.cost import chunk_rows
+from tunesmith.plan.tiles import WORDS, chunk_rows
 
 N, D, V = 37, 16, 101
 
@@ -41,14 +41,22 @@ def plain(
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
+@pytest.mark.parametrize("words", [10, 4096])
 @pytest.mark.parametrize("chunk", [1, 7, 37, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_equals_the_plain_way(
-    chunk: int, temperature: float, softcap: float | None, with_bias: bool, entropy: bool
+    chunk: int,
+    words: int,
+    temperature: float,
+    softcap: float | None,
+    with_bias: bool,
+    entropy: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(WORDS, "cpu", words)
     hidden, weight, bias, targets = inputs(torch.float64)
     used = [hidden, weight, *([bias] if with_bias else [])]
     factors = torch.linspace(-1, 2, N, dtype=torch.float64)
@@ -155,5 +163,5 @@ def test_frozen_head_gets_no_gradient_and_no_rows_work() -> None:
 
 
 def test_chunk_follows_the_vocabulary() -> None:
-    assert chunk_rows(4096, "cpu") * 4096 * 4 == 4 << 20
-    assert chunk_rows(150_000, "cpu") == 128
+    assert chunk_rows(1024, "cpu") * 1024 * 4 == 8 << 20
+    assert chunk_rows(150_000, "cpu") == chunk_rows(4096, "cpu") == 512, "words come in slices"

@@ -134,7 +134,7 @@ def test_the_nearest_that_fits_is_named(
     gpu: Gpu, model: ModelFacts, said: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tunesmith.plan.checks.find_spec", lambda _: object())
-    longest = 6000 if "longest" in said else 1000
+    longest = 7000 if "longest" in said else 1000
     text = refusal(SFTConfig, on(gpu, model, longest=longest), *(word for word in said if word != "longest"))
     assert remedy in text and f"{gpu.memory_free // GB}GB are free" in text
 

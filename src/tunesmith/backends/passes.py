@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.backends.base import Metrics, Quantity
-from tunesmith.backends.memory import memory_boundary
+from tunesmith.backends.memory import keep_freed_memory, memory_boundary
 from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.distributed.rank_group import RankGroup
@@ -32,6 +32,8 @@ class Passes(Generic[M]):
     """
 
     def __init__(self, model: M, predict: Callable[[M, Forest], Predictions]) -> None:
+        if model.device.type == "cpu":
+            keep_freed_memory()
         self.model, self._predict = model, predict
         self.group: RankGroup | None = None
         """Of the ranks that train the model together."""

@@ -1,14 +1,17 @@
 """The fused head: log-probabilities and entropies without all logits in memory at once.
 
-Rows are processed in chunks; backward computes a chunk's logits again. Logits are float32 for inputs of up to 32 bits
-and float64 for float64: rounded to bfloat16, a log-probability would be off by up to 0.03.
+Logits are computed in tiles of some rows and some words of the vocabulary, and by backward again. All rows of a slice
+of the vocabulary come before the next slice, so that its weights stay in the cache and its gradient is complete at
+once. Logits are float32 for inputs of up to 32 bits and float64 for float64: rounded to bfloat16, a log-probability
+would be off by up to 0.03.
 
-Shape legend: ``N`` rows, ``d`` hidden size, ``V`` vocabulary, ``k`` tokens of a row, ``c`` rows of a chunk.
+Shape legend: ``N`` rows, ``d`` hidden size, ``V`` vocabulary, ``k`` tokens of a row, ``c`` rows and ``v`` words of a
+tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -17,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tunesmith.plan.cost import chunk_rows
+from tunesmith.plan.tiles import chunk_rows, chunk_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,15 @@ class Head:
     bias: Tensor | None = None  # [V]
     scale: LogitScale = PLAIN
     chunk: int | None = None
-    """Rows per chunk; None: by ``plan.cost.chunk_rows``."""
+    """Rows of a tile; None: by ``plan.tiles.chunk_rows``."""
 
-    def rows(self, hidden: Tensor) -> int:
-        return self.chunk or chunk_rows(self.weight.shape[0], hidden.device.type)
+    def rows(self, hidden: Tensor) -> Iterator[slice]:
+        """The rows of each tile."""
+        return _slices(len(hidden), self.chunk or chunk_rows(len(self.weight), hidden.device.type))
+
+    def words(self) -> Iterator[slice]:
+        """The words of each tile."""
+        return _slices(len(self.weight), chunk_words(len(self.weight), self.weight.device.type))
 
 
 def fused_logprobs(
@@ -64,7 +72,7 @@ def fused_logprobs(
     wanted = tokens if tokens.dim() == 2 else tokens[:, None]
     logprobs, entropies = cast(
         "tuple[Tensor, Tensor | None]",
-        _FusedLogprobs.apply(hidden, head.weight, head.bias, wanted, head.scale, head.rows(hidden), entropy),
+        _FusedLogprobs.apply(hidden, head.weight, head.bias, wanted, head, entropy),
     )
     return logprobs.view(tokens.shape), entropies
 
@@ -72,12 +80,11 @@ def fused_logprobs(
 @torch.no_grad()
 def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` likeliest tokens of each row and their log-probabilities, both ``[N, k]``, without gradient."""
-    exact, rows = torch.promote_types(hidden.dtype, torch.float32), head.rows(hidden)
+    exact = torch.promote_types(hidden.dtype, torch.float32)
     tokens, logprobs = (torch.empty(len(hidden), k, dtype=t, device=hidden.device) for t in (torch.int64, exact))
     with _bfloat16_inputs(hidden):
         w = _operand(head.weight, exact)
-        for start in range(0, len(hidden), rows):
-            at = slice(start, start + rows)
+        for at in head.rows(hidden):
             z = _logits(_operand(hidden[at], exact), w, head.bias, head.scale)
             top = z.topk(k, -1)
             tokens[at], logprobs[at] = top.indices, top.values - z.logsumexp(-1, keepdim=True)
@@ -87,65 +94,82 @@ def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
 class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        tokens: Tensor,
-        scale: LogitScale,
-        rows: int,
-        entropy: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, head: Head, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = torch.empty(tokens.shape, dtype=exact, device=hidden.device)
-        entropies = logprobs.new_empty(len(hidden)) if entropy else None
+        picked = torch.zeros(tokens.shape, dtype=exact, device=hidden.device)
+        total = picked.new_full((len(hidden),), -torch.inf)  # log of the sum of exp(logit) over the words so far
+        mean = torch.zeros_like(total) if entropy else None  # of these logits, each as often as it is likely
         with _bfloat16_inputs(hidden):
-            w = _operand(weight, exact)
-            for start in range(0, len(hidden), rows):
-                at = slice(start, start + rows)
-                logp = _logits(_operand(hidden[at], exact), w, bias, scale).log_softmax(-1)
-                logprobs[at] = logp.gather(1, tokens[at])
-                if entropies is not None:
-                    entropies[at] = -(logp.exp() * logp).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, tokens)
-        ctx.scale, ctx.rows = scale, rows
+            h = _operand(hidden, exact)
+            for words in head.words():
+                w, b = _operand(weight[words], exact), None if bias is None else bias[words]
+                for at in head.rows(hidden):
+                    z = _logits(h[at], w, b, head.scale)
+                    index, here = _among(tokens[at], words)
+                    picked[at] += z.gather(1, index).mul_(here)
+                    part = z.logsumexp(-1)
+                    if mean is not None:
+                        p = (z - part[:, None]).exp_()
+                        mean[at].lerp_(torch.linalg.vecdot(p, z), torch.sigmoid(part - total[at]))
+                    torch.logaddexp(total[at], part, out=total[at])
+        entropies = None if mean is None else total - mean
+        ctx.save_for_backward(hidden, weight, bias, tokens, total, entropies)
+        ctx.head = head
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        return picked - total[:, None], entropies
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, tokens = cast("tuple[Tensor, Tensor, Tensor | None, Tensor]", ctx.saved_tensors)
-        scale, rows = cast(LogitScale, ctx.scale), cast(int, ctx.rows)
-        needs = cast("tuple[bool, ...]", ctx.needs_input_grad)
+        hidden, weight, bias, tokens, total, entropies = cast("tuple[Any, ...]", ctx.saved_tensors)
+        head, needs = cast(Head, ctx.head), cast("tuple[bool, ...]", ctx.needs_input_grad)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": exact, "device": hidden.device}
-        grad_hidden = torch.empty(hidden.shape, **options) if needs[0] else None
-        grad_weight = torch.zeros(weight.shape, **options) if needs[1] else None
-        grad_bias = torch.zeros(bias.shape, **options) if bias is not None and needs[2] else None
+        grad_hidden = torch.zeros(hidden.shape, **options) if needs[0] else None
+        grad_weight = torch.empty_like(weight) if needs[1] else None
+        grad_bias = torch.empty_like(bias) if needs[2] else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(tokens.shape, **options)
         with _bfloat16_inputs(hidden):
-            w = _operand(weight, exact)
-            for start in range(0, len(hidden), rows):
-                at = slice(start, start + rows)
-                h = _operand(hidden[at], exact)
-                grad, row_factor = _grad_logits(
-                    _logits(h, w, bias, scale),
-                    tokens[at],
-                    grad_logprobs[at],
-                    None if grad_entropy is None else grad_entropy[at],
-                    scale,
-                )
-                if grad_hidden is not None:
-                    torch.mul(_product(grad, w), row_factor, out=grad_hidden[at])
-                if grad_weight is not None:
-                    grad_weight += _product(grad.t(), h * row_factor.to(h.dtype))
-                if grad_bias is not None:
-                    grad_bias.add_((grad * row_factor).sum(0))
-        grads = zip((grad_hidden, grad_weight, grad_bias), (hidden, weight, bias), strict=True)
-        return *(g.to(t.dtype) if g is not None and t is not None else None for g, t in grads), None, None, None, None
+            h = _operand(hidden, exact)
+            for words in head.words():
+                w, b = _operand(weight[words], exact), None if bias is None else bias[words]
+                sum_weight = torch.zeros(w.shape, **options) if needs[1] else None
+                sum_bias = torch.zeros(len(w), **options) if needs[2] else None
+                for at in head.rows(hidden):
+                    towards = None if grad_entropy is None else (entropies[at, None], grad_entropy[at, None])
+                    grad, row_factor = _grad_logits(
+                        _logits(h[at], w, b, head.scale),
+                        total[at, None],
+                        _among(tokens[at], words),
+                        grad_logprobs[at],
+                        towards,
+                        head.scale,
+                    )
+                    if grad_hidden is not None:
+                        grad_hidden[at].addcmul_(_product(grad, w), row_factor)
+                    if sum_weight is not None:
+                        sum_weight += _product(grad.t(), h[at] * row_factor.to(h.dtype))
+                    if sum_bias is not None:
+                        sum_bias += (grad * row_factor).sum(0)
+                if grad_weight is not None and sum_weight is not None:
+                    grad_weight[words] = sum_weight
+                if grad_bias is not None and sum_bias is not None:
+                    grad_bias[words] = sum_bias
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _among(tokens: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """The places of tokens among the words of a slice, both ``[c, k]``, and whether they are there."""
+    places = tokens - words.start
+    return places.clamp(0, words.stop - words.start - 1), (places >= 0) & (tokens < words.stop)
 
 
 def _operand(t: Tensor, exact: torch.dtype) -> Tensor:
@@ -160,7 +184,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitScale) -> Tensor:
-    """The logits ``[c, V]``, in at least float32."""
+    """The logits ``[c, v]``, in at least float32."""
     z = _product(hidden, weight.t())
     if bias is not None:
         z += bias
@@ -171,30 +195,40 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitSca
 
 
 def _grad_logits(
-    z: Tensor, tokens: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, scale: LogitScale
+    z: Tensor,
+    total: Tensor,
+    among: tuple[Tensor, Tensor],
+    grad_logprobs: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+    scale: LogitScale,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the head's product ``[c, V]``, and the factors of its rows ``[c, 1]``.
+    """Gradient of the head's product ``[c, v]``, in the place of the logits, and the factors of its rows ``[c, 1]``.
 
     d logp/dz = onehot - p; dH/dz = -p (log p + H); d tanh cap = 1 - (capped / cap)^2.
+
+    Args:
+        total: the logarithms of the sums of exp(logit) over the vocabulary, ``[c, 1]``.
+        among: ``_among`` of the tokens.
+        grad_logprobs: ``[c, k]``.
+        entropy: the entropies and their gradients, ``[c, 1]`` each.
     """
     factor = scale.factor / scale.temperature
     slope = None if scale.softcap is None else 1 - (z * (scale.temperature / scale.softcap)).square_()
-    if grad_entropy is None and tokens.shape[1] == 1:
-        # The factors are applied after the product with the weight, to ``[c, d]`` instead of ``[c, V]``.
-        grad = z.softmax(-1)
-        grad.scatter_add_(1, tokens, torch.full_like(tokens, -1, dtype=grad.dtype))
-        row_factor = grad_logprobs * -factor
+    places, here = among
+    logp = z.sub_(total)
+    if entropy is None and places.shape[1] == 1:
+        # The factors are applied after the product with the weight, to ``[c, d]`` instead of ``[c, v]``.
+        grad, onto, row_factor = logp.exp_(), -here.to(z.dtype), grad_logprobs * -factor
     else:
-        towards = -grad_logprobs.sum(-1, keepdim=True)
+        towards, onto = -grad_logprobs.sum(-1, keepdim=True), grad_logprobs * here
         row_factor = torch.full_like(towards, factor)
-        if grad_entropy is None:
-            grad = z.softmax(-1).mul_(towards)
+        if entropy is None:
+            grad = logp.exp_().mul_(towards)
         else:
-            logp = z.log_softmax(-1)
+            of, grad_of = entropy
             p = logp.exp()
-            entropy = -(p * logp).sum(-1, keepdim=True)
-            grad = p.mul_(logp.add_(entropy).mul_(-grad_entropy[:, None]).add_(towards))
-        grad.scatter_add_(1, tokens, grad_logprobs.to(grad.dtype))
+            grad = p.mul_(logp.add_(of).mul_(-grad_of).add_(towards))
+    grad.scatter_add_(1, places, onto.to(grad.dtype))
     return (grad if slope is None else grad.mul_(slope)), row_factor
 
 

@@ -16,7 +16,7 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.config.values import LARGEST_COUNT
 from tunesmith.errors import ConfigError
-from tunesmith.plan.cost import LEAST_ROWS, activation_bytes, price
+from tunesmith.plan.cost import activation_bytes, price
 from tunesmith.plan.facts import LEAN_FAMILIES, Facts, ModelFacts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import engines_together, ranks_per_engine
@@ -45,6 +45,8 @@ MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 """Larger micro-batches are no faster: every matrix product is large enough."""
 
 UNKNOWN_MODEL_TOKENS = 4096
+SHORT = 128
+"""Tokens that are reserved for a sample of unknown length."""
 LEAST_KV_BYTES = 16 * 10**6
 ACTIVATIONS = "system.offload_activations"
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
@@ -139,7 +141,7 @@ def _reserved(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> 
     """Bytes that are not available to activations, keys and values while the policy trains."""
     if facts.model is None:
         return 0
-    layout, tokens = layout_of(config, facts), longest_sample(config, facts) or LEAST_ROWS
+    layout, tokens = layout_of(config, facts), longest_sample(config, facts) or SHORT
     turns = layout.turns if turns is None else turns
     planned = price(facts.model, replace(layout, turns=turns, tokens=tokens))
     return planned.training - -(-tokens // layout.sequence) * activation_bytes(facts.model, layout)

@@ -9,14 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tunesmith.plan.facts import ModelFacts
+from tunesmith.plan.tiles import chunk_rows, chunk_words
 
 QUANTISED_BYTES = {"int8": 1.05, "nf4": 0.56}
 """Per number of a quantised linear module, with its scales."""
 USUAL_RANK = 16
-CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Logits of one chunk. On a CPU they should stay in the cache until they are used."""
-LEAST_ROWS = 128
-"""With fewer rows the head's weight would be read too often for the work."""
 SMALL = 64 << 20
 """Numbers of a model that a CPU decodes in float32 too, if few rows are faster so."""
 LIBRARIES = 10**9
@@ -329,23 +326,19 @@ def _passing(model: ModelFacts, layout: Layout) -> tuple[int, int]:
 
 
 def head_bytes(model: ModelFacts, layout: Layout) -> int:
-    """The gradient of the hidden states, in float32, and what one chunk needs (``models.head``).
+    """The gradients of the hidden states, in float32, and of the head; and what one tile needs (``models.head``).
 
-    That is its gradient of the logits, in float32 and rounded, with the float32 sum of the head's gradients and the
-    chunk's part of it; or three times its logits, where the head is not trained.
+    That is its gradient of the logits, in float32 and rounded, and two float32 tensors of the size of its words'
+    weights; or twice its logits, where the head is not trained.
     """
-    tokens = -(-layout.tokens // layout.sequence)
-    chunk = min(layout.chunk or chunk_rows(model.vocab_size, layout.device), max(1, tokens)) * model.vocab_size
-    states, forward = 4 * tokens * model.hidden_size, 3 * 4 * chunk
+    tokens, words = -(-layout.tokens // layout.sequence), chunk_words(model.vocab_size, layout.device)
+    tile = min(layout.chunk or chunk_rows(model.vocab_size, layout.device), max(1, tokens)) * words
+    states, forward = 4 * tokens * model.hidden_size, 2 * 4 * tile
     if layout.lora_rank is not None:
         return states + forward
     narrow = layout.bytes_per_number if layout.bytes_per_number == 2 else 0
-    return states + max(forward, (4 + narrow) * chunk + 2 * 4 * model.vocab_size * model.hidden_size)
-
-
-def chunk_rows(vocabulary: int, device: str) -> int:
-    """Rows whose float32 logits take about ``CHUNK_BYTES``."""
-    return max(LEAST_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+    backward = (4 + narrow) * tile + 2 * 4 * words * model.hidden_size
+    return states + max(forward, backward + layout.bytes_per_number * model.vocab_size * model.hidden_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from math import ceil
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
-from tunesmith.plan.cost import adapter_numbers, chunk_rows, copy_bytes
+from tunesmith.plan.cost import adapter_numbers, copy_bytes
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.machines import kind_of
 from tunesmith.plan.memory import bytes_per_number, gpu_of, on_gpu
@@ -24,6 +24,7 @@ from tunesmith.plan.seconds import (
     cost_of,
     exchanged,
 )
+from tunesmith.plan.tiles import chunk_rows
 
 CORE_FLOPS = 40e9
 """Assumed of a CPU core, in float32; twice as many in bfloat16, where it computes that natively."""

@@ -19,7 +19,6 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.monitor.children import remove_at_end
 from tunesmith.monitor.interrupts import Interrupted
-from tunesmith.plan.cost import chunk_rows
 from tunesmith.plan.expected import expected_seconds
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
@@ -27,6 +26,7 @@ from tunesmith.plan.hardware import read_hardware
 from tunesmith.plan.layouts import gpus_of_run, layouts
 from tunesmith.plan.memory import planned_devices
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.tiles import chunk_rows
 from tunesmith.plan.tuned import tuned_file
 from tunesmith.tune.arms import Arm, TrialEnded
 from tunesmith.tune.bench import Bench
