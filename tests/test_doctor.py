@@ -77,6 +77,7 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
     "bad_lines_left_out": ({}, {"facts": {"bad": 0.2}}),
     "one_source_dominates": ({}, {"facts": {"source_share": 0.97}}),
     "seen_in_training": ({}, {"facts": {"seen": 0.2}}),
+    "evaluated_on_training": ({}, {"facts": {"seen": 1.0}, "environment.path": "games.py:Game"}),
     "repeated_data": ({}, {"facts": {"repeated": 0.3}}),
     "many_epochs": ({"epoch": rising(0, 20)}, {"sft": True}),
     "eval_too_small": ({}, {"facts": {"eval_size": 20}, "eval/accuracy": [0.4, 0.5]}),
