@@ -247,3 +247,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_record(tmp_path / "no" if kind == "missing" else tmp_path)
     assert kind != "runs" or "a-1" in str(error.value)
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
+    """Of another program, or of a damaged file."""
+    path = write_run(tmp_path, {})
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1e400}\n{"step": NaN}\n{"step": {"a": 1}}\n[1]\n{"step": 999, "reward": Infinity}\n')
+    record = read_record(path)
+    assert [line["step"] for line in record.steps][-2:] == [STEPS, 999] and "reward" not in record.steps[-1]
+    assert not {finding.severity for finding in diagnose(record)} & {"problem"}

@@ -18,7 +18,7 @@ from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.resolved import settings
 from tunesmith.errors import ConfigError
 from tunesmith.migrate.convert import Migration, convert
-from tunesmith.migrate.read import read_text
+from tunesmith.migrate.read import read_source, read_text
 from tunesmith.migrate.settle import settle
 from tunesmith.migrate.write import account, run_file
 from tunesmith.plan.checks import check
@@ -518,3 +518,17 @@ def test_the_example_on_the_page_is_what_is_written() -> None:
     assert run_file(migration, "train.sh") in [block.text for block in blocks_of(page) if block.language == "toml"]
     text = "\n".join(account(migration)) + "\n"
     assert text in [block.text for block in blocks_of(page) if block.language == "text"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [*a]\n",
+        "a: &a [x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+    ],
+)
+def test_aliases_without_end_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "verl.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="aliases"):
+        read_source(tmp_path / "verl.yaml", {})

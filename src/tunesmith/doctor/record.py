@@ -9,7 +9,7 @@ from typing import Any
 
 from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.monitor.learning import Facts, read_facts
-from tunesmith.monitor.metrics import is_evaluation, whole_objects
+from tunesmith.monitor.metrics import is_evaluation, numbers, whole_objects
 from tunesmith.monitor.run_dir import LATEST, is_running
 from tunesmith.monitor.runs import read_settings
 
@@ -47,7 +47,7 @@ def read_record(path: Path) -> Record:
         choice = f"; it holds the runs {', '.join(inside)}" if inside else ""
         raise ConfigError(f"{path} has no metrics.jsonl, so it is not a run's directory{choice}")
     lines = list(_objects(path / "metrics.jsonl"))
-    finite = [{name: value for name, value in line.items() if isinstance(value, int | float)} for line in lines]
+    finite = [numbers(line) for line in lines]
     finite = [line for line in finite if "step" in line]
     evaluations = [line for line in finite if is_evaluation(line)]
     steps = [line for line in finite if not is_evaluation(line)]

@@ -15,6 +15,8 @@ from tunesmith.migrate.given import Given
 
 _LARGEST = 5_000_000
 """Bytes of a file that is read."""
+_MOST = 200_000
+"""Values of a file; YAML's aliases can make it endless."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -34,9 +36,26 @@ def read_tree_text(text: str, name: str) -> Any:
         ConfigError: it is neither.
     """
     try:
-        return json.loads(text) if name.endswith(".json") else yaml.load(text, _Loader)
+        return json.loads(text) if name.endswith(".json") else _bounded(yaml.load(text, _Loader))
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{name} is not valid: {shortened(' '.join(str(error).split()), 200)}") from None
+
+
+def _bounded(tree: Any) -> Any:
+    """
+    Raises:
+        ValueError: it has too many values.
+    """
+    left, count = [tree], 0
+    while left:
+        node, count = left.pop(), count + 1
+        if count > _MOST:
+            raise ValueError(f"it has more than {_MOST} values, as its aliases are written out")
+        if isinstance(node, Mapping):
+            left += cast(Mapping[str, Any], node).values()
+        elif isinstance(node, list):
+            left += cast("list[Any]", node)
+    return tree
 
 
 def read_tree_file(name: str, folder: Path) -> Mapping[str, Any] | None:

@@ -155,6 +155,15 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
     return any(name.startswith("eval/") for name in line)
 
 
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The entries that are finite numbers."""
+    return {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, int | float) and -1e300 < value < 1e300  # an int may be too large for a float
+    }
+
+
 def rotated(path: Path) -> tuple[Path, Path]:
     """The older and the newer file of a log."""
     return path.with_name(f"{path.stem}-older{path.suffix}"), path

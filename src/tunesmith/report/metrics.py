@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tunesmith.monitor.metrics import is_evaluation
+from tunesmith.monitor.metrics import is_evaluation, numbers
 from tunesmith.monitor.tail import Identity, Place, identity, json_object, open_lines
 
 POINTS = 600
@@ -88,15 +88,6 @@ class MetricsFile:
             self.evaluations.add(record)
         else:
             self.steps.add(record)
-
-
-def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The entries that are finite numbers."""
-    return {
-        name: value
-        for name, value in record.items()
-        if isinstance(value, int | float) and -1e300 < value < 1e300  # an int may be too large for a float
-    }
 
 
 def curves(table: Table, most: int = POINTS) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tunesmith.monitor.metrics import rotated
+from tunesmith.monitor.metrics import numbers, rotated
 from tunesmith.monitor.tail import Identity, Place, identity, json_object, open_lines
-from tunesmith.report.metrics import numbers
 
 SEARCHED = 256 << 20
 """Bytes that one search reads; it says where to go on."""
