@@ -21,6 +21,7 @@ from tunesmith.config.preference import DPOConfig
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.plan.filling import with_values
 from tunesmith.tune.arms import Arm, TrialEnded
+from tunesmith.tune.intervals import Interval
 from tunesmith.tune.proof import compare_gradients
 from tunesmith.tune.setup import proof_config, trial_config
 
@@ -109,7 +110,7 @@ def test_a_run_that_does_not_fit_or_is_refused_is_an_outcome(folder: Path) -> No
 
 
 def test_ctrl_c_ends_the_search_and_the_same_command_goes_on(folder: Path) -> None:
-    """Two settings are compared, and one of them dies: nothing is measured twice."""
+    """The second call finishes the search, and measures nothing again of what the first has measured."""
     run = folder / "run.toml"
     lines = [line.partition(".") for line in sft_settings(folder, folder / "model", run_dir=None)]
     tables: dict[str, list[str]] = {}
@@ -118,7 +119,8 @@ def test_ctrl_c_ends_the_search_and_the_same_command_goes_on(folder: Path) -> No
             tables.setdefault(section, []).append(rest.replace("=", " = ", 1))
     tables["system"] = ["max_tokens_per_microbatch = 24"]
     run.write_text("".join(f"[{name}]\n" + "\n".join(lines) + "\n" for name, lines in tables.items()))
-    pinned = [f"{key}={value}" for key, value in (("system.threads", 1), ("system.trainer_ranks", 1))]
+    left = ("system.threads", "system.trainer_ranks", "system.logprob_chunk")
+    pinned = [text for text in PINNED if text.startswith(left)]  # so that gradient checkpointing is left to try
     command = [sys.executable, "-m", "tunesmith", "tune", str(run), *pinned, "--minutes", "3"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
         assert process.stdout is not None
@@ -129,5 +131,16 @@ def test_ctrl_c_ends_the_search_and_the_same_command_goes_on(folder: Path) -> No
     assert code == 130 and "system.max_tokens_per_microbatch = 24" in first
     found = json.loads((folder / "tuned.json").read_text())
     assert found["interrupted"] and len(found["trials"]) >= 1
-    [file] = (folder / "cache").rglob("*.json")
-    assert json.loads(file.read_text())["trials"][0]["settings"]["system.max_tokens_per_microbatch"] == 24
+    [file] = (folder / "cache" / "tunesmith" / "tuned").glob("*.json")
+    known = json.loads(file.read_text())["trials"]
+    assert known[0]["settings"]["system.max_tokens_per_microbatch"] == 24
+    again = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=600)
+    assert again.returncode == 0, again.stderr
+    finished = json.loads((folder / "tuned.json").read_text())
+    trials = json.loads(file.read_text())["trials"]
+    decided = [trial for trial in known if Interval(*trial["interval"]).decided]
+    assert decided and all(trial in trials for trial in decided), "what was measured is as it was"
+    assert not finished["interrupted"]
+    compared = [(trial["best"], trial["values"]) for trial in trials]
+    assert all(compared.count((trial["best"], trial["values"])) == 1 for trial in decided), "nothing is measured twice"
+    assert len(trials) > len(known)
