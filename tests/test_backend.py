@@ -94,6 +94,19 @@ def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
     assert module.vector.grad is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_named_and_large_ones_are_not(dtype: torch.dtype) -> None:
+    module = Two(dtype)
+    made = MasterOptimizer(module, AdamWSettings())
+    assert made.not_finite() is None
+    with torch.no_grad():
+        module.matrix.fill_(1e30)  # the sum of their squares is infinite
+        assert made.not_finite() is None
+        for broken in (math.nan, -math.inf):
+            module.vector[0] = broken
+            assert made.not_finite() == "vector"
+
+
 def test_bfloat16_weights_have_float32_masters_that_gather_what_rounding_would_lose() -> None:
     module = Two(torch.bfloat16)
     made = MasterOptimizer(module, AdamWSettings(max_grad_norm=None))
