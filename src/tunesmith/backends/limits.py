@@ -48,12 +48,12 @@ def copy_rate(size: int, device: str, wait: Callable[[], None]) -> float:
     return 2 * size / _best_seconds(lambda: target.copy_(source), wait)
 
 
-def _best_seconds(run: Callable[[], object], wait: Callable[[], None], budget: float = 0.15) -> float:
-    """The least of at least three runs, after one to warm up, within about ``budget`` seconds."""
+def _best_seconds(run: Callable[[], object], wait: Callable[[], None]) -> float:
+    """The least of at least three runs, after one to warm up, within about 0.15 seconds."""
     run()
     wait()
     best, started, tries = float("inf"), time.perf_counter(), 0
-    while tries < 3 or time.perf_counter() - started < budget:
+    while tries < 3 or time.perf_counter() - started < 0.15:
         before = time.perf_counter()
         run()
         wait()

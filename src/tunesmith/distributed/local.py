@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 from tunesmith.config.placement import Role
 from tunesmith.distributed.child import ChildProcess
-from tunesmith.distributed.far import PATIENCE, Far
+from tunesmith.distributed.far import Far
 from tunesmith.errors import EngineError, TunesmithError
 from tunesmith.plan.cluster import NAMES
 
@@ -47,8 +47,8 @@ class LocalProcesses:
         gpus: for each process of a role, the GPUs that it sees; a role that is missing sees those of this process.
     """
 
-    def __init__(self, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None, patience: float = PATIENCE) -> None:
-        self._gpus, self._patience = gpus or {}, patience
+    def __init__(self, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None) -> None:
+        self._gpus = gpus or {}
         self._running: dict[Far, tuple[Role, int]] = {}
         self._lock = Lock()
 
@@ -82,7 +82,7 @@ class LocalProcesses:
         environment: Mapping[str, str] | None,
     ) -> Far:
         name = f"rank {place} of the {NAMES[role]}" if role in RANKED else f"the {NAMES[role]}'s process"
-        return ChildProcess(name, lost, python=python, environment=environment, patience=self._patience)
+        return ChildProcess(name, lost, python=python, environment=environment)
 
     def _free_place(self, role: Role) -> int:
         places = self._gpus.get(role)

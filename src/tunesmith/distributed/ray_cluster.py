@@ -28,8 +28,8 @@ OBJECT_STORE = 200 << 20
 class RayCluster:
     """Places for the processes of one run. Use as a context manager; leaving it ends them."""
 
-    def __init__(self, group: Any, bundles: Sequence[Bundle], *, connected: bool, patience: float = PATIENCE) -> None:
-        self._group, self._bundles, self._connected, self._patience = group, bundles, connected, patience
+    def __init__(self, group: Any, bundles: Sequence[Bundle], *, connected: bool) -> None:
+        self._group, self._bundles, self._connected = group, bundles, connected
         self._numbers = count(1)
         self._dealt: dict[int, list[str]] = {}
         """The GPUs of bundles whose processes see different numbers of them."""
@@ -38,7 +38,7 @@ class RayCluster:
         self._lock = Lock()
 
     @classmethod
-    def open(cls, system: SystemSection, bundles: Sequence[Bundle], *, patience: float = PATIENCE) -> RayCluster:
+    def open(cls, system: SystemSection, bundles: Sequence[Bundle]) -> RayCluster:
         """Reserve ``bundles``, each on one machine.
 
         Raises:
@@ -50,7 +50,7 @@ class RayCluster:
             group = _reserve(bundles)
             if system.weight_plane == "memory":
                 check_machines(bundles, _machines(group))
-            return cls(group, bundles, connected=connected, patience=patience)
+            return cls(group, bundles, connected=connected)
         except BaseException:
             _disconnect(connected)
             raise
@@ -97,7 +97,7 @@ class RayCluster:
             gpus = None if bundle is None else self._gpus(bundle, role)
             # More requests than an engine runs may wait at it, and pings have to get through.
             actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd(), gpus)
-            far = RayActor(actor, f"the {NAMES[role]}'s actor ({next(self._numbers)})", lost, self._patience)
+            far = RayActor(actor, f"the {NAMES[role]}'s actor ({next(self._numbers)})", lost)
             self._running[far] = role, bundle
         far.ended.add_done_callback(lambda _: self._running.pop(far, None))
         return far
@@ -112,7 +112,7 @@ class RayCluster:
         if bundle not in self._dealt:
             ask: Any = ray.remote(_own_gpus)
             options = {**self._inside(bundle), "num_gpus": int(place.gpus)}
-            self._dealt[bundle] = ray.get(ask.options(**options).remote(), timeout=self._patience)
+            self._dealt[bundle] = ray.get(ask.options(**options).remote(), timeout=PATIENCE)
         found = self._dealt[bundle]
         return found if role == "rollout" else [found[self._taken(bundle, role) % len(found)]]
 

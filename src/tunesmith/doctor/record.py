@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.errors import ConfigError
 from tunesmith.monitor.learning import Facts, read_facts
-from tunesmith.monitor.metrics import is_evaluation, numbers, whole_objects
+from tunesmith.monitor.metrics import is_evaluation, newest_objects, numbers
 from tunesmith.monitor.run_dir import LATEST, is_running
 from tunesmith.monitor.runs import read_settings
 
@@ -26,8 +26,6 @@ class Record:
     settings: Mapping[str, Any]
     steps: Sequence[Metrics]
     evaluations: Sequence[Metrics]
-    nulls: Mapping[str, int]
-    """By metric, how often it was not finite."""
     rollouts: Sequence[Mapping[str, Any]]
     """The newest that training kept."""
     facts: Facts | None
@@ -46,30 +44,18 @@ def read_record(path: Path) -> Record:
         inside = sorted(file.parent.name for file in path.glob("*/metrics.jsonl"))
         choice = f"; it holds the runs {', '.join(inside)}" if inside else ""
         raise ConfigError(f"{path} has no metrics.jsonl, so it is not a run's directory{choice}")
-    lines = list(_objects(path / "metrics.jsonl"))
-    finite = [numbers(line) for line in lines]
+    finite = [numbers(line) for line in newest_objects(path / "metrics.jsonl", MOST_BYTES)]
     finite = [line for line in finite if "step" in line]
     evaluations = [line for line in finite if is_evaluation(line)]
     steps = [line for line in finite if not is_evaluation(line)]
     if not steps:
         raise ConfigError(f"{path} has no completed step yet, so that there is nothing to judge")
-    nulls = [name for line in lines for name, value in line.items() if value is None]
     return Record(
         path=path,
         settings=read_settings(path),
         steps=steps,
         evaluations=evaluations,
-        nulls={name: nulls.count(name) for name in dict.fromkeys(nulls)},
-        rollouts=[row for row in _objects(path / "rollouts.jsonl") if row.get("kind") == "train"],
+        rollouts=[row for row in newest_objects(path / "rollouts.jsonl", MOST_BYTES) if row.get("kind") == "train"],
         facts=read_facts(path),
         running=is_running(path),
     )
-
-
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole JSON objects among the last lines of a file."""
-    if not path.exists():
-        return
-    with boundary(StorageError, f"cannot read {path}", OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - MOST_BYTES))
-        yield from whole_objects(file.read())

@@ -178,7 +178,6 @@ def _of_run(record: Record) -> dict[str, Any]:
         "last_step": last,
         "device_is_gpu": str(record.settings.get("system.device")).startswith("cuda"),
         "stopped": last < planned and not record.running,
-        "nulls": sorted(record.nulls),
     }
     if record.facts is not None:
         names = ("train_size", "repeated", "seen", "too_long", "bad", "source_share", "threads_per_core")

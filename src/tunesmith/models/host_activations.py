@@ -54,16 +54,10 @@ class View:
 
 
 class HostActivations:
-    """Sends to host memory what a decoder's layers save.
+    """Sends to host memory what a decoder's layers save."""
 
-    Args:
-        least, chunk: as ``LEAST`` and ``CHUNK``.
-    """
-
-    def __init__(
-        self, module: PreTrainedModel, lean: LeanDecoder | None, least: int = LEAST, chunk: int = CHUNK
-    ) -> None:
-        self.device, self.least, self.chunk = module.device, least, chunk
+    def __init__(self, module: PreTrainedModel, lean: LeanDecoder | None) -> None:
+        self.device, self.least, self.chunk = module.device, LEAST, CHUNK
         self.stream = torch.cuda.Stream(device=self.device) if self.device.type == "cuda" else None
         self.free: list[Tensor] = []
         """Chunks of host memory that no pass uses."""

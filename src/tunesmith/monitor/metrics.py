@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
@@ -145,9 +145,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def whole_objects(text: bytes) -> Iterator[dict[str, Any]]:
-    """The lines that are whole JSON objects; a process that was killed leaves a part of one."""
-    return (value for value in map(json_object, text.splitlines()) if value is not None)
+def newest_objects(file: Path, most_bytes: int | None) -> list[dict[str, Any]]:
+    """The JSON objects in whole lines among the last bytes of a file, None: in all; nothing where there is no file.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    if not file.exists():
+        return []
+    with boundary(StorageError, f"cannot read {file}", OSError), file.open("rb") as lines:
+        lines.seek(0 if most_bytes is None else max(0, file.stat().st_size - most_bytes))
+        return [value for value in map(json_object, lines.read().splitlines()) if value is not None]
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:

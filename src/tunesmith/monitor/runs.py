@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tunesmith.errors import ConfigError, StorageError, boundary
-from tunesmith.monitor.metrics import is_evaluation, whole_objects
+from tunesmith.errors import ConfigError
+from tunesmith.monitor.metrics import is_evaluation, newest_objects
 from tunesmith.monitor.run_dir import LATEST, holds_run, is_running
 
 END_BYTES = 1 << 16
@@ -77,12 +77,8 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def last_lines(path: Path, most_bytes: int | None = END_BYTES) -> list[dict[str, Any]]:
     """The whole lines among the last bytes of a run's metrics; None: all of them."""
-    file = path / "metrics.jsonl"
-    if not file.exists():
-        return []
-    with boundary(StorageError, f"cannot read {file}", OSError), file.open("rb") as lines:
-        lines.seek(0 if most_bytes is None else max(0, file.stat().st_size - most_bytes))
-        return [line for line in whole_objects(lines.read()) if isinstance(line.get("step"), int)]
+    lines = newest_objects(path / "metrics.jsonl", most_bytes)
+    return [line for line in lines if isinstance(line.get("step"), int)]
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
