@@ -157,6 +157,26 @@ def test_a_killed_rank_is_named_and_gone_back_from(model: Path, tmp_path: Path) 
     assert "rank 1 of the trainer" in err and "once too often (system.trainer_restarts)" in err
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_signals_end_ranks_that_gather_weights(hangs: bool, model: Path, tmp_path: Path) -> None:
+    """The first one does, after the step and a checkpoint; where a rank hangs, a second one at once."""
+    changed = {"train__steps": 10**6, "eval__every": 10**6, "system__zero_stage": 3, "system__trainer_ranks": 2}
+    command = Command(tmp_path, sft_settings(tmp_path, model, "run", **changed))
+    wait_for_step(tmp_path / "run", 2, command.process)
+    ranks = [*command.ranks(0), *command.ranks(1)]
+    if hangs:
+        ranks[1].send_signal(signal.SIGSTOP)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.process.stderr is not None
+    while "stopping" not in (line := command.process.stderr.readline()):
+        assert line, "it ended without a word"
+    if hangs:
+        command.process.send_signal(signal.SIGTERM)
+    _, err = command.process.communicate(timeout=600)
+    assert command.process.returncode == 128 + signal.SIGTERM, err
+    assert len(ranks) == 2 and not psutil.wait_procs(ranks, 600)[1]
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_under_a_launcher(launcher: str, model: Path, tmp_path: Path) -> None:
     alone = assembly.run_sft(None, sft_settings(tmp_path, model, "alone"))
