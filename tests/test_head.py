@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunesmith.models.head import Head, LogitScale, bfloat16_operands, fused_logprobs
+from tunesmith.models.head import Head, LogitScale, bfloat16_operands, fused_logprobs, likeliest
 from tunesmith.plan.tiles import WORDS, chunk_rows
 
 N, D, V = 37, 16, 101
@@ -165,3 +165,20 @@ def test_frozen_head_gets_no_gradient_and_no_rows_work() -> None:
 def test_chunk_follows_the_vocabulary() -> None:
     assert chunk_rows(1024, "cpu") * 1024 * 4 == 8 << 20
     assert chunk_rows(150_000, "cpu") == chunk_rows(4096, "cpu") == 512, "words come in slices"
+
+
+@pytest.mark.parametrize("words", [7, 64])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_likeliest_are_those_of_all_logits(
+    words: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WORDS, "cpu", words)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator).double() for shape in ((5, 8), (40, 8), (40,)))
+    scale = LogitScale(factor=1.5, softcap=softcap, temperature=0.8)
+    tokens, logprobs = likeliest(hidden, Head(weight, bias, scale, chunk=2), 9)
+    z = (hidden @ weight.T + bias) * 1.5
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / 0.8
+    expected = torch.log_softmax(z, -1).topk(9, -1)
+    assert tokens.equal(expected.indices)
+    torch.testing.assert_close(logprobs, expected.values, rtol=1e-12, atol=1e-12)

@@ -81,14 +81,21 @@ def fused_logprobs(
 def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` likeliest tokens of each row and their log-probabilities, both ``[N, k]``, without gradient."""
     exact = torch.promote_types(hidden.dtype, torch.float32)
-    tokens, logprobs = (torch.empty(len(hidden), k, dtype=t, device=hidden.device) for t in (torch.int64, exact))
+    tokens = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    logits = torch.full(tokens.shape, -torch.inf, dtype=exact, device=hidden.device)  # of the words so far, the largest
+    total = logits.new_full((len(hidden), 1), -torch.inf)
     with _bfloat16_inputs(hidden):
-        w = _operand(head.weight, exact)
-        for at in head.rows(hidden):
-            z = _logits(_operand(hidden[at], exact), w, head.bias, head.scale)
-            top = z.topk(k, -1)
-            tokens[at], logprobs[at] = top.indices, top.values - z.logsumexp(-1, keepdim=True)
-    return tokens, logprobs
+        h = _operand(hidden, exact)
+        for words in head.words():
+            w, b = _operand(head.weight[words], exact), None if head.bias is None else head.bias[words]
+            for at in head.rows(hidden):
+                z = _logits(h[at], w, b, head.scale)
+                total[at] = torch.logaddexp(total[at], z.logsumexp(-1, keepdim=True))
+                top = z.topk(min(k, len(w)), -1)
+                known = torch.cat((tokens[at], top.indices + words.start), -1)
+                logits[at], places = torch.cat((logits[at], top.values), -1).topk(k, -1)
+                tokens[at] = known.gather(-1, places)
+    return tokens, logits - total
 
 
 class _FusedLogprobs(torch.autograd.Function):
