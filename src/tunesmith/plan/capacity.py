@@ -16,7 +16,7 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.config.values import LARGEST_COUNT
 from tunesmith.errors import ConfigError
-from tunesmith.plan.cost import activation_bytes, price
+from tunesmith.plan.cost import Price, activation_bytes, price
 from tunesmith.plan.facts import LEAN_FAMILIES, Facts, ModelFacts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import engines_together, ranks_per_engine
@@ -206,18 +206,26 @@ def computing_threads(config: RunConfig) -> int:
     return config.system.threads * (config.system.trainer_ranks + engines)
 
 
+def _with_and_without(config: RunConfig, key: str, facts: Facts) -> tuple[Price, Price, int] | None:
+    """The least memory of the trainer with a setting and without it, and what is free; None if it is not known."""
+    both = [least_devices(with_values(config, {key: value}), facts) for value in (True, False)]
+    if not all(both):
+        return None
+    (_, with_it, free), (_, without, _) = (devices[0] for devices in both)
+    return with_it, without, free
+
+
 def _derive_reference(filling: Filling, facts: Facts) -> None:
     """In host memory, while it does not score, if a GPU has no room for a sample beside it."""
     config, key = filling.config, "system.offload_reference"
     if not on_gpu(config) or not keeps_reference(config) or config.system.cluster != "none" or config.system.zero_stage:
         filling.fill(key, False, "there is no whole reference on the trainer's GPU")
         return
-    frugal = with_values(config, {"system.gradient_checkpointing": True})
-    both = [least_devices(with_values(frugal, {key: value}), facts) for value in (True, False)]
-    if not all(both):
+    known_memory = _with_and_without(with_values(config, {"system.gradient_checkpointing": True}), key, facts)
+    if known_memory is None:
         filling.fill(key, False, "the model's size is not known")
         return
-    (_, with_it, free), (_, without, _) = (devices[0] for devices in both)
+    with_it, without, free = known_memory
     if without.peak <= free:
         filling.fill(key, False, "it fits the GPU")
     elif problem := host_problem(config, with_it, facts):
@@ -236,11 +244,11 @@ def _derive_offload(filling: Filling, facts: Facts) -> None:
     turns = {"system.hybrid": True} if isinstance(config, RLConfig) and known(config.system, "hybrid") is None else {}
     sent = {ACTIVATIONS: True} if known(config.system, "offload_activations") is None else {}
     frugal = with_values(config, {"system.gradient_checkpointing": True, **sent, **turns})
-    both = [least_devices(with_values(frugal, {key: value}), facts) for value in (True, False)]
-    if not all(both):
+    known_memory = _with_and_without(frugal, key, facts)
+    if known_memory is None:
         filling.fill(key, False, "the model's size is not known")
         return
-    (_, with_it, free), (_, without, _) = (devices[0] for devices in both)
+    with_it, without, free = known_memory
     if without.peak <= MARGIN * free:
         filling.fill(key, False, f"the optimizer {'fits' if without.peak <= free else 'may fit'} the GPU")
     elif config.train.optimizer.name == "muon" or with_it.peak > MARGIN * free:
@@ -282,11 +290,11 @@ def _derive_activations(filling: Filling, facts: Facts) -> None:
     if not on_gpu(config):
         filling.fill(key, False, "there is no GPU that it would relieve")
         return
-    both = [least_devices(with_values(config, {key: value}), facts) for value in (True, False)]
-    if config.system.gradient_checkpointing is not True or not all(both):
-        filling.fill(key, False, "they fit the GPU" if all(both) else "the model's size is not known")
+    known_memory = _with_and_without(config, key, facts)
+    if known_memory is None or config.system.gradient_checkpointing is not True:
+        filling.fill(key, False, "they fit the GPU" if known_memory else "the model's size is not known")
         return
-    (_, with_it, free), (_, without, _) = (devices[0] for devices in both)
+    with_it, without, free = known_memory
     problem = host_problem(config, with_it, facts)
     if without.peak <= free or with_it.peak > free:
         reason = "the inputs of the layers fit the GPU" if without.peak <= free else "the run would not fit either"
