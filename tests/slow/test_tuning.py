@@ -100,7 +100,7 @@ def test_the_gradient_is_the_same_with_other_settings(kind: type[RunConfig], oth
 def test_a_run_that_does_not_fit_or_is_refused_is_an_outcome(folder: Path) -> None:
     config = trial_config(load_config(SFTConfig, None, sft_settings(folder, folder / "model")))
     for settings, status in (
-        ({"system.device_memory": "1MB"}, "memory"),
+        ({"system.device_memory": "100KB"}, "memory"),
         ({"system.max_tokens_per_microbatch": 2}, "refused"),
     ):
         arm = Arm(with_values(config, settings), folder / "run.toml", folder)
