@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -20,6 +21,12 @@ def cache_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith"
     except RuntimeError:  # a container's user without a home
         return Path(gettempdir()) / f"tunesmith-{os.getuid()}"
+
+
+def measured_file(kind: str, subject: Mapping[str, Any]) -> Path:
+    """The file in ``cache_folder`` of what was measured for a subject; another subject has another file."""
+    name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:20]
+    return cache_folder() / kind / f"{name}.json"
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from tunesmith.plan.hardware import COMPILERS, cpu_info, find_compiler
+from tunesmith.storage import cache_folder
 
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 SECONDS = 300
@@ -44,11 +45,7 @@ def library(name: str) -> ctypes.CDLL | None:
                 mine.replace(kept)
             return loaded
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        logging.getLogger(__name__).warning(
-            "%s could not be compiled, so that PyTorch's operations run: %s", name, said
-        )
-        return None
+        return _without(name, getattr(error, "stderr", None) or error)
 
 
 def _without(name: str, reason: object) -> None:
@@ -63,13 +60,14 @@ def _key(found: str, source: Path) -> str:
 
 
 def _folder() -> Path | None:
-    """Where libraries are kept; None if nothing can be."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith" / "native"
+    """Where libraries are kept; None if nothing can be, or if another user could put a library there."""
+    folder = cache_folder() / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        ours = folder.parent.stat().st_uid == os.getuid()
     except OSError:
         return None
-    return folder if os.access(folder, os.W_OK) else None
+    return folder if ours and os.access(folder, os.W_OK) else None
 
 
 def _run(*command: str) -> str:

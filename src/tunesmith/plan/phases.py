@@ -7,8 +7,6 @@ the rates with small models (``tune/machine.py``), and keeps them per machine.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -19,7 +17,7 @@ from typing import Any, Literal
 from tunesmith.errors import StorageError
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Hardware
-from tunesmith.storage import cache_folder, read_json
+from tunesmith.storage import measured_file, read_json
 
 Phase = Literal["sync", "prefill", "decode", "scoring", "forward and backward", "optimizer"]
 Amounts = Mapping[str, float]
@@ -150,8 +148,7 @@ def rates_file(machine: Hardware) -> tuple[Path, dict[str, Any]]:
         "torch": version("torch"),
         "tunesmith": version("tunesmith"),
     }
-    name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:20]
-    return cache_folder() / "machines" / f"{name}.json", subject
+    return measured_file("machines", subject), subject
 
 
 def read_rates(machine: Hardware, bytes_per_number: int) -> Rates | None:

@@ -5,8 +5,6 @@ A file is of one machine, model and shape of a run; ``system.tuned = true`` appl
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -18,7 +16,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.errors import StorageError
 from tunesmith.plan.facts import ModelFacts, Tuned
 from tunesmith.plan.hardware import Hardware
-from tunesmith.storage import cache_folder, read_json, write_json
+from tunesmith.storage import measured_file, read_json, write_json
 
 _LEARNED = (
     *("model.dtype", "model.quantize", "lora.rank", "lora.targets", "data.train", "data.max_tokens"),
@@ -45,8 +43,7 @@ def tuned_file(config: RunConfig, machine: Hardware, model: ModelFacts | None) -
         "model": asdict(model) if model else config.model.path,
         "shape": {"command": config.command, **{key: said[key] for key in _LEARNED if said.get(key) is not None}},
     }
-    name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:20]
-    return cache_folder() / "tuned" / f"{name}.json", subject
+    return measured_file("tuned", subject), subject
 
 
 def read_tuned(config: RunConfig, machine: Hardware, model: ModelFacts | None) -> Tuned | None:

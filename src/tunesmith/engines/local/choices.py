@@ -7,7 +7,6 @@ first to write decides for all. Where nothing can be kept, nothing is measured, 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -24,7 +23,7 @@ from tunesmith.models.lean import PRODUCTS, LeanDecoder
 from tunesmith.models.products import COMPILED, HEADS, LAYERS, tiles, works
 from tunesmith.plan.cost import SMALL
 from tunesmith.plan.hardware import read_hardware
-from tunesmith.storage import cache_folder
+from tunesmith.storage import measured_file
 
 Choice = Mapping[str, str]
 """The kind of each of a layer's products and of the head, by name."""
@@ -77,9 +76,8 @@ def kept(key: Mapping[str, Any], measure: Callable[[], Any], valid: Callable[[An
         valid: whether a file holds such a measurement; if not, it is measured and written again.
     """
     facts = {"cpu": read_hardware().cpu, "threads": torch.get_num_threads(), "torch": torch.__version__, **key}
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_folder() / "products"
-    path = folder / f"{name}.json"
+    path = measured_file("products", facts)
+    folder = path.parent
     try:
         if (found := _read(path, valid)) is not None:
             return found

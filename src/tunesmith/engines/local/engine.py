@@ -94,7 +94,8 @@ class LocalEngine:
         self._runner = Runner(model, self._pool.memories[0], max_prefill_tokens, compiled=compiled)
         self._drafter: Drafter = NgramDrafter()
         if speculation is not None and speculation.assistant is not None:
-            self._drafter = AssistantDrafter(Runner(speculation.assistant, self._pool.memories[1], max_prefill_tokens))
+            assistant, room = speculation.assistant, self._pool.memories[1]
+            self._drafter = AssistantDrafter(Runner(assistant, room, max_prefill_tokens, compiled=compiled))
         self._thread = StepThread("local engine", self._step, self._fail_running)
 
     @property

@@ -73,7 +73,7 @@ def probe(model: CausalLM) -> tuple[KVLayout, ForwardCost]:
 class Runner:
     """Runs the model on the rows of its memory; keeps what depends only on the running rows."""
 
-    def __init__(self, model: CausalLM, memory: KVMemory, max_prefill_tokens: int, *, compiled: bool = True) -> None:
+    def __init__(self, model: CausalLM, memory: KVMemory, max_prefill_tokens: int, *, compiled: bool) -> None:
         self.model, self._memory, self._max_prefill_tokens = model, memory, max_prefill_tokens
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
