@@ -10,7 +10,7 @@ VLLM_INSTALLED := $(VLLM)/.installed
 # Keep compiled modules, also where an image says not to: every worker and child would compile tests and package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-slow test-devices test-peers test-vllm test-tries docs lint bench clean
+.PHONY: install demo test test-slow test-devices test-peers test-vllm test-tries docs lint bench bench-quick clean
 
 install: $(INSTALLED)
 
@@ -74,7 +74,10 @@ docs: $(INSTALLED)
 	$(RUN)/sphinx-build --fresh-env --quiet --fail-on-warning --keep-going docs build/site
 
 bench: $(INSTALLED)
-	$(RUN)/python -m benchmarks.run
+	$(RUN)/python -m benchmarks.run all
+
+bench-quick: $(INSTALLED)
+	$(RUN)/python -m benchmarks.run quick
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(VLLM) build dist runs

@@ -7,9 +7,12 @@ import json
 import math
 import random
 import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -18,6 +21,7 @@ from benchmarks.protocol import Measure, Result, answer, peak_memory_mb
 from benchmarks.workload import FIRST_WORD, WORKLOADS, Workload
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.assembly import run_rl
+from tunesmith.assembly.train import run_sft
 from tunesmith.backends.limits import measure_limits
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
@@ -29,6 +33,7 @@ from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.metrics import read_metrics
+from tunesmith.offline.generate import run_generate
 from tunesmith.plan.cost import PeakRates
 from tunesmith.plan.facts import Facts, read_model_facts
 from tunesmith.plan.hardware import read_hardware
@@ -55,6 +60,10 @@ def measure(wanted: Measure) -> Result:
             return measure_train(wanted)
         case "step":
             return measure_step(wanted)
+        case "sft":
+            return measure_sft(wanted)
+        case "generate":
+            return measure_generate(wanted)
         case _:
             raise ValueError(f"no part is called '{wanted.part}'")
 
@@ -127,25 +136,8 @@ def measure_step(wanted: Measure) -> Result:
     """``tunesmith rl`` as a person runs it, but for the forced lengths; the first step warms up."""
     workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
     lengths = workload.lengths()
-
-    class ForcedLengths(LocalEngine):
-        """Completion ``k`` of the ``n``-th prompt of a step gets the workload's length."""
-
-        async def load_weights(self, version: int) -> None:
-            self._seen: dict[tuple[int, ...], list[int]] = {}
-            await super().load_weights(version)
-
-        async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:  # pyright: ignore[reportIncompatibleMethodOverride]
-            group = len(self._seen) * workload.group
-            rest = self._seen.setdefault(tuple(prompt_ids), lengths[group : group + workload.group])
-            forced = replace(sampling, max_new_tokens=rest.pop(0), ignore_eos=True)
-            return await super().generate(prompt_ids, forced)
-
-    local_engine.LocalEngine = ForcedLengths
-    try:
+    with _forced(lengths, workload.group):
         outcome = run_rl(None, [*_overrides(wanted), f"run_dir={scratch / 'run'}"])
-    finally:
-        local_engine.LocalEngine = LocalEngine
     steps = read_metrics(outcome.run_dir / "metrics.jsonl")[1:]
     assert all(step["tokens"] == sum(lengths) for step in steps), "the lengths were not forced"
     seconds = {
@@ -157,28 +149,94 @@ def measure_step(wanted: Measure) -> Result:
     return Result(seconds, sum(lengths), peak_memory_mb(), facts)
 
 
+def measure_sft(wanted: Measure) -> Result:
+    """``tunesmith sft`` as a person runs it: every step is on all examples; the first one warms up."""
+    workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
+    data = scratch / "examples.jsonl"
+    lines = [{"prompt": prompt, "completion": written} for prompt, written in workload.examples()]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = [f"train.batch_size={workload.size}", "data.shuffle=false", f"run_dir={scratch / 'run'}"]
+    outcome = run_sft(None, [*_settings(wanted, data), *_training(wanted), *settings])
+    steps = read_metrics(outcome.run_dir / "metrics.jsonl")[1:]
+    assert all(step["tokens"] == workload.example_tokens for step in steps), "examples have other lengths"
+    facts = {"limit_share": median(step["limit_share"] for step in steps)}
+    return Result({"sft": [step["seconds"] for step in steps]}, workload.example_tokens, peak_memory_mb(), facts)
+
+
+def measure_generate(wanted: Measure) -> Result:
+    """``tunesmith generate``, greedily on prompts of one completion each, but for the forced lengths.
+
+    ``generate`` is its phase of sampling, which ends when the answers are written; the command also loads the model.
+    """
+    workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
+    data, lengths = scratch / "prompts.jsonl", workload.lengths()
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt, _ in workload.examples()))
+    settings = [*_settings(wanted, data), f"sampling.max_new_tokens={workload.longest}"]
+    taken: list[dict[str, float]] = []
+    for number in range(1 + wanted.repeats):
+        with _forced(lengths, 1):
+            done = run_generate(None, [*settings, f"run_dir={scratch / f'run{number}'}"])
+        written = [json.loads(line)["tokens"] for line in done.output.read_text(encoding="utf-8").splitlines()]
+        assert written == lengths, "the lengths were not forced"
+        taken.append(done.usage)
+    sampling = [usage["seconds/sampling"] for usage in taken[1:]]
+    whole = [sum(s for name, s in usage.items() if name.startswith("seconds/")) for usage in taken[1:]]
+    return Result({"generate": sampling, "generate/command": whole}, sum(lengths), peak_memory_mb())
+
+
+@contextmanager
+def _forced(lengths: Sequence[int], group: int) -> Generator[None]:
+    """Completion ``k`` of the ``n``-th prompt that the embedded engine has for one version of the weights gets
+    ``lengths[n * group + k]`` tokens."""
+
+    class ForcedLengths(LocalEngine):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            self._seen: dict[tuple[int, ...], list[int]] = {}
+            super().__init__(*args, **settings)
+
+        async def load_weights(self, version: int) -> None:
+            self._seen = {}
+            await super().load_weights(version)
+
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            first = len(self._seen) * group
+            rest = self._seen.setdefault(tuple(prompt_ids), [*lengths[first : first + group]])
+            forced = replace(sampling, max_new_tokens=rest.pop(0), ignore_eos=True)
+            return await super().generate(prompt_ids, forced)
+
+    local_engine.LocalEngine = ForcedLengths
+    try:
+        yield
+    finally:
+        local_engine.LocalEngine = LocalEngine
+
+
 def _overrides(wanted: Measure) -> list[str]:
     """The run file of the workload, as settings on the command line; its data and reward in scratch."""
     workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
     data, reward = scratch / "tasks.jsonl", scratch / "rewards.py"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in workload.texts()))
     reward.write_text(REWARD)
-    options = [f"{key}={json.dumps(value)}" for key, value in wanted.options.items()]
     return [
-        f"model.path={wanted.model}",
-        f"model.dtype={wanted.dtype}",
-        f"data.train={data}",
-        "data.chat=false",
+        *_settings(wanted, data),
+        *_training(wanted),
         "data.shuffle=false",
         f'reward.functions=["{reward}:alternate"]',
         f"rollout.prompts_per_step={workload.prompts}",
         f"rollout.group_size={workload.group}",
         f"rollout.max_new_tokens={workload.longest}",
-        f"train.lr={LR}",
-        f"train.steps={1 + wanted.repeats}",
-        "monitor.progress=false",
-        *options,
     ]
+
+
+def _settings(wanted: Measure, data: Path) -> list[str]:
+    """What every command has."""
+    options = [f"{key}={json.dumps(value)}" for key, value in wanted.options.items()]
+    paths = [f"model.path={wanted.model}", f"model.dtype={wanted.dtype}", f"data.train={data}"]
+    return [*paths, "data.chat=false", "monitor.progress=false", *options]
+
+
+def _training(wanted: Measure) -> list[str]:
+    return [f"train.lr={LR}", f"train.steps={1 + wanted.repeats}"]
 
 
 def _config(wanted: Measure) -> RLConfig:

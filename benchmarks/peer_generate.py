@@ -1,4 +1,5 @@
-"""``transformers.generate`` on a rollout: all completions in one padded batch."""
+"""``transformers.generate`` on a rollout, all completions in one padded batch; and greedily, on prompts of
+one completion each."""
 
 from __future__ import annotations
 
@@ -14,21 +15,32 @@ def measure(wanted: Measure) -> Result:
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
     workload = WORKLOADS[wanted.workload]
-    lengths = workload.lengths()
     tokenizer = transformers.AutoTokenizer.from_pretrained(wanted.model, padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(wanted.model, dtype=getattr(torch, wanted.dtype))
-    texts = [text for text in workload.texts() for _ in range(workload.group)]
-    prompts = tokenizer(texts, return_tensors="pt", padding=True)
+    texts, lengths = asked(wanted), workload.lengths()
+    sampled = {"do_sample": True, "top_k": 0} if wanted.part == "rollout" else {"do_sample": False}
+    size = min(int(wanted.options.get("batch", len(texts))), len(texts))
 
-    def run(lengths: list[int]) -> float:
-        forced = forced_lengths(prompts["input_ids"].shape[1], lengths)
+    def run(most: int) -> float:
         started = time.perf_counter()
-        model.generate(**prompts, do_sample=True, top_k=0, max_new_tokens=max(lengths), logits_processor=[forced])
+        for at in range(0, len(texts), size):
+            prompts = tokenizer(texts[at : at + size], return_tensors="pt", padding=True)
+            ends = [min(most, n) for n in lengths[at : at + size]]
+            forced = forced_lengths(prompts["input_ids"].shape[1], ends)
+            model.generate(**prompts, **sampled, max_new_tokens=max(ends), logits_processor=[forced])
         return time.perf_counter() - started
 
-    run([min(8, n) for n in lengths])
-    runs = [run(lengths) for _ in range(wanted.repeats)]
-    return Result({"rollout": runs}, sum(lengths), peak_memory_mb())
+    run(8)
+    runs = [run(workload.longest) for _ in range(wanted.repeats)]
+    return Result({wanted.part: runs}, sum(lengths), peak_memory_mb())
+
+
+def asked(wanted: Measure) -> list[str]:
+    """The prompt of each completion: of a rollout those of the groups, of ``generate`` all different."""
+    workload = WORKLOADS[wanted.workload]
+    if wanted.part == "generate":
+        return [prompt for prompt, _ in workload.examples()]
+    return [text for text in workload.texts() for _ in range(workload.group)]
 
 
 def forced_lengths(prompt_tokens: int, lengths: list[int]) -> Any:

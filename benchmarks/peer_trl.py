@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on full steps, of which it says how long generating took."""
+"""TRL's GRPOTrainer on full steps, of which it says how long generating took, and its SFTTrainer with packing."""
 
 from __future__ import annotations
 
@@ -16,51 +16,68 @@ def alternate(completions: list[str], **columns: Any) -> list[float]:  # noqa: A
 
 
 def measure(wanted: Measure) -> Result:
-    torch: Any = import_module("torch")
-    transformers: Any = import_module("transformers")
+    return measure_sft(wanted) if wanted.part == "sft" else measure_step(wanted)
+
+
+def measure_sft(wanted: Measure) -> Result:
+    """Optimizer steps on all examples, packed anew for none of them: they are so before training begins."""
     trl: Any = import_module("trl")
     datasets: Any = import_module("datasets")
     workload = WORKLOADS[wanted.workload]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(wanted.model, padding_side="left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(wanted.model, dtype=torch.float32)
+    tokenizer, model = _load(wanted)
+    steps, times = _times()
+    longest = workload.prompt_tokens + max(workload.lengths())
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(
+            packing=True,
+            max_length=max(int(wanted.options["packed"]), longest),
+            per_device_train_batch_size=int(wanted.options["micro_batch"]),
+            # A step is an epoch, whatever the number of packed rows: their tokens are those of all examples.
+            gradient_accumulation_steps=workload.size,
+            num_train_epochs=1 + wanted.repeats,
+            **_common(wanted),
+        ),
+        train_dataset=datasets.Dataset.from_list(
+            [{"prompt": prompt, "completion": written} for prompt, written in workload.examples()]
+        ),
+        processing_class=tokenizer,
+        callbacks=[times],
+    )
+    tokens = sum(len(row) for row in trainer.train_dataset["input_ids"])
+    assert tokens == workload.example_tokens, f"{tokens} tokens instead of {workload.example_tokens}"
+    trainer.train()
+    assert len(steps) == 1 + wanted.repeats, "an epoch was not one step"
+    return Result({"sft": steps[1:]}, tokens, peak_memory_mb())
+
+
+def measure_step(wanted: Measure) -> Result:
+    trl: Any = import_module("trl")
+    datasets: Any = import_module("datasets")
+    workload = WORKLOADS[wanted.workload]
+    tokenizer, model = _load(wanted)
     generating = _time_generate(model, workload.lengths())
-    steps, begun = list[float](), list[float]()
-
-    class Times(transformers.TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            begun.append(time.perf_counter())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            steps.append(time.perf_counter() - begun[-1])
-
+    steps, times = _times()
     micro_batch = min(int(wanted.options["micro_batch"]), workload.size)
     trainer = trl.GRPOTrainer(
         model=model,
         reward_funcs=alternate,
         args=trl.GRPOConfig(
-            output_dir=wanted.scratch,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=workload.size // micro_batch,
             num_generations=workload.group,
             max_completion_length=workload.longest,
             max_steps=1 + wanted.repeats,
-            learning_rate=1e-6,
             beta=0.0,
             num_iterations=1,
             temperature=1.0,
-            bf16=wanted.dtype == "bfloat16",
-            use_cpu=True,
-            gradient_checkpointing=False,
-            shuffle_dataset=False,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
+            **_common(wanted),
         ),
         train_dataset=datasets.Dataset.from_list(
             [{"prompt": text} for text in workload.texts() * (3 + wanted.repeats)]
         ),
         processing_class=tokenizer,
-        callbacks=[Times()],
+        callbacks=[times],
     )
     trainer.train()
     assert len(generating) == len(steps), "a step did not generate exactly once"
@@ -70,6 +87,44 @@ def measure(wanted: Measure) -> Result:
         "step/train": [s - g for s, g in zip(steps[1:], generating[1:], strict=True)],
     }
     return Result(seconds, sum(workload.lengths()), peak_memory_mb())
+
+
+def _load(wanted: Measure) -> tuple[Any, Any]:
+    """Tokenizer and model; its weights are float32, which is what the optimizer steps on."""
+    torch: Any = import_module("torch")
+    transformers: Any = import_module("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(wanted.model, padding_side="left")
+    return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(wanted.model, dtype=torch.float32)
+
+
+def _common(wanted: Measure) -> dict[str, Any]:
+    """Settings of both trainers."""
+    return {
+        "output_dir": wanted.scratch,
+        "learning_rate": 1e-6,
+        "bf16": wanted.dtype == "bfloat16",
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "shuffle_dataset": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def _times() -> tuple[list[float], Any]:
+    """Seconds of the steps that a trainer takes, and the callback that appends them."""
+    transformers: Any = import_module("transformers")
+    steps, begun = list[float](), list[float]()
+
+    class Times(transformers.TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            begun.append(time.perf_counter())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            steps.append(time.perf_counter() - begun[-1])
+
+    return steps, Times()
 
 
 def _time_generate(model: Any, lengths: list[int]) -> list[float]:

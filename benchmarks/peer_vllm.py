@@ -1,4 +1,4 @@
-"""vLLM's CPU build on a rollout, in process."""
+"""vLLM's CPU build on a rollout, and greedily on prompts of one completion each; in process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from importlib import import_module
 from typing import Any
 
+from benchmarks.peer_generate import asked
 from benchmarks.protocol import Measure, Result, answer, peak_memory_mb
 from benchmarks.workload import WORKLOADS
 
@@ -26,7 +27,7 @@ def measure(wanted: Measure) -> Result:
         model=wanted.model,
         dtype=wanted.dtype,
         enforce_eager=not wanted.options["compiled"],
-        max_model_len=2048,
+        max_model_len=4096,
         kv_cache_memory_bytes=1 << 30,
         # At the default of 128, a prompt of fewer tokens would never be shared by its group.
         block_size=32,
@@ -35,11 +36,9 @@ def measure(wanted: Measure) -> Result:
         enable_prefix_caching=True,
         disable_log_stats=True,
     )
-    prompts = [text for text in workload.texts() for _ in range(workload.group)]
-    sampling = [
-        vllm.SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False)
-        for n in lengths
-    ]
+    prompts = asked(wanted)
+    drawn = {"temperature": 1.0, "logprobs": 0} if wanted.part == "rollout" else {"temperature": 0.0}
+    sampling = [vllm.SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **drawn) for n in lengths]
     runs: list[float] = []
     for _ in range(1 + wanted.repeats):
         llm.reset_prefix_cache()
@@ -47,7 +46,7 @@ def measure(wanted: Measure) -> Result:
         written = llm.generate(prompts, sampling, use_tqdm=False)
         runs.append(time.perf_counter() - started)
         assert [len(w.outputs[0].token_ids) for w in written] == lengths, "the lengths were not forced"
-    return Result({"rollout": runs[1:]}, sum(lengths), peak_memory_mb())
+    return Result({wanted.part: runs[1:]}, sum(lengths), peak_memory_mb())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-PARTS = ("rollout", "train", "step")
+PARTS = ("rollout", "generate", "train", "sft", "step")
+SAMPLED = ("rollout", "generate")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -32,10 +33,12 @@ SYSTEMS = (
     System("tunesmith", "benchmarks.ours", PARTS, 3),
     System("tunesmith unshared", "benchmarks.ours", ("train",), 2, None, DTYPES, {"system.share_prompts": False}),
     System("transformers.generate", "benchmarks.peer_generate", ("rollout",), 1, "generate"),
-    System("vLLM eager", "benchmarks.peer_vllm", ("rollout",), 3, "vllm", DTYPES, {"compiled": False}),
-    System("vLLM compiled", "benchmarks.peer_vllm", ("rollout",), 3, "vllm", DTYPES, {"compiled": True}),
+    System("transformers.generate", "benchmarks.peer_generate", ("generate",), 1, "generate", DTYPES, {"batch": 16}),
+    System("vLLM eager", "benchmarks.peer_vllm", SAMPLED, 3, "vllm", DTYPES, {"compiled": False}),
+    System("vLLM compiled", "benchmarks.peer_vllm", SAMPLED, 3, "vllm", DTYPES, {"compiled": True}),
     System("TRL stock", "benchmarks.peer_trl", ("step",), 1, "trl", ("float32",), {"micro_batch": 64}),
     System("TRL at its best", "benchmarks.peer_trl", ("step",), 1, "trl", ("bfloat16",), {"micro_batch": 16}),
+    System("TRL packed", "benchmarks.peer_trl", ("sft",), 2, "trl", DTYPES, {"micro_batch": 1, "packed": 1024}),
 )
 
 

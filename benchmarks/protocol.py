@@ -28,7 +28,7 @@ class Measure:
 
     system: str
     part: str
-    """``rollout``, ``train`` or ``step``."""
+    """One of ``peers.PARTS``."""
     workload: str
     dtype: str
     model: str
@@ -43,9 +43,9 @@ class Measure:
 class Result:
     """What was measured.
 
-    ``seconds`` holds a list of runs for each figure: the part's own name, and for a full step also
-    ``step/rollout`` and ``step/train``. ``tokens`` are those one run samples (of a training step: those it
-    runs through the model). ``facts`` are further numbers, such as ``limit_share``.
+    ``seconds`` holds a list of runs for each figure: the part's own name, and names that begin with it, such as
+    ``step/rollout``. ``tokens`` are those one run samples (of training: those it runs through the model). ``facts`` are
+    further numbers, such as ``limit_share``.
     """
 
     seconds: dict[str, list[float]]

@@ -87,7 +87,7 @@ def _ratio(
 def speed_rows(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: each system's seconds, and how many times as long that is as ours."""
     dtypes = sorted({r["our_dtype"] for r in results["ratios"]}, reverse=True)
-    header = ["workload", "figure", "system", "dtype", "seconds", "peak MB"]
+    header = ["workload", "figure", "system", "dtype", "rounds", "seconds", "peak MB"]
     header += [f"÷ ours {dtype}" for dtype in dtypes]
     found = {
         (*(r[k] for k in ("workload", "figure", "system", "dtype")), r["our_dtype"]): r["median"]
@@ -96,6 +96,7 @@ def speed_rows(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = [
         [
             *(key := (m["workload"], m["figure"], m["system"], m["dtype"])),
+            str(len(m["rounds"])),
             f"{m['seconds']:.2f}",
             f"{m['peak_memory_mb']:.0f}",
             *(f"{found[at]:.1f}" if (at := (*key, dtype)) in found else "" for dtype in dtypes),
@@ -129,11 +130,12 @@ def _place(measure: Mapping[str, Any]) -> tuple[object, ...]:
 def machine_line(results: Mapping[str, Any]) -> str:
     machine, peers = results["machine"], results["peers"]
     present = [f"{name} {peer['version']}" for name, peer in peers.items() if peer["present"]]
+    units = f" ({machine['units']})" if machine.get("units") else ""
     words = [
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads",
+        f"{machine['cpu']}{units}, {machine['cores']} cores, {machine['threads']} threads",
         f"Python {machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}",
         f"peers: {', '.join(present) or 'none'}",
-        f"median of {results['rounds']} rounds",
+        "medians of rounds",
         results["date"],
     ]
     return "; ".join(words)

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,21 +26,32 @@ from benchmarks.protocol import Measure, ask
 from benchmarks.report import show, summarise
 from benchmarks.workload import WORKLOADS, build_model
 from tunesmith.backends.limits import measure_limits
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.hardware import cpu_info, read_hardware
 
-LATEST = Path(__file__).with_name("results") / "latest.json"
+RESULTS = Path(__file__).with_name("results")
+TABLES: dict[str, dict[str, Any]] = {
+    "quick": {"workloads": ["A", "long"], "parts": ["rollout", "generate", "sft"], "dtype": ["bfloat16"], "rounds": 1},
+    "all": {"workloads": [name for name in WORKLOADS if name != "tiny"], "dtype": ["bfloat16"]},
+}
+"""What the tables to choose from measure; the arguments change it."""
+UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 bfloat16", "avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
+"""What a CPU multiplies matrices with, the fastest first, by its flag in /proc/cpuinfo."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
+    if given.table is not None:
+        parser.set_defaults(**TABLES[given.table])
+        given = parser.parse_args(arguments)
     try:
         peers = _peers(given)
+        earlier = _earlier(given.out) if given.add else None
     except ValueError as error:
         parser.error(str(error))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    for results in run(given.workloads, given.parts, given.dtype, peers, given.rounds):
+    for results in run(given.workloads, given.parts, given.dtype, peers, given.rounds, earlier):
         given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     show(results)
     print(f"written to {given.out}")
@@ -52,32 +64,41 @@ def run(
     dtypes: Sequence[str],
     peers: Mapping[str, Found],
     rounds: int,
+    earlier: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Take all measures ``rounds`` times; yields the contents of a results file after each round."""
+    """Take all measures ``rounds`` times; yields the contents of a results file after each round.
+
+    Args:
+        earlier: a results file whose rounds come before these.
+    """
+    earlier = earlier or {"workloads": {}, "peers": {}, "records": [], "failed": []}
     systems = [(s, python) for s in SYSTEMS if (python := _python(s, peers)) is not None]
     facts = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(dtypes),
-        "workloads": {
+        "workloads": earlier["workloads"]
+        | {
             name: {**asdict(w), "completion_tokens": sum(w.lengths())}
             for name, w in WORKLOADS.items()
             if name in workloads
         },
-        "peers": {
+        "peers": earlier["peers"]
+        | {
             name: {"present": p.python is not None, "version": p.version, "install": PEERS[name].install}
             for name, p in peers.items()
         },
     }
-    records: list[dict[str, Any]] = []
-    failed: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = [*earlier["records"]]
+    failed: list[dict[str, Any]] = [*earlier["failed"]]
+    first = 1 + max((record["round"] for record in records), default=-1)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         for shape in {WORKLOADS[name].model for name in workloads}:
             build_model(Path(directory) / shape.name, shape)
-        for number in range(rounds):
+        for number in range(first, first + rounds):
             for system, python, workload, part, dtype in _plan(systems, workloads, parts, dtypes):
                 try:
                     record = _measure(system, python, workload, part, dtype, Path(directory))
-                    records.append({"round": number, **record})
+                    records.append({"round": number, "commit": commit(), **record})
                 except RuntimeError as error:
                     label = ", ".join([system.name, part, workload, dtype])
                     failed.append({"measure": label, "round": number, "error": str(error)})
@@ -147,10 +168,40 @@ def _peers(given: argparse.Namespace) -> dict[str, Found]:
     return found
 
 
+def _earlier(out: Path) -> dict[str, Any] | None:
+    """The results file to add to; None where there is none yet.
+
+    Raises:
+        ValueError: it is of another machine or other versions.
+    """
+    if not out.exists():
+        return None
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    keys = ("cpu", "units", "cores", "threads", "torch", "transformers")
+    now = _facts()
+    if other := [key for key in keys if found["machine"].get(key) != now[key]]:
+        raise ValueError(f"--add: {out} was measured with another {', '.join(other)}; name another file with --out")
+    return found
+
+
+def commit() -> str:
+    """Of Tunesmith, with a + where files have changed since; empty outside of a repository."""
+    asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(asked, cwd=RESULTS, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
 def machine(dtypes: Sequence[str]) -> dict[str, Any]:
-    hardware = read_hardware()
+    limits = {dtype: asdict(measure_limits("cpu", dtype)) for dtype in DTYPES if dtype in dtypes}
+    return {**_facts(), "limits": limits}
+
+
+def _facts() -> dict[str, Any]:
+    hardware, cpu = read_hardware(), cpu_info()
+    flags = (cpu.get("flags") or cpu.get("Features") or "").split()
     return {
         "cpu": hardware.cpu,
+        "units": next((name for flag, name in UNITS.items() if flag in flags), ""),
         "cores": os.cpu_count(),
         "threads": hardware.cores,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "MKL_", "KMP_"))},
@@ -158,7 +209,6 @@ def machine(dtypes: Sequence[str]) -> dict[str, Any]:
         "platform": platform.platform(terse=True),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "tunesmith")},
-        "limits": {dtype: asdict(measure_limits("cpu", dtype)) for dtype in DTYPES if dtype in dtypes},
     }
 
 
@@ -171,6 +221,7 @@ def _positive(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Tunesmith beside its peers.")
+    parser.add_argument("table", nargs="?", choices=list(TABLES), help="what to measure, if not as the options say")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["A", "B"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
@@ -178,7 +229,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=_positive, default=3)
     parser.add_argument("--trl-python", help="interpreter with TRL (or TUNESMITH_TRL_PYTHON)")
     parser.add_argument("--vllm-python", help="interpreter with vLLM (or TUNESMITH_VLLM_PYTHON)")
-    parser.add_argument("--out", type=Path, default=LATEST)
+    parser.add_argument("--out", type=Path, default=RESULTS / "latest.json")
+    parser.add_argument("--add", action="store_true", help="keep the rounds that --out holds, and add these")
     return parser
 
 

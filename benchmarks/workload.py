@@ -35,6 +35,7 @@ class Shape:
 
 S = Shape("S", 4096, 6, 256, 4, 2, 64, 768, "float32")
 S_32K = Shape("S-32k", 32_000, 6, 256, 4, 2, 64, 768, "float32")
+S_152K = Shape("S-152k", 151_936, 6, 256, 4, 2, 64, 768, "float32")
 SMALL = Shape("0.1B", 32_000, 12, 768, 12, 4, 64, 2048)
 QWEN3 = Shape("0.6B", 151_936, 28, 1024, 16, 8, 128, 3072)
 
@@ -65,16 +66,28 @@ class Workload:
     def texts(self) -> list[str]:
         """The prompts; each word is one token."""
         rng = random.Random(1)
-        return [
-            " ".join(f"w{rng.randrange(FIRST_WORD, self.model.vocabulary)}" for _ in range(self.prompt_tokens))
-            for _ in range(self.prompts)
-        ]
+        return [self._text(rng, self.prompt_tokens) for _ in range(self.prompts)]
+
+    def examples(self) -> list[tuple[str, str]]:
+        """As many prompts as completions, each with a completion, whose EOS is counted in ``lengths``."""
+        rng = random.Random(2)
+        return [(self._text(rng, self.prompt_tokens), f" {self._text(rng, n - 1)}") for n in self.lengths()]
+
+    @property
+    def example_tokens(self) -> int:
+        """Of all ``examples``."""
+        return self.size * self.prompt_tokens + sum(self.lengths())
+
+    def _text(self, rng: random.Random, words: int) -> str:
+        return " ".join(f"w{rng.randrange(FIRST_WORD, self.model.vocabulary)}" for _ in range(words))
 
 
 WORKLOADS = {
     "A": Workload(prompts=8, group=8, prompt_tokens=64),
     "B": Workload(prompts=8, group=8, prompt_tokens=512),
+    "2k": Workload(prompts=2, group=32, prompt_tokens=2048, model=S_32K),
     "long": Workload(prompts=4, group=16, prompt_tokens=256, median=128, sigma=1.0, longest=1024, model=S_32K),
+    "152k": Workload(prompts=8, group=4, prompt_tokens=64, model=S_152K),
     "0.1B": Workload(prompts=4, group=8, prompt_tokens=128, longest=256, model=SMALL),
     "0.6B": Workload(prompts=2, group=8, prompt_tokens=128, longest=128, model=QWEN3),
     "tiny": Workload(prompts=2, group=2, prompt_tokens=8, median=4, shortest=2, longest=6),

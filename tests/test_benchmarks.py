@@ -18,6 +18,8 @@ if str(ROOT) not in sys.path:
 from benchmarks import ours, peer_generate, peers, phase_times, presets, protocol, report, run  # noqa: E402
 from benchmarks.workload import QWEN3, WORKLOADS, build_model  # noqa: E402
 
+from tunesmith.plan.cost import PeakRates  # noqa: E402
+
 
 def record(number: int, system: str, dtype: str, runs: list[float], **facts: float) -> dict[str, Any]:
     return {
@@ -80,8 +82,8 @@ def test_a_round_in_which_a_measure_failed_is_left_out_of_its_ratios() -> None:
 def test_tables() -> None:
     header, rows = report.speed_rows(RESULTS)
     assert header[-1] == "÷ ours float32"
-    assert rows[0] == ["A", "rollout", "tunesmith", "float32", "2.00", "501", ""]
-    assert rows[1] == ["A", "rollout", "peer", "float32", "11.00", "501", "4.0"]
+    assert rows[0] == ["A", "rollout", "tunesmith", "float32", "3", "2.00", "501", ""]
+    assert rows[1] == ["A", "rollout", "peer", "float32", "3", "11.00", "501", "4.0"]
     assert report.fact_rows(RESULTS)[1] == [["A", "rollout", "tunesmith", "float32", "100", "50", "20.0%", "", ""]]
 
 
@@ -110,6 +112,11 @@ def test_workloads_are_what_their_description_says() -> None:
     assert (len(lengths), sum(lengths), min(lengths) >= 8, max(lengths) <= 512) == (64, 6153, True, True)
     assert lengths == WORKLOADS["B"].lengths()
     assert [len(text.split()) for text in WORKLOADS["B"].texts()] == [512] * 8
+    examples = WORKLOADS["A"].examples()
+    assert [len(completion.split()) + 1 for _, completion in examples] == lengths
+    assert len({prompt for prompt, _ in examples}) == 64 and WORKLOADS["A"].example_tokens == 64 * 64 + 6153
+    assert {w.group for w in WORKLOADS.values()} >= {4, 8, 16, 32}
+    assert {w.model.vocabulary for w in WORKLOADS.values()} == {4096, 32_000, 151_936}
 
 
 def test_a_model_has_the_shape_of_its_workload(tmp_path: Path) -> None:
@@ -150,6 +157,7 @@ def test_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--peers", "trk"], "'trk' is not one of auto, none, generate, trl, vllm"),
         (["--trl-python", "/no/such/python"], "the interpreter named for trl does not run"),
         (["--rounds", "0"], "at least 1"),
+        (["slow"], "invalid choice: 'slow'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +165,29 @@ def test_bad_arguments_are_refused(arguments: list[str], said: str, capsys: pyte
         run.main(arguments)
     assert exit_.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_rounds_are_added_to_those_of_the_same_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[str, ...]] = []
+
+    def measured(system: peers.System, _: str, workload: str, part: str, dtype: str, *__: Path) -> dict[str, Any]:
+        taken.append((system.name, workload, part, dtype))
+        made = record(0, system.name, dtype, [float(len(taken))])
+        return {name: made[name] for name in made if name != "round"} | {"workload": workload, "part": part}
+
+    out, peers_ = tmp_path / "out.json", ["--peers", "none"]
+    monkeypatch.setattr(run, "_measure", measured)
+    monkeypatch.setattr(run, "build_model", lambda *_: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(run, "measure_limits", lambda *_: PeakRates(1.0, 1.0))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    again = ["quick", "--parts", "sft", "--workloads", "tiny", "--out", str(out), *peers_, "--add"]
+    assert run.main(again) == run.main([*again, "--rounds", "2"]) == 0
+    assert taken == [("tunesmith", "tiny", "sft", "bfloat16")] * 3
+    results = json.loads(out.read_text())
+    assert [each["round"] for each in results["records"]] == [0, 1, 2]
+    assert results["measures"][0]["rounds"] == [1.0, 2.0, 3.0]
+    out.write_text(json.dumps({**results, "machine": {**results["machine"], "units": "another"}}))
+    with pytest.raises(SystemExit):
+        run.main(again)
 
 
 def test_a_measure_that_fails_says_why(tmp_path: Path) -> None:
@@ -178,6 +209,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("train", {}, {"train"}, 2 * 8 + 15),
         ("train", {"system.share_prompts": False}, {"train"}, 4 * 8 + 15),
         ("step", {}, {"step", "step/rollout", "step/train"}, 15),
+        ("sft", {}, {"sft"}, 4 * 8 + 15),
+        ("generate", {}, {"generate", "generate/command"}, 15),
     ],
 )
 def test_our_measures(
@@ -188,7 +221,7 @@ def test_our_measures(
     assert result.seconds.keys() == figures
     assert all(len(runs) == 1 and runs[0] > 0 for runs in result.seconds.values())
     assert result.tokens == tokens
-    assert result.facts["limit_share"] > 0
+    assert part == "generate" or result.facts["limit_share"] > 0
 
 
 def test_a_run_without_peers_writes_the_documented_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
