@@ -225,7 +225,7 @@ def test_a_verl_script_with_variables_arrays_and_conditions(tmp_path: Path, monk
     assert run["train.weight_decay"] == 0.01, "the critic's must not become the policy's"
     assert run["monitor.sinks"] == ["wandb"] and run["checkpoint.every"] == 20 and "eval.every" not in run
     unknown = row_of(migration, "experiment_name")
-    assert unknown.kind == "unknown" and "${EXPERIMENT}" in unknown.text
+    assert unknown.kind == "computed" and "${EXPERIMENT}" in unknown.text and "monitor.run_name" in unknown.text
     assert "# run_name =" in run_file(migration, "source")
 
 
@@ -249,7 +249,7 @@ def test_a_trl_script_is_parsed_and_not_run(tmp_path: Path) -> None:
     assert run["algorithm.aggregation"] == "seq_mean_token_sum_norm"
     assert (run["algorithm.loss.clip_low"], run["algorithm.loss.clip_high"]) == (0.1, 0.1)
     assert (run["lora.rank"], run["lora.alpha"], run["lora.targets"]) == (16, 32, ["q_proj", "v_proj"])
-    assert row_of(migration, "temperature").kind == "unknown"
+    assert row_of(migration, "temperature").kind == "computed"
     assert "rollout.temperature" not in run, "TRL's default is not what an unknown value is"
     assert row_of(migration, "optim").kind == "by hand"
 
@@ -466,6 +466,50 @@ def test_values_of_wrong_kinds_are_accounted_for() -> None:
     assert row_of(migration, "no.such.setting").kind == "unknown"
     assert row_of(migration, "total_training_steps").kind == "by hand"
     assert all(row.text or row.kind == "mapped" for row in migration.rows)
+
+
+def test_what_only_the_run_knows_is_named_with_its_key_unless_its_value_does_not_matter(tmp_path: Path) -> None:
+    text = """
+    python -m verl.trainer.main_ppo data.train_files=train.jsonl actor_rollout_ref.model.path=$1 \\
+      actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=$M \\
+      actor_rollout_ref.rollout.temperature=$T critic.model.path=$1
+    """
+    migration = migrated(text)
+    model = row_of(migration, "actor_rollout_ref.model.path")
+    assert (model.kind, model.keys) == ("computed", ("model.path",)) and "${1}" in model.text
+    assert row_of(migration, "micro_batch_size_per_gpu").kind == "derived", "whatever its value is"
+    assert row_of(migration, "temperature").keys == ("rollout.temperature",)
+    assert "# path =" in run_file(migration, "source") and "# temperature =" in run_file(migration, "source")
+    assert values(migrated(text, **{"1": "org/base"}), tmp_path)["model.path"] == "org/base"
+
+
+def test_settings_that_are_another_ones_in_yaml_have_its_value() -> None:
+    text = """
+    data: {train_files: train.jsonl, max_prompt_length: 128}
+    actor_rollout_ref:
+      model: {path: org/base}
+      actor: {ppo_mini_batch_size: "${data.train_batch_size}", ppo_epochs: 2}
+    critic: {ppo_epochs: "${oc.select:actor_rollout_ref.actor.ppo_epochs,1}", ppo_mini_batch_size: "${no.such}"}
+    algorithm: {adv_estimator: gae}
+    """
+    migration = migrated(textwrap.dedent(text), "verl.yaml")
+    given = {row.given.name: row.given.value for row in migration.rows}
+    assert given["critic.ppo_epochs"] == 2, "that of the policy"
+    assert given["actor_rollout_ref.actor.ppo_mini_batch_size"] == "${data.train_batch_size}", "which is not given"
+    assert row_of(migration, "critic.ppo_mini_batch_size").kind != "mapped"
+
+
+def test_an_environment_of_a_script_is_a_class_of_it() -> None:
+    text = """
+    from trl import GRPOConfig, GRPOTrainer
+    class Game:
+        pass
+    GRPOTrainer(model="org/base", args=GRPOConfig(output_dir="runs"), environment_factory=Game)
+    """
+    migration = migrated(textwrap.dedent(text), "play.py")
+    assert migration.entries["environment.path"].value == "play.py:Game"
+    other = migrated(textwrap.dedent(text).replace("factory=Game", "factory=made()"), "play.py")
+    assert row_of(other, "environment_factory").kind == "computed"
 
 
 def test_the_command_writes_a_run_file_that_is_checked(tmp_path: Path) -> None:

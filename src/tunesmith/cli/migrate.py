@@ -20,7 +20,7 @@ def migrate(
     ],
     variables: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME=value]...", help="Values of shell variables.", show_default=False),
+        typer.Argument(metavar="[NAME=value]...", help="Variables, or arguments such as 1=8.", show_default=False),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The run file to write; left out, it is printed.")
@@ -75,6 +75,6 @@ def migrate(
 
 def _assignment(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
+    if not equals or not (name.isidentifier() or name.isdigit()):
         raise ConfigError(f"'{text}' is not NAME=value, the value of a shell variable of the source")
     return name, value

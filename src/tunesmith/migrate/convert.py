@@ -16,10 +16,10 @@ from tunesmith.migrate.programs import find_program
 from tunesmith.migrate.there import ROLES, Dropped, NotKnownError, There, Value, family, is_off
 from tunesmith.migrate.values import CONVERSIONS
 
-Kind = Literal["mapped", "derived", "off", "by hand", "absent", "changes", "unknown", "replaced"]
+Kind = Literal["mapped", "derived", "off", "by hand", "computed", "absent", "changes", "unknown", "replaced"]
 """What became of a setting: it has a line; what it was for is derived here; it switched nothing on; a person must
-decide; there is no counterpart, without or with a change in what is learned; its name or its value is not known; a
-later line replaces it."""
+decide; its value is known only when the source runs; there is no counterpart, without or with a change in what is
+learned; its name is not known; a later line replaces it."""
 
 _OF_THE_POLICY = ("train.", "model.", "rollout.", "lora.", "system.gradient_checkpointing", "data.")
 """Settings that only the policy has here; those of another model must not replace them."""
@@ -77,12 +77,12 @@ def convert(launch: Launch) -> Migration:
 
 def _account(given: Given, there: There, migration: Migration, *, is_default: bool = False) -> Row:
     """What becomes of one setting; its lines are added to the run file."""
-    if given.unknown:
-        keys = tuple(key for m in _meanings(given, there) for key in m.keys)[:1]
-        return Row(given, "unknown", f"the value is not known here: {given.unknown}", keys)
     meanings = _meanings(given, there)
+    keys = tuple(key for m in meanings for key in m.keys if key in all_keys(KINDS[there.command]))[:1]
+    if given.unknown and keys:  # without a key, its value does not matter
+        return _computed(given, f"its value is computed when the source runs ({given.unknown})", keys)
     if isinstance(given.value, float) and not math.isfinite(given.value):
-        return Row(given, "by hand", "it is not a finite number", tuple(key for m in meanings for key in m.keys)[:1])
+        return Row(given, "by hand", "it is not a finite number", keys)
     if not meanings:
         return (
             Row(given, "off", "it is off there")
@@ -131,7 +131,7 @@ def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | R
         try:
             result = CONVERSIONS[meaning.convert](given, there)
         except NotKnownError as error:
-            return Row(given, "unknown", str(error), mine)
+            return _computed(given, str(error), mine)
         except (ValueError, OverflowError) as error:  # a text that is no number, or one that is far too large
             return Row(given, "by hand", f"the value cannot be read: {error}", mine)
         if isinstance(result, Dropped):
@@ -147,6 +147,10 @@ def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | R
     if meaning.how:
         return Row(given, "off" if is_off(given.value) else "by hand", meaning.how, mine)
     return list(_copied(given, meaning, mine))
+
+
+def _computed(given: Given, why: str, keys: tuple[str, ...]) -> Row:
+    return Row(given, "computed", f"{why}; set {keys[0]} yourself", keys)
 
 
 def _copied(given: Given, meaning: Meaning, keys: Sequence[str]) -> Iterator[Value]:

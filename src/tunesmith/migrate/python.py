@@ -30,7 +30,8 @@ def read_python(text: str, name: str) -> list[Launch]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{name} is not valid Python: {error}") from None
     constants = _constants(tree) | _loaded(tree) | _options(tree)
-    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, defined)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls.sort(key=lambda node: node.lineno)
     made = next((c for c in calls if c.keywords and _is_config(_called(c))), None)

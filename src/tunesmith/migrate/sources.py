@@ -106,6 +106,13 @@ def tools(given: Given, _there: There) -> Result:
     return Dropped('name each function as "file.py:function" in environment.tools')
 
 
+def environment(given: Given, _there: There) -> Result:
+    """A class of a Python script."""
+    if isinstance(given.value, str) and ".py:" in given.value:
+        return [Value("environment.path", given.value, "put it into a file of its own, which only defines it")]
+    return Dropped('name the class of the environment as "file.py:name" in environment.path')
+
+
 def manager(given: Given, there: There) -> Result:
     """verl's reward managers call the function that ``data_source`` chooses."""
     if str(given.value) in ("naive", "batch", "prime", "dapo", "None"):
@@ -183,7 +190,7 @@ def resume(given: Given, _there: There) -> Result:
 
 
 SOURCES: Mapping[str, Callable[[Given, There], Result]] = {
-    "train_data": train_data, "eval_data": eval_data, "functions": functions, "tools": tools, "manager": manager,
-    "models": models,
+    "train_data": train_data, "eval_data": eval_data, "functions": functions, "tools": tools,
+    "environment": environment, "manager": manager, "models": models,
     "remote": remote, "sinks": sinks, "samples": samples, "hub": hub, "resume": resume,
 }  # fmt: skip

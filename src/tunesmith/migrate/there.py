@@ -56,7 +56,7 @@ def is_off(value: Any) -> bool:
 
 
 class NotKnownError(LookupError):
-    """A conversion needs a setting whose value only running the source would tell."""
+    """A conversion needs a setting whose value is computed when the source runs."""
 
 
 class There:
@@ -94,7 +94,9 @@ class There:
         for name in names:
             if name in self._given and self._given[name].value is not None:
                 if self._given[name].unknown:
-                    raise NotKnownError(f"{self._given[name].text} is needed for it")
+                    raise NotKnownError(
+                        f"it depends on {self._given[name].text}, which is computed when the source runs"
+                    )
                 return self._given[name].value
         return next((self._defaults[n] for n in names if n in self._defaults), default)
 

@@ -19,6 +19,12 @@ _MOST = 200_000
 """Values of a file; YAML's aliases can make it endless."""
 
 
+_OF_ANOTHER = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,[^{}]*)?\}")
+"""OmegaConf's value of another setting."""
+_STEPS = 5
+"""From a setting to another, whose value is that of a third."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML with ``1e-6`` as a number, and the line of every key."""
 
@@ -72,7 +78,11 @@ def read_tree_file(name: str, folder: Path) -> Mapping[str, Any] | None:
 
 def tree_settings(tree: Mapping[str, Any], framework: str, line: int = 0) -> Iterator[Given]:
     """A setting for each leaf, by its dotted path; what Hydra itself reads is left out."""
-    for name, value in _leaves(tree, ""):
+    leaves = dict(_leaves(tree, ""))
+    for name, value in leaves.items():
+        for _ in range(_STEPS):
+            found = _OF_ANOTHER.fullmatch(value) if isinstance(value, str) else None
+            value = leaves.get(found[1], value) if found else value
         yield Given(name, value, line, framework, f"{name}: {_short(value)}")
 
 

@@ -19,9 +19,10 @@ _TITLES: Mapping[Kind, str] = {
     "off": "switched off there, or nothing to say",
     "replaced": "replaced by a later line",
     "by hand": "for you to decide",
+    "computed": "computed when the source runs, so for you to set",
     "absent": "no counterpart; what is learned stays the same",
     "changes": "no counterpart, which changes what is learned",
-    "unknown": "not known",
+    "unknown": "not known here",
 }
 _LONGEST = 150
 _ORDER = (
@@ -45,7 +46,7 @@ def run_file(migration: Migration, source: str) -> str:
         value = toml_value(redact_values(entry.value))
         sections.setdefault(section, []).append(f"{_dotted(last)} = {value}{_comment(_origin(entry))}")
     for row in migration.rows:
-        if row.kind in ("by hand", "unknown") and row.keys and row.keys[0] in keys and row.keys[0] not in entries:
+        if row.kind in ("by hand", "computed") and row.keys and row.keys[0] in keys and row.keys[0] not in entries:
             section, _, last = row.keys[0].partition(".") if "." in row.keys[0] else ("", "", row.keys[0])
             sections.setdefault(section, []).append(
                 f"# {_dotted(last)} ={_comment(f'{_place(row.given)}: {row.text}')}"
