@@ -1,9 +1,11 @@
 """``tunesmith tune`` beside an exhaustive sweep, from bad settings: ``python -m benchmarks.tuning --help``.
 
 Three small real runs have 72 combinations of settings each. The sweep takes steps with all of them, and more with the
-best eight. The tuner begins with bad settings, and may change the same keys; all else is pinned. Then its settings, the
-sweep's best and the bad ones take steps in turn, and the losses of real steps with the bad and the tuned settings
-are compared. Each call goes on for about ``--seconds`` with what is left to do, and nothing is measured twice.
+best eight; a time counts as its ratio to that of a fixed combination just before and after it, so that a slow minute of
+the machine is no property of a setting. The tuner begins with bad settings, and may change the same keys; all else is
+pinned. Then its settings, the sweep's best and the bad ones take steps in turn, and the losses of real steps with the
+bad and the tuned settings are compared. Each call goes on for about ``--seconds`` with what is left to do, and nothing
+is measured twice.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from tunesmith.tune.setup import trial_config
 from tunesmith.tune.tuning import open_tuning
 
 RESULTS = Path(__file__).with_name("results") / "tuning-cpu-2-core.json"
-MODEL = Shape("T", 4096, 4, 256, 4, 2, 64, 768, "float32")
-BEST_AGAIN, TURNS = 8, 5
+MODEL = Shape("T", 4096, 2, 128, 4, 2, 32, 384, "float32")
+BEST_AGAIN, TURNS, BESIDE = 8, 5, 4
 CKPT, TOKENS, CHUNK, SHARE, RUNNING, THREADS = (
     *("system.gradient_checkpointing", "system.max_tokens_per_microbatch", "system.logprob_chunk"),
     *("system.share_prompts", "system.max_running", "system.threads"),
@@ -64,6 +66,11 @@ class Case:
         return {
             key: value for key, value in PINNED.items() if key not in self.grid and (samples or key not in SAMPLING)
         }
+
+    @property
+    def fixed(self) -> Values:
+        """What the sweep's points are measured beside: the middle value of each key."""
+        return {key: values[len(values) // 2] for key, values in self.grid.items()}
 
     def points(self) -> list[Values]:
         return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
@@ -206,32 +213,35 @@ class State:
         return found
 
     def sweep(self, ends: float) -> bool:
-        """Each point once, in an order drawn once."""
+        """Each point once, in an order drawn once: a few between two measurements of a fixed point."""
         points = self.case.points()
-        for point in random.Random(0).sample(points, len(points)):
-            known = self.read()["sweep"]
-            if json.dumps(point) not in known:
-                if time.monotonic() > ends:
-                    return False
-                self.keep(sweep={**known, json.dumps(point): [self.seconds(point)]})
+        order = random.Random(0).sample(points, len(points))
+        while left := [point for point in order if json.dumps(point) not in self.read()["sweep"]]:
+            if time.monotonic() > ends:
+                return False
+            before = self.seconds(self.case.fixed)
+            times = {json.dumps(point): self.seconds(point) for point in left[:BESIDE]}
+            beside = (before + self.seconds(self.case.fixed)) / 2
+            self.keep(sweep={**self.read()["sweep"], **{point: [each / beside] for point, each in times.items()}})
         return True
 
     def sweep_best(self, ends: float) -> bool:
-        """The best points in turns: other programs may have slowed some of them down."""
+        """The best points in turns, with the fixed one."""
         known = self.read()["sweep"]
-        best = sorted(known, key=lambda point: min(known[point]))[:BEST_AGAIN]
-        if any(len(times) > 1 for times in known.values()):
-            return True
-        if time.monotonic() > ends - 40:
-            return False
-        turns = [{point: self.seconds(json.loads(point)) for point in best} for _ in range(3)]
-        self.keep(sweep={**known, **{p: [*known[p], *(turn[p] for turn in turns)] for p in best}})
+        best = sorted(known, key=lambda point: known[point][0])[:BEST_AGAIN]
+        while (turns := min(len(known[point]) for point in best) - 1) < TURNS:
+            if time.monotonic() > ends - 20:
+                return False
+            fixed = self.seconds(self.case.fixed)
+            order = random.Random(turns).sample(best, len(best))
+            known |= {point: [*known[point], self.seconds(json.loads(point)) / fixed] for point in order}
+            self.keep(sweep=known)
         return True
 
     @property
     def best(self) -> Values:
         """Of the points that took turns, the one with the least median."""
-        known = {point: times for point, times in self.read()["sweep"].items() if len(times) > 1}
+        known = {point: ratios for point, ratios in self.read()["sweep"].items() if len(ratios) > 1}
         return json.loads(min(known, key=lambda point: median(known[point][1:])))
 
     def tune(self, ends: float) -> bool:
