@@ -34,7 +34,7 @@ from tunesmith.plan.cost import Layout, activation_bytes, adapter_numbers, copy_
 from tunesmith.plan.facts import Facts, ModelFacts, facts_of, read_model_facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.hardware import Gpu, Hardware
-from tunesmith.plan.memory import MARGIN, planned
+from tunesmith.plan.memory import MARGIN, planned, request_kv
 from tunesmith.plan.report import memory_of, memory_rows
 from tunesmith.plan.resolve import resolve
 
@@ -313,6 +313,48 @@ def test_one_request_finds_memory_for_its_keys_and_values(gpu: Gpu | None, memor
     assert parse_size(config.system.kv_memory) > (2 if gpu else 4) * numbers
     own = planned(config, facts)
     assert own is not None and own.peak <= MARGIN * (gpu.memory_free if gpu else memory)
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "kv", "prepared"),
+    [
+        ("qwen3", [], 2, 0),
+        ("qwen3", ["system.compile=false"], 4, 8 * 5_000_000),
+        ("qwen3", ["model.dtype=float32"], 4, 8 * 5_000_000),
+        ("qwen3", ["model.dtype=float16"], 4, 8 * 5_000_000),
+        ("qwen3", ["lora.rank=8"], 2, 8 * 5_000_000),
+        ("gpt2", [], 4, 8 * 5_000_000),
+    ],
+)
+def test_keys_values_and_prepared_weights_of_an_engine_that_multiplies_tiles(
+    family: str, said: list[str], kv: int, prepared: int
+) -> None:
+    """Compiled functions read keys and values of the model's type, and the weights as they are."""
+    facts = on(None, replace(SMALL, family=family))
+    facts = replace(facts, hardware=replace(facts.hardware, compiler="g++", tiles=True))
+    config = resolved(RLConfig, facts, *said)
+    needed = planned(config, facts)
+    assert needed is not None and needed.engine == prepared
+    tokens = 1000 + config.rollout.max_new_tokens + 64
+    assert request_kv(config, facts, SMALL) == (2 * 6 + 1) * 2 * 64 * kv * tokens
+    older = replace(facts, hardware=replace(facts.hardware, tiles=False))
+    other = planned(config, older)
+    assert other is not None and other.engine == 8 * 5_000_000
+
+
+def test_a_head_of_another_width_is_copied_for_tiles() -> None:
+    facts = on(None, replace(SMALL, family="qwen3", vocab_size=4097))
+    facts = replace(facts, hardware=replace(facts.hardware, compiler="g++", tiles=True))
+    needed = planned(resolved(RLConfig, facts), facts)
+    assert needed is not None and needed.engine == 8 * 5_000_000
+
+
+@pytest.mark.parametrize(("rope", "lean"), [({}, True), ({"partial_rotary_factor": 0.75}, False)])
+def test_a_model_that_rotates_in_part_runs_no_compiled_functions(rope: dict[str, float], lean: bool) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    for config in ({**sizes, **rope}, {**sizes, "rope_parameters": {"rope_type": "default", **rope}}):
+        facts = facts_of({"model_type": "phi3", **config})
+        assert facts is not None and facts.lean is lean
 
 
 def test_experts_are_counted_under_each_familys_name() -> None:

@@ -24,6 +24,7 @@ from tunesmith.config.load import load_config
 from tunesmith.engines.local import native_decode
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.native_decode import ACTIVATIONS, BankData, LayerData, RowsData, StepData
+from tunesmith.engines.local.runner import probe
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.models import products
 from tunesmith.models.causal_lm import CausalLM
@@ -228,6 +229,25 @@ def test_every_family_samples_as_with_pytorchs_operations(family: str, dtype: to
         assert same is None or dtype == torch.bfloat16
         assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=close)
     assert any(a.logprobs != b.logprobs for a, b in zip(plain, compiled, strict=True)), "the same path ran twice"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("family", "dtype", "compiled", "kept"),
+    [
+        ("qwen3", torch.bfloat16, True, torch.bfloat16),
+        ("qwen3", torch.bfloat16, False, torch.float32),
+        ("qwen3", torch.float16, True, torch.float32),
+        ("qwen3", torch.float32, True, torch.float32),
+        ("gpt2", torch.bfloat16, True, torch.float32),
+    ],
+)
+def test_keys_and_values_have_the_type_that_is_read_fastest(
+    family: str, dtype: torch.dtype, compiled: bool, kept: torch.dtype, tmp_path: Path
+) -> None:
+    model = CausalLM.load(save_model(tmp_path, family), dtype=dtype)
+    layout, cost = probe(model, compiled=compiled)
+    assert layout.dtype == kept and layout.token_bytes == cost.kv_bytes
 
 
 @needs_compiler

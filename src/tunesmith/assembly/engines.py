@@ -88,7 +88,8 @@ def local_engine_for(model: CausalLM, system: SystemSection, longest: int, reque
     on_gpu = model.device.type == "cuda"
     free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else read_hardware().memory_available
     # Half as much again, because memory is given out in blocks and copied for a moment.
-    needed = ceil(1.5 * min(system.max_running, requests) * longest * probe(model)[0].token_bytes)
+    layout, _ = probe(model, compiled=system.compile)
+    needed = ceil(1.5 * min(system.max_running, requests) * longest * layout.token_bytes)
     kv_bytes = max(LEAST_KV_BYTES, min(needed, free // 2))
     return LocalEngine(
         model,

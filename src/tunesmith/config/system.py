@@ -89,7 +89,8 @@ class SystemSection(Section):
     placement: PlacementSection | None = None
     """CPUs and GPUs of each process on a cluster; None: 1 CPU and, where ``device`` is a GPU, 1 of them."""
     kv_memory: Size = derived()
-    """Memory of the engine for keys and values, such as ``512MB`` or ``4GB``."""
+    """Memory of the engine for keys and values, such as ``512MB`` or ``4GB``. They have the model's type; on a CPU
+    without ``compile``, and with float16, they are float32."""
     max_running: PositiveInt = 256
     """Most requests decoded at once."""
     max_prefill_tokens: PositiveInt = 8192

@@ -17,7 +17,7 @@ from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.config.values import LARGEST_COUNT
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost import Price, activation_bytes, price
-from tunesmith.plan.facts import LEAN_FAMILIES, Facts, ModelFacts
+from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import engines_together, ranks_per_engine
 from tunesmith.plan.hardware import COMPILERS, Gpu
@@ -30,6 +30,7 @@ from tunesmith.plan.memory import (
     host_problem,
     host_tokens,
     keeps_reference,
+    kv_bytes_per_number,
     layout_of,
     least,
     least_devices,
@@ -181,7 +182,7 @@ def _derive_compile(filling: Filling, facts: Facts) -> None:
         filling.fill(key, False, "it is for the local engine on a CPU")
     elif compiler is None:
         filling.fill(key, False, f"no C++ compiler was found ({', '.join(COMPILERS)}, or the one that CXX names)")
-    elif facts.model is not None and facts.model.family not in LEAN_FAMILIES:
+    elif facts.model is not None and not facts.model.lean:
         filling.fill(key, False, f"models of type '{facts.model.family}' run the operations of transformers")
     filling.fill(key, True, f"found: {compiler}")
 
@@ -371,7 +372,8 @@ def _derive_kv_memory(filling: Filling, facts: Facts, share: int, part: str) -> 
         reason = f"enough for {together} requests of {longest} tokens at once"
     else:
         reason = f"{part}; {together} requests at once would take {format_size(wanted)}"
-    filling.fill(key, megabytes(min(wanted, share)), reason)
+    wide = kv_bytes_per_number(config, facts) == 4
+    filling.fill(key, megabytes(min(wanted, share)), f"{reason}, in {'float32' if wide else config.model.dtype}")
 
 
 def _wanted_kv(config: Any, facts: Facts, model: ModelFacts, engines: int) -> tuple[int, int]:

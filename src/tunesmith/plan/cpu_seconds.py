@@ -10,7 +10,14 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
 from tunesmith.plan.facts import Facts
-from tunesmith.plan.memory import bytes_per_number, has_critic, keeps_reference, longest_sample, on_gpu
+from tunesmith.plan.memory import (
+    bytes_per_number,
+    has_critic,
+    keeps_reference,
+    kv_bytes_per_number,
+    longest_sample,
+    on_gpu,
+)
 from tunesmith.plan.phases import Work, again_seconds, phase_seconds, read_rates
 from tunesmith.plan.situation import rollout_samples
 
@@ -60,6 +67,6 @@ def work_of(config: RunConfig, facts: Facts, longest: int) -> Work:
     work = Work(
         model, number, config.rollout.prompts_per_step, config.rollout.group_size, max(1, longest - new), new, micro
     )
-    kept = 4 * model.kv_bytes_per_token(1) * longest  # float32 on a CPU
+    kept = model.kv_bytes_per_token(kv_bytes_per_number(config, facts)) * longest
     held = parse_size(system.kv_memory) // kept if known(system, "kv_memory") else samples
     return replace(work, share=system.share_prompts, running=max(1, min(system.max_running, held)))

@@ -15,7 +15,7 @@ from tunesmith.config.sizes import parse_size
 from tunesmith.plan.cost import adapter_numbers, copy_bytes
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.machines import kind_of
-from tunesmith.plan.memory import bytes_per_number, gpu_of, on_gpu
+from tunesmith.plan.memory import bytes_per_number, gpu_of, kv_bytes_per_number, on_gpu
 from tunesmith.plan.seconds import (
     BANDWIDTH_SHARE,
     FLOPS_SHARE,
@@ -99,7 +99,8 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, samples: int, 
 def _sampling(config: RLConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float) -> float:
     system, number = config.system, bytes_per_number(config)
     engines = known(system, "engines") or 1
-    rates, cost, per_token = _rates(config, facts, engines), cost_of(model), model.kv_bytes_per_token(number)
+    rates, cost = _rates(config, facts, engines), cost_of(model)
+    per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, facts))
     asked, prompt = ceil(samples / engines), max(1.0, tokens - config.new_tokens)
     held = int(parse_size(system.kv_memory) // (tokens * per_token)) if known(system, "kv_memory") else asked
     together = max(1, min(asked, system.max_running, held))

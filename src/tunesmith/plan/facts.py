@@ -20,7 +20,7 @@ _HEAD_NORMS = (
 )
 """Model types whose queries and keys always have norms; others say ``use_qk_norm``."""
 LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
-"""Model types that run as few large operations (``models.lean``)."""
+"""Model types that can run as few large operations (``models.lean``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,13 @@ class ModelFacts:
     """Queries and keys have norms of their own."""
     family: str | None = None
     """Its ``model_type``."""
+    rotates_in_part: bool = False
+    """Only some numbers of each head are rotated."""
+
+    @property
+    def lean(self) -> bool:
+        """Whether it runs as few large operations (``models.lean``)."""
+        return self.family in LEAN_FAMILIES and not self.rotates_in_part
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
         """Keys and values of one token in all layers."""
@@ -123,14 +130,25 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
         tied="gemma" in str(config.get("model_type")) if tied is None else bool(tied),
         switch=_switch(config),
         family=config.get("model_type"),
+        rotates_in_part=_rotates_in_part(config),
         head_norms=str(config.get("model_type")) in _HEAD_NORMS or bool(config.get("use_qk_norm")),
     )
 
 
-def _switch(config: Mapping[str, Any]) -> int | None:
-    """``switch`` of the rotary embedding, under its name in transformers 5 or the older one."""
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary embedding, under its name in transformers 5 or the older one."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
-    rope: Mapping[str, Any] = scaling if isinstance(scaling, dict) else {}  # transformers refuses other values itself
+    return scaling if isinstance(scaling, dict) else {}  # transformers refuses other values itself
+
+
+def _rotates_in_part(config: Mapping[str, Any]) -> bool:
+    name = "partial_rotary_factor"
+    return _rope(config).get(name, config.get(name, 1.0)) != 1.0
+
+
+def _switch(config: Mapping[str, Any]) -> int | None:
+    """``switch`` of the rotary embedding."""
+    rope = _rope(config)
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
     switching = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")]
     name = "original_max_position_embeddings"

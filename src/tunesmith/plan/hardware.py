@@ -38,8 +38,8 @@ class Gpu:
 class Hardware:
     """Memory in bytes, within the limits that container and process have.
 
-    ``cores`` are physical ones that this process may use; ``bf16``: the CPU computes bfloat16 natively; ``nodes``:
-    machines like this one, in all.
+    ``cores`` are physical ones that this process may use; ``bf16``: the CPU computes bfloat16 natively; ``tiles``: it
+    multiplies tiles of it (AMX); ``nodes``: machines like this one, in all.
     """
 
     cpu: str
@@ -49,6 +49,7 @@ class Hardware:
     bf16: bool
     gpus: tuple[Gpu, ...] = ()
     nodes: int = 1
+    tiles: bool = False
     compiler: str | None = None
     """A C++ compiler."""
     named: bool = False
@@ -70,6 +71,7 @@ def read_hardware() -> Hardware:
         memory_available=available,
         bf16=bool(flags & _NATIVE_BF16_FLAGS),
         gpus=gpus,
+        tiles="amx_bf16" in flags,
         compiler=find_compiler(),
         unseen=None if gpus or visible in ("", "-1") else visible,
     )

@@ -169,6 +169,9 @@ def _prepared(config: RunConfig, facts: Facts) -> int:
     model = facts.model
     if on_gpu(config) or config.system.engine != "local" or config.model.quantize is not None or model is None:
         return 0
+    narrow, whole = known(config.model, "dtype") == "bfloat16", model.vocab_size % 16 == model.hidden_size % 32 == 0
+    if facts.hardware.tiles and narrow and whole and not config.lora.on and _decodes_compiled(config, facts):
+        return 0  # products of tiles read the weights as they are
     return prepared_bytes(model.parameters or 0, facts.hardware.memory_total)
 
 
@@ -316,12 +319,25 @@ def _sequence(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
 def request_kv(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
     """Bytes of the longest sample's keys and values in an engine.
 
-    They are in blocks that are only partly full. The local engine keeps them in float32 on a CPU, and allocates one
-    plane in addition to those for keys and values.
+    They are in blocks that are only partly full. The local engine allocates one plane in addition to those for keys and
+    values.
     """
-    exact = config.system.engine == "local" and not on_gpu(config)
-    per_token = model.kv_bytes_per_token(4 if exact else bytes_per_number(config)) * (1 + 1 / (2 * model.layers))
+    per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, facts)) * (1 + 1 / (2 * model.layers))
     return ceil(((longest_sample(config, facts) or LEAST_TOKENS) + 2 * BLOCK) * per_token)
+
+
+def kv_bytes_per_number(config: RunConfig, facts: Facts) -> int:
+    """Of keys and values: those of a model's type, but float32 for the local engine on a CPU where PyTorch decodes
+    (``engines.local.native_decode``)."""
+    here = config.system.engine == "local" and not on_gpu(config)
+    exact = here and not (_decodes_compiled(config, facts) and known(config.model, "dtype") == "bfloat16")
+    return 4 if exact else bytes_per_number(config)
+
+
+def _decodes_compiled(config: RunConfig, facts: Facts) -> bool:
+    """Whether the local engine decodes with functions compiled for this CPU."""
+    able = config.system.engine == "local" and not on_gpu(config) and bool(known(config.system, "compile"))
+    return able and facts.model is not None and facts.model.lean
 
 
 def host_tokens(config: RunConfig, facts: Facts, model: ModelFacts) -> float:

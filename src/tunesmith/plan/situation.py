@@ -16,7 +16,7 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.errors import ConfigError
 from tunesmith.plan.engine import LAUNCH
-from tunesmith.plan.facts import LEAN_FAMILIES, Facts
+from tunesmith.plan.facts import Facts
 from tunesmith.plan.gpus import ranks_per_engine
 from tunesmith.plan.memory import gpu_of, keeps_reference, longest_sample
 from tunesmith.plan.weights import colocated, engines_apart, weights_apart
@@ -170,7 +170,7 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
             "switch": model.switch,
             "vocab_size": model.vocab_size,
             "layers": model.layers,
-            "lean": model.family in LEAN_FAMILIES,
+            "lean": model.lean,
             "family": model.family,
             "heads": model.heads,
             "unshared_heads": model.heads % system.sequence_parallel.size,

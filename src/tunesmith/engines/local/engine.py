@@ -77,7 +77,7 @@ class LocalEngine:
         self._model, self._kv_bytes, self._speculation = model, kv_bytes, speculation
         self._update, self._weights = update, weights
         self._eos = frozenset(end_of_sequence_ids(model) if eos_token_ids is None else eos_token_ids)
-        layout, cost = probe(model)
+        layout, cost = probe(model, compiled=compiled)
         self._meter = Meter(cost, limits)
         self._context: int = text_config(model).max_position_embeddings
         self._vocab_size: int = model.head.out_features
@@ -88,7 +88,7 @@ class LocalEngine:
         layouts = [layout]
         if speculation is not None:
             speculation.check(model)
-            layouts += [probe(speculation.assistant)[0]] if speculation.assistant else []
+            layouts += [probe(speculation.assistant, compiled=compiled)[0]] if speculation.assistant else []
         self._pool = KVPool(layouts, kv_bytes, max_running=max_running, block_size=block_size)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
         self._runner = Runner(model, self._pool.memories[0], max_prefill_tokens, compiled=compiled)

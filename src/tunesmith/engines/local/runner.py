@@ -39,10 +39,8 @@ class _Probe:
 
 
 @torch.inference_mode()
-def probe(model: CausalLM) -> tuple[KVLayout, ForwardCost]:
+def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
     """The shape of the model's KV cache, and what a pass costs; measured in a pass over one token.
-
-    On a CPU the cache is float32 for bfloat16 models too: small batched products are three times as fast.
 
     Raises:
         ModelError: the layers' keys and values differ in shape, or some layers have none.
@@ -59,7 +57,7 @@ def probe(model: CausalLM) -> tuple[KVLayout, ForwardCost]:
     head, embedding = model.head.weight, cast(Tensor, model.module.get_input_embeddings().weight)
     weights = sum(p.numel() for p in model.module.parameters())
     weights -= 0 if head is embedding else embedding.numel()
-    dtype = torch.float32 if model.device.type == "cpu" else head.dtype
+    dtype = native_decode.kv_dtype(model, compiled=compiled)
     layout = KVLayout(layers, kv_heads, head_dim, dtype, model.device)
     cost = ForwardCost(
         weight_bytes=weights * head.element_size(),
