@@ -18,7 +18,7 @@ if str(ROOT) not in sys.path:
 from benchmarks import ours, peer_generate, peers, phase_times, presets, protocol, report, run  # noqa: E402
 from benchmarks.workload import QWEN3, WORKLOADS, build_model  # noqa: E402
 
-from tunesmith.plan.cost import PeakRates  # noqa: E402
+from tunesmith.plan.operations import PeakRates  # noqa: E402
 
 
 def record(number: int, system: str, dtype: str, runs: list[float], **facts: float) -> dict[str, Any]:

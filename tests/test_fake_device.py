@@ -119,6 +119,19 @@ def test_every_storage_counts_once_until_it_is_freed() -> None:
         assert memory.now["weights"] == 512, "the allocator's smallest block"
 
 
+def test_what_a_stream_uses_keeps_its_memory_until_the_host_has_waited() -> None:
+    with FakeDevice() as device:
+        stream, first, second = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
+        for event in (first, second):
+            torch.ones(512, device="cuda").record_stream(stream)
+            event.record(stream)
+        assert device.memory.total == 2 * 2048
+        first.synchronize()
+        assert device.memory.total == 2048
+        second.synchronize()
+        assert device.memory.total == 0
+
+
 @pytest.mark.parametrize(
     "options", [(), pytest.param(("lora.rank=4",), marks=pytest.mark.slow), ("system.gradient_checkpointing=true",)]
 )

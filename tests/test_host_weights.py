@@ -23,7 +23,7 @@ from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.lean import LeanDecoder
-from tunesmith.plan.cost import Layout, price
+from tunesmith.plan.cost import PINNED, Layout, price
 from tunesmith.types import Sampling
 
 
@@ -130,7 +130,10 @@ def test_engines_keep_the_base_of_an_adapter_while_the_policy_trains() -> None:
 def test_its_price_by_hand() -> None:
     n = SMALL.parameters or 0
     away, here = (price(SMALL, Layout(2, tokens=10, references=1, offload_references=flag)) for flag in (True, False))
-    assert (away.frozen, away.scorer, away.host) == (0, 2 * n, 2 * n) and (here.frozen, here.scorer) == (2 * n, 0)
+    assert (away.frozen, away.scorer, away.host) == (0, 2 * n, int(PINNED * 2 * n)) and (here.frozen, here.scorer) == (
+        2 * n,
+        0,
+    )
     assert away.training == here.training - 2 * n
     assert away.scoring == away.weights + away.optimizer + away.head + 2 * n
 

@@ -25,6 +25,8 @@ from tunesmith.config.load import load_config
 from tunesmith.config.preference import DPOConfig, RMConfig
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.config.sizes import parse_size
+from tunesmith.engines.local.kv_memory import KVLayout
+from tunesmith.engines.local.kv_pool import KVPool
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.shard_files import WeightFiles, names_in
@@ -355,6 +357,18 @@ def test_a_model_that_rotates_in_part_runs_no_compiled_functions(rope: dict[str,
     for config in ({**sizes, **rope}, {**sizes, "rope_parameters": {"rope_type": "default", **rope}}):
         facts = facts_of({"model_type": "phi3", **config})
         assert facts is not None and facts.lean is lean
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(1000, 500), (1, 1), (33, 17)])
+def test_memory_for_less_than_one_request_is_refused_as_the_engine_would(prompt: int, new: int) -> None:
+    facts = on(None, SMALL, longest=prompt)
+    layout = KVLayout(SMALL.layers, SMALL.kv_heads, SMALL.head_dim, torch.float32, torch.device("cpu"))
+    slots = KVPool([layout], 10**6).needed(prompt, max(1, new - 1))
+    said = (f"rollout.max_new_tokens={new}", "system.engine_process=false")
+    config = resolved(RLConfig, facts, *said, f"system.kv_memory={slots * layout.slot_bytes}B")
+    assert KVPool([layout], parse_size(config.system.kv_memory)).total == slots
+    words = refusal(RLConfig, facts, *said, f"system.kv_memory={slots * layout.slot_bytes - 1}B")
+    assert "system.kv_memory" in words and str(prompt) in words
 
 
 def test_experts_are_counted_under_each_familys_name() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tunesmith.config.optimizer import Muon
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.monitor.waits import long_wait
-from tunesmith.plan.cost import PeakRates
+from tunesmith.plan.operations import PeakRates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator

@@ -18,7 +18,8 @@ from tunesmith.loop.learner import Learner
 from tunesmith.loop.session import Session
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.plan.cost import USUAL_RANK, PeakRates
+from tunesmith.plan.cost import USUAL_RANK
+from tunesmith.plan.operations import PeakRates
 from tunesmith.plan.situation import critic_steps
 
 Trained = tuple[TrainBackend, PeakRates]

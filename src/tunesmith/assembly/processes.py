@@ -22,8 +22,8 @@ from tunesmith.errors import RewardError, TrainerLostError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cluster import NAMES, bundles, processes
-from tunesmith.plan.cost import PeakRates
 from tunesmith.plan.memory import keeps_reference
+from tunesmith.plan.operations import PeakRates
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from tunesmith.errors import DeviceMemoryError
-from tunesmith.plan.cost import PeakRates
 from tunesmith.plan.hardware import memory
+from tunesmith.plan.operations import PeakRates
 
 DType = Literal["float32", "bfloat16", "float16"]
 

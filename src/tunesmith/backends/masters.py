@@ -29,9 +29,9 @@ class HostSums:
             self._stream.wait_stream(torch.cuda.current_stream(grad.device))
             with torch.cuda.stream(self._stream):
                 copy = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(grad, non_blocking=True)
+                grad.record_stream(self._stream)
                 arrived = torch.cuda.Event()
                 arrived.record(self._stream)
-            grad.record_stream(self._stream)
             grad = copy
         self._on_the_way.append((weight, grad, arrived))
         self.settle(MOST_ON_THE_WAY if arrived else 0)
@@ -63,16 +63,17 @@ class Master:
     are this rank's rows.
 
     Args:
-        host: adds up gradients in host memory, where the weights are then too: a copy in any case.
+        host: adds up gradients in host memory.
+        copy: the weights, where they are in host memory too.
     """
 
-    def __init__(self, parameter: nn.Parameter, host: HostSums | None = None) -> None:
+    def __init__(self, parameter: nn.Parameter, host: HostSums | None = None, copy: Tensor | None = None) -> None:
         self.parameter = parameter
         self.sharded, self._host = isinstance(parameter, DTensor), host
         wide = torch.promote_types(parameter.dtype, torch.float32)
         self.copied = host is not None or parameter.dtype != wide
-        if host is not None:
-            self.weight = nn.Parameter(in_host_memory(self.rows, wide))
+        if copy is not None:
+            self.weight = nn.Parameter(copy)
         elif self.copied or self.sharded:
             self.weight = nn.Parameter(self.rows.to(wide))  # rows that are wide share their memory
         else:
@@ -119,8 +120,3 @@ class Master:
         """Put a copy on another device."""
         if self.copied:
             self.weight.data = self.weight.data.to(device)
-
-
-def in_host_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in host memory; of a GPU's tensor in pages that the GPU reaches itself."""
-    return torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda).copy_(tensor)

@@ -16,6 +16,8 @@ from tunesmith.backends.masters import HostSums, Master
 from tunesmith.backends.muon import ShardedMuon, hidden_matrices, options_of
 from tunesmith.config.optimizer import Muon
 from tunesmith.errors import CheckpointError
+from tunesmith.models.host_memory import host_copies
+from tunesmith.models.sharding import local
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,23 @@ class MasterOptimizer:
     ) -> None:
         self.settings = settings
         self._host = HostSums() if settings.offload else None
-        own = {name: Master(p, self._host) for name, p in module.named_parameters() if p.requires_grad}
-        beside = {f"value_head.{name}": Master(p, self._host) for name, p in head.named_parameters()} if head else {}
-        self._all = {**own, **beside}
-        self.parameters = {name: master.parameter for name, master in self._all.items()}
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        extra = {f"value_head.{name}": p for name, p in head.named_parameters()} if head else {}
+        self.parameters = trained | extra
+        copies: dict[str, Tensor] = {}
+        if self._host:
+            rows = [local(p.detach()) for p in self.parameters.values()]
+            copies = dict(zip(self.parameters, host_copies(rows, wide=True), strict=True))
+        self._all = {name: Master(p, self._host, copies.get(name)) for name, p in self.parameters.items()}
+        own = {name: self._all[name] for name in trained}
+        beside = [self._all[name] for name in extra]
         self.masters = {name: master.weight for name, master in self._all.items()}
         self.sharded = {name for name, master in self._all.items() if master.sharded}
         hidden = hidden_matrices(cast(PreTrainedModel, module)) if settings.muon else set[str]()
         groups: list[dict[str, Any]] = [
             {"params": [m.weight for n, m in own.items() if m.weight.ndim >= 2 and n not in hidden]},
             {"params": [m.weight for m in own.values() if m.weight.ndim < 2], "weight_decay": 0.0},
-            {"params": [m.weight for m in beside.values()], "weight_decay": 0.0, "lr_ratio": head_lr_ratio},
+            {"params": [m.weight for m in beside], "weight_decay": 0.0, "lr_ratio": head_lr_ratio},
         ]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],

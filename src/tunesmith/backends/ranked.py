@@ -16,7 +16,7 @@ from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Packing
 from tunesmith.distributed.far import Far, entered, gather
 from tunesmith.errors import DeviceMemoryError, TrainerLostError
-from tunesmith.plan.cost import CostModel
+from tunesmith.plan.operations import CostModel
 
 REFERENCE_DIRECTORY = "reference"
 NOTICING = 5.0

@@ -31,7 +31,7 @@ from tunesmith.models.host_activations import HostActivations
 from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.loading import read_shards
 from tunesmith.models.sharding import local
-from tunesmith.plan.cost import CostModel
+from tunesmith.plan.operations import CostModel
 
 MODEL_DIRECTORY = "model"
 AVERAGE_DIRECTORY, REFERENCE_DIRECTORY = "ema", "reference"

@@ -44,20 +44,28 @@ class Device(Protocol):
 
 
 class Stream:
-    """Also an event: operations wait for no numbers, so their order is of no account."""
+    """Also an event: operations wait for no numbers, so their order is of no account.
+
+    A tensor that a stream uses keeps its memory until the host has waited for an event after that.
+    """
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self._device, self.used = device, list[Tensor]()
 
     def synchronize(self) -> None:
         self._device.wait("synchronize")
+        self.used.clear()
+
+    def record(self, stream: Stream | None = None) -> None:
+        if stream is not None:
+            self.used, stream.used = stream.used, []
 
     def record_event(self, event: Stream | None = None) -> Stream:
         return event or self
 
     def wait_for(self, *_: Any) -> None: ...
 
-    wait_stream = wait_event = wait = record = wait_for
+    wait_stream = wait_event = wait = wait_for
 
 
 @contextmanager
@@ -94,7 +102,7 @@ def replaced(device: Device) -> Generator[None]:
         return property(lambda tensor: tensor.device.type == name)
 
     methods: dict[str, Any] = {name: reader(name) for name in READ} | {"tolist": tolist, "to": _to}
-    methods["record_stream"] = _nothing
+    methods["record_stream"] = _used_by
     kinds = {f"is_{name}": kind(name) for name in ("cuda", "cpu", "meta")}
     of_rows = {"to": _to, "device": property(lambda tensor: tensor._local_tensor.device)}
     with ExitStack() as stack:
@@ -143,6 +151,10 @@ def _no_references(_: object) -> tuple[()]:
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
+def _used_by(tensor: Tensor, stream: Stream) -> None:
+    stream.used.append(tensor)
+
+
 def _random_state(*_: Any) -> Tensor:
     return torch.zeros(16, dtype=torch.uint8)
 
@@ -154,6 +166,9 @@ def _cuda(device: Device) -> dict[str, Any]:
     def the_stream(*_: Any, **__: Any) -> Stream:
         return stream
 
+    def another(*_: Any, **__: Any) -> Stream:
+        return Stream(device)
+
     def synchronize(_: object = None) -> None:
         stream.synchronize()
 
@@ -163,6 +178,7 @@ def _cuda(device: Device) -> dict[str, Any]:
         "device_count": lambda: device.gpus,
         "synchronize": synchronize,
         "stream": nullcontext,
-        **dict.fromkeys(("current_stream", "Stream", "Event"), the_stream),
+        "current_stream": the_stream,
+        **dict.fromkeys(("Stream", "Event"), another),
         **dict.fromkeys(("init", "set_device", "set_rng_state", "empty_cache"), _nothing),
     }

@@ -9,7 +9,7 @@ from torch import nn
 
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.quantised import num_weights
-from tunesmith.plan.cost import CostModel
+from tunesmith.plan.operations import CostModel
 
 
 def training_cost(model: CausalLM) -> CostModel:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
+from tunesmith.models.host_memory import host_copies
 from tunesmith.models.lean import LeanDecoder
 
 
@@ -28,10 +28,7 @@ class HostWeights:
         storages = {t.untyped_storage()._cdata: t.detach() for t in tensors if t.numel()}  # pyright: ignore[reportPrivateUsage]
         self._here = [_flat(tensor) for tensor in storages.values()]
         self._sizes = [flat.untyped_storage().nbytes() for flat in self._here]
-        self._there = [
-            torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda) for flat in self._here if kept
-        ]
-        self._keep()
+        self._there = host_copies(self._here) if kept else []
 
     @contextmanager
     def here(self, *, changes: bool = False) -> Generator[None]:

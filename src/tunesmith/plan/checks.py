@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from math import ceil
 
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
+from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cluster import cluster_problems, ray_not_installed
 from tunesmith.plan.engine import SAMPLER_KEYS, server_problems
 from tunesmith.plan.evaluation import metric_problems
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.gpus import device_problems
+from tunesmith.plan.memory import kv_bytes_per_number
 from tunesmith.plan.rules import refused_problems, unread_problems
 from tunesmith.plan.situation import resolved_algorithm, rollout_samples, situation
 from tunesmith.plan.vllm import vllm_misfits, vllm_not_installed, vllm_problems
 
+BLOCK = 16
+"""Tokens of a block of the local engine's memory for keys and values."""
 MOST_ROLLOUTS = 10**6
 """In one step. The largest published runs have some thousands."""
 FOR_SAMPLING = (
@@ -71,6 +76,7 @@ def contradictions(config: RunConfig, facts: Facts | None = None) -> Iterator[st
     if facts is not None:
         yield from vllm_misfits(config, facts)
         yield from device_problems(config, len(facts.hardware.gpus))
+        yield from _kv_problems(config, facts)
 
 
 def _not_installed(config: RunConfig) -> Iterator[str]:
@@ -78,6 +84,26 @@ def _not_installed(config: RunConfig) -> Iterator[str]:
         yield (
             f"model.quantize = '{config.model.quantize}' needs bitsandbytes, which is not installed: "
             "pip install 'tunesmith[quantize]', or leave model.quantize out"
+        )
+
+
+def _kv_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
+    """Whether ``system.kv_memory`` holds the longest prompt of the data with its completion, in local engines.
+
+    Both are in blocks of ``BLOCK`` tokens; the last token is never read.
+    """
+    model, kv = facts.model, known(config.system, "kv_memory")
+    derived = known(config.model, "dtype") is not None and known(config.system, "compile") is not None
+    samples = config.drawing is not None and config.system.engine == "local" and derived
+    if model is None or kv is None or facts.longest is None or not samples:
+        return
+    new = config.new_tokens
+    tokens = sum(-(-count // BLOCK) * BLOCK for count in (facts.longest, max(1, new - 1)))
+    per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, facts)) * (1 + 1 / (2 * model.layers))
+    if (needed := ceil(tokens * per_token)) > parse_size(kv):
+        yield (
+            f"system.kv_memory = {kv} does not hold one prompt of {facts.longest} tokens with {new} new ones, which "
+            f"takes {format_size(needed)}; raise it, leave it out, or lower max_new_tokens"
         )
 
 

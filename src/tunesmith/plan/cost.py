@@ -1,7 +1,4 @@
-"""What a run costs: bytes of a device's memory, floating-point operations of training, seconds of a forward pass.
-
-Packing, metering and planning all read their prices here. Pure functions of sizes.
-"""
+"""What a run costs in bytes of a device's memory. Pure functions of sizes."""
 
 from __future__ import annotations
 
@@ -16,6 +13,8 @@ QUANTISED_BYTES = {"int8": 1.05, "nf4": 0.56}
 USUAL_RANK = 16
 SMALL = 64 << 20
 """Numbers of a model that a CPU decodes in float32 too, if few rows are faster so."""
+PINNED = 1.1
+"""Host memory that is taken for what a GPU reaches itself, at most: of each byte (``models.host_memory``)."""
 LIBRARIES = 10**9
 """What CUDA and its libraries take of a GPU in each process."""
 
@@ -150,20 +149,32 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     muon = 4 * (numbers - _outside(model)) if layout.muon and layout.lora_rank is None else 0
     gradients, optimizer = layout.models * 4 * trained, layout.models * (kept * trained - muon)
     head, backward = _passing(model, layout)
-    if layout.offload:  # four at most: the head's, and those of the last feed-forward block
-        on_the_way = min(trained, (model.vocab_size + 3 * model.intermediate_size) * model.hidden_size)
-        gradients, optimizer, backward = 0, 0, backward + on_the_way * layout.bytes_per_number
+    if layout.offload:
+        gradients, optimizer = 0, 0
+        head, backward = (
+            head + _on_the_way(model, layout, trained, 0),
+            backward + _on_the_way(model, layout, trained, 3),
+        )
     return Price(
         weights=layout.models * (copy * layout.holds_model + adapter),
         gradients=gradients,
         optimizer=optimizer,
-        host=_in_host_memory(model, layout, trained) + scorer,
+        host=_in_host_memory(model, layout, trained) + int(PINNED * scorer),
         frozen=frozen,
         scorer=scorer,
         activations=_activations(model, layout),
         head=max(head, backward),
         **beside,
     )
+
+
+def _on_the_way(model: ModelFacts, layout: Layout, trained: int, blocks: int) -> int:
+    """Gradients on their way to host memory, few at a time (``backends.masters``): the embedding's of the micro-batch
+    before while the head's is computed; the head's and those of a feed-forward block's matrices in a layer's backward
+    pass."""
+    numbers = (model.vocab_size + blocks * model.intermediate_size) * model.hidden_size
+    wide = layout.zero_stage > 0 or layout.lora_rank is not None
+    return min(trained, numbers) * (4 if wide else layout.bytes_per_number)
 
 
 def _sharded(model: ModelFacts, layout: Layout) -> Price:
@@ -209,9 +220,14 @@ def _activations(model: ModelFacts, layout: Layout) -> int:
 
 
 def _in_host_memory(model: ModelFacts, layout: Layout, trained: int) -> int:
-    """Master weights, gradients, two moments and the average, all in float32; and activations, but for two layers'."""
-    state = layout.models * (20 if layout.ema else 16) * trained if layout.offload else 0
-    return state + layout.models * -(-layout.tokens // layout.sequence) * sent_bytes(model, layout)
+    """Master weights, gradients, two moments and the average, all in float32; gradients on their way, each rounded up
+    to twice at most; and activations, but for two layers'."""
+    state = 0
+    if layout.offload:
+        shards = layout.shards if layout.lora_rank is None else 1
+        arriving = 2 * _on_the_way(model, layout, trained * shards, 3) // shards
+        state = (20 if layout.ema else 16) * trained + int((PINNED - 1) * 4 * trained) + arriving
+    return layout.models * (state + -(-layout.tokens // layout.sequence) * sent_bytes(model, layout))
 
 
 def recomputed(layers: int, share: float) -> tuple[bool, ...]:
@@ -339,55 +355,3 @@ def head_bytes(model: ModelFacts, layout: Layout) -> int:
     narrow = layout.bytes_per_number if layout.bytes_per_number == 2 else 0
     backward = (4 + narrow) * tile + 2 * 4 * words * model.hidden_size
     return states + max(forward, backward + layout.bytes_per_number * model.vocab_size * model.hidden_size)
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Operations of a training micro-batch: ``linear`` per token, ``quadratic`` per pair of query and key, ``head`` per
-    token in the loss."""
-
-    linear: float = 1.0
-    quadratic: float = 0.0
-    head: float = 0.0
-
-    @classmethod
-    def of_decoder(
-        cls, *, parameters: int, layers: int, heads: int, head_dim: int, vocabulary: int, hidden: int
-    ) -> CostModel:
-        """Forward and backward: three products per weight, each a multiplication and an addition.
-
-        Args:
-            parameters: without embeddings.
-        """
-        return cls(6.0 * parameters, 12.0 * layers * heads * head_dim, 6.0 * vocabulary * hidden)
-
-    def prefix(self, tokens: int) -> float:
-        """Cost of the first ``tokens`` tokens of a sequence, without the head."""
-        return self.linear * tokens + self.quadratic * tokens * (tokens + 1) / 2
-
-
-@dataclass(frozen=True, slots=True)
-class PeakRates:
-    """What a device attains in large matrix products, and in reading and writing memory."""
-
-    flops_per_second: float
-    bytes_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardCost:
-    """Bytes that one forward pass of a decoder reads, and what it computes."""
-
-    weight_bytes: int
-    """Of every parameter that a token passes through: the head is included, the embedding table is not."""
-    weights: int
-    kv_bytes: int
-    """Per token, all layers."""
-    attention_flops: int
-    """Per pair of query and key, all layers: ``4 * layers * heads * head_dim``."""
-
-    def seconds(self, rates: PeakRates, tokens: int, kv_read: int, pairs: int) -> float:
-        """The least time of a pass over ``tokens`` new tokens that reads the keys and values of ``kv_read`` others."""
-        read = self.weight_bytes + self.kv_bytes * kv_read
-        flops = 2 * self.weights * tokens + self.attention_flops * pairs
-        return max(read / rates.bytes_per_second, flops / rates.flops_per_second)

@@ -14,7 +14,7 @@ from math import ceil
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
-from tunesmith.plan.cost import USUAL_RANK, CostModel, adapter_numbers, copy_bytes, price, sent_bytes
+from tunesmith.plan.cost import USUAL_RANK, adapter_numbers, copy_bytes, price, sent_bytes
 from tunesmith.plan.cpu_seconds import cpu_seconds
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import ranks_per_engine
@@ -28,6 +28,7 @@ from tunesmith.plan.memory import (
     longest_sample,
     on_gpu,
 )
+from tunesmith.plan.operations import CostModel
 from tunesmith.plan.situation import rollout_samples
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6

@@ -1,0 +1,49 @@
+"""Copies of tensors in host memory, in pages that a GPU reaches itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNED = 64
+"""Bytes; each tensor begins at a multiple of them."""
+PIECES = 8
+"""About so many pieces of memory are taken, each as large as the largest tensor at least."""
+
+
+def host_copies(tensors: Sequence[Tensor], *, wide: bool = False) -> list[Tensor]:
+    """Copies of tensors of one device.
+
+    Args:
+        wide: in float32 or wider.
+    """
+    dtypes = [torch.promote_types(t.dtype, torch.float32) if wide else t.dtype for t in tensors]
+    sizes = [t.numel() * dtype.itemsize for t, dtype in zip(tensors, dtypes, strict=True)]
+    places, pieces = packed(sizes)
+    pinned = any(t.is_cuda for t in tensors)
+    memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in pieces]
+    copies = [memory[piece][at : at + size] for (piece, at), size in zip(places, sizes, strict=True)]
+    return [c.view(d).view(t.shape).copy_(t) for c, d, t in zip(copies, dtypes, tensors, strict=True)]
+
+
+def packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Few pieces of memory that hold tensors of these bytes: the piece of each and its place there, and the sizes of
+    the pieces, which are powers of two. Torch rounds every piece of pinned memory up to one, so that a piece for each
+    tensor takes up to twice as much."""
+    sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+    most = _power_of_two(max([*sizes, sum(sizes) // PIECES, 1]))
+    places, used = [(0, 0)] * len(sizes), list[int]()
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        size = sizes[index]
+        piece = next((number for number, end in enumerate(used) if end + size <= most), len(used))
+        if piece == len(used):
+            used.append(0)
+        places[index] = (piece, used[piece])
+        used[piece] += size
+    return places, [_power_of_two(end) for end in used]
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
