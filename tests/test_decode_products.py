@@ -19,6 +19,7 @@ from tunesmith.engines.local import choices, decode_model
 from tunesmith.engines.local.choices import ROWS, choose, kept
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.measuring import measured
+from tunesmith.models import products
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import PRODUCTS
@@ -115,6 +116,38 @@ def test_a_measured_choice_is_valid_and_repeats(
     assert choose(model, model.lean, compiled=True) == found
     (file,) = cache.iterdir()
     assert json.loads(file.read_text())["facts"]["torch"] == torch.__version__
+
+
+def test_a_choice_of_compiled_products_is_only_used_where_they_are_there(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library may fail in one run and load in the next: each is measured, and each choice is kept."""
+    asked: list[list[str]] = []
+
+    def measure(*given: Any, **_: object) -> dict[str, Any]:
+        _, _, rows, kinds = given
+        asked.append(kinds)
+        head = products.COMPILED if products.COMPILED in kinds else "float32"
+        return {str(number): {**dict.fromkeys(PRODUCTS, kinds[-1]), "head": head} for number in rows}
+
+    model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.bfloat16)
+    monkeypatch.setattr(choices, "LEAST", 0)
+    monkeypatch.setattr(choices, "tiles", lambda: False)
+    monkeypatch.setattr(choices, "measured", measure)
+
+    def chosen(library: object) -> dict[int, choices.Choice]:
+        monkeypatch.setattr(products, "functions", lambda: library)
+        assert model.lean is not None
+        return choose(model, model.lean, compiled=True)
+
+    without = chosen(None)
+    assert products.COMPILED not in {kind for kinds in without.values() for kind in kinds.values()}
+    compiled = chosen(object())
+    assert {kind for kinds in compiled.values() for kind in kinds.values()} == {products.COMPILED}
+    assert chosen(None) == without and chosen(object()) == compiled and len(asked) == 2
+    for file in cache.iterdir():  # as an earlier version wrote them: both name the compiled kind
+        file.write_text(json.dumps({"measured": {str(rows): kinds for rows, kinds in compiled.items()}}))
+    assert chosen(None) == without
 
 
 def test_kinds_of_large_copies_are_not_tried_for_large_models(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def choose(model: CausalLM, lean: LeanDecoder, *, compiled: bool) -> dict[int, C
     numbers = sum(p.numel() for p in model.module.parameters())
     if numbers < LEAST:
         return fixed(numbers, dtype)
-    kinds = [kind for kind in LAYERS[dtype] if compiled or kind != COMPILED]
+    kinds = [name for name, kind in LAYERS[dtype].items() if (compiled or name != COMPILED) and works(kind, dtype)]
     shape = {"layers": len(lean.layers), "shapes": [*shapes, [*head.shape]], "dtype": str(dtype), "rows": ROWS}
     measure = partial(measured, model, lean, ROWS, kinds, small=numbers <= SMALL)
     found = kept({"kinds": kinds, **shape}, measure, partial(_valid, dtype=dtype))
@@ -104,13 +104,14 @@ def _read(path: Path, valid: Callable[[Any], bool]) -> Any:
 
 
 def _valid(found: Any, dtype: torch.dtype) -> bool:
-    """Whether it is a choice for each number of ``ROWS``, of kinds whose rows are of one type."""
+    """Whether it is a choice for each number of ``ROWS``, of kinds that work here and whose rows are of one type."""
     if not isinstance(found, dict) or [*cast("dict[str, Any]", found)] != [str(rows) for rows in ROWS]:
         return False
     for kinds in cast("dict[str, Any]", found).values():
         if not isinstance(kinds, dict) or set(cast("dict[str, Any]", kinds)) != {*PRODUCTS, "head"}:
             return False
-        known = all(kinds[name] in LAYERS[dtype] for name in PRODUCTS) and kinds["head"] in HEADS[dtype]
-        if not known or len({LAYERS[dtype][kinds[name]].rows for name in PRODUCTS}) > 1:
+        chosen = [LAYERS[dtype].get(kinds[name]) for name in PRODUCTS]
+        able = all(kind is not None and works(kind, dtype) for kind in (*chosen, HEADS[dtype].get(kinds["head"])))
+        if not able or len({kind.rows for kind in chosen if kind is not None}) > 1:
             return False
     return True
