@@ -235,7 +235,8 @@ HELD = ("keys and values", "engines' weights")
 @pytest.mark.parametrize("options", [(STAGE(0),), (STAGE(3), "algorithm.name=ppo", "train.ema_decay=0.9")])
 def test_ranks_and_engines_take_turns_on_a_gpu(tmp_path: Path, options: tuple[str, ...], engine: str) -> None:
     phases = phases_of(tmp_path, "rl", *options, f"system.engine={engine}", spec="4xH100-80GB")
-    assert [*phases] == ["load", "publish", "sample", "hand over", "train"]
+    scored = ["score"] if "algorithm.name=ppo" in options else []
+    assert [*phases] == ["load", "publish", "sample", "hand over", "train", *scored]
     sample, train = phases["sample"].peak, phases["train"].peak
     assert sample["keys and values"] == pytest.approx(16e6, rel=0.01) and sample["engines' weights"] > 2 * 512 * 64
     assert not sample.get("optimizer") and train["optimizer"] > 0

@@ -382,6 +382,23 @@ def test_scoring_halves_too(models: dict[str, Path]) -> None:
     assert scored.tolist() == learner_of(backend_of(models["llama"]), 60).score(batch).tolist()
 
 
+def test_scoring_has_a_cap_of_its_own(models: dict[str, Path]) -> None:
+    """Each cap is lowered by its own passes, and a batch is packed once for each."""
+    batch = Batch.of(samples_of())
+    backend = Failing(backend_of(models["llama"]), above=70, where="forward")
+    learner = learner_of(backend, 60, scoring_max_tokens=240)
+    scored = learner.score(batch)
+    assert learner.caps == {"max_tokens": 60, "scoring_max_tokens": 60} and learner.max_tokens == 60
+    learner = learner_of(backend_of(models["llama"]), 60, scoring_max_tokens=240)
+    np.testing.assert_allclose(learner.score(batch), scored, rtol=1e-5)
+    learner.update(batch, SFTObjective())
+    learner.evaluate(batch, SFTObjective())
+    assert {layout[0] for layout in batch.packings} >= {60, 240}
+    assert max(f.num_tokens for layout, p in batch.packings.items() if layout[0] == 240 for f in p.forests) > 60
+    learner.resume({"max_tokens": 80, "scoring_max_tokens": 100})
+    assert learner.caps == {"max_tokens": 60, "scoring_max_tokens": 100}
+
+
 def test_one_sequence_that_does_not_fit_ends_the_run_with_advice(models: dict[str, Path]) -> None:
     learner = learner_of(Failing(backend_of(models["llama"]), above=5, where="forward"), 120)
     longest = max(len(s.token_ids) for s in samples_of())
@@ -430,7 +447,7 @@ def test_other_errors_are_not_taken_for_memory(models: dict[str, Path]) -> None:
 def test_a_checkpoints_lower_cap_is_taken_over_and_told() -> None:
     told: list[str] = []
     learner = learner_of(Recorder(), 100, report=told.append)
-    learner.resume(200)
+    learner.resume({"max_tokens": 200})
     assert learner.max_tokens == 100 and not told
-    learner.resume(50)
+    learner.resume({"max_tokens": 50})
     assert learner.max_tokens == 50 and "50 tokens" in told[0]

@@ -18,7 +18,8 @@ from tunesmith.config.preference import RMConfig
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cost import adapter_numbers
-from tunesmith.plan.memory import PARTS, planned, planned_devices, planned_roles
+from tunesmith.plan.memory import planned, planned_devices, planned_roles
+from tunesmith.plan.parts import PARTS
 from tunesmith.plan.report import plan_of
 from tunesmith.plan.seconds import FLOPS_SHARE, step_seconds
 

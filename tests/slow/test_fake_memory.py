@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_runs import resolved
+from tunesmith.assembly.dry_run import dry_run
 from tunesmith.errors import CapacityError
+from tunesmith.fake_device.threads import FIRST
+from tunesmith.plan.memory import planned
 
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-from benchmarks.device_memory import CASES, DEEP, LARGE, RANKED, compared, extrapolated  # noqa: E402
+from benchmarks.device_memory import (  # noqa: E402
+    CASES,
+    DEEP,
+    LARGE,
+    LORA,
+    RANKED,
+    RANKS,
+    STAGE,
+    compared,
+    extrapolated,
+)
+from benchmarks.device_memory import resolved as planned_case  # noqa: E402
 
 pytestmark = pytest.mark.slow
 SOME = [*(case for case in CASES if case.layers <= 4), *RANKED[3:24:9], *RANKED[24:27], *RANKED[-3:]]
@@ -24,6 +39,26 @@ SOME = [*(case for case in CASES if case.layers <= 4), *RANKED[3:24:9], *RANKED[
 def test_the_plan_is_within_five_percent(tmp_path: Path, case: Any) -> None:
     row = compared(tmp_path, case)
     assert row["measured"] == pytest.approx(row["planned"], rel=0.05), row
+
+
+SCORED = [
+    *(case for case in CASES if case.layers == 2 and not any("checkpointing" in option for option in case.options)),
+    next(case for case in RANKED if case.options == (STAGE(1),)),
+    *(case for case in RANKED if case.shape == "7B" and case.options in ((STAGE(3),), (STAGE(3), LORA))),
+    next(case for case in RANKED if case.options == (STAGE(0), RANKS(2))),
+]
+
+
+@pytest.mark.parametrize("case", SCORED, ids=lambda case: case.name)
+def test_a_pass_without_gradients_is_planned_within_five_percent(tmp_path: Path, case: Any) -> None:
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    scoring = f"system.scoring_max_tokens={2 * case.tokens}"
+    more = (*case.options, f"data.eval={tmp_path}/eval.jsonl", scoring)
+    config, facts = planned_case(tmp_path, replace(case, options=more))
+    price = planned(config, facts)
+    assert price is not None and price.scored
+    expected = price.scoring - price.libraries
+    assert dry_run(config, facts)[FIRST]["score"].total == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("case", DEEP, ids=lambda case: case.name)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunesmith.config.optimizer import Muon
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.operations import PeakRates
 
@@ -185,8 +186,14 @@ def make_learner(
     limits: PeakRates | None = None,
     *,
     keep_groups: bool = False,
+    max_tokens: int | None = None,
 ) -> Learner:
-    """Args: limits: of the backend's device; None measures this machine's."""
+    """A learner of a run.
+
+    Args:
+        limits: of the backend's device; None measures this machine's.
+        max_tokens: of a micro-batch, where it is not the policy's.
+    """
     from tunesmith.backends.optimizer import learning_rate
     from tunesmith.loop.learner import Learner
 
@@ -203,7 +210,8 @@ def make_learner(
             schedule=train.schedule,
             min_ratio=train.min_lr_ratio,
         ),
-        max_tokens=system.max_tokens_per_microbatch,
+        max_tokens=max_tokens or system.max_tokens_per_microbatch,
+        scoring_max_tokens=known(system, "scoring_max_tokens"),
         share_prompts=system.share_prompts,
         keep_groups=keep_groups,
         group_size=config.rollout.group_size if isinstance(config, RLConfig) else 1,

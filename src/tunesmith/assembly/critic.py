@@ -63,7 +63,8 @@ def make_critic(
     own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": _new_adapter(config.lora)})
     backend, limits = remote(own) if remote else (critic_backend(own, tokenizer), limits_of(own))
     steps = critic_steps(config, config.train.steps)
-    learner = make_learner(own, session, backend, "token_mean", steps, limits=limits)
+    tokens = config.system.critic_max_tokens
+    learner = make_learner(own, session, backend, "token_mean", steps, limits=limits, max_tokens=tokens)
     return Critic(learner, section.passes_per_batch, clip)
 
 

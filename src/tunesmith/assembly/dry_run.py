@@ -28,6 +28,7 @@ from tunesmith.assembly.supervised_parts import make_parts
 from tunesmith.backends.ranked import RankedBackend
 from tunesmith.config.placement import Role
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
 from tunesmith.fake_device.threads import FIRST
 from tunesmith.plan.cluster import NAMES
@@ -105,9 +106,12 @@ class DryRun:
     @property
     def tokens(self) -> int:
         """Of an optimizer step."""
-        system = self.config.system
-        groups = system.trainer_ranks // system.sequence_parallel.size
-        return MICROBATCHES * groups * system.max_tokens_per_microbatch
+        return self._tokens(self.config.system.max_tokens_per_microbatch)
+
+    def _tokens(self, cap: int) -> int:
+        """Of so many samples that they fill micro-batches of ``cap`` tokens."""
+        system, full = self.config.system, max(1, cap // self.longest) * self.longest
+        return MICROBATCHES * (system.trainer_ranks // system.sequence_parallel.size) * full
 
     def supervised(self) -> None:
         items = items_of(self.config, self.longest, self.tokens)
@@ -119,9 +123,14 @@ class DryRun:
             with self.phase("train"):
                 parts.learner.update(parts.prepare(items), parts.objective)
             self.name(parts.learner)
+        if scoring := known(self.config.system, "scoring_max_tokens"):
+            more = items_of(self.config, self.longest, self._tokens(scoring))
+            with self.phase("score"):
+                parts.learner.evaluate(parts.prepare(more), parts.objective)
 
     async def reinforced(self, config: RLConfig) -> None:
         """With one engine of each kind: the others are like it."""
+        from tunesmith.loop.experience import make_experience
         from tunesmith.loop.rl import learn
         from tunesmith.loop.rollouts import hand_device_to_trainer, load_engine
 
@@ -157,6 +166,13 @@ class DryRun:
             with self.phase("train"):
                 learn(parts, groups, step)
             self.name(*learners)
+            if scoring := known(config.system, "scoring_max_tokens"):
+                played = groups_of(config, self.longest, self._tokens(scoring))
+                with self.phase("score"):
+                    new = config.rollout.max_new_tokens
+                    make_experience(
+                        played, config.algorithm, learner, kl_coef=0.0, max_new_tokens=new, seed=0, critic=critic
+                    )
         await engine.close()
 
     def reward_models(self, config: RLConfig) -> Iterator[RewardModel]:

@@ -69,7 +69,7 @@ def load_reward_model(config: RLConfig | SamplingConfig, entry: ModelReward) -> 
             entry,
             dtype=config.model.dtype,
             device=system.device,
-            max_tokens=system.max_tokens_per_microbatch,
+            max_tokens=system.reward_max_tokens,
             chat=config.data.chat,
             trust_remote_code=config.model.trust_remote_code,
         )

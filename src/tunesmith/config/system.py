@@ -36,6 +36,12 @@ class SystemSection(Section):
     """Compile on this machine what decoding computes (``engines.local``, on a CPU)."""
     max_tokens_per_microbatch: PositiveInt = derived()
     """Of one rank, or of the ranks of ``sequence_parallel`` together."""
+    scoring_max_tokens: PositiveInt = derived()
+    """The same of a pass without gradients: by policy, reference or critic."""
+    critic_max_tokens: PositiveInt = derived()
+    """``max_tokens_per_microbatch`` of a critic with its own model."""
+    reward_max_tokens: PositiveInt = derived()
+    """Of a pass of reward models."""
     share_prompts: bool = True
     gradient_checkpointing: bool | Part = derived()
     """Whether activations are computed again in the backward pass, or of which share of the layers."""

@@ -18,6 +18,9 @@ from tunesmith.data.packing import group_tokens
 from tunesmith.errors import DeviceMemoryError, DivergedError
 from tunesmith.monitor import interrupts
 
+TRAINING, SCORING = "max_tokens", "scoring_max_tokens"
+SETTINGS = {TRAINING: "max_tokens_per_microbatch", SCORING: "scoring_max_tokens"}
+"""The settings of the caps."""
 SKIPPED_IN_A_ROW = 3
 """Optimizer steps without a finite gradient that end a run."""
 TOTALS = ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps")
@@ -26,10 +29,10 @@ TOTALS = ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps
 
 @dataclass(slots=True)
 class Learner:
-    """Takes optimizer steps on batches. ``max_tokens`` shrinks when memory runs out and stays shrunk.
+    """Takes optimizer steps on batches. The caps shrink when memory runs out and stay shrunk.
 
-    A sequence longer than the shrunk cap still gets a micro-batch by itself; one longer than the cap at the
-    start is refused.
+    A sequence longer than a shrunk cap still gets a micro-batch by itself; one longer than the cap at the start is
+    refused.
     """
 
     backend: TrainBackend
@@ -37,6 +40,9 @@ class Learner:
     max_new_tokens: int | None
     learning_rate: Callable[[int], float]
     max_tokens: int
+    """Of a micro-batch."""
+    scoring_max_tokens: int | None = None
+    """Of one without gradients; None: as many as of others."""
     share_prompts: bool = True
     keep_groups: bool = False
     """Samples of one group share a micro-batch, because the objective compares them."""
@@ -45,9 +51,8 @@ class Learner:
     flops_per_second: float | None = None
     """What the device attains, for ``attainable_seconds``; None leaves that out."""
     report: Callable[[str], None] = print
-    initial_max_tokens: int = field(init=False)
-    """``max_tokens`` at the start."""
-
+    _initial: dict[str, int] = field(init=False)
+    """The caps at the start."""
     _learned: bool = field(default=False, init=False)
     """Whether an optimizer step has changed the weights."""
     _retries: int = field(default=0, init=False)
@@ -56,13 +61,20 @@ class Learner:
     """Optimizer steps in a row that have not."""
 
     def __post_init__(self) -> None:
-        self.initial_max_tokens = self.max_tokens
+        self._initial = self.caps
 
-    def resume(self, max_tokens: int) -> None:
-        """Go on with the cap of a checkpoint, which memory may have lowered, where it is the lower one."""
-        if max_tokens < self.max_tokens:
-            self.report(f"micro-batches stay at {max_tokens} tokens, as in the checkpoint")
-            self.max_tokens = max_tokens
+    @property
+    def caps(self) -> dict[str, int]:
+        """By the name of the attribute."""
+        scoring = {} if self.scoring_max_tokens is None else {SCORING: self.scoring_max_tokens}
+        return {TRAINING: self.max_tokens, **scoring}
+
+    def resume(self, caps: Mapping[str, Any]) -> None:
+        """Go on with the caps of a checkpoint, which memory may have lowered, where they are the lower ones."""
+        for name, cap in self.caps.items():
+            if caps.get(name, cap) < cap:
+                setattr(self, name, caps[name])
+                self.report(f"{SETTINGS[name]} stays at {caps[name]} tokens, as in the checkpoint")
         self._learned = self.backend.optimizer_steps > 0
 
     def update(
@@ -94,7 +106,7 @@ class Learner:
             ends: append what it says after the last token of each sample: ``[N + S]``.
         """
         scores = np.zeros(0)
-        for attempt in self._attempts(batch):
+        for attempt in self._attempts(batch, SCORING):
             with attempt as packing:
                 asked = packing.with_ends() if ends else packing
                 scores = self.backend.score(asked, of, reference=reference)
@@ -107,7 +119,7 @@ class Learner:
         """
         weigh(batch, self.aggregation, self.max_new_tokens)
         metrics: Metrics = {}
-        for attempt in self._attempts(batch):
+        for attempt in self._attempts(batch, SCORING):
             with attempt as packing:
                 metrics = self.backend.evaluate(packing, objective)
         return metrics
@@ -116,7 +128,7 @@ class Learner:
         """An optimizer step; again with a smaller factor of the loss while float16 gradients overflow."""
         while True:
             metrics: Metrics = {}
-            for attempt in self._attempts(batch):
+            for attempt in self._attempts(batch, TRAINING):
                 with attempt as packing:
                     metrics = self.backend.forward_backward(packing, objective) | self._work(packing)
             lr = self.learning_rate(self.backend.optimizer_steps)
@@ -155,12 +167,17 @@ class Learner:
             work["attainable_seconds"] = sum(forest_cost(f, cost) for f in packing.forests) / self.flops_per_second
         return work
 
-    def _attempts(self, batch: Batch) -> Iterator[_Attempt]:
-        """Packings of a batch, to be tried until one fits in memory, each with half the cap of the one before."""
+    def _attempts(self, batch: Batch, name: str) -> Iterator[_Attempt]:
+        """Packings of a batch, to be tried until one fits in memory, each with half the cap of the one before.
+
+        Args:
+            name: of the cap.
+        """
+        name = name if name in self._initial else TRAINING
         while True:
             longest = self._longest(batch)
             # A cap that shrank among shorter sequences gives way to a longer one.
-            cap = max(self.max_tokens, min(self.initial_max_tokens, longest))
+            cap = max(self.caps[name], min(self._initial[name], longest))
             attempt = _Attempt(
                 Packing.of(
                     batch,
@@ -174,18 +191,19 @@ class Learner:
             yield attempt
             if attempt.failure is None:
                 return
-            self._halve(attempt.failure, longest, cap)
+            self._halve(name, attempt.failure, longest, cap)
 
-    def _halve(self, failure: str, longest: int, before: int) -> None:
+    def _halve(self, name: str, failure: str, longest: int, before: int) -> None:
         self._retries += 1
-        self.max_tokens = min(self.max_tokens, max(longest, before // 2))
-        if max(longest, self.max_tokens) >= before:
+        lowered = min(self.caps[name], max(longest, before // 2))
+        setattr(self, name, lowered)
+        if max(longest, lowered) >= before:
             raise DeviceMemoryError(
                 f"{failure}, and no micro-batch can be smaller than the longest "
                 f"{'group' if self.keep_groups else 'sequence'} ({longest} tokens). "
                 "Set system.gradient_checkpointing=true, lower system.logprob_chunk or shorten the sequences."
             )
-        self.report(f"{failure}; max_tokens_per_microbatch lowered from {before} to {self.max_tokens} and kept")
+        self.report(f"{failure}; {SETTINGS[name]} lowered from {before} to {lowered} and kept")
 
     def _longest(self, batch: Batch) -> int:
         """Tokens that have to stay together: of the longest sequence or, where groups are kept, the largest group."""

@@ -65,19 +65,19 @@ class RLParts:
         """What else the loop needs to continue from this moment, as a function that composes it later."""
         tasks = self.tasks.snapshot()
         rest = {
-            "max_tokens": self.learner.max_tokens,
+            **self.learner.caps,
             "kl": self.kl.state_dict(),
-            "critic": {"max_tokens": self.critic.learner.max_tokens} if self.critic else None,
+            "critic": self.critic.learner.caps if self.critic else None,
         }
         return lambda: {"tasks": tasks(), **rest}
 
     def take(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
         self.tasks.load_state_dict(state["tasks"])
-        self.learner.resume(state["max_tokens"])
+        self.learner.resume(state)
         self.kl.load_state_dict(state["kl"])
         if self.critic:
-            self.critic.learner.resume(state["critic"]["max_tokens"])
+            self.critic.learner.resume(state["critic"])
 
     def give_up(self) -> None:
         """Undo what an interrupted step has changed."""

@@ -53,13 +53,13 @@ class SupervisedParts(Generic[T]):
 
     def state(self) -> Callable[[], dict[str, Any]]:
         """What else the loop needs to continue from here."""
-        state = {"samples": self.items.state_dict(), "max_tokens": self.learner.max_tokens}
+        state = {"samples": self.items.state_dict(), **self.learner.caps}
         return lambda: state
 
     def take(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
         self.items.load_state_dict(state["samples"])
-        self.learner.resume(state["max_tokens"])
+        self.learner.resume(state)
 
 
 def run(parts: SupervisedParts[T], session: Session) -> None:

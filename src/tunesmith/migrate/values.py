@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from tunesmith.config.foreign import value_of
+from tunesmith.config.foreign import meanings_of, value_of
 from tunesmith.migrate.batches import BATCHES
 from tunesmith.migrate.given import Given
 from tunesmith.migrate.learned import LEARNED
 from tunesmith.migrate.sources import SOURCES
-from tunesmith.migrate.there import OFF, Dropped, There, Value, is_off
+from tunesmith.migrate.there import OFF, Dropped, There, Value, family, is_off
 
 Result = Sequence[Value] | Dropped
 
@@ -130,12 +130,11 @@ def device(given: Given, _there: There) -> Result:
 
 
 def token_cap(given: Given, _there: There) -> Result:
-    """One cap holds for every pass here: that of training."""
-    if given.value is None or not isinstance(given.value, int):
+    """Of the passes that the name is about."""
+    if not isinstance(given.value, int) or isinstance(given.value, bool):
         return OFF
-    if "critic" in given.name or re.search(r"log_prob|forward|infer|^rollout|\.ref\.", given.name):
-        return Dropped("one cap holds for all passes, that of training; it is derived from memory", derived=True)
-    return [Value("system.max_tokens_per_microbatch", given.value)]
+    [meaning] = meanings_of(given.name, family(given.framework))[1] or meanings_of(given.name)[1]
+    return [Value(key, given.value) for key in meaning.keys]
 
 
 def checkpointing(given: Given, _there: There) -> Result:

@@ -16,6 +16,7 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.config.values import LARGEST_COUNT
 from tunesmith.errors import ConfigError
+from tunesmith.plan.caps import derive_caps
 from tunesmith.plan.cost import Price, activation_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.filling import Filling, with_values
@@ -104,9 +105,11 @@ def derive_capacity(filling: Filling, facts: Facts) -> None:
         _derive_hybrid(filling, facts)
     config = filling.config
     budget = max(0, trainer_memory(config, facts) - _reserved(config, facts))
-    _derive_microbatch(filling, facts, budget, "cuda" if here else "cpu")
+    if config.trains:
+        _derive_microbatch(filling, facts, budget, MOST_TOKENS["cuda" if here else "cpu"])
     if config.drawing and not config.system.served:
         _derive_kv_memory(filling, facts, *_kv_share(config, facts, budget))
+    derive_caps(filling, facts, MOST_TOKENS["cuda" if here else "cpu"])
 
 
 def _derive_ranks(filling: Filling, facts: Facts) -> None:
@@ -325,7 +328,7 @@ def _derive_hybrid(filling: Filling, facts: Facts) -> None:
     filling.fill(key, short, f"engine and trainer share the GPU, whose memory is {reason}")
 
 
-def _derive_microbatch(filling: Filling, facts: Facts, budget: int, kind: str) -> None:
+def _derive_microbatch(filling: Filling, facts: Facts, budget: int, most: int) -> None:
     key, config, model = "system.max_tokens_per_microbatch", filling.config, facts.model
     longest = longest_sample(config, facts) or 0
     if model is None:
@@ -338,7 +341,7 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, kind: str) -
         (budget // 2, "half of the free memory"), (budget - beside, "what keys and values of one request leave free")
     )
     fitting = min(max(0, room) // per_token, int(min(host_tokens(config, facts, model), LARGEST_COUNT)))
-    most = MOST_TOKENS[kind] * config.system.sequence_parallel.size
+    most *= config.system.sequence_parallel.size
     if longest >= min(fitting, most):
         tokens, reason = longest, "the longest sample has to fit"
     elif fitting >= most:

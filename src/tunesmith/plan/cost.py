@@ -85,6 +85,10 @@ class Price:
     """Of a sharded model's weights, all rows at once."""
     scorer: int = 0
     """Of a reference that is here only while it scores."""
+    scored: int = 0
+    """Temporaries of a pass without gradients: of policy, reference or critic."""
+    rewarded: int = 0
+    """The same of a reward model, beside the engines."""
     activations: int = 0
     """What backward keeps of a micro-batch."""
     head: int = 0
@@ -111,14 +115,13 @@ class Price:
 
     @property
     def scoring(self) -> int:
-        """While a reference from host memory scores."""
-        return self.training - self.gradients - self.activations + self.scorer
+        """While policy, reference or critic score, and there are no gradients."""
+        return self.training - self.gradients - self.activations - self.head + self.scorer + self.scored
 
     @property
     def sampling(self) -> int:
-        return (
-            self.libraries + self.weights + self.frozen + self.engine + self.kv + (0 if self.turns else self.optimizer)
-        )
+        beside = self.engine + self.kv + self.rewarded + (0 if self.turns else self.optimizer)
+        return self.libraries + self.weights + self.frozen + beside
 
     @property
     def peak(self) -> int:

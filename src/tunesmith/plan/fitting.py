@@ -22,7 +22,6 @@ from tunesmith.plan.layouts import layouts, without_layout
 from tunesmith.plan.memory import (
     LEAST_TOKENS,
     MARGIN,
-    PARTS,
     has_critic,
     host_problem,
     keeps_reference,
@@ -31,6 +30,7 @@ from tunesmith.plan.memory import (
     longest_sample,
     on_gpu,
 )
+from tunesmith.plan.parts import PARTS
 from tunesmith.plan.search import fastest_layout, lack
 
 MORE_GPUS = (2, 4, 8, 16, 32, 64, 128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil, inf
+from math import ceil, inf, sqrt
 
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.generation import RFTConfig
@@ -21,7 +21,6 @@ from tunesmith.plan.cost import (
     activation_bytes,
     backward_bytes,
     copy_bytes,
-    layer_bytes,
     prepared_bytes,
     price,
     sent_bytes,
@@ -29,6 +28,7 @@ from tunesmith.plan.cost import (
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
+from tunesmith.plan.scoring import scores, scoring_bytes
 from tunesmith.plan.weights import loads_model, weights_apart
 
 MARGIN = 1.1
@@ -183,7 +183,50 @@ def planned(config: RunConfig, facts: Facts) -> Price | None:
     here = not engines_elsewhere(config, facts)
     engines = engines_together(config, len(facts.hardware.gpus))
     kv_bytes = parse_size(kv) * engines if kv is not None and here else 0
-    return price(facts.model, replace(_with_tokens(config, facts, layout_of(config, facts)), kv_bytes=kv_bytes))
+    layout = replace(_with_tokens(config, facts, layout_of(config, facts)), kv_bytes=kv_bytes)
+    return _with_passes(config, facts, layout)
+
+
+def _with_passes(config: RunConfig, facts: Facts, layout: Layout, *, caps: bool = True) -> Price:
+    """The price of a layout, with the passes of critic and reward models and those without gradients.
+
+    Args:
+        caps: these passes have as many tokens as their own settings say; else as many as the layout.
+    """
+    assert facts.model is not None, "it was checked"
+    system, found = config.system, price(facts.model, layout)
+    critic, scoring, rewarding = (
+        known(system, key) if caps else layout.tokens
+        for key in ("critic_max_tokens", "scoring_max_tokens", "reward_max_tokens")
+    )
+    if layout.trains and layout.models > 1 and critic:
+        own = price(facts.model, replace(layout, tokens=critic, has_vocabulary_head=False))
+        if own.training > found.training:
+            found = replace(found, activations=own.activations, head=own.head, host=own.host)
+    if layout.trains and scores(config) and scoring:
+        found = replace(found, scored=scoring_bytes(facts.model, replace(layout, tokens=scoring)))
+    if rewarding and rewarded_here(config):
+        found = replace(found, rewarded=rewarding_bytes(config, facts, rewarding))
+    return found
+
+
+def rewarded_here(config: RunConfig) -> bool:
+    """Whether reward models score on the trainer's device."""
+    reward = getattr(config, "reward", None)
+    return bool(reward and reward.models) and shares_trainer_device(config, "reward")
+
+
+def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
+    """What a pass of a reward model needs beside it; its layers are taken to be shaped like the policy's, and as many.
+
+    So their width goes with the square root of the number of parameters.
+    """
+    if facts.model is None:
+        return 0
+    device = "cuda" if on_gpu(config) else "cpu"
+    layout = Layout(bytes_per_number(config), device, has_vocabulary_head=False, tokens=tokens)
+    width = sqrt(facts.frozen_parameters / (facts.model.parameters or 1))
+    return ceil(scoring_bytes(facts.model, layout) * max(1.0, width))
 
 
 def _with_tokens(config: RunConfig, facts: Facts, layout: Layout) -> Layout:
@@ -236,14 +279,18 @@ def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]
         return
     layout = replace(layout_of(config, facts), models=1, references=0, frozen_parameters=0, engines=0)
     layout = _with_tokens(config, facts, layout)
-    scored = layout.tokens * layer_bytes(facts.model, layout)
+    critic, scoring, rewarding = (
+        known(config.system, key) or layout.tokens
+        for key in ("critic_max_tokens", "scoring_max_tokens", "reward_max_tokens")
+    )
     if has_critic(config) and not shares_trainer_device(config, "critic"):
-        yield "critic", price(facts.model, replace(layout, has_vocabulary_head=False))
+        yield "critic", price(facts.model, replace(layout, has_vocabulary_head=False, tokens=critic))
     if keeps_reference(config) and not shares_trainer_device(config, "ref"):
+        scored = scoring_bytes(facts.model, replace(layout, zero_stage=0, tokens=scoring))
         yield "reference", Price(frozen=copy_bytes(facts.model, layout.bytes_per_number), activations=scored)
     if facts.frozen_parameters and not shares_trainer_device(config, "reward"):
-        weights = facts.frozen_parameters * layout.bytes_per_number
-        yield "reward model", Price(frozen=weights, activations=scored)
+        weights, passing = facts.frozen_parameters * layout.bytes_per_number, rewarding_bytes(config, facts, rewarding)
+        yield "reward model", Price(frozen=weights, activations=passing)
 
 
 def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
@@ -253,7 +300,7 @@ def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
         return {}
     layout = layout_of(config, facts)
     policy = price(model, replace(_with_tokens(config, facts, layout), models=1, references=0, frozen_parameters=0))
-    policy = replace(policy, engine=0, kv=0)
+    policy = replace(policy, engine=0, kv=0, scored=own.scored)
     roles = {"policy": policy}
     if layout.models > 1:
         both = price(model, replace(layout, models=2))
@@ -264,26 +311,12 @@ def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
         alone = price(model, replace(layout, frozen_parameters=0))
         roles["reference"] = Price(frozen=alone.frozen, scorer=alone.scorer)
     if others := own.frozen - sum(role.frozen for role in roles.values()):
-        roles["teacher" if isinstance(config, DistillConfig) else "reward models"] = Price(frozen=others)
+        roles["teacher" if isinstance(config, DistillConfig) else "reward models"] = Price(
+            frozen=others, rewarded=own.rewarded
+        )
     if own.engine or own.kv:
         roles["engines"] = Price(engine=own.engine, kv=own.kv)
     return roles
-
-
-PARTS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "frozen": "frozen models",
-    "gathered": "gathered weights",
-    "scorer": "reference, while it scores",
-    "activations": "activations of a micro-batch",
-    "head": "temporaries of a micro-batch",
-    "engine": "the engines' weights",
-    "kv": "keys and values",
-    "libraries": "CUDA and its libraries",
-}
-"""The parts of a ``Price`` in words."""
 
 
 def least(config: RunConfig, facts: Facts) -> Price | None:
@@ -296,7 +329,7 @@ def least(config: RunConfig, facts: Facts) -> Price | None:
     samples = config.drawing is not None and not engines_elsewhere(config, facts)
     engines = engines_together(config, len(facts.hardware.gpus))
     kv = _sequence(config, facts, model) * engines if samples and not config.system.served else 0
-    return price(model, replace(layout, tokens=longest if layout.trains else 0, kv_bytes=kv))
+    return _with_passes(config, facts, replace(layout, tokens=longest if layout.trains else 0, kv_bytes=kv), caps=False)
 
 
 def least_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:

@@ -13,7 +13,8 @@ from tunesmith.config.toml import toml_value
 from tunesmith.plan.alternatives import cost, limits, next_best
 from tunesmith.plan.cost import Price
 from tunesmith.plan.facts import Facts
-from tunesmith.plan.memory import PARTS, planned_devices, planned_roles
+from tunesmith.plan.memory import planned_devices, planned_roles
+from tunesmith.plan.parts import PARTS
 from tunesmith.plan.seconds import step_seconds
 
 LAYOUT = (
@@ -25,6 +26,9 @@ LAYOUT = (
         "system.offload_reference",
         "system.offload_optimizer",
         "system.max_tokens_per_microbatch",
+        "system.scoring_max_tokens",
+        "system.critic_max_tokens",
+        "system.reward_max_tokens",
         "system.engine",
         "system.engine_process",
         "system.engines",
@@ -111,6 +115,7 @@ def _parts(price: Price) -> dict[str, int]:
 
 def _phases(config: RunConfig, price: Price) -> dict[str, int]:
     training = {"training": price.training} if config.trains else {}
+    training |= {"scoring": price.scoring} if price.scored else {}
     return training | ({"sampling": price.sampling} if config.drawing is not None else {})
 
 

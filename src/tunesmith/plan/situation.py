@@ -18,7 +18,8 @@ from tunesmith.errors import ConfigError
 from tunesmith.plan.engine import LAUNCH
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.gpus import ranks_per_engine
-from tunesmith.plan.memory import gpu_of, keeps_reference, longest_sample
+from tunesmith.plan.memory import gpu_of, has_critic, keeps_reference, longest_sample
+from tunesmith.plan.scoring import scores
 from tunesmith.plan.weights import colocated, engines_apart, weights_apart
 from tunesmith.types import altering
 
@@ -103,13 +104,17 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "ungrouped_ranks": ranks % system.sequence_parallel.size if ranks else None,
         "keeps_reference": _keeps_reference(config, algorithm),
         "rewarded": bool(reward and reward.given),
+        "reward_models": bool(reward and reward.models),
         "scored_by_model": any(model.weight > 0 for model in (reward.models if reward else ())),
     }
     if algorithm:
         values |= {
             f"needs_{need}": need in algorithm.needs for need in ("critic", "group", "teacher", "reward_weights")
         }
+        values |= _passes(config.model_copy(update={"algorithm": algorithm}))
         values["kl_in_reward"] = algorithm.kl.estimator if isinstance(algorithm.kl, KLInReward) else None
+    elif not isinstance(config, RLConfig):
+        values |= _passes(config)
     if config.drawing:
         values |= config.drawing.model_dump(mode="json") | {"table": config.drawing.table}
     if known(config.train, "steps") is not None:
@@ -120,6 +125,10 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
     if isinstance(config, RLConfig):
         values |= _of_rl(config)
     return values | (_of_facts(config, facts) if facts else {})
+
+
+def _passes(config: RunConfig) -> dict[str, bool]:
+    return {"scores": scores(config), "has_critic": has_critic(config)}
 
 
 def _of_rl(config: RLConfig) -> dict[str, Any]:

@@ -1,0 +1,20 @@
+"""What the memory of a device is for, in words."""
+
+from __future__ import annotations
+
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "frozen": "frozen models",
+    "gathered": "gathered weights",
+    "scorer": "reference, while it scores",
+    "scored": "a pass without gradients",
+    "rewarded": "a pass that scores",
+    "activations": "activations of a micro-batch",
+    "head": "temporaries of a micro-batch",
+    "engine": "the engines' weights",
+    "kv": "keys and values",
+    "libraries": "CUDA and its libraries",
+}
+"""The parts of a ``Price`` in words."""
