@@ -26,8 +26,10 @@ from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.native_decode import ACTIVATIONS, BankData, LayerData, RowsData, StepData
 from tunesmith.engines.local.runner import probe
 from tunesmith.errors import ConfigError, EngineError
+from tunesmith.loop.profiling import StepProfiler
 from tunesmith.models import products
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.monitor.costs import COMPILED_CALL, largest_costs
 from tunesmith.native.build import library
 from tunesmith.plan.facts import Facts, read_model_facts
 from tunesmith.plan.hardware import find_compiler, read_hardware
@@ -248,6 +250,18 @@ def test_keys_and_values_have_the_type_that_is_read_fastest(
     model = CausalLM.load(save_model(tmp_path, family), dtype=dtype)
     layout, cost = probe(model, compiled=compiled)
     assert layout.dtype == kept and layout.token_bytes == cost.kv_bytes
+
+
+@needs_compiler
+def test_a_trace_has_the_compiled_calls(tmp_path: Path) -> None:
+    model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.float32)
+    profiler = StepProfiler(tmp_path, [1])
+    profiler.begin(1)
+    completions(model, requests=2)
+    trace = profiler.end(1)
+    assert trace is not None
+    named = {name: seconds for name, seconds in largest_costs(trace, 1000) if name.startswith(COMPILED_CALL)}
+    assert named.keys() == {f"{COMPILED_CALL}{name}" for name in ("attend", "draw")} and min(named.values()) > 0
 
 
 @needs_compiler

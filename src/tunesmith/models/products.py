@@ -9,6 +9,7 @@ Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.models.head import bfloat16_operands
+from tunesmith.monitor.costs import COMPILED_CALL
 from tunesmith.native.build import library
 
 Product = Callable[[Tensor], Tensor]
@@ -69,6 +71,12 @@ def functions() -> Any:
     return found
 
 
+def recorded(name: str) -> AbstractContextManager[object]:
+    """Names a call of compiled functions in a trace of torch's profiler, which does not see them otherwise."""
+    recording = torch.autograd.profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+    return torch.profiler.record_function(f"{COMPILED_CALL}{name}") if recording else nullcontext()
+
+
 def tiles() -> bool:
     """Whether compiled products multiply whole tiles (AMX)."""
     found = functions()
@@ -87,7 +95,8 @@ class Compiled:
     def __call__(self, x: Tensor) -> Tensor:
         out = torch.empty(len(x), self.data.outputs, dtype=self._result)
         narrow, threads = self._result == torch.bfloat16, torch.get_num_threads()
-        self._call(len(x), self._here, x.contiguous().data_ptr(), out.data_ptr(), narrow, threads)
+        with recorded("product"):
+            self._call(len(x), self._here, x.contiguous().data_ptr(), out.data_ptr(), narrow, threads)
         return out
 
 

@@ -12,6 +12,8 @@ from typing import Any
 from tunesmith.errors import StorageError, boundary
 
 OPERATION, KERNEL = "cpu_op", ("kernel", "gpu_memcpy", "gpu_memset")
+COMPILED_CALL = "tunesmith::"
+"""What the names of calls of the package's compiled functions begin with; torch has no operation for them."""
 
 
 def largest_costs(trace: Path, most: int) -> list[tuple[str, float]]:
@@ -24,8 +26,12 @@ def largest_costs(trace: Path, most: int) -> list[tuple[str, float]]:
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
         kernels = [event for event in events if event.get("cat") in KERNEL]
-        spent = _totals(kernels) if kernels else _own([e for e in events if e.get("cat") == OPERATION])
+        spent = _totals(kernels) if kernels else _own(filter(_computes, events))
     return [(name, micros / 1e6) for name, micros in spent.most_common(most)]
+
+
+def _computes(event: Mapping[str, Any]) -> bool:
+    return event.get("cat") == OPERATION or event["name"].startswith(COMPILED_CALL)
 
 
 def _totals(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
@@ -37,6 +43,7 @@ def _totals(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
 
 def _own(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
     """Microseconds by name, each operation's without those of the operations that it calls."""
+    events = list(events)
     spent, threads = _totals(events), defaultdict[Any, list[Mapping[str, Any]]](list)
     for event in events:
         threads[event["pid"], event["tid"]].append(event)

@@ -19,7 +19,7 @@ from tunesmith.engines.local.kv_memory import Bank, KVMemory
 from tunesmith.engines.local.requests import LocalRequest
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import PRODUCTS, Layer, LeanDecoder, Norm
-from tunesmith.models.products import Compiled, ProductData, functions
+from tunesmith.models.products import Compiled, ProductData, functions, recorded
 from tunesmith.models.rope import rotated_by
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -177,7 +177,8 @@ class NativeDecode:
         out = torch.empty(x.shape, dtype=dtype)
         places = x.data_ptr(), decoder.norm.address, out.data_ptr()
         if decoder.whole:
-            self._functions.tunesmith_layers(byref(step), decoder.layers, len(decoder.layers), x.shape[1], *places)
+            with recorded("decode layers"):
+                self._functions.tunesmith_layers(byref(step), decoder.layers, len(decoder.layers), x.shape[1], *places)
         else:
             self._layer_by_layer(decoder, step, x, out)
         del tables  # they were read until here
@@ -189,7 +190,8 @@ class NativeDecode:
         logits = logits.contiguous()
         tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         places = (t.data_ptr() for t in (logits, temperatures, uniforms, tokens, logprobs))
-        self._functions.tunesmith_draw(rows, vocabulary, *places, torch.get_num_threads())
+        with recorded("draw"):
+            self._functions.tunesmith_draw(rows, vocabulary, *places, torch.get_num_threads())
         return tokens, logprobs
 
     def _layer_by_layer(self, decoder: _Decoder, step: StepData, x: Tensor, normed: Tensor) -> None:
@@ -203,7 +205,8 @@ class NativeDecode:
             layer = block.layer
             self._add(here, width, x_at, y, inner, block.before_attention, normed_at)
             qkv = layer.qkv(normed)
-            lib.tunesmith_attend(here, byref(data), qkv.data_ptr(), seen_at)
+            with recorded("attend"):
+                lib.tunesmith_attend(here, byref(data), qkv.data_ptr(), seen_at)
             self._add(here, width, x_at, layer.out(seen), block.after_attention, block.before_mlp, normed_at)
             both = layer.gate_up(normed)
             inside = both.shape[1] // 2
