@@ -87,6 +87,24 @@ async def check_stop_string_across_tokens(s: Subject) -> None:
     assert cut.finish_reason == "stop"
 
 
+async def check_stop_string_that_began_before_an_interruption(s: Subject) -> None:
+    clean = [token for token in range(5, 200) if "\ufffd" not in s.decode([token])][:2]
+    for seed in range(100):
+        free = await s.write(replace(FREE, seed=seed), [*PROMPT, *clean])
+        stop = s.decode([*clean, *free.token_ids[:2]])
+        if "\ufffd" not in stop and stop not in s.decode(free.token_ids):
+            break
+    else:
+        raise AssertionError("no completion begins with characters")
+    ends = replace(FREE, seed=seed, stop=("never there, and longer than the completion", stop))
+    new = await s.write(ends, [*PROMPT, *clean])
+    assert new.token_ids == free.token_ids, "in a new completion the prompt is no part of a stop string"
+    end = next(n for n in range(1, 3) if stop in s.decode([*clean, *free.token_ids[:n]]))
+    on = await s.write(replace(ends, continued=2), [*PROMPT, *clean])
+    assert on.token_ids == free.token_ids[:end] and on.finish_reason == "stop"
+    assert len(on.logprobs) == len(on.versions) == end
+
+
 async def check_nothing_ends_too_early(s: Subject) -> None:
     free = await s.write()
     text, stop = s.decode(free.token_ids[:3]), free.token_ids[3]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from tunesmith.engines.base import check_sampling
-from tunesmith.engines.partial import PartialCompletion, stop_token_ids
+from tunesmith.engines.partial import PartialCompletion, stop_strings, stop_token_ids
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, UserError
 from tunesmith.types import Completion, Sampling
@@ -77,6 +77,7 @@ class FakeEngine:
         limit, least = min(sampling.max_new_tokens, self._context - len(prompt_ids)), sampling.min_new_tokens
         stops = stop_token_ids(sampling, self._eos)
         held_back = sum(0 <= token < self._vocab_size for token in stops)
+        watch = stop_strings(prompt_ids, sampling, self._decode)
         tokens = iter(self._script(prompt_ids, sampling) if self._script else self._hashed(prompt_ids, sampling))
         done = PartialCompletion()
         interruptions = self._interruptions
@@ -93,8 +94,7 @@ class FakeEngine:
             done.logprobs.append(0.0 if self._script else -math.log(self._vocab_size - (held_back if early else 0)))
             done.versions.append(self._version)
             self._sampled += 1
-            text = self._decode(done.token_ids[least:]) if sampling.stop else ""
-            if not early and (token in stops or any(s in text for s in sampling.stop)):
+            if (not early and token in stops) or (watch is not None and watch.completed_by(done.token_ids)):
                 return done.completion("stop")
             if len(done.token_ids) >= limit:
                 return done.completion("length")

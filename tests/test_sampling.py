@@ -179,10 +179,10 @@ def bytes_decode(ids: Sequence[int]) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def tokens_until(text: str | bytes, *stop: str, least: int = 0) -> int | None:
-    """How many byte tokens are taken before one of ``stop`` is complete."""
+def tokens_until(text: str | bytes, *stop: str, least: int = 0, earlier: int = 0) -> int | None:
+    """How many byte tokens are taken before one of ``stop`` is complete, besides so many earlier ones."""
     data = text.encode() if isinstance(text, str) else text
-    watch = StopStrings(stop, bytes_decode, least)
+    watch, data = StopStrings(stop, bytes_decode, least, data[:earlier]), data[earlier:]
     return next((n for n in range(1, len(data) + 1) if watch.completed_by(data[:n])), None)
 
 
@@ -202,6 +202,14 @@ def test_stop_strings_are_found_as_soon_as_they_are_written(text: str, stop: str
     at = text.find(stop)
     expected = None if at < 0 else len(text[: at + len(stop)].encode())
     assert tokens_until(text, stop) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab é語\n", max_size=30), st.text("ab é語\n", min_size=1, max_size=4), st.integers(0, 40))
+def test_stop_strings_may_begin_in_earlier_tokens(text: str, stop: str, earlier: int) -> None:
+    ends = [len(text[: at + len(stop)].encode()) for at in range(len(text)) if text.startswith(stop, at)]
+    expected = min((end - earlier for end in ends if end > earlier), default=None)
+    assert tokens_until(text, stop, earlier=earlier) == expected
 
 
 @settings(max_examples=200, deadline=None)

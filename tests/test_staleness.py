@@ -302,14 +302,15 @@ def test_a_short_epoch_makes_no_short_batches(tmp_path: Path) -> None:
     assert steps == dict.fromkeys(range(1, 7), 12 * 2)
 
 
-async def test_enough_tokens_are_taken_back_for_a_stop_string_of_several_bytes() -> None:
-    class Bytes(FakeEngine):
-        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-            del sampling
-            asked_for.append(list(prompt_ids))
-            ids = [5, 6, 7, 8] if len(asked_for) == 1 else [9]
-            return Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if len(asked_for) > 1 else "abort")
+async def test_an_interruption_draws_no_token_twice() -> None:
+    """However short the time between two holds and however long the stop string, a completion goes on."""
 
-    asked_for: list[list[int]] = []
-    await Gate(Bytes(), partial=True).generate([1], asked(8, stop=("。",)))
-    assert asked_for == [[1], [1, 5]], "the sign may have been three tokens"
+    class Interrupted(FakeEngine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            asked_for.append((list(prompt_ids), sampling.continued, sampling.max_new_tokens))
+            return Completion([len(prompt_ids)] * 2, [0.0] * 2, [0] * 2, "stop" if len(asked_for) > 2 else "abort")
+
+    asked_for: list[tuple[list[int], int, int]] = []
+    done = await Gate(Interrupted(), partial=True).generate([9], asked(8, stop=("a stop string of many bytes",)))
+    assert asked_for == [([9], 0, 8), ([9, 1, 1], 2, 6), ([9, 1, 1, 3, 3], 4, 4)]
+    assert done.token_ids == [1, 1, 3, 3, 5, 5]

@@ -100,6 +100,9 @@ class Sampling:
     seed: int | None = None
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
+    continued: int = 0
+    """So many tokens at the prompt's end were written by an interrupted request that goes on here. Stop strings may
+    begin in them; the other settings are those of what is left."""
 
     @property
     def altered(self) -> dict[str, float]:

@@ -107,6 +107,7 @@ def check_sampling(sampling: Sampling) -> None:
             "at least 0 and at most max_new_tokens",
         ),
         "min_p": (0 <= sampling.min_p < 1, "at least 0 and below 1"),
+        "continued": (sampling.continued >= 0, "0 (a new completion) or more"),
         "stop": (all(sampling.stop), "strings of at least one character"),
     }
     for name, (valid, expected) in ranges.items():

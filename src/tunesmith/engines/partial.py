@@ -55,5 +55,10 @@ def stop_token_ids(sampling: Sampling, eos_token_ids: frozenset[int]) -> frozens
     return own if sampling.ignore_eos else own | eos_token_ids
 
 
-def stop_strings(sampling: Sampling, decode: Callable[[Sequence[int]], str]) -> StopStrings | None:
-    return StopStrings(sampling.stop, decode, sampling.min_new_tokens) if sampling.stop else None
+def stop_strings(
+    prompt_ids: Sequence[int], sampling: Sampling, decode: Callable[[Sequence[int]], str]
+) -> StopStrings | None:
+    if not sampling.stop:
+        return None
+    earlier = prompt_ids[len(prompt_ids) - sampling.continued :]
+    return StopStrings(sampling.stop, decode, sampling.min_new_tokens, earlier)

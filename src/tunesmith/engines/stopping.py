@@ -16,22 +16,31 @@ class StopStrings:
     that a tokenizer's treatment of spaces is its own. A piece that ends inside a multi-byte character waits
     for the next token, but is searched up to there.
 
-    A stop string that is complete within the first ``least`` tokens is passed over.
+    Args:
+        least: a stop string that is complete within the first so many tokens is passed over.
+        earlier: tokens before the first, in which a stop string may begin.
     """
 
-    def __init__(self, stop: tuple[str, ...], decode: Decode, least: int = 0) -> None:
+    def __init__(self, stop: tuple[str, ...], decode: Decode, least: int = 0, earlier: Sequence[int] = ()) -> None:
         self._stop = stop
         self._decode = decode
         self._least = least
         self._keep = max(len(s) for s in stop) - 1
+        self.reach = max(len(s.encode()) for s in stop)
+        """Most tokens of a stop string: each has at least a byte."""
         self._tail = ""  # the end of the settled text, where a stop string may have begun
-        self._context = 0  # tokens [context, settled) were the last settled piece
+        self._context = 0  # tokens [context, settled) were the last settled piece; counted from the first earlier one
         self._settled = 0
+        self._earlier: list[int] = []
+        for token in earlier[-self.reach :]:
+            self._earlier.append(token)
+            self.completed_by(())
 
     def completed_by(self, token_ids: Sequence[int]) -> bool:
         """Whether the text of all tokens so far contains a stop string. Call it after every token."""
-        before = self._decode(token_ids[self._context : self._settled])
-        text = self._decode(token_ids[self._context :])
+        count = len(self._earlier)
+        newest = [*self._earlier[self._context :], *token_ids[max(0, self._context - count) :]]
+        before, text = self._decode(newest[: self._settled - self._context]), self._decode(newest)
         piece = text[len(before) :]
         # A stop string that is complete in the tail was found before; the newest begins at most its length earlier.
         searched = self._tail + piece.rstrip(_INCOMPLETE)
@@ -41,5 +50,5 @@ class StopStrings:
             return True
         if len(text) > len(before) and not text.endswith(_INCOMPLETE):
             self._tail = searched[-self._keep :] if self._keep else ""
-            self._context, self._settled = self._settled, len(token_ids)
+            self._context, self._settled = self._settled, count + len(token_ids)
         return False

@@ -44,14 +44,10 @@ class Gate:
         while done.finish_reason == "abort":
             await self._enter()
             more = await self._ask([*prompt_ids, *done.token_ids], remaining(sampling, len(done.token_ids)))
-            keep = len(more.token_ids)
-            if more.finish_reason == "abort" and sampling.stop:
-                # Tokens that may begin a stop string are sampled again, so that the engine finds it whole.
-                keep = max(0, keep - max(len(text.encode()) for text in sampling.stop))
             done = Completion(
-                [*done.token_ids, *more.token_ids[:keep]],
-                [*done.logprobs, *more.logprobs[:keep]],
-                [*done.versions, *more.versions[:keep]],
+                [*done.token_ids, *more.token_ids],
+                [*done.logprobs, *more.logprobs],
+                [*done.versions, *more.versions],
                 more.finish_reason,
             )
         return done
@@ -111,4 +107,4 @@ def remaining(sampling: Sampling, written: int) -> Sampling:
         return sampling
     seed = None if sampling.seed is None else derive_seed(sampling.seed, "after", written)
     left, least = sampling.max_new_tokens - written, max(0, sampling.min_new_tokens - written)
-    return replace(sampling, max_new_tokens=left, min_new_tokens=least, seed=seed)
+    return replace(sampling, max_new_tokens=left, min_new_tokens=least, seed=seed, continued=written)

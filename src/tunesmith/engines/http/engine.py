@@ -135,7 +135,7 @@ class SglangEngine:
             sampling=sampling,
             max_new_tokens=sampling.max_new_tokens,
             stop_token_ids=stop_token_ids(sampling, self._served.eos_token_ids),
-            stop_strings=stop_strings(sampling, self._served.decode),
+            stop_strings=stop_strings(prompt_ids, sampling, self._served.decode),
         )
         work = asyncio.create_task(self._serve(request))
         self._running[work] = request

@@ -207,7 +207,7 @@ class LocalEngine:
             sampling=sampling,
             max_new_tokens=min(sampling.max_new_tokens, self._context - prompt),
             stop_token_ids=stop_token_ids(sampling, self._eos),
-            stop_strings=stop_strings(sampling, partial(decode, tokenizer)),
+            stop_strings=stop_strings(prompt_ids, sampling, partial(decode, tokenizer)),
             id=next(self._ids),
             uniforms=Uniforms(sampling.seed),
         )

@@ -16,10 +16,12 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from tunesmith.data.tokens import decode
 from tunesmith.engines.base import check_sampling
-from tunesmith.engines.partial import PartialCompletion
+from tunesmith.engines.partial import PartialCompletion, stop_strings
 from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.engines.step_thread import StepThread
+from tunesmith.engines.stopping import StopStrings
 from tunesmith.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.errors import EngineError, UserError, boundary
 from tunesmith.plan.vllm import LEAST_TEMPERATURE
@@ -29,8 +31,10 @@ from tunesmith.weights.base import NamedTensors
 
 @dataclass(slots=True, eq=False)
 class _Request(PartialCompletion):
-    """A request in vLLM, which decides when it ends."""
+    """A request in vLLM, which decides when it ends, but does not see a stop string that begins in the prompt."""
 
+    across: StopStrings | None
+    """Of a request that goes on: the stop strings that may begin before its first token."""
     done: Future[Completion] = field(default_factory=Future[Completion], init=False)
 
 
@@ -80,6 +84,7 @@ class VllmEngine:
         self._context: int = self._vllm.model_config.max_model_len
         self._shortened = self._context < context
         self._vllm.logger_manager = self._tally = _Tally(kv_bytes(self._vllm))
+        self._decode = partial(decode, self._vllm.get_tokenizer())
         self._requests: dict[str, _Request] = {}
         self._numbers = count()
         self._version = self._loads = 0
@@ -96,7 +101,8 @@ class VllmEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self._check(len(prompt_ids), sampling)
-        name, request = str(next(self._numbers)), _Request()
+        across = stop_strings(prompt_ids, sampling, self._decode) if sampling.continued else None
+        name, request = str(next(self._numbers)), _Request(across)
         request.done.set_running_or_notify_cancel()  # cancelling the caller does not cancel this future
         self._requests[name] = request
         self._peak = max(self._peak, len(self._requests))
@@ -221,9 +227,17 @@ class VllmEngine:
         if request is None or request.done.done():
             return
         new = output.outputs[0]
-        request.token_ids.extend(new.token_ids)
-        request.logprobs.extend(chosen[t].logprob for t, chosen in zip(new.token_ids, new.logprobs, strict=True))
-        request.versions.extend([self._version] * len(new.token_ids))
+        for token, chosen in zip(new.token_ids, new.logprobs, strict=True):
+            request.token_ids.append(token)
+            request.logprobs.append(chosen[token].logprob)
+            request.versions.append(self._version)
+            across = request.across
+            if across is None or len(request.token_ids) >= across.reach:
+                continue
+            if across.completed_by(request.token_ids):
+                request.done.set_result(request.completion("stop"))
+                self._vllm.abort_request([output.request_id])
+                return
         if output.finished:
             reason: FinishReason = new.finish_reason if new.finish_reason in ("stop", "length") else "abort"
             request.done.set_result(request.completion(reason))
