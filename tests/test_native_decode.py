@@ -311,6 +311,12 @@ def test_without_a_library_pytorchs_operations_run(
     sampled = completions(model)
     assert said in caplog.text
     assert sampled == completions(model, compiled=False)
+    # The plan has counted keys and values of the model's type, and PyTorch's operations read those too.
+    narrow = CausalLM.load(tmp_path / "model", dtype=torch.bfloat16)
+    assert probe(narrow, compiled=True)[0].dtype == torch.bfloat16
+    found, exact = completions(narrow), completions(narrow, compiled=False)
+    first = [[c.logprobs[0] for c in side] for side in (found, exact)]
+    assert first[0] == pytest.approx(first[1], abs=0.05)
 
 
 def test_the_setting_is_derived_from_compiler_family_and_device(

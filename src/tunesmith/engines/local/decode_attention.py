@@ -194,8 +194,11 @@ class DecodeAttention:
 
 def _scores(query: Tensor, keys: Tensor) -> Tensor:
     """Batched products in float32: scores rounded to 16 bits would be off by up to 0.03."""
-    narrow = query.dtype in (torch.bfloat16, torch.float16)  # never on a CPU, which has no such product
-    return torch.bmm(query, keys, out_dtype=torch.float32) if narrow else torch.bmm(query, keys)
+    if query.dtype == torch.float32:
+        return torch.bmm(query, keys)
+    if query.device.type == "cpu":  # PyTorch has no such product there; it runs only where compiling has failed
+        return torch.bmm(query.float(), keys.float())
+    return torch.bmm(query, keys, out_dtype=torch.float32)
 
 
 def _views(bank: Bank, start: int, stop: int, length: int) -> list[Tensor]:

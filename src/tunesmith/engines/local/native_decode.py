@@ -83,7 +83,8 @@ def kv_dtype(model: CausalLM, *, compiled: bool) -> torch.dtype:
     decode, which are three times as fast in it."""
     if model.device.type != "cpu":
         return model.dtype
-    return model.dtype if compiled and fits(model) and loaded() is not None else torch.float32
+    # The plan counts with it before anything is compiled, so it does not depend on whether that succeeds.
+    return model.dtype if compiled and fits(model) else torch.float32
 
 
 class _Weights:
