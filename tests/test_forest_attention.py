@@ -140,6 +140,24 @@ def test_strided_inputs() -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 32), (6, 2, 64), (4, 1, 128)])
+def test_bfloat16_gradients_are_near_those_of_float64(heads: int, kv_heads: int, dim: int) -> None:
+    """In tiles, where the CPU has them: segments end inside of tiles, and are longer than one."""
+    segments = (*TREE[:-1], Segment(57, 100, -1), Segment(157, 65, 6), Segment(222, 33, 6))
+    inputs = [t.bfloat16() for t in tensors(255, heads, kv_heads, torch.float32, dim)]
+    inputs[0] = torch.cat((inputs[0], inputs[1]), 1).split([heads, kv_heads], 1)[0]  # strided, as in a layer
+    towards = torch.randn(255, heads, dim).bfloat16()
+    attention = ForestAttention(segments)
+
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        own = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        return torch.autograd.grad(attention.attend(0, *own, AttentionRule(0.2)), own, towards.to(dtype))
+
+    for found, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
+        assert (found - exact).norm() < 5e-3 * exact.norm()
+        assert (found - exact).abs().max() < 0.02 * exact.abs().max()
+
+
 def test_long_rows_cross_the_kernel_blocks() -> None:
     segments = (Segment(0, 700, -1), Segment(700, 300, 0), Segment(1000, 600, 0))
     inputs = tensors(1600, 2, 1, torch.float32, 8)

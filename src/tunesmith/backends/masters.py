@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tunesmith.models.sharding import first_row, local
+from tunesmith.models.weight_gradients import keep_sum
 
 MOST_ON_THE_WAY = 4
 """Gradients that a GPU keeps until they are in host memory."""
@@ -80,6 +81,18 @@ class Master:
             self.weight = parameter
         if self.copied and (host is not None or not self.sharded):  # FSDP calls it when it has summed over the ranks
             parameter.register_post_accumulate_grad_hook(self._accumulate)
+            if host is None:
+                keep_sum(parameter, self._sum)
+        self._memory: Tensor | None = None
+
+    def _sum(self) -> tuple[Tensor, bool]:
+        """See ``GradientSum``. The memory is kept, since the first touch of a page costs several times a later one."""
+        adds = self.weight.grad is not None
+        if not adds:
+            self._memory = torch.empty_like(self.weight) if self._memory is None else self._memory
+            self.weight.grad = self._memory
+        assert self.weight.grad is not None
+        return self.weight.grad, adds
 
     @property
     def rows(self) -> Tensor:
@@ -93,7 +106,8 @@ class Master:
 
     def _accumulate(self, parameter: Tensor) -> None:
         """Add a micro-batch's gradient, or its rows, to the sum, which is as wide as the weights."""
-        assert parameter.grad is not None
+        if parameter.grad is None:  # it was added to the sum already
+            return
         (self._host.add if self._host else _add)(self.weight, local(parameter.grad))
         parameter.grad = None
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tunesmith.models.weight_gradients import add_product, kept_sums, multiplies
 from tunesmith.plan.tiles import chunk_rows, chunk_words
 
 
@@ -135,7 +136,9 @@ class _FusedLogprobs(torch.autograd.Function):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": exact, "device": hidden.device}
         grad_hidden = torch.zeros(hidden.shape, **options) if needs[0] else None
-        grad_weight = torch.empty_like(weight) if needs[1] else None
+        kept = kept_sums([weight])  # then the gradient is added there, and not returned
+        whole, adds = kept[0]() if kept else (None, False)
+        grad_weight = torch.empty_like(weight) if needs[1] and whole is None else None
         grad_bias = torch.empty_like(bias) if needs[2] else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(tokens.shape, **options)
@@ -143,7 +146,11 @@ class _FusedLogprobs(torch.autograd.Function):
             h = _operand(hidden, exact)
             for words in head.words():
                 w, b = _operand(weight[words], exact), None if bias is None else bias[words]
-                sum_weight = torch.zeros(w.shape, **options) if needs[1] else None
+                sum_weight = None
+                if whole is not None:
+                    sum_weight = whole[words] if adds else whole[words].zero_()
+                elif needs[1]:
+                    sum_weight = torch.zeros(w.shape, **options)
                 sum_bias = torch.zeros(len(w), **options) if needs[2] else None
                 for at in head.rows(hidden):
                     towards = None if grad_entropy is None else (entropies[at, None], grad_entropy[at, None])
@@ -157,7 +164,10 @@ class _FusedLogprobs(torch.autograd.Function):
                     )
                     if grad_hidden is not None:
                         grad_hidden[at].addcmul_(_product(grad, w), row_factor)
-                    if sum_weight is not None:
+                    if sum_weight is not None and multiplies(weight[words]):
+                        rows = h[at] * row_factor
+                        add_product(grad.to(weight.dtype), rows.to(weight.dtype), [(sum_weight, True)])
+                    elif sum_weight is not None:
                         sum_weight += _product(grad.t(), h[at] * row_factor.to(h.dtype))
                     if sum_bias is not None:
                         sum_bias += (grad * row_factor).sum(0)

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tunesmith.models.attention import AttentionContext, AttentionRule
-from tunesmith.models.lean_ops import Activation, gated, linear, rms_norm, rotate
+from tunesmith.models.lean_ops import Activation, embed, gated, linear, rms_norm, rotate
 from tunesmith.models.products import Product
+from tunesmith.models.weight_gradients import kept_sums
 from tunesmith.plan.facts import LEAN_FAMILIES
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -62,7 +63,7 @@ class Projection:
         """``[T, d]`` to the concatenated outputs of the modules."""
         if not self.intact():
             return torch.cat([cast(nn.Module, self._owner[name])(x) for name in self._names], -1)
-        if torch.is_grad_enabled() and len(self._weights) > 1:
+        if torch.is_grad_enabled() and (len(self._weights) > 1 or kept_sums(self._weights)):
             return linear(x, self.weight, self.bias, self._weights, self._biases)
         if len(self._weights) > 1:
             return F.linear(x, self.weight, self.bias)
@@ -248,7 +249,7 @@ class LeanDecoder:
 
     def __call__(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
         """See ``Decoder.hidden``."""
-        x = self.model.embed_tokens(token_ids)
+        x = self._embedded(token_ids)
         x = x if self.rows is None else x.to(self.rows)
         tables = {kind: self.rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
         for layer, kind in zip(self.layers, self.layer_types, strict=True):
@@ -259,6 +260,12 @@ class LeanDecoder:
                 self.before_layer()
             x = run(x, *tables[kind], attention)
         return self.norm(x)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        module = self.model.embed_tokens
+        if type(module) is not nn.Embedding or module._forward_hooks or module._forward_pre_hooks:
+            return module(token_ids)
+        return embed(token_ids, module.weight, module.padding_idx)
 
     def rotary(self, x: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         """The tables of a kind of layer, ``[T, 1, D]`` each; see ``Layer``."""

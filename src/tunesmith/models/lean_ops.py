@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tunesmith.models.weight_gradients import GradientSum, add_product, kept_sums
+
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
@@ -20,7 +22,15 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Tensor:
     """``x @ weight.T + bias``; ``weights`` and ``biases`` are views of them that receive the gradient."""
-    return cast(Tensor, _Linear.apply(x, weight, bias, len(weights), *weights, *biases))
+    return cast(Tensor, _Linear.apply(x, weight, bias, len(weights), kept_sums(weights), *weights, *biases))
+
+
+def embed(token_ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+    """``weight[token_ids]``; the row ``padding`` gets no gradient."""
+    kept = kept_sums([weight]) if torch.is_grad_enabled() else None
+    if kept is None:
+        return F.embedding(token_ids, weight, padding)
+    return cast(Tensor, _Embed.apply(token_ids, weight, padding, kept[0]))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
@@ -49,21 +59,50 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, count: int, *parts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        count: int,
+        kept: list[GradientSum] | None,
+        *parts: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.count, ctx.rows = count, [len(p) for p in parts[:count]]
+        ctx.kept, ctx.rows = kept, [len(p) for p in parts[:count]]
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
         rows, needs = cast("list[int]", ctx.rows), cast("tuple[bool, ...]", ctx.needs_input_grad)
-        parts: list[Tensor | None] = [None] * (len(needs) - 4)
-        if any(needs[4 : 4 + len(rows)]):
+        kept = cast("list[GradientSum] | None", ctx.kept)
+        parts: list[Tensor | None] = [None] * (len(needs) - 5)
+        if kept is not None:
+            add_product(grad, x, [of() for of in kept])
+        elif any(needs[5 : 5 + len(rows)]):
             parts[: len(rows)] = (grad.t() @ x).split(rows)
-        if any(needs[4 + len(rows) :]):
+        if any(needs[5 + len(rows) :]):
             parts[len(rows) :] = grad.sum(0).split(rows)
-        return grad @ weight if needs[0] else None, None, None, None, *parts
+        return grad @ weight if needs[0] else None, None, None, None, None, *parts
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token_ids: Tensor, weight: Tensor, padding: int | None, kept: GradientSum) -> Tensor:
+        ctx.save_for_backward(token_ids)
+        ctx.padding, ctx.kept = padding, kept
+        return F.embedding(token_ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (token_ids,) = cast("tuple[Tensor]", ctx.saved_tensors)
+        total, adds = cast(GradientSum, ctx.kept)()
+        rows = grad.to(total.dtype)
+        if ctx.padding is not None:
+            rows = rows.masked_fill((token_ids == ctx.padding).unsqueeze(-1), 0)
+        (total if adds else total.zero_()).index_add_(0, token_ids, rows)
+        return None, None, None, None
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Compiles the package's C++ for this machine at first use, keeps it, and loads it.
 
-A library is kept under a name made of its source, the compiler and the CPU, so that a change of any compiles it anew.
-Processes that compile at the same time do not disturb each other. Its OpenMP is the one that torch has loaded, so both
-share a team of threads; import torch first.
+A library is kept under a name made of its source, the headers, the compiler and the CPU, so that a change of any
+compiles it anew. Processes that compile at the same time do not disturb each other. Its OpenMP is the one that torch
+has loaded, so both share a team of threads; import torch first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _key(found: str, source: Path) -> str:
     cpu = cpu_info()
     facts = (cpu.get("model name"), cpu.get("flags") or cpu.get("Features"), platform.platform(), OPTIONS, found)
     version = _run(found, "--version")
-    return hashlib.sha256(repr((*facts, version)).encode() + source.read_bytes()).hexdigest()[:16]
+    text = source.read_bytes() + b"".join(header.read_bytes() for header in sorted(source.parent.glob("*.h")))
+    return hashlib.sha256(repr((*facts, version)).encode() + text).hexdigest()[:16]
 
 
 def _folder() -> Path | None:

@@ -1,0 +1,55 @@
+"""The compiled functions of a training step (``native/train.cpp``) and their arguments."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+from tunesmith.native.build import library
+from tunesmith.plan.hardware import cpu_info
+
+
+class Sum(Structure):
+    """As in ``train.cpp``."""
+
+    _fields_ = (("sum", c_void_p), ("rows", c_int64), ("adds", c_int64))
+
+
+class Segments(Structure):
+    """As in ``train.cpp``."""
+
+    _fields_ = (("count", c_int64), ("starts", c_void_p), ("lengths", c_void_p), ("lasts", c_void_p))
+
+
+class Rows(Structure):
+    """As in ``train.cpp``."""
+
+    _fields_ = (("at", c_void_p), ("step", c_int64))
+
+
+class Attention(Structure):
+    """As in ``train.cpp``."""
+
+    _fields_ = (
+        *((name, Rows) for name in ("q", "k", "v", "out", "grad")),
+        *((name, c_void_p) for name in ("lse", "grad_q", "grad_k", "grad_v")),
+        *((name, c_int64) for name in ("T", "H", "K", "D")),
+        ("scale", c_float),
+    )
+
+
+@cache
+def functions() -> Any:
+    """The compiled functions; None where the CPU has no AMX, or where they cannot be compiled."""
+    if "amx_bf16" not in cpu_info().get("flags", "").split():
+        return None
+    found: Any = library("train")
+    if found is None or not found.tunesmith_has_tiles():
+        return None
+    numbers, operand = c_int64, (c_void_p, c_int64)
+    found.tunesmith_weight_gradient.argtypes = (numbers, numbers, *operand, *operand, POINTER(Sum), numbers, numbers)
+    found.tunesmith_weight_gradient.restype = None
+    found.tunesmith_attend_backward.argtypes = (POINTER(Segments), POINTER(Attention), numbers)
+    found.tunesmith_attend_backward.restype = None
+    return found

@@ -1,0 +1,274 @@
+// What a training step computes slower with PyTorch's operations, for bfloat16 rows; sums are float32.
+//
+// Shapes: T rows, N outputs and K inputs of a linear module; H query heads, K key/value heads, G = H / K, D head size.
+#include "vectors.h"
+
+#ifdef __AMX_BF16__
+constexpr int64_t TILE = 512;  // numbers of a tile: 16 rows of the left operand with 32 places of the sum, or 16 pairs of
+                               // places of the right operand with 16 columns
+constexpr int64_t PLACES = 2 * W;
+
+// Pairs of places of 16 columns, from rows that are places, n of which are there.
+static inline void interleave(const bfloat16* x, int64_t step, int64_t n, Vec* pairs) {
+    auto row = [&](int64_t i) {
+        Half h = {};
+        if (i < n) std::memcpy(&h, x + i * step, sizeof h);
+        return __builtin_convertvector(h, Bits);
+    };
+    for (int i = 0; i < W; i++) pairs[i] = (Vec)(row(2 * i) | row(2 * i + 1) << 16);
+}
+
+// Tiles [columns / 16][steps] of the right operand x [places, columns].
+static void pack_right(const bfloat16* x, int64_t step, int64_t places, int64_t column, int64_t steps, bfloat16* tiles) {
+    for (int64_t s = 0; s < steps; s++) {
+        Vec pairs[W];
+        interleave(x + s * PLACES * step + column, step, places - s * PLACES, pairs);
+        std::memcpy(tiles + s * TILE, pairs, sizeof pairs);
+    }
+}
+
+// Tiles [steps] of 16 columns of x [places, columns] as rows of the left operand.
+static void pack_left(const bfloat16* x, int64_t step, int64_t places, int64_t column, int64_t steps, bfloat16* tiles) {
+    for (int64_t s = 0; s < steps; s++) {
+        Vec pairs[W];
+        interleave(x + s * PLACES * step + column, step, places - s * PLACES, pairs);
+        transpose(pairs);
+        std::memcpy(tiles + s * TILE, pairs, sizeof pairs);
+    }
+}
+
+// out [16 A, 16 B] = or += the products of packed operands.
+template <int A, int B>
+static void multiply(const bfloat16* left, int64_t left_step, const bfloat16* right, int64_t right_step, int64_t steps, float* out, int64_t out_step, bool add) {
+    const int64_t bytes = out_step * sizeof(float);
+    if (add) {
+        _tile_loadd(0, out, bytes);
+        if (B > 1) _tile_loadd(1, out + W, bytes);
+        if (A > 1) _tile_loadd(2, out + W * out_step, bytes);
+        if (A > 1 && B > 1) _tile_loadd(3, out + W * out_step + W, bytes);
+    } else {
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    }
+    for (int64_t s = 0; s < steps; s++) {
+        _tile_loadd(4, left + s * TILE, 64);
+        _tile_loadd(6, right + s * TILE, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (B > 1) { _tile_loadd(7, right + right_step + s * TILE, 64); _tile_dpbf16ps(1, 4, 7); }
+        if (A > 1) {
+            _tile_loadd(5, left + left_step + s * TILE, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            if (B > 1) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, out, bytes);
+    if (B > 1) _tile_stored(1, out + W, bytes);
+    if (A > 1) _tile_stored(2, out + W * out_step, bytes);
+    if (A > 1 && B > 1) _tile_stored(3, out + W * out_step + W, bytes);
+}
+
+// As above for `tall` and `wide` tiles of 16; the right operand's part that the products share stays in the cache.
+static void multiply_block(const bfloat16* left, int64_t tall, int64_t left_step, const bfloat16* right, int64_t wide, int64_t right_step, int64_t steps, float* out, int64_t out_step, bool add) {
+    for (int64_t b = 0; b < wide; b += 2)
+        for (int64_t a = 0; a < tall; a += 2) {
+            const bool two = tall - a > 1, both = wide - b > 1;
+            (two ? both ? multiply<2, 2> : multiply<2, 1> : both ? multiply<1, 2> : multiply<1, 1>)(
+                left + a * left_step, left_step, right + b * right_step, right_step, steps, out + a * W * out_step + b * W, out_step, add);
+        }
+}
+
+struct Sum { float* sum; int64_t rows, adds; };  // [rows, K]; adds: to what is there
+
+constexpr int64_t DEPTH = 16;  // steps whose operands' tiles stay in the first cache: 512 places
+
+// The sums, one below the other [N, K], of grad [T, N] transposed times x [T, K]; N and K are multiples of 16.
+static void weight_gradient(int64_t T, int64_t K, const bfloat16* grad, int64_t grad_step, const bfloat16* x, int64_t x_step, const Sum* sums, int64_t count, int64_t threads) {
+    constexpr int64_t MOST = 2048;  // rows at a time
+    static thread_local std::vector<bfloat16> shared;
+    shared.resize(K * std::min(T + PLACES, MOST));
+    bfloat16* right = shared.data();
+    for (int64_t from = 0; from < T; from += MOST) {
+        const int64_t rows = std::min(MOST, T - from), steps = (rows + PLACES - 1) / PLACES;
+#pragma omp parallel num_threads(threads)
+        {
+            static thread_local std::vector<bfloat16> memory;
+            configure_tiles();
+#pragma omp for
+            for (int64_t k = 0; k < K / W; k++) pack_right(x + from * x_step, x_step, rows, k * W, steps, right + k * steps * TILE);
+            int64_t column = 0;
+            for (int64_t i = 0; i < count; column += sums[i].rows, i++) {
+                const Sum& part = sums[i];
+                const int64_t all = part.rows / W, tall = all >= 32 * threads ? 8 : 2;
+                memory.resize(tall * steps * TILE);
+#pragma omp for nowait
+                for (int64_t m = 0; m < all; m += tall) {
+                    const int64_t here = std::min(tall, all - m);
+                    for (int64_t a = 0; a < here; a++)
+                        pack_left(grad + from * grad_step, grad_step, rows, column + (m + a) * W, steps, memory.data() + a * steps * TILE);
+                    for (int64_t s = 0; s < steps; s += DEPTH)
+                        multiply_block(memory.data() + s * TILE, here, steps * TILE, right + s * TILE, K / W, steps * TILE,
+                                       std::min(DEPTH, steps - s), part.sum + m * W * K, K, part.adds || from || s);
+                }
+            }
+            _tile_release();
+        }
+    }
+}
+
+struct Segments { int64_t count; const int64_t *starts, *lengths, *lasts; };  // lasts: of a segment and its descendants, the end
+struct Rows { const bfloat16* at; int64_t step; };                            // [T, heads, D]
+struct Attention {
+    Rows q, k, v, out, grad;
+    const float* lse;                      // [H, T]
+    bfloat16 *grad_q, *grad_k, *grad_v;    // [T, heads, D]
+    int64_t T, H, K, D;
+    float scale;
+};
+
+constexpr int64_t BLOCK = 2 * W;  // rows of queries or keys at a time; a segment's last block is filled up with zeros
+
+static inline Half narrow(Vec v) { return (Half)_mm512_cvtneps_pbh((__m512)v); }
+
+// Tiles [2][D / 32] of a block's rows: as they are for the left operand, or for the right one as its columns.
+static void pack_rows(const bfloat16* x, int64_t step, int64_t n, int64_t D, bool columns, bfloat16* tiles) {
+    for (int64_t m = 0; m < BLOCK; m += W)
+        for (int64_t c = 0; c < D; c += PLACES, tiles += TILE) {
+            Vec words[W];
+            for (int64_t i = 0; i < W; i++) {
+                words[i] = Vec{};
+                if (m + i < n) std::memcpy(&words[i], x + (m + i) * step + c, sizeof(Vec));
+            }
+            if (columns) transpose(words);
+            std::memcpy(tiles, words, sizeof words);
+        }
+}
+
+struct Block { int64_t row, n, last; };  // its first row and number of rows; the end of the blocks that see it
+
+// Gradients of one key/value head and its queries in the segments [first, end), which no other sees.
+static void attend_backward(const Segments& f, const Attention& a, int64_t first, int64_t end, int64_t head) {
+    const int64_t D = a.D, G = a.H / a.K, size = BLOCK * D, half = size / 2, wide = D / W;
+    static thread_local std::vector<Block> blocks;
+    static thread_local std::vector<bfloat16> packed;
+    static thread_local std::vector<float> memory;
+    blocks.clear();
+    for (int64_t s = first; s < end; s++)
+        for (int64_t r = 0; r < f.lengths[s]; r += BLOCK) blocks.push_back({f.starts[s] + r, std::min(BLOCK, f.lengths[s] - r), f.lasts[s]});
+    const int64_t count = blocks.size();
+    for (Block& b : blocks)
+        b.last = std::lower_bound(blocks.begin(), blocks.end(), b.last, [](const Block& x, int64_t row) { return x.row < row; }) - blocks.begin();
+    packed.resize(count * size * (3 + 4 * G));
+    memory.resize(G * count * (size + 2 * BLOCK) + 2 * size);
+    bfloat16 *key_columns = packed.data(), *value_columns = key_columns + count * size, *keys = value_columns + count * size;
+    bfloat16 *query_rows = keys + count * size, *grad_rows = query_rows + G * count * size, *queries = grad_rows + G * count * size;
+    bfloat16* grads = queries + G * count * size;
+    float *grad_q = memory.data(), *lse = grad_q + G * count * size, *delta = lse + G * count * BLOCK;
+    float *grad_k = delta + G * count * BLOCK, *grad_v = grad_k + size;
+    std::fill(grad_q, lse, 0.f);
+    for (int64_t b = 0; b < count; b++) {
+        const int64_t row = blocks[b].row, n = blocks[b].n;
+        const bfloat16 *k = a.k.at + row * a.k.step + head * D, *v = a.v.at + row * a.v.step + head * D;
+        pack_rows(k, a.k.step, n, D, true, key_columns + b * size);
+        pack_rows(v, a.v.step, n, D, true, value_columns + b * size);
+        for (int64_t c = 0; c < wide; c++) pack_right(k, a.k.step, n, c * W, 1, keys + b * size + c * TILE);
+        for (int64_t g = 0; g < G; g++) {
+            const int64_t at = g * count + b, own = (head * G + g) * D;
+            const bfloat16 *q = a.q.at + row * a.q.step + own, *out = a.out.at + row * a.out.step + own, *grad = a.grad.at + row * a.grad.step + own;
+            pack_rows(q, a.q.step, n, D, false, query_rows + at * size);
+            pack_rows(grad, a.grad.step, n, D, false, grad_rows + at * size);
+            for (int64_t c = 0; c < wide; c++) {
+                pack_left(q, a.q.step, n, c * W, 1, queries + at * size + c * TILE);
+                pack_left(grad, a.grad.step, n, c * W, 1, grads + at * size + c * TILE);
+            }
+            for (int64_t i = 0; i < BLOCK; i++) {
+                Vec product = {};
+                if (i < n)
+                    for (int64_t c = 0; c < D; c += W) product += load(grad + i * a.grad.step + c) * load(out + i * a.out.step + c);
+                delta[at * BLOCK + i] = sum(product);
+                lse[at * BLOCK + i] = i < n ? a.lse[(head * G + g) * a.T + row + i] : INFINITY;
+            }
+        }
+    }
+    alignas(64) float scores[BLOCK * BLOCK], slopes[BLOCK * BLOCK];
+    alignas(64) bfloat16 shares[2 * TILE], pairs[2 * TILE], rows[2 * TILE];
+    const Int place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int64_t b = 0; b < count; b++) {
+        std::fill(grad_k, grad_v + size, 0.f);
+        for (int64_t g = 0; g < G; g++)
+            for (int64_t i = b; i < blocks[b].last; i++) {
+                const int64_t at = g * count + i;
+                multiply<2, 2>(query_rows + at * size, half, key_columns + b * size, half, D / PLACES, scores, BLOCK, false);
+                multiply<2, 2>(grad_rows + at * size, half, value_columns + b * size, half, D / PLACES, slopes, BLOCK, false);
+                for (int64_t r = 0; r < BLOCK; r += 2)
+                    for (int64_t c = 0; c < 2; c++) {
+                        Half p[2], d[2];
+                        for (int64_t j = 0; j < 2; j++) {
+                            const int64_t row = r + j, from = row * BLOCK + c * W;
+                            Vec share = exponential(load(scores + from) * a.scale - lse[at * BLOCK + row]);
+                            if (i == b) share = place + int(c * W) > int(row) ? Vec{} : share;
+                            p[j] = narrow(share);
+                            d[j] = narrow(share * (load(slopes + from) - delta[at * BLOCK + row]) * a.scale);
+                            std::memcpy(rows + row / W * TILE + row % W * PLACES + c * W, &d[j], sizeof(Half));
+                        }
+                        auto both = [](const Half* h) { return __builtin_convertvector(h[0], Bits) | __builtin_convertvector(h[1], Bits) << 16; };
+                        const Bits share = both(p), slope = both(d);
+                        std::memcpy(shares + c * TILE + r * W, &share, sizeof share);
+                        std::memcpy(pairs + c * TILE + r * W, &slope, sizeof slope);
+                    }
+                multiply_block(grads + at * size, wide, TILE, shares, 2, TILE, 1, grad_v, BLOCK, true);
+                multiply_block(queries + at * size, wide, TILE, pairs, 2, TILE, 1, grad_k, BLOCK, true);
+                multiply_block(rows, 2, TILE, keys + b * size, wide, TILE, 1, grad_q + at * size, D, true);
+            }
+        for (int64_t c = 0; c < D; c += W)
+            for (int64_t from = 0; from < blocks[b].n; from += W)
+                for (auto [sums, to] : {std::pair(grad_k, a.grad_k), std::pair(grad_v, a.grad_v)}) {
+                    Vec v[W];
+                    for (int64_t i = 0; i < W; i++) v[i] = load(sums + (c + i) * BLOCK + from);
+                    transpose(v);
+                    for (int64_t i = 0; i < W && from + i < blocks[b].n; i++) store(to + ((blocks[b].row + from + i) * a.K + head) * D + c, v[i]);
+                }
+    }
+    for (int64_t g = 0; g < G; g++)
+        for (int64_t b = 0; b < count; b++)
+            for (int64_t i = 0; i < blocks[b].n; i++)
+                for (int64_t c = 0; c < D; c += W)
+                    store(a.grad_q + ((blocks[b].row + i) * a.H + head * G + g) * D + c, load(grad_q + (g * count + b) * size + i * D + c));
+}
+
+static void attend_backward(const Segments& f, const Attention& a, int64_t threads) {
+    std::vector<int64_t> roots;
+    for (int64_t s = 0, last = -1; s < f.count; s++)
+        if (f.starts[s] >= last) roots.push_back(s), last = f.lasts[s];
+    roots.push_back(f.count);
+    const int64_t work = (int64_t(roots.size()) - 1) * a.K;
+#pragma omp parallel num_threads(threads)
+    {
+        configure_tiles();
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < work; i++) attend_backward(f, a, roots[i / a.K], roots[i / a.K + 1], i % a.K);
+        _tile_release();
+    }
+}
+#endif
+
+extern "C" {
+
+int64_t tunesmith_has_tiles() {
+#ifdef __AMX_BF16__
+    return has_tiles();
+#endif
+    return 0;
+}
+
+void tunesmith_weight_gradient(int64_t T, int64_t K, const void* grad, int64_t grad_step, const void* x, int64_t x_step, const void* sums, int64_t count, int64_t threads) {
+#ifdef __AMX_BF16__
+    weight_gradient(T, K, (const bfloat16*)grad, grad_step, (const bfloat16*)x, x_step, (const struct Sum*)sums, count, threads);
+#endif
+}
+
+void tunesmith_attend_backward(const struct Segments* segments, const struct Attention* attention, int64_t threads) {
+#ifdef __AMX_BF16__
+    attend_backward(*segments, *attention, threads);
+#endif
+}
+
+}  // extern "C"

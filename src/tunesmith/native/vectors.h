@@ -1,0 +1,91 @@
+// Vectors of 16 numbers, in float32 or bfloat16 memory, and AMX's tiles.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t Int __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef uint16_t Half __attribute__((vector_size(32)));
+struct bfloat16 { uint16_t bits; };
+constexpr int W = 16;                // numbers in a vector
+constexpr int64_t ALONE = 1 << 15;   // multiplications that one thread does as fast as a team
+constexpr float LEAST = -87.3f;      // below it, exp is 0
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Int){__VA_ARGS__})
+#endif
+
+static inline Vec load(const float* p) { Vec v; std::memcpy(&v, p, sizeof v); return v; }
+static inline Vec load(const bfloat16* p) {
+    Half h; std::memcpy(&h, p, sizeof h);
+    return (Vec)(__builtin_convertvector(h, Bits) << 16);
+}
+static inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+static inline void store(bfloat16* p, Vec v) {  // to the nearest, ties to even; NaN stays NaN
+    Bits u = (Bits)v, rounded = u + 0x7fff + ((u >> 16) & 1);
+    Half h = __builtin_convertvector((v == v ? rounded : u | 0x400000) >> 16, Half);
+    std::memcpy(p, &h, sizeof h);
+}
+template <class T> static inline Vec load(const T* p, int64_t n) {  // the first n numbers, then zeros
+    if (n >= W) return load(p);
+    T part[W] = {};
+    std::memcpy(part, p, n * sizeof(T));
+    return load(part);
+}
+template <class T> static inline void store(T* p, Vec v, int64_t n) {
+    if (n >= W) return store(p, v);
+    T part[W];
+    store(part, v);
+    std::memcpy(p, part, n * sizeof(T));
+}
+static inline float sum(Vec v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
+
+static inline Vec exponential(Vec x) {  // error below 2e-7 of the result; NaN stays NaN
+    Vec scaled = x * 1.44269504f, bounded = scaled < -126.f ? Vec{} - 126.f : scaled > 127.f ? Vec{} + 127.f : scaled;
+    Vec whole = (bounded + 12582912.f) - 12582912.f;
+    Vec r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    Vec y = 1.f + r + r * r * (0.5f + r * (1.6666665459e-1f + r * (4.1665795894e-2f + r * (8.3334519073e-3f
+          + r * (1.3981999507e-3f + r * 1.9875691500e-4f)))));
+    y *= (Vec)((__builtin_convertvector(whole, Int) + 127) << 23);
+    return x < LEAST ? Vec{} : x > 88.7f ? Vec{} + INFINITY : y;
+}
+static inline Vec hyperbolic_tangent(Vec x) { return 1.f - 2.f / (exponential(2.f * x) + 1.f); }
+
+static inline void transpose(Vec* a) {  // 16 x 16: each round moves a bit of the row's number to the column's
+    for (int round = 0; round < 4; round++) {
+        Vec b[W];
+        for (int i = 0; i < 8; i++) {
+            b[2*i] = SHUFFLE(a[i], a[i+8], 0,16,1,17,2,18,3,19,4,20,5,21,6,22,7,23);
+            b[2*i+1] = SHUFFLE(a[i], a[i+8], 8,24,9,25,10,26,11,27,12,28,13,29,14,30,15,31);
+        }
+        std::memcpy(a, b, sizeof b);
+    }
+}
+
+#ifdef __AMX_BF16__
+static bool has_tiles() {  // Linux lets a process use them when it has asked
+    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    return granted;
+}
+
+// Eight tiles of 16 rows of 64 bytes.
+static void configure_tiles() {
+    struct { uint8_t palette = 1, start = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } shape;
+    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
+    _tile_loadconfig(&shape);
+}
+#endif
