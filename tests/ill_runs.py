@@ -96,6 +96,18 @@ def low(completions, **_):
 def length(completions, **_):
     return [len(text) / 10 for text in completions]
 """
+ROOMS = """\
+from ill_runs import SKIPPED
+
+
+class Slow:
+    def reset(self, answer):
+        self.answer = answer
+
+    def step(self, action):
+        SKIPPED[0] += 1
+        return None, float(action == self.answer), True
+"""
 LOSS = """\
 from tunesmith.algorithms.losses import Loss, TokenLoss
 
@@ -160,6 +172,7 @@ def make_ward(folder: Path) -> Ward:
     write_lines(folder / "tasks.jsonl", tasks(60))
     write_lines(folder / "held_out.jsonl", tasks(240, 60))
     (folder / "judge.py").write_text(REWARDS)
+    (folder / "rooms.py").write_text(ROOMS)
     (folder / "loss.py").write_text(LOSS)
 
     write_lines(folder / "examples.jsonl", examples(90))

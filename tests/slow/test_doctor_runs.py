@@ -28,6 +28,7 @@ from ill_runs import (
 )  # fmt: skip
 from tiny_preferences import RUNS, lines_of, preference_settings
 from tiny_runs import write_lines
+from tunesmith.backends.torch import TorchBackend
 from tunesmith.doctor.findings import diagnose
 from tunesmith.doctor.record import read_record
 from tunesmith.loop.checkpoint import Checkpoints
@@ -136,7 +137,20 @@ RL: dict[str, tuple[str, Settings] | tuple[str, Settings, Injected]] = {
         "critic_explains_nothing",
         {"algorithm__name": "ppo", "critic__lr": 1e-12, "train__steps": 20, "rollout__prompts_per_step": 2},
     ),
+    "a critic that is thrown about": (
+        "critic_useless",
+        {"algorithm__name": "ppo", "critic__lr": 3.0, "train__steps": 20, "train__lr": 1e-4,
+         "rollout__prompts_per_step": 2},
+    ),
     # of time
+    "slow environment": (
+        "slow_environment", {"environment__path": "rooms.py:Slow", "environment__isolation": "thread", **LITTLE},
+        skipping,
+    ),
+    "engines without work": (
+        "engines_idle", {"system__engine_process": True, **LITTLE},
+        partial(skipping, TorchBackend, "forward_backward", 30),
+    ),
     "slow reward": ("slow_reward", {"reward__functions": ["slow"], **LITTLE}, skipping),
     "slow sync": ("slow_sync", LITTLE, partial(skipping, SyncRollouts, "sync", 30)),
     "slow checkpoints": (
@@ -241,6 +255,11 @@ def noisy(folder: Path, ward: Ward) -> Path:
     return RUNS["dpo"](None, preference_settings("dpo", folder, ward.policy, train__steps=24, eval__every=12)).run_dir
 
 
+def far(folder: Path, ward: Ward) -> Path:
+    settings = {"train__steps": 30, "train__lr": 2e-2, "data__eval": None, "eval__every": None}
+    return RUNS["dpo"](None, preference_settings("dpo", folder, ward.policy, **settings)).run_dir
+
+
 GIVEN: dict[str, tuple[str, Callable[[Path, Ward], Path]]] = {
     "learning rate too high": ("lr_too_high", sft(train__lr=3.0, train__steps=12)),
     "learning rate too low": ("loss_flat", sft(train__lr=1e-6, train__steps=15)),
@@ -261,6 +280,7 @@ GIVEN: dict[str, tuple[str, Callable[[Path, Ward], Path]]] = {
             eval__every=20, train__steps=80, train__lr=2e-2),
     ),
     "labels at random": ("no_preference", noisy),
+    "far too many steps": ("chosen_unlikelier", far),
 }  # fmt: skip
 
 
