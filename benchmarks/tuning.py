@@ -3,9 +3,9 @@
 Three small real runs have 72 combinations of settings each. The sweep takes steps with all of them, and more with the
 best eight; a time counts as its ratio to that of a fixed combination just before and after it, so that a slow minute of
 the machine is no property of a setting. The tuner begins with bad settings, and may change the same keys; all else is
-pinned. Then its settings, the sweep's best and the bad ones take steps in turn, and the losses of real steps with the
-bad and the tuned settings are compared. Each call goes on for about ``--seconds`` with what is left to do, and nothing
-is measured twice.
+pinned, threads to one, since two wait for each other where other programs run. Then its settings, the sweep's best and
+the bad ones take steps in turn, and the losses of real steps with the bad and the tuned settings are compared. Each
+call goes on for about ``--seconds`` with what is left to do, and nothing is measured twice.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tunesmith.tune.tuning import open_tuning
 RESULTS = Path(__file__).with_name("results") / "tuning-cpu-2-core.json"
 MODEL = Shape("T", 4096, 2, 128, 4, 2, 32, 384, "float32")
 BEST_AGAIN, TURNS, BESIDE = 8, 5, 4
-CKPT, TOKENS, CHUNK, SHARE, RUNNING, THREADS = (
+CKPT, TOKENS, CHUNK, SHARE, RUNNING = (
     *("system.gradient_checkpointing", "system.max_tokens_per_microbatch", "system.logprob_chunk"),
-    *("system.share_prompts", "system.max_running", "system.threads"),
+    *("system.share_prompts", "system.max_running"),
 )
 PINNED: Mapping[str, Any] = {
-    "system.threads": 2, "system.trainer_ranks": 1, "system.logprob_chunk": 256, "system.share_prompts": True,
+    "system.threads": 1, "system.trainer_ranks": 1, "system.logprob_chunk": 256, "system.share_prompts": True,
     "system.max_running": 64, "system.max_prefill_tokens": 8192, "system.kv_memory": "64MB",
     "system.speculative": "off", "system.engine_process": False, "system.engines": 1,
 }  # fmt: skip
@@ -79,8 +79,8 @@ class Case:
 CASES = {
     "sft": Case(
         {"data.train": "sft.jsonl", "train.batch_size": 16},
-        {CKPT: [False, 0.5, True], TOKENS: [128, 512, 1024, 2048], CHUNK: [16, 64, 256], THREADS: [1, 2]},
-        {CKPT: True, TOKENS: 128, CHUNK: 16, THREADS: 1},
+        {CKPT: [False, 0.5, True], TOKENS: [128, 256, 512, 2048], CHUNK: [16, 32, 64, 128, 256, 512]},
+        {CKPT: True, TOKENS: 128, CHUNK: 16},
     ),
     "dpo": Case(
         {"data.train": "dpo.jsonl", "train.batch_size": 8, "dpo.precompute_reference": False},
@@ -141,7 +141,8 @@ def make(folder: Path) -> None:
     for name, case in CASES.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[name]))
         said = {"model.path": "model", "model.dtype": "float32", "data.chat": False, "monitor.progress": False}
-        (folder / f"{name}.toml").write_text(_toml({**said, **case.said, **case.bad}, name))
+        (folder / f"{name}.toml").write_text(_toml({**said, **case.said}, name))
+        (folder / f"{name}-bad.toml").write_text(_toml({**said, **case.said, **case.bad}, name))
 
 
 def _toml(values: Values, name: str) -> str:
@@ -188,7 +189,8 @@ class State:
 
     def _steps(self, values: Values, count: int, *, trial: bool) -> list[dict[str, float]]:
         """The metrics of a run's first steps, in this process."""
-        said = [f"{key}={json.dumps(value)}" for key, value in {**self.case.pinned, **values}.items()]
+        both = {**self.case.pinned, **values}
+        said = [f"{key}={json.dumps(value)}" for key, value in both.items() if value is not None]
         kind = find_kind(self.run_file, said)
         config = load_config(kind, self.run_file, said)
         config = trial_config(config) if trial else config
@@ -245,13 +247,16 @@ class State:
         return json.loads(min(known, key=lambda point: median(known[point][1:])))
 
     def tune(self, ends: float) -> bool:
-        """The tuner, in calls of about a minute and a half, until one finds nothing left to try."""
+        """The tuner, in as many calls as it takes until one finds nothing left to try."""
         while not self.read().get("tuned", {}).get("done"):
             if time.monotonic() > ends - 60:
                 return False
             said = [f"{key}={json.dumps(value)}" for key, value in self.case.pinned.items()]
             before = self.read().get("tuned", {}).get("trials", 0)
-            with open_tuning(self.run_file, said, 1.4, lambda text: print(text, flush=True)) as tuning:
+            minutes = min(10.0, (ends - time.monotonic()) / 60)
+            with open_tuning(
+                self.folder / f"{self.name}-bad.toml", said, minutes, lambda text: print(text, flush=True)
+            ) as tuning:
                 over = tuning.bench.is_over
                 result = tuning.conclude()
             measured = [trial for trial in result.trials if trial.outcome.interval is not None]

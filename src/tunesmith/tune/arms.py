@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -22,6 +23,8 @@ from tunesmith.tune.trial import Ended, Order, Stepped
 
 START_SECONDS = 900.0
 """That a run may take until its first step ends: it loads data and model."""
+SLICE = 1.0
+"""Seconds of waiting in one piece: while this process is stopped itself, at most one of them passes."""
 _TRIAL = "from tunesmith.tune.trial import main; main()"
 OTHER = (*OUTSIDE_STEPS, "other")
 """Phases that are no part of a step."""
@@ -118,7 +121,7 @@ class Arm:
             self._process = None
 
     def _await_step(self, process: Process, patience: float) -> None:
-        if not process.connection.poll(patience):
+        if not any(process.connection.poll(SLICE) for _ in range(ceil(patience / SLICE))):
             self.end()
             raise TrialEnded("slow" if patience < START_SECONDS else "hung", f"no step ended within {patience:.0f} s")
         try:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import log
 from pathlib import Path
+from statistics import median
 
 from tunesmith.config.schema import RunConfig
 from tunesmith.monitor.interrupts import asked
@@ -17,6 +18,8 @@ from tunesmith.tune.search import Outcome
 
 LEAST_PATIENCE, SLOW = 20.0, 4.0
 """A step is not waited for that takes longer than the first, in seconds, and so many times as long as the other's."""
+TURN, MOST_STEPS = 1.0, 5
+"""Seconds of a run's turn where its steps are shorter, and their number at most: their median counts."""
 BLOCK = 4
 """Steps in a row where only one run fits into memory at a time."""
 
@@ -92,7 +95,7 @@ class Bench:
 
     def _in_turn(self, known: Arm, other: Arm, block: int) -> Outcome:
         """Of two runs that take ``block`` steps in turn; which goes first changes from round to round."""
-        slowest, ratios = 0.0, list[float]()
+        slowest, turn, ratios = 0.0, 1, list[float]()
         while not (ratios and (interval(ratios).decided or len(ratios) >= MOST_PAIRS or self.is_over)):
             times: dict[bool, list[float]] = {}
             for arm in (known, other) if len(ratios) // block % 2 == 0 else (other, known):
@@ -101,13 +104,15 @@ class Bench:
                     patience = max(LEAST_PATIENCE, SLOW * slowest)
                 try:
                     arm.start()
-                    times[arm is known] = [arm.step(patience) for _ in range(block)]
+                    taken = [arm.step(patience) for _ in range(max(block, turn))]
+                    times[arm is known] = taken if block > 1 else [median(taken)]
                 except TrialEnded as ended:
                     if arm is known:
                         raise
                     return Outcome(ended.status, interval(ratios) if ratios else None, str(ended))
                 if arm is known:
-                    slowest = max(slowest, (time.monotonic() - began) / block)
+                    slowest = max(slowest, (time.monotonic() - began) / len(taken))
+                    turn = max(1, min(MOST_STEPS, int(TURN / slowest))) if block == 1 else block
                 if block > 1:
                     arm.end()
             ratios += [log(b / a) for a, b in zip(times[True], times[False], strict=True)]

@@ -5,7 +5,7 @@ Pure: what comparing two settings gives, and how long each is expected to take, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +40,11 @@ class Outcome:
         return self.status != "measured" or (found is not None and (found.decided or found.pairs >= MOST_PAIRS))
 
     @property
+    def hopeful(self) -> bool:
+        """Whether it took less time on average."""
+        return self.interval is not None and self.interval.mean < 0
+
+    @property
     def clearly_slower(self) -> bool:
         return self.status != "measured" or (self.interval is not None and self.interval.low > CLEAR)
 
@@ -61,28 +66,43 @@ def search(
 ) -> Values:
     """The fastest settings found: each candidate is compared with the best so far, the most promising first.
 
-    A value that was clearly slower is not tried again, nor are values beyond it.
+    A value that was not faster on average is not tried again beside better settings; beyond one that was clearly slower
+    nothing is tried. What was faster on average, but by less than could be told, is tried together at the end.
     """
-    best, tried, refuted = start, [start], list[Values]()
+    best, tried, settled, refuted = start, [start], list[Values](), list[Values]()
+    hopeful: list[tuple[float, Values]] = []
     while time_is_left():
-        limit = FAR * expected(best)
-        left = [c for c in candidates(best) if c.values not in tried and not _refuted(c.move, best, refuted)]
-        promising = [(seconds, c) for c in left if (seconds := expected(c.values)) <= limit]
-        if not promising:
+        left = [c for c in candidates(best) if c.move not in settled and not _beyond_any(c.move, best, refuted)]
+        limit, found = FAR * expected(best), None
+        for some in (left, _together(best, hopeful)):
+            timed = [(seconds, c) for c in some if c.values not in tried and (seconds := expected(c.values)) <= limit]
+            found = found or min(timed, key=lambda each: each[0], default=None)
+        if found is None:
             break
-        candidate = min(promising, key=lambda each: each[0])[1]
+        candidate = found[1]
         outcome = compare(best, candidate)
         tried.append(candidate.values)
         if outcome.faster:
-            best = candidate.values
-        elif outcome.clearly_slower:
-            refuted.append(candidate.move)
+            best, hopeful = candidate.values, []
+        elif outcome.hopeful and outcome.interval:
+            hopeful.append((outcome.interval.mean, candidate.move))
+        else:
+            settled.append(candidate.move)
+            refuted += [candidate.move] if outcome.clearly_slower else []
     return best
 
 
-def _refuted(move: Values, best: Values, refuted: Iterable[Values]) -> bool:
-    """Whether a move was clearly slower, or leads beyond one that was."""
-    return any(move == other or _beyond(move, best, other) for other in refuted)
+def _together(best: Values, hopeful: Sequence[tuple[float, Values]]) -> Iterator[Candidate]:
+    """All moves at once that were faster on average; of several of one setting the best one."""
+    moves = [move for _, move in sorted(hopeful, key=lambda each: -each[0])]
+    together = {key: value for move in moves for key, value in move.items()}
+    if len(together) > 1:
+        yield Candidate(together, {**best, **together})
+
+
+def _beyond_any(move: Values, best: Values, refuted: Iterable[Values]) -> bool:
+    """Whether a move leads beyond one of others."""
+    return any(_beyond(move, best, other) for other in refuted)
 
 
 def _beyond(move: Values, best: Values, other: Values) -> bool:
