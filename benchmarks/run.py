@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    for results in run(given.workloads, given.parts, given.dtype, peers, given.rounds, earlier):
+    for results in run(given.workloads, given.parts, given.dtype, peers, given.rounds, earlier, given.models):
         given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     show(results)
     print(f"written to {given.out}")
@@ -65,11 +65,13 @@ def run(
     peers: Mapping[str, Found],
     rounds: int,
     earlier: Mapping[str, Any] | None = None,
+    models: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Take all measures ``rounds`` times; yields the contents of a results file after each round.
 
     Args:
         earlier: a results file whose rounds come before these.
+        models: where models are, or are put; None: in a temporary directory.
     """
     earlier = earlier or {"workloads": {}, "peers": {}, "records": [], "failed": []}
     systems = [(s, python) for s in SYSTEMS if (python := _python(s, peers)) is not None]
@@ -92,12 +94,14 @@ def run(
     failed: list[dict[str, Any]] = [*earlier["failed"]]
     first = 1 + max((record["round"] for record in records), default=-1)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
+        models = models or Path(directory)
         for shape in {WORKLOADS[name].model for name in workloads}:
-            build_model(Path(directory) / shape.name, shape)
+            if not (models / shape.name / "tokenizer_config.json").exists():  # it is written last
+                build_model(models / shape.name, shape)
         for number in range(first, first + rounds):
             for system, python, workload, part, dtype in _plan(systems, workloads, parts, dtypes):
                 try:
-                    record = _measure(system, python, workload, part, dtype, Path(directory))
+                    record = _measure(system, python, workload, part, dtype, models)
                     records.append({"round": number, "commit": commit(), **record})
                 except RuntimeError as error:
                     label = ", ".join([system.name, part, workload, dtype])
@@ -107,20 +111,20 @@ def run(
             yield {**taken, **summarise(records), "records": records, "failed": failed}
 
 
-def _measure(system: System, python: str, workload: str, part: str, dtype: str, directory: Path) -> dict[str, Any]:
+def _measure(system: System, python: str, workload: str, part: str, dtype: str, models: Path) -> dict[str, Any]:
     """One measure in a process of its own, as a record.
 
     Raises:
         RuntimeError: it failed.
     """
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as scratch:
         measure = Measure(
             system=system.name,
             part=part,
             workload=workload,
             dtype=dtype,
-            model=str(directory / WORKLOADS[workload].model.name),
+            model=str(models / WORKLOADS[workload].model.name),
             scratch=scratch,
             repeats=system.repeats,
             options=dict(system.options),
@@ -229,6 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=_positive, default=3)
     parser.add_argument("--trl-python", help="interpreter with TRL (or TUNESMITH_TRL_PYTHON)")
     parser.add_argument("--vllm-python", help="interpreter with vLLM (or TUNESMITH_VLLM_PYTHON)")
+    parser.add_argument("--models", type=Path, help="keep the models in this directory")
     parser.add_argument("--out", type=Path, default=RESULTS / "latest.json")
     parser.add_argument("--add", action="store_true", help="keep the rounds that --out holds, and add these")
     return parser
