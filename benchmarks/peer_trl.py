@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.peer_generate import forced_lengths
 from benchmarks.protocol import Measure, Result, answer, peak_memory_mb
-from benchmarks.workload import WORKLOADS
+from benchmarks.workload import QWEN3, WORKLOADS
 
 
 def alternate(completions: list[str], **columns: Any) -> list[float]:  # noqa: ARG001
@@ -58,7 +58,8 @@ def measure_step(wanted: Measure) -> Result:
     tokenizer, model = _load(wanted)
     generating = _time_generate(model, workload.lengths())
     steps, times = _times()
-    micro_batch = min(int(wanted.options["micro_batch"]), workload.size)
+    micro_batch = int(wanted.options["large" if workload.model is QWEN3 else "micro_batch"])
+    micro_batch = min(micro_batch, workload.size)
     trainer = trl.GRPOTrainer(
         model=model,
         reward_funcs=alternate,

@@ -13,6 +13,8 @@ from typing import Any
 PARTS = ("rollout", "generate", "train", "sft", "step")
 SAMPLED = ("rollout", "generate")
 DTYPES = ("float32", "bfloat16")
+TRL_BATCHES = {"micro_batch": 16, "large": 4}
+"""The fastest of TRL's micro-batches: ``large`` for a model whose activations of more rows take too much memory."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ SYSTEMS = (
     System("transformers.generate", "benchmarks.peer_generate", ("generate",), 1, "generate", DTYPES, {"batch": 16}),
     System("vLLM eager", "benchmarks.peer_vllm", SAMPLED, 3, "vllm", DTYPES, {"compiled": False}),
     System("vLLM compiled", "benchmarks.peer_vllm", SAMPLED, 3, "vllm", DTYPES, {"compiled": True}),
-    System("TRL stock", "benchmarks.peer_trl", ("step",), 1, "trl", ("float32",), {"micro_batch": 64}),
-    System("TRL at its best", "benchmarks.peer_trl", ("step",), 1, "trl", ("bfloat16",), {"micro_batch": 16}),
+    System("TRL stock", "benchmarks.peer_trl", ("step",), 1, "trl", ("float32",), {"micro_batch": 64, "large": 4}),
+    System("TRL at its best", "benchmarks.peer_trl", ("step",), 1, "trl", ("bfloat16",), TRL_BATCHES),
     System("TRL packed", "benchmarks.peer_trl", ("sft",), 2, "trl", DTYPES, {"micro_batch": 1, "packed": 1024}),
 )
 
