@@ -299,6 +299,16 @@ def test_a_batch_is_packed_once_for_scoring_and_for_every_pass(
     assert len(layouts) > 1 and sorted(i for layout in layouts for i in layout) == list(range(batch.num_samples))
 
 
+def test_scoring_is_timed_beside_its_least_time(models: dict[str, Path]) -> None:
+    learner, batch = learner_of(backend_of(models["llama"]), flops_per_second=1e9), Batch.of(samples_of())
+    learner.score(batch), learner.score(batch)
+    scored = learner.take_scored()
+    least = learner.update(batch, SFTObjective())["attainable_seconds"]
+    assert scored.keys() == {"scoring_seconds", "attainable_seconds/scoring"} and scored["scoring_seconds"] > 0
+    assert scored["attainable_seconds/scoring"] == pytest.approx(2 * least / 3)
+    assert learner.take_scored() == {}
+
+
 def test_a_sample_over_the_cap_is_refused_with_what_to_do() -> None:
     with pytest.raises(UserError, match=r"raise system\.max_tokens_per_microbatch") as error:
         learner_of(Recorder(), 4).update(Batch.of([Sample([1] * 5, [False] + [True] * 4)]), SFTObjective())

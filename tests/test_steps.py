@@ -45,6 +45,16 @@ def test_training_on_data_is_all_there_is() -> None:
     assert [(p.name, p.limit_share, p.tokens_per_second) for p in found.phases] == [("train", 0.25, 5.0)]
 
 
+def test_scoring_is_told_apart_from_the_phase_that_it_is_in() -> None:
+    scored = {**STEP, "scoring_seconds": 1.0, "attainable_seconds/scoring": 0.3, "attainable_seconds": 2.1}
+    found = {p.name: p for p in measured([scored], overlapping=False).phases}
+    assert (found["train"].seconds, found["scoring"].seconds) == (2.0, 1.0)
+    limits = {name: phase.limit_share for name, phase in found.items()}
+    assert limits == pytest.approx({"rollout": 0.2, "train": 0.3, "scoring": 0.3, "sync": None})
+    told = measured([{"seconds/train": 2.0, "attainable_seconds": 0.5, "scoring_seconds": 1.0}], overlapping=False)
+    assert {p.name: p.seconds for p in told.phases} == {"train": 1.0, "scoring": 1.0}
+
+
 def test_unknown_limits_are_left_out() -> None:
     found = measured(
         [{"seconds/rollout": 2.0, "seconds/train": 2.0, "attainable_seconds/train": 1.0}], overlapping=False

@@ -26,7 +26,7 @@ async def sometimes(completions, **columns):
 
 TIMES = (
     "time", "seconds", "tokens_per_second", "limit_share", "attainable_seconds", "idle", "engine_tokens_per_second",
-    "samples_per_second", "memory/", "kv_", "waiting/",
+    "scoring_seconds", "samples_per_second", "memory/", "kv_", "waiting/",
 )  # fmt: skip
 """Metrics that depend on the clock, or on what the process has cached before, by how their names begin."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,8 @@ class Learner:
     """Whether an optimizer step has changed the weights."""
     _retries: int = field(default=0, init=False)
     """How often memory ran out since the last update."""
+    _scored: tuple[float, float] = field(default=(0.0, 0.0), init=False)
+    """Seconds of scoring that were not taken yet, and the least possible."""
     _skipped: int = field(default=0, init=False)
     """Optimizer steps in a row that have not."""
 
@@ -105,12 +108,21 @@ class Learner:
         Args:
             ends: append what it says after the last token of each sample: ``[N + S]``.
         """
-        scores = np.zeros(0)
+        scores, least, started = np.zeros(0), 0.0, time.perf_counter()
         for attempt in self._attempts(batch, SCORING):
             with attempt as packing:
                 asked = packing.with_ends() if ends else packing
                 scores = self.backend.score(asked, of, reference=reference)
+                least = self._work(packing).get("attainable_seconds", 0.0) / 3  # of forward and two of backward
+        self._scored = self._scored[0] + time.perf_counter() - started, self._scored[1] + least
         return scores
+
+    def take_scored(self) -> Metrics:
+        """Seconds of scoring since the last call, and the least in which the device could have done it; none if there
+        was none."""
+        (seconds, least), self._scored = self._scored, (0.0, 0.0)
+        known = {} if self.flops_per_second is None else {"attainable_seconds/scoring": least}
+        return {"scoring_seconds": seconds, **known} if seconds else {}
 
     def evaluate(self, batch: Batch, objective: Objective) -> Metrics:
         """An objective's ``loss`` and metrics on a batch, without a gradient.

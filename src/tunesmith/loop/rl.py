@@ -40,7 +40,8 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
                 session.note(f"step {session.step + 1} had no group to learn from")
             learned["attainable_seconds/train"] = learned.pop("attainable_seconds", 0.0)
             if "attainable_seconds" in metrics:
-                metrics["attainable_seconds"] += learned["attainable_seconds/train"]
+                scoring = learned.get("attainable_seconds/scoring", 0.0)
+                metrics["attainable_seconds"] += learned["attainable_seconds/train"] + scoring
             session.finish_step(metrics | learned | compared)  # from here on the step counts as done
             reference = parts.config.algorithm.reference
             if reference and reference.reference_every and session.step % reference.reference_every == 0:
@@ -67,6 +68,7 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
     """
     config = parts.config
     seed = derive_seed(config.train.seed, step)
+    parts.learner.take_scored()  # the canary's are no part of learning
     batch = make_experience(
         groups,
         config.algorithm,
@@ -77,7 +79,7 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
         critic=parts.critic,
         reward_weights=parts.rewards.weights,
     )
-    metrics: Metrics = {"optimizer_steps": 0.0}
+    metrics: Metrics = {"optimizer_steps": 0.0, **parts.learner.take_scored()}
     if not batch.num_samples:
         return metrics
     batch_size = config.train.batch_size

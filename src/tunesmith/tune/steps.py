@@ -86,10 +86,13 @@ def measured(
     spent = {name.partition("/")[2]: s for name, s in typical.items() if name.startswith("seconds/")}
     spent = {name: s for name, s in spent.items() if name not in OUTSIDE_STEPS and s > 0}
     whole, least = sum(spent.values()), typical.get("attainable_seconds")
-    training = typical.get("attainable_seconds/train", least)
-    limits = {"train": training}
+    scoring = typical.get("attainable_seconds/scoring", 0.0)
+    training = typical.get("attainable_seconds/train", None if least is None else least - scoring)
+    limits = {"train": training, "scoring": scoring}
     if least is not None and training is not None and "rollout" in spent:
-        limits["rollout"] = least - training
+        limits["rollout"] = least - training - scoring
+    if (scored := typical.get("scoring_seconds", 0.0)) and not overlapping:
+        spent |= {"scoring": scored, "train": spent["train"] - scored}
     tokens = {"rollout": typical.get("sampled_tokens"), "train": typical.get("trained_tokens")}
     phases = [
         Phase(name, s, s / whole, _over(tokens.get(name), s), None if overlapping else _over(limits.get(name), s))
