@@ -236,3 +236,14 @@ def test_a_nul_character_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"prompt,answer\na,b\nc\0,d\n")
     with pytest.raises(DataError, match=r"a.csv:3: .*NUL"):
         list(read(Source(path=str(tmp_path / "a.csv"))))
+
+
+def test_a_directory_whose_files_vanish_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def vanishing(*_: object) -> Any:
+        yield tmp_path / "a.jsonl"
+        raise FileNotFoundError(2, "No such file or directory", str(tmp_path / "gone"))
+
+    monkeypatch.setattr(Path, "rglob", vanishing)
+    with pytest.raises(DataError, match="gone") as raised:
+        list(read(Source(path=str(tmp_path))))
+    assert str(tmp_path) in str(raised.value)

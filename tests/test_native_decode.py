@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import math
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,10 @@ from tunesmith.loop.profiling import StepProfiler
 from tunesmith.models import products
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.costs import COMPILED_CALL, largest_costs
+from tunesmith.native import build
 from tunesmith.native.build import library
 from tunesmith.plan.facts import Facts, read_model_facts
-from tunesmith.plan.hardware import find_compiler, read_hardware
+from tunesmith.plan.hardware import compilers, find_compiler, read_hardware
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Completion, Sampling
 
@@ -286,6 +288,64 @@ def test_processes_that_compile_at_once_keep_one_library(tmp_path: Path) -> None
     written = kept.stat().st_mtime_ns
     again = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
     assert again.stdout.strip() == "True" and kept.stat().st_mtime_ns == written
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library that is compiled at once, for ``library.__wrapped__("small")``, and where it is kept."""
+    (tmp_path / "small.cpp").write_text('extern "C" long seven() { return 7; }')
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tunesmith" / "native"
+
+
+def seven() -> int:
+    found = library.__wrapped__("small")
+    assert found is not None
+    return found.seven()
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_anew(small: Path) -> None:
+    """To load the beginning of one ends the process with SIGBUS. A mapped file is not written to, but replaced."""
+    assert seven() == 7
+    (kept,) = small.iterdir()
+    whole, other = kept.read_bytes(), small / "small-0123456789abcdef.so"
+    other.write_bytes(b"of another compiler")
+    for damaged in (b"", whole[:100], whole[: len(whole) // 2], whole[:-1], bytes(len(whole))):
+        (small / "new").write_bytes(damaged)
+        (small / "new").replace(kept)
+        assert seven() == 7
+        assert {file.name for file in small.iterdir()} == {kept.name, other.name}
+        assert kept.read_bytes() == whole
+    written = kept.stat().st_mtime_ns
+    assert seven() == 7 and kept.stat().st_mtime_ns == written, "what is whole is not compiled again"
+
+
+@needs_compiler
+def test_a_compiler_may_have_a_wrapper_and_arguments(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"env {find_compiler()} -Wall")
+    assert seven() == 7 and len([*small.iterdir()]) == 1
+
+
+def test_the_command_of_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spaced = tmp_path / "with a space"
+    spaced.write_text("")
+    spaced.chmod(0o755)
+    for value, found in [
+        (str(spaced), [str(spaced)]),
+        (f"'{spaced}' -m64", [str(spaced), "-m64"]),
+        (f"{sys.executable} -m64 'a b'", [sys.executable, "-m64", "a b"]),
+        ("no_such_compiler -m64", None),
+        (f"'{sys.executable}", None),
+        ("  ", None),
+    ]:
+        monkeypatch.setenv("CXX", value)
+        command = find_compiler()
+        assert (command and shlex.split(command)) == found
+        assert repr(value) in compilers()
+    monkeypatch.delenv("CXX")
+    assert "g++" in compilers()
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ def directory_files(directory: Path, split: str) -> list[Path]:
     If files are named after splits (``train.jsonl``, ``data/test-00000-of-00001.parquet``), only those of the wanted
     split are read, so that a test set in the same directory is never trained on.
     """
-    paths = (p for p in sorted(directory.rglob("*")) if p.is_file() and p.suffix.lower() in READERS)
+    with boundary(DataError, f"{directory}: its files cannot be listed; are they written meanwhile?", OSError):
+        paths = [p for p in sorted(directory.rglob("*")) if p.is_file() and p.suffix.lower() in READERS]
     split_of = {p: _split_of(inner) for p in paths if not (inner := p.relative_to(directory)).parts[0].startswith(".")}
     if not split_of:
         raise DataError(f"{directory}: no data file in this directory. Valid: {', '.join(READERS)}.")

@@ -1,8 +1,8 @@
 """Compiles the package's C++ for this machine at first use, keeps it, and loads it.
 
-A library is kept under a name made of its source, the headers, the compiler and the CPU, so that a change of any
-compiles it anew. Processes that compile at the same time do not disturb each other. Its OpenMP is the one that torch
-has loaded, so both share a team of threads; import torch first.
+A library is kept under a name made of its source, the headers, the compiler, the CPU and its own content: a change of
+any compiles it anew, and so does damage. Processes that compile at the same time do not disturb each other. Its OpenMP
+is the one that torch has loaded, so both share a team of threads; import torch first.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from tunesmith.plan.hardware import COMPILERS, cpu_info, find_compiler
+from tunesmith.plan.hardware import compilers, cpu_info, find_compiler
 from tunesmith.storage import cache_folder
 
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
@@ -30,19 +33,21 @@ def library(name: str) -> ctypes.CDLL | None:
     """The compiled ``name``.cpp of this folder; None, with a warning, if it cannot be compiled or loaded here."""
     found = find_compiler()
     if found is None:
-        return _without(name, f"there is no C++ compiler ({', '.join(COMPILERS)}, or the one that CXX names)")
+        return _without(name, f"there is no C++ compiler ({compilers()})")
     source = Path(__file__).with_name(f"{name}.cpp")
     try:
-        folder = _folder()
-        kept = folder / f"{name}-{_key(found, source)}.so" if folder else None
-        if kept is not None and kept.exists():
-            return ctypes.CDLL(str(kept))
+        folder, command = _folder(), shlex.split(found)
+        key = f"{name}-{_key(command, source)}"
+        for kept in folder.glob(f"{key}-*.so") if folder else ():
+            if kept.name == _name(key, kept):
+                return ctypes.CDLL(str(kept))
+            kept.unlink(missing_ok=True)  # to load a part of a library ends the process
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             mine = Path(scratch) / f"{name}.so"
-            _run(found, *OPTIONS, "-o", str(mine), str(source))
+            _run(*command, *OPTIONS, "-o", str(mine), str(source))
             loaded = ctypes.CDLL(str(mine))
-            if kept is not None:
-                mine.replace(kept)
+            if folder is not None:
+                mine.replace(folder / _name(key, mine))
             return loaded
     except (OSError, subprocess.SubprocessError) as error:
         return _without(name, getattr(error, "stderr", None) or error)
@@ -52,10 +57,18 @@ def _without(name: str, reason: object) -> None:
     logging.getLogger(__name__).warning("%s.cpp is not compiled, and PyTorch's operations run: %s", name, reason)
 
 
-def _key(found: str, source: Path) -> str:
+def _name(key: str, file: Path) -> str:
+    """The name under which this content is kept."""
+    content = b""
+    with suppress(FileNotFoundError):  # another process has found it damaged
+        content = file.read_bytes()
+    return f"{key}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+
+
+def _key(command: Sequence[str], source: Path) -> str:
     cpu = cpu_info()
-    facts = (cpu.get("model name"), cpu.get("flags") or cpu.get("Features"), platform.platform(), OPTIONS, found)
-    version = _run(found, "--version")
+    facts = (cpu.get("model name"), cpu.get("flags") or cpu.get("Features"), platform.platform(), OPTIONS, command)
+    version = _run(*command, "--version")
     text = source.read_bytes() + b"".join(header.read_bytes() for header in sorted(source.parent.glob("*.h")))
     return hashlib.sha256(repr((*facts, version)).encode() + text).hexdigest()[:16]
 

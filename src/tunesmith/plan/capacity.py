@@ -21,7 +21,7 @@ from tunesmith.plan.cost import Price, activation_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import engines_together, ranks_per_engine
-from tunesmith.plan.hardware import COMPILERS, Gpu
+from tunesmith.plan.hardware import Gpu, compilers
 from tunesmith.plan.memory import (
     MARGIN,
     bytes_per_token,
@@ -184,7 +184,7 @@ def _derive_compile(filling: Filling, facts: Facts) -> None:
     if config.system.engine != "local" or on_gpu(config):
         filling.fill(key, False, "it is for the local engine on a CPU")
     elif compiler is None:
-        filling.fill(key, False, f"no C++ compiler was found ({', '.join(COMPILERS)}, or the one that CXX names)")
+        filling.fill(key, False, f"no C++ compiler was found ({compilers()})")
     elif facts.model is not None and not facts.model.lean:
         filling.fill(key, False, f"models of type '{facts.model.family}' run the operations of transformers")
     filling.fill(key, True, f"found: {compiler}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -78,9 +79,26 @@ def read_hardware() -> Hardware:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: ``CXX`` where that is set, or the first of ``COMPILERS`` that is there; None: there is none."""
+    """The command of the C++ compiler, as in a shell: ``CXX`` where that is set, which may have arguments or be a path
+    with spaces, or the first of ``COMPILERS`` that is there; None: there is none."""
     named = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, (named,) if named else COMPILERS)), None)
+    for words in ([named], _words(named)) if named else ([name] for name in COMPILERS):
+        if words and (found := shutil.which(words[0])):
+            return shlex.join([found, *words[1:]])
+    return None
+
+
+def compilers() -> str:
+    """What ``find_compiler`` looks for, in words."""
+    named = os.environ.get("CXX")
+    return f"CXX = {named!r} names none" if named else f"{', '.join(COMPILERS)}, or the one that CXX names"
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # a quotation that does not end
+        return []
 
 
 def read_gpus() -> tuple[Gpu, ...]:
