@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import statistics
 import subprocess
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tunesmith.assembly.machines import RankHost, written_probe
 from tunesmith.assembly.planes import launched_address
 from tunesmith.config.placement import Role
 from tunesmith.config.sizes import format_size
@@ -69,11 +69,10 @@ def _driver() -> str:
 
 
 @dataclass(slots=True)
-class Prober:
+class Prober(RankHost):
     """In each process."""
 
     device: str
-    store: Any = field(default=None, init=False)
     group: Any = field(default=None, init=False)
 
     def place(self) -> Place:
@@ -82,17 +81,8 @@ class Prober:
     def sees(self, probe: Path, text: str) -> bool:
         return probe.is_file() and probe.read_text(encoding="utf-8") == text
 
-    def open_store(self) -> tuple[str, int]:
-        from tunesmith.distributed.process_group import open_store
-        from tunesmith.distributed.rank_group import PATIENCE
-
-        self.store = open_store(launched_address(), PATIENCE)
-        return launched_address(), self.store.port
-
-    def join(self, rank: int, world: int, at: tuple[str, int]) -> None:
-        from tunesmith.distributed.rank_group import RankGroup, reach_store
-
-        self.group = RankGroup(self.store or reach_store(*at), rank, world, launched_address(), self.device)
+    def meet(self, rank: int, world: int, at: tuple[str, int]) -> None:
+        self.group = self.join(rank, world, at, self.device)
 
     def seconds(self, num_bytes: int) -> float:
         """Of a sum over the ranks: the median of some, after one that opens connections."""
@@ -181,21 +171,17 @@ def examine(met: Meeting | None, shared: Path) -> Report:
     world, gpus = met.launch.world, read_hardware().gpus
     own = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
     seen: dict[Role, list[tuple[str]]] = {"actor": [(name,) for name in own]} if own else {}
-    probe, text = shared.absolute() / f".shared-{secrets.token_hex(4)}", secrets.token_hex(16)
     with LaunchedProcesses(met, seen) as processes:
         ranks = [processes.spawn("actor", TrainerLostError) for _ in range(world)]
         gather(far.make(_prober) for far in ranks)
         places: list[Place] = gather(far.submit("place") for far in ranks)
-        probe.write_text(text, encoding="utf-8")
-        try:
+        with written_probe(shared) as (probe, text):
             sees = gather(far.submit("sees", probe, text) for far in ranks)
-        finally:
-            probe.unlink(missing_ok=True)
         at = ranks[0].call("open_store")
-        gather(far.submit("join", rank, world, at) for rank, far in enumerate(ranks))
+        gather(far.submit("meet", rank, world, at) for rank, far in enumerate(ranks))
         small, large = (max(gather(far.submit("seconds", size) for far in ranks)) for size in (SMALL, LARGE))
     return Report(places, shared, [rank for rank, there in enumerate(sees) if not there], (small, large))
 
 
 def _prober() -> Prober:
-    return Prober("cuda" if read_hardware().gpus else "cpu")
+    return Prober(launched_address(), "cuda" if read_hardware().gpus else "cpu")

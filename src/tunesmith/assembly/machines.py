@@ -1,20 +1,49 @@
-"""What the machines of a launch have to have in common: the model's files and the run's directory."""
+"""How the ranks of a launch find each other, and what their machines have to have in common."""
 
 from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tunesmith.distributed.far import Far, gather
 from tunesmith.distributed.machines import differences
 from tunesmith.errors import ConfigError, ModelError
 
+if TYPE_CHECKING:
+    from tunesmith.distributed.rank_group import RankGroup
+
 SAMPLE = 1 << 20
 """Bytes of each file's beginning and end that are compared. The beginning of a safetensors file lists its tensors."""
+
+
+@dataclass(slots=True)
+class RankHost:
+    """In each process of a group."""
+
+    address: str
+    """This machine's, as the other ranks reach it."""
+    store: Any = field(default=None, init=False)
+
+    def open_store(self) -> tuple[str, int]:
+        """Host and port at which the ranks find each other."""
+        from tunesmith.distributed.process_group import open_store
+        from tunesmith.distributed.rank_group import PATIENCE
+
+        self.store = open_store(self.address, PATIENCE)
+        return self.address, self.store.port
+
+    def join(self, rank: int, world: int, place: tuple[str, int], device: str) -> RankGroup:
+        """Args: place: the result of ``open_store`` on the first rank."""
+        from tunesmith.distributed.rank_group import RankGroup, reach_store
+
+        self.store = self.store or reach_store(*place)
+        return RankGroup(self.store, rank, world, self.address, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +80,17 @@ def _digest(file: Path) -> str:
     return f"{size} bytes, {digest.hexdigest()[:12]}"
 
 
+@contextmanager
+def written_probe(directory: Path) -> Generator[tuple[Path, str]]:
+    """A file with a random text, which other machines see if they share the directory."""
+    probe, text = directory.absolute() / f".shared-{secrets.token_hex(4)}", secrets.token_hex(16)
+    probe.write_text(text, encoding="utf-8")
+    try:
+        yield probe, text
+    finally:
+        probe.unlink(missing_ok=True)
+
+
 def check_machines(ranks: Sequence[Far], model: str, run_dir: Path) -> None:
     """Refuse machines that do not see the run's directory, or have other files of the model.
 
@@ -61,12 +101,8 @@ def check_machines(ranks: Sequence[Far], model: str, run_dir: Path) -> None:
         ConfigError: they write to different directories of the same name.
         ModelError: they have different models.
     """
-    probe, text = run_dir.absolute() / f".shared-{secrets.token_hex(4)}", secrets.token_hex(16)
-    probe.write_text(text, encoding="utf-8")
-    try:
+    with written_probe(run_dir) as (probe, text):
         first, *others = gather(far.submit("look", probe) for far in ranks)
-    finally:
-        probe.unlink(missing_ok=True)
     for rank, found in enumerate(others, start=1):
         if found.probe != text:
             raise ConfigError(

@@ -33,7 +33,7 @@ class NoPlane:
     async def close(self) -> None: ...
 
 
-class PublishingRank:
+class PublishingRank(NoPlane):
     """Of a rank of a sharded model but the first: it takes part when the first one gathers the weights."""
 
     def __init__(self, tensors: NamedTensors) -> None:
@@ -45,10 +45,6 @@ class PublishingRank:
 
     async def offer(self, takers: int) -> list[Offer]:
         raise AssertionError(f"the first rank makes the offers, not this one to {takers}")
-
-    async def withdraw(self, offers: Sequence[Offer]) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def make_publishing(config: RunConfig, model: Decoder) -> PublishingRank:

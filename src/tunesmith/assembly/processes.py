@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunesmith.assembly.common import limits_of, load_model, load_tokenizer, shared_work
 from tunesmith.assembly.engines import local_gpus
-from tunesmith.assembly.machines import Machine, check_machines, look
+from tunesmith.assembly.machines import Machine, RankHost, check_machines, look
 from tunesmith.assembly.opening import ReadyRun, RunResult
 from tunesmith.config.placement import Role
 from tunesmith.config.schema import ModelReward, RLConfig, RunConfig
@@ -48,31 +48,20 @@ MakeBackend = Callable[[Any, Any], "TorchBackend[Any]"]
 
 
 @dataclass(slots=True)
-class TrainerHost:
+class TrainerHost(RankHost):
     """In each process of a trainer or a critic; ``build`` is called before anything else is used."""
 
     config: RunConfig
     make: MakeBackend
     publishes: bool
     """Whether engines are given its weights."""
-    address: str
-    """This machine's, as the other ranks reach it."""
     backend: TorchBackend[Any] = field(init=False)
     limits: PeakRates | None = field(default=None, init=False)
     """Of the device, on the first rank."""
     plane: Plane | None = field(default=None, init=False)
-    store: Any = field(default=None, init=False)
 
     def look(self, probe: Path) -> Machine:
         return look(self.config.model.path, probe)
-
-    def open_store(self) -> tuple[str, int]:
-        """Host and port at which the ranks find each other."""
-        from tunesmith.distributed.process_group import open_store
-        from tunesmith.distributed.rank_group import PATIENCE
-
-        self.store = open_store(self.address, PATIENCE)
-        return self.address, self.store.port
 
     def build(self, rank: int, world: int, place: tuple[str, int] | None) -> None:
         """Join the other ranks and load the model.
@@ -81,14 +70,13 @@ class TrainerHost:
             place: the result of ``open_store`` on the first rank; None where this is the only one.
         """
         from tunesmith.assembly.planes import make_plane, make_publishing
-        from tunesmith.distributed.rank_group import RankGroup, join_default_group, reach_store
+        from tunesmith.distributed.rank_group import join_default_group
 
         group, device = None, self.config.system.device
         if place:
-            store = self.store or reach_store(*place)
-            group = RankGroup(store, rank, world, self.address, device)
+            group = self.join(rank, world, place, device)
             if shared_work(self.config):
-                join_default_group(store, rank, world, self.address, device)
+                join_default_group(self.store, rank, world, self.address, device)
         with redirect_stdout(None) if rank else nullcontext():  # all ranks would print the same
             self.backend = self.make(self.config, load_tokenizer(self.config))
         if group:
@@ -139,7 +127,7 @@ class ReferenceHost:
 def host_trainer(config: RunConfig, make: MakeBackend, *, publishes: bool) -> TrainerHost:
     from tunesmith.assembly.planes import own_address
 
-    return TrainerHost(config, make, publishes, own_address(config))
+    return TrainerHost(own_address(config), config, make, publishes)
 
 
 def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:

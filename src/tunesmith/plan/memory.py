@@ -248,21 +248,16 @@ def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
 def planned_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:
     """Each kind of device that the run uses, by the processes on it: planned and free memory; none if the model's size
     is unknown."""
-    own = planned(config, facts)
-    if own is None or facts.model is None:
+    return _devices(config, facts, planned(config, facts), planned_elsewhere(config, facts))
+
+
+def _devices(config: RunConfig, facts: Facts, own: Price | None, engines: Price | None) -> list[tuple[str, Price, int]]:
+    """Trainer, engines, and roles with GPUs of their own; a GPU also holds CUDA, for trainer and engine each."""
+    if own is None:
         return []
-    here = "trainer" if config.trains else "engine"
-    devices = [(here, own, trainer_memory(config, facts))]
-    if (engines := planned_elsewhere(config, facts)) is not None:
-        devices.append(("engine", engines, free_memory(config, facts)))
-    return _with_libraries(config, facts, devices)
-
-
-def _with_libraries(
-    config: RunConfig, facts: Facts, devices: list[tuple[str, Price, int]]
-) -> list[tuple[str, Price, int]]:
-    """The devices, and those of roles with GPUs of their own; a GPU also holds CUDA, for trainer and engine each."""
-    devices = [*devices, *((role, each, free_memory(config, facts)) for role, each in _roles_apart(config, facts))]
+    devices = [("trainer" if config.trains else "engine", own, trainer_memory(config, facts))]
+    others = [*([("engine", engines)] if engines else []), *_roles_apart(config, facts)]
+    devices += [(name, each, free_memory(config, facts)) for name, each in others]
     if not on_gpu(config):
         return devices
     here = 2 if known(config.system, "hybrid") and config.system.engine_process else 1
@@ -334,14 +329,10 @@ def least(config: RunConfig, facts: Facts) -> Price | None:
 
 def least_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:
     """As ``planned_devices``, with the least memory that each needs."""
-    own, model = least(config, facts), facts.model
-    if own is None or model is None:
-        return []
-    devices = [("trainer" if config.trains else "engine", own, trainer_memory(config, facts))]
-    if (engines := planned_elsewhere(config, facts)) is not None:
-        needed = replace(engines, kv=_sequence(config, facts, model))
-        devices.append(("engine", needed, free_memory(config, facts)))
-    return _with_libraries(config, facts, devices)
+    engines = planned_elsewhere(config, facts)
+    if engines and facts.model:
+        engines = replace(engines, kv=_sequence(config, facts, facts.model))
+    return _devices(config, facts, least(config, facts), engines)
 
 
 def _sequence(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
