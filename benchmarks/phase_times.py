@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.run import machine
 from tunesmith.plan.hardware import read_hardware
-from tunesmith.tune.machine import SHAPES, Prediction, fitted, predictions, probes, take_turns
+from tunesmith.tune.machine import ROUNDS, SHAPES, Prediction, fitted, predictions, probes, take_turns
 
 RESULTS = Path(__file__).with_name("results") / "phase-times-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "hardware.md"
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--fitted", type=int, default=SHAPES, help="shapes that the rates are fitted to")
     parser.add_argument("--checked", type=int, default=20, help="other shapes")
     parser.add_argument("--seed", type=int, default=1, help="of the other shapes")
-    parser.add_argument("--rounds", type=int, default=3, help="steps of each shape")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="steps of each shape")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
     torch.set_num_threads(read_hardware().cores)

@@ -36,6 +36,8 @@ from tunesmith.tune.setup import trial_config
 from tunesmith.tune.tuning import open_tuning
 
 RESULTS = Path(__file__).with_name("results") / "tuning-cpu-2-core.json"
+PAGE = Path(__file__).parent.parent / "docs" / "tune.md"
+BEGIN, END = "<!-- results: tuning-cpu-2-core.json -->\n", "<!-- end of results -->"
 MODEL = Shape("T", 4096, 2, 128, 4, 2, 32, 384, "float32")
 BEST_AGAIN, TURNS, BESIDE = 8, 5, 4
 CKPT, TOKENS, CHUNK, SHARE, RUNNING = (
@@ -118,6 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {name: _results(given.folder, name) for name in CASES}
     results = {"machine": machine(("float32",)), "cases": {name: case for name, case in found.items() if case}}
     given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if given.out == RESULTS:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(before + BEGIN + table(results) + "\n" + END + rest.partition(END)[2])
     print(table(results))
 
 
@@ -259,7 +264,7 @@ class State:
             ) as tuning:
                 over = tuning.bench.is_over
                 result = tuning.conclude()
-            measured = [trial for trial in result.trials if trial.outcome.interval is not None]
+            measured = [trial for trial in result.trials if trial.outcome.status != "refused"]
             gain = result.gain.gain if result.gain else None
             self.keep(
                 tuned={
@@ -284,13 +289,14 @@ class State:
         return True
 
     def learn(self, ends: float) -> bool:
-        """Losses of real steps with the bad and the tuned settings."""
+        """Losses of real steps with the bad and the tuned settings; of rollouts, whose losses are near 0, rewards."""
         if "losses" in self.read():
             return True
         if time.monotonic() > ends - 15:
             return False
+        of = "reward" if self.name == "rl" else "loss"
         losses = {
-            arm: [step["loss"] for step in self._steps(values, 7, trial=False)]
+            arm: [step[of] for step in self._steps(values, 7, trial=False)]
             for arm, values in {"bad": self.case.bad, "tuned": self.read()["tuned"]["values"]}.items()
         }
         self.keep(losses=losses)
@@ -324,12 +330,12 @@ def _results(folder: Path, name: str) -> dict[str, Any]:
 def table(results: Mapping[str, Any]) -> str:
     """Markdown."""
     rows = [
-        "| run | combinations | trials | as fast as the bad settings | time over the sweep's best | losses differ by |",
+        "| run | combinations | trials | times as fast as bad ones | time over the sweep's best | losses differ by |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, each in results["cases"].items():
         rows.append(
-            f"| {name} | {each['points']} | {each['trials']} | {each['times_as_fast_as_bad']:.2f}x "
+            f"| {name} | {each['points']} | {each['trials']} | {each['times_as_fast_as_bad']:.2f} "
             f"| {each['time_over_that_of_the_best']:.2f} | {each['loss_difference']:.1e} |"
         )
     return "\n".join(rows)

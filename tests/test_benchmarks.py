@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import ours, peer_generate, peers, phase_times, presets, protocol, report, run  # noqa: E402
+from benchmarks import ours, peer_generate, peers, phase_times, presets, protocol, report, run, tuning  # noqa: E402
 from benchmarks.workload import QWEN3, WORKLOADS, build_model  # noqa: E402
 
 from tunesmith.plan.operations import PeakRates  # noqa: E402
@@ -271,6 +271,14 @@ def test_weights_reach_another_process_and_are_timed(tmp_path: Path) -> None:
     records = asyncio.run(sync.run(["tiny"], 1, tmp_path))
     assert [r["plane"] for r in records] == [sync.COPY, "memory", "disk", "gloo"]
     assert all(r["seconds"] > 0 for r in records) and not list(tmp_path.iterdir())
+
+
+def test_the_page_has_what_was_recorded_of_tuning() -> None:
+    recorded = json.loads(tuning.RESULTS.read_text())
+    _, _, rest = tuning.PAGE.read_text().partition(tuning.BEGIN)
+    assert rest.partition(tuning.END)[0].strip() == tuning.table(recorded)
+    for each in recorded["cases"].values():
+        assert len(each["sweep"]) == each["points"] and each["trials"] <= each["points"] / 5
 
 
 def test_the_page_has_the_recorded_seconds_of_phases() -> None:

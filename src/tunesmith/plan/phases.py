@@ -101,6 +101,7 @@ def _forward(work: Work) -> Amounts:
 def _prefill(work: Work) -> Amounts:
     return {
         "products": work.prompts * work.prompt * work.layers,
+        "numbers": work.prompts * work.prompt * work.model.layers * work.outputs,
         "weights": work.layers,
         "head weights": work.head,
         "passes": work.model.layers,

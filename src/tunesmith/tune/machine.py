@@ -26,7 +26,7 @@ from tunesmith.plan.hardware import Hardware, memory
 from tunesmith.plan.phases import Rates, Work, amounts, phase_seconds, rates_file
 from tunesmith.storage import write_json
 
-SHAPES, ROUNDS = 40, 3
+SHAPES, ROUNDS = 40, 5
 LEAST, MOST = 2_200_000, 30_000_000
 """Parameters of the models that are measured."""
 OPERATIONS = 1.0e9, 4e9
