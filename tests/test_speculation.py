@@ -203,6 +203,22 @@ def test_many_requests_at_once_are_decoded_without_guesses(llama: CausalLM) -> N
     assert stats.drafted_tokens == 0 and stats.decode_steps == 19
 
 
+@pytest.mark.parametrize("rows", [280, 320])
+def test_a_draft_model_may_pad_the_vocabulary_to_another_size(rows: int, llama: CausalLM, tmp_path: Path) -> None:
+    """A tiny model draws tokens of the padding as often as any; some prompts hold one too."""
+    assert llama.head.out_features == 300
+    assistant = CausalLM.load(save_model(tmp_path, vocab_size=rows, num_hidden_layers=1))
+    with torch.no_grad():  # it guesses tokens of the padding, which only it has
+        assistant.head.weight[300:] *= 4
+    sampling = [Sampling(20, ignore_eos=True, seed=i, repetition_penalty=1 + i % 2 * 0.3) for i in range(8)]
+    requests = [([5, 6, 7 + i, 295 if i > 5 else 9], s) for i, s in enumerate(sampling)]
+    expected, _ = run(llama, None, *requests)
+    assert any(token >= 280 for completion in expected for token in completion.token_ids)
+    found, stats = run(llama, Speculation(3, assistant), *requests)
+    same(found, expected)
+    assert stats.drafted_tokens > 0
+
+
 def test_bad_settings_are_refused(llama: CausalLM, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="speculative_tokens = 0"):
         run(llama, Speculation(0))

@@ -95,7 +95,8 @@ class LocalEngine:
         self._drafter: Drafter = NgramDrafter()
         if speculation is not None and speculation.assistant is not None:
             assistant, room = speculation.assistant, self._pool.memories[1]
-            self._drafter = AssistantDrafter(Runner(assistant, room, max_prefill_tokens, compiled=compiled))
+            drafts = Runner(assistant, room, max_prefill_tokens, compiled=compiled, vocabulary=self._vocab_size)
+            self._drafter = AssistantDrafter(drafts)
         self._thread = StepThread("local engine", self._step, self._fail_running)
 
     @property

@@ -52,5 +52,5 @@ def _seen(request: LocalRequest, drafted: Sequence[int], logits: Tensor) -> Tens
         request.seen[torch.tensor(new, device=logits.device)] = True
         request.marked = len(request.token_ids)
     if not drafted:
-        return request.seen
-    return request.seen.index_fill(0, torch.tensor(drafted, device=logits.device), True)
+        return request.seen[: logits.shape[1]]  # an assistant may have fewer rows
+    return request.seen[: logits.shape[1]].index_fill(0, torch.tensor(drafted, device=logits.device), True)

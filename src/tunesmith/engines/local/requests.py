@@ -73,7 +73,8 @@ class LocalRequest(Request):
     assistant_cached: int = 0
     """The same for the assistant model."""
     seen: Tensor | None = None
-    """``[V]`` bool, where repetition is penalised: the prompt's tokens and the first ``marked`` written ones."""
+    """``[V]`` bool, where repetition is penalised: the prompt's tokens and the first ``marked`` written ones. ``V`` is
+    the model's, which draws first."""
     marked: int = 0
 
     @property

@@ -69,9 +69,22 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
 
 
 class Runner:
-    """Runs the model on the rows of its memory; keeps what depends only on the running rows."""
+    """Runs the model on the rows of its memory; keeps what depends only on the running rows.
 
-    def __init__(self, model: CausalLM, memory: KVMemory, max_prefill_tokens: int, *, compiled: bool) -> None:
+    Args:
+        vocabulary: of the model that this one drafts for: no token beyond it is drawn.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        memory: KVMemory,
+        max_prefill_tokens: int,
+        *,
+        compiled: bool,
+        vocabulary: int | None = None,
+    ) -> None:
+        self._vocabulary = vocabulary
         self.model, self._memory, self._max_prefill_tokens = model, memory, max_prefill_tokens
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
@@ -134,7 +147,7 @@ class Runner:
             drafted: guessed tokens that each state has read after its request's own. The token drawn depends on the
                 state, on the tokens before it, and on the request's seed and the token's place.
         """
-        logits = penalise(self._logits(hidden), requests, drafted)
+        logits = penalise(self._logits(hidden)[:, : self._vocabulary], requests, drafted)
         numbers = [r.uniforms[len(r.token_ids) + len(ahead)] for r, ahead in zip(requests, drafted, strict=True)]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
         plan = self._sampling_plan(requests, logits)

@@ -96,15 +96,21 @@ def _newest(text: list[int], n: int) -> int | None:
 
 
 class AssistantDrafter:
-    """A smaller model, whose keys and values are in the same rows of the pool as the model's."""
+    """A smaller model, whose keys and values are in the same rows of the pool as the model's.
+
+    Models of one tokenizer pad the vocabulary to different sizes: after a token that the assistant lacks, it is silent.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._reads = runner.model.head.out_features
 
     def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
         """See ``Drafter``. Each proposal is drawn with the number that the request's own token will be drawn with."""
         drafts: list[list[int]] = [[] for _ in running]
-        new = {r.prompt: None for r in running if r.prompt and not r.prompt.assistant_ready}
+        most = [n if self._can_read(r) else 0 for r, n in zip(running, most, strict=True)]
+        read = [r.prompt for r, n in zip(running, most, strict=True) if n > 0]
+        new = {prompt: None for prompt in read if prompt and not prompt.assistant_ready}
         for prompt, _ in self._runner.fill([Piece(prompt, 0, prompt.token_ids) for prompt in new]):
             assert not isinstance(prompt, LocalRequest)
             prompt.assistant_ready = True
@@ -122,3 +128,8 @@ class AssistantDrafter:
                 drafts[i].append(token)
                 request.assistant_cached = len(request.token_ids)
         return drafts
+
+    def _can_read(self, request: LocalRequest) -> bool:
+        """Whether it has all tokens that it has not read yet."""
+        prompt = request.prompt_ids if request.prompt is None or not request.prompt.assistant_ready else ()
+        return max((*prompt, *request.token_ids[request.assistant_cached :]), default=0) < self._reads
