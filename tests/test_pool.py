@@ -195,7 +195,8 @@ async def test_an_engine_lost_while_weights_are_handed_out() -> None:
     assert bench.pool.members == [bench.made[0], bench.made[2], bench.made[3]]
 
 
-async def test_an_engine_that_cannot_take_weights_ends_the_run() -> None:
+async def test_an_engine_that_cannot_take_weights_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunesmith.engines.pool.PAUSE", 0.01)
     bench = Bench()
     await bench.pool.load_weights(1)
     bench.made[1].take_fails = [EngineError("the connection broke")] * 2

@@ -472,7 +472,10 @@ echo "$@" > "$CALLS/run"
 RAY = """#!/bin/bash
 [ -n "$RAY_AUTH_TOKEN" ] || exit 1
 echo "$@" >> "$CALLS/joined-$$"
-exec sleep 60
+exec /bin/sleep 60
+"""
+SLEEP = """#!/bin/bash
+exec /bin/sleep 0.05
 """
 
 
@@ -495,7 +498,7 @@ def slurm(folder: Path, *arguments: str) -> Path:
 
 
 def submit(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the script where ``srun``, ``scontrol``, ``ray`` and ``tunesmith`` are stand-ins that note their calls."""
+    """Run the script where ``srun``, ``scontrol``, ``ray`` and ``tunesmith`` stand in and note their calls."""
     calls, tools = folder / "calls", folder / "bin"
     for place in (calls, tools):
         place.mkdir(exist_ok=True)
@@ -503,7 +506,8 @@ def submit(script: Path, folder: Path, **environment: str) -> subprocess.Complet
         old.unlink()
     hosts = '#!/bin/bash\nprintf "one\\ntwo\\n"\n'
     address = "#!/bin/bash\necho 10.0.0.1\n"
-    for name, text in {"srun": SRUN, "python": PYTHON, "ray": RAY, "scontrol": hosts, "hostname": address}.items():
+    stand_ins = {"srun": SRUN, "python": PYTHON, "ray": RAY, "sleep": SLEEP, "scontrol": hosts, "hostname": address}
+    for name, text in stand_ins.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "77", "CALLS": str(calls)}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,11 +253,27 @@ def phi(tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalLM, Any]:
     return CausalLM.load(path), AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
 
 
+@pytest.fixture(scope="module")
+def plainly(phi: tuple[CausalLM, Any]) -> tuple[Callable[..., list[float]], Callable[..., list[int]]]:
+    """What Hugging Face says of tokens, and what it writes, computed once for all cases that ask the same."""
+    _, plain = phi
+
+    def written(prompt: tuple[int, ...], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        # With its cache, transformers 5.19 reads a single token at the switch and nothing before it.
+        options = {"do_sample": False, "max_new_tokens": count, "eos_token_id": None, "use_cache": False}
+        return plain.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+    return cache(partial(as_it_was_written, plain)), cache(written)
+
+
 @pytest.mark.parametrize("speculative", ["off", "ngram", "draft"])
 @pytest.mark.parametrize("tokens", [4096, 208])
-def test_generation_past_the_switch_is_hugging_faces(phi: tuple[CausalLM, Any], speculative: str, tokens: int) -> None:
+def test_generation_past_the_switch_is_hugging_faces(
+    phi: tuple[CausalLM, Any], plainly: Any, speculative: str, tokens: int
+) -> None:
     """Beside longer and shorter ones, sharing prompts, in little memory, and several tokens at a time."""
-    model, plain = phi
+    model, (likelihoods, written) = phi[0], plainly
     options: dict[str, Any] = {}
     if speculative != "off":
         draft = CausalLM(copy.deepcopy(model.module), model.tokenizer) if speculative == "draft" else None
@@ -266,14 +283,10 @@ def test_generation_past_the_switch_is_hugging_faces(phi: tuple[CausalLM, Any], 
     with torch.inference_mode():
         for (prompt, sampling), done in zip(asked, write(engine, asked), strict=True):
             assert len(done.token_ids) == sampling.max_new_tokens
-            want = as_it_was_written(plain, prompt, done.token_ids, sampling.temperature or 1.0)
+            want = likelihoods(tuple(prompt), tuple(done.token_ids), sampling.temperature or 1.0)
             assert done.logprobs == pytest.approx(want, abs=2e-4)
             if sampling.temperature == 0:
-                ids = torch.tensor([prompt])
-                # With its cache, transformers 5.19 reads a single token at the switch and nothing before it.
-                options = {"do_sample": False, "max_new_tokens": sampling.max_new_tokens, "eos_token_id": None}
-                written = plain.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options)
-                assert done.token_ids == written[0, len(prompt) :].tolist()
+                assert done.token_ids == written(tuple(prompt), sampling.max_new_tokens)
     if speculative != "off":
         assert engine.stats().accepted_tokens > 0
 
