@@ -35,7 +35,7 @@ from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import Completion, Message, Rollout, RolloutGroup, Status, Task
 from tunesmith.usercode import calls as user_calls
-from tunesmith.usercode.calls import kept_default_dtype
+from tunesmith.usercode.calls import NOT_TRIED, kept_default_dtype
 
 
 def rollout(task: str = "t", prompt: str | list[Message] = "q", ids: Sequence[int] = (7, 2), **columns: Any) -> Rollout:
@@ -591,6 +591,9 @@ def test_a_call_that_another_one_blocked_fails_by_a_deadline(begun: list[int], m
     assert innocent.status is Status.TIMED_OUT and "another call blocked its event loop" in str(innocent.error)
 
 
+RAN, POINTLESS = "did not return within 2 s", f"{NOT_TRIED}, because the last 3 calls ran for more than 2 s"
+
+
 def failed(status: Status, error: str = "why") -> Rollout:
     made = rollout()
     made.fail(status, error)
@@ -607,6 +610,14 @@ def test_gate_stops_above_the_share_only() -> None:
     message = str(error.value)
     assert "2 of 11 rollouts failed (1 reward_failed, 1 timed_out): 18%" in message
     assert "Traceback: boom" in message
+
+
+def test_gate_shows_a_rollout_that_was_tried() -> None:
+    tried, pointless = (failed(Status.TIMED_OUT, f"the reward 'f' {how} (reward.timeout)") for how in (RAN, POINTLESS))
+    for rollouts in ([pointless, tried, pointless], [pointless]):
+        with pytest.raises(RewardError) as error:
+            check_failed(rollouts, 0.0)
+        assert str(error.value).endswith(str((tried if tried in rollouts else pointless).error))
 
 
 def test_gate_does_not_count_what_was_aborted_on_purpose() -> None:

@@ -9,6 +9,7 @@ from statistics import fmean, pstdev
 
 from tunesmith.errors import RewardError
 from tunesmith.types import Rollout, Status
+from tunesmith.usercode.calls import NOT_TRIED
 
 
 def check_failed(rollouts: Sequence[Rollout], max_share: float) -> None:
@@ -17,12 +18,13 @@ def check_failed(rollouts: Sequence[Rollout], max_share: float) -> None:
     failed = [r for r in counted if r.status is not Status.OK]
     if not failed or len(failed) <= max_share * len(counted):
         return
+    shown = next((r for r in failed if NOT_TRIED not in str(r.error)), failed[0])
     kinds = Counter(r.status.value for r in failed)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     raise RewardError(
         f"{len(failed)} of {len(counted)} rollouts failed ({counts}): "
         f"{len(failed) / len(counted):.0%}, above reward.max_failed_share = {max_share:.0%}. "
-        f"The first, of task {failed[0].task.id}:\n{failed[0].error}"
+        f"The first, of task {shown.task.id}:\n{shown.error}"
     )
 
 

@@ -31,6 +31,8 @@ from tunesmith.usercode.loading import describe_exception
 
 T = TypeVar("T")
 
+NOT_TRIED = "not tried"
+"""How the error of a call begins that others had made pointless."""
 PROGRAMS = ("user_program.py", "environment_program.py")
 """Files of ours that call the user's code in worker processes."""
 HUNG_AFTER = 3
@@ -171,7 +173,9 @@ class Turns:
         async with self._turn.here:
             overruns = self._overruns.get(key, 0)
             if overruns >= HUNG_AFTER and overruns > before:
-                raise DeadlineExceeded(f"not tried, because the last {overruns} calls ran for more than {timeout:g} s")
+                raise DeadlineExceeded(
+                    f"{NOT_TRIED}, because the last {overruns} calls ran for more than {timeout:g} s"
+                )
             try:
                 yield
             except DeadlineExceeded:
