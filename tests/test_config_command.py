@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tiny_runs import REWARDS, sums, write_lines
 from tunesmith.cli.show_config import show_config
 from tunesmith.config.load import load_config
+from tunesmith.config.places import placed
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.shape import DEEPEST
 from tunesmith.config.unknown import all_keys
@@ -142,13 +143,23 @@ def test_the_line_of_every_setting_in_a_conflict_is_told(folder: Path) -> None:
 
 
 def test_a_value_that_is_refused_without_its_key_gets_the_key(folder: Path) -> None:
-    from tunesmith.config.places import placed
-
     with (
         pytest.raises(ConfigError, match=r"run.toml, line 4 \(model.path\): cannot read .*model'"),
         placed(Path("run.toml"), []),
     ):
         raise ConfigError(f"cannot read '{folder / 'model'}'")
+
+
+def test_of_several_keys_with_a_value_the_one_of_the_section_that_is_named_is_told(folder: Path) -> None:
+    (folder / "run.toml").write_text(f"{RUN}\n[environment]\npath = 'rewards.py:share'\n")
+    line = len((folder / "run.toml").read_text().splitlines())
+    reference = f"{folder / 'rewards.py'}:share"
+    with (
+        pytest.raises(ConfigError, match=rf"line {line} \(environment.path\): ") as raised,
+        placed(Path("run.toml"), []),
+    ):
+        raise ConfigError(f"'{reference}' is not an environment")
+    assert " and line" not in str(raised.value)
 
 
 @pytest.mark.usefixtures("folder")

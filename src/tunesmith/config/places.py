@@ -14,6 +14,7 @@ from tunesmith.config.problems import KeyPath, Origins, dotted
 from tunesmith.errors import ConfigError, DataError, UserError
 
 _KEY = re.compile(r"[a-z_]\w*(?:\.\w+)*")
+_WORD = re.compile(r"\w+")
 _QUOTED = re.compile(r"'([^'\n]{3,})'")
 _MOST = 4
 """Places in one message."""
@@ -50,6 +51,8 @@ def _with_places(text: str, given: Mapping[KeyPath, Any], origins: Origins) -> s
     named = [keys[word] for word in _KEY.findall(text) if word in keys]
     values = set(_QUOTED.findall(text))
     unnamed = [] if named else [path for path, value in given.items() if isinstance(value, str) and value in values]
+    sections = set(_WORD.findall(text))
+    unnamed = [path for path in unnamed if path[0] in sections] or unnamed  # several keys may have the value
     places = dict.fromkeys(place for path in (*named, *unnamed) if (place := origins.place(path)[1]))
     if not places:
         return text
