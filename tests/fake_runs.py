@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.assembly.dry_run import Phase, dry_run
+from tunesmith.config.distillation import OfflineDistillConfig
 from tunesmith.config.kinds import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RunConfig
@@ -32,20 +33,40 @@ RL = (
 
 
 def resolved(
-    directory: Path, command: str, shape: dict[str, Any], spec: str, *overrides: str
+    directory: Path,
+    command: str,
+    shape: dict[str, Any],
+    spec: str,
+    *overrides: str,
+    frozen: dict[str, Any] | None = None,
 ) -> tuple[RunConfig, Facts]:
-    """A run on the machine of a specification, whose model has only a ``config.json``."""
+    """A run on the machine of a specification, whose models have only a ``config.json``.
+
+    Args:
+        frozen: the shape of a teacher or a reward model, in the directory ``frozen``.
+    """
     (directory / "config.json").write_text(json.dumps(shape))
     (directory / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     own = (f"model.path={directory}", f"data.train={directory}/data.jsonl", f"run_dir={directory}/run")
-    model = facts_of(shape)
+    model, others = facts_of(shape), 0
     assert model is not None
+    if frozen is not None:
+        (directory / "frozen").mkdir()
+        (directory / "frozen" / "config.json").write_text(json.dumps(frozen))
+        theirs = facts_of(frozen)
+        assert theirs is not None
+        others = estimated_parameters(frozen, theirs)
     model = replace(model, parameters=estimated_parameters(shape, model))
     there = machine(spec)
     facts = Facts(
-        there, model, train_size=1000, ranks_here=len(there.gpus) if there.nodes > 1 and command != "rl" else None
+        there,
+        model,
+        train_size=1000,
+        frozen_parameters=others,
+        ranks_here=len(there.gpus) if there.nodes > 1 and command != "rl" else None,
     )
-    return resolve(load_config(KINDS[command], None, [*own, *overrides]), facts).config, facts
+    kind = OfflineDistillConfig if "distill.mode=offline" in overrides else KINDS[command]
+    return resolve(load_config(kind, None, [*own, *overrides]), facts).config, facts
 
 
 def phases_of(directory: Path, command: str, *overrides: str, spec: str = "H100-80GB") -> dict[str, Phase]:

@@ -24,6 +24,8 @@ from tunesmith.data.forest import Predictions
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
+from tunesmith.models.host_weights import HostWeights
+from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.teacher import check_same_vocabulary, forward_kl, predict_with_teacher
 from tunesmith.types import Sample
 
@@ -148,6 +150,20 @@ def plain(model: CausalLM, sample: Sample) -> Tensor:
 
     hidden = model.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))[forest.source]
     return model.head(hidden).log_softmax(-1)
+
+
+def test_a_teacher_in_host_memory_says_the_same_and_is_gone_afterwards(models: tuple[Path, Path]) -> None:
+    student, teacher = loaded(models)
+    for parameter in teacher.module.parameters():  # memory of a file cannot be given back
+        parameter.data = parameter.data.clone()
+    teacher.lean = LeanDecoder.of(teacher.module.base_model)
+    predict = partial(predict_with_teacher, student, forest_of(SEQUENCES), teacher=teacher, top_k=7)
+    expected, weights = predict(), HostWeights.of(teacher)
+    for _ in range(2):
+        found = predict(weights=weights.here)
+        assert sum(p.untyped_storage().nbytes() for p in teacher.module.parameters()) == 0
+        assert found.divergence is not None and expected.divergence is not None
+        assert found.divergence.equal(expected.divergence)
 
 
 def test_a_student_is_compared_with_its_teacher_token_by_token(models: tuple[Path, Path]) -> None:

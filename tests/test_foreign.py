@@ -142,7 +142,7 @@ ABSENT = {
     "top_entropy_quantile": "no loss",
     "disable_log_stats": "engines",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "Megatron",
-    "teacher_offload": "host memory",
+    "actor_init_on_gpu": "host memory",
 }
 
 

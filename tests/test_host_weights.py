@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from test_memory import A100, GB, QWEN_7B, SMALL, on, refusal, resolved
 from tiny import save_model
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.backends.torch import TorchBackend
+from tunesmith.config.distillation import OfflineDistillConfig
 from tunesmith.config.preference import DPOConfig
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.data.forest import Packing
@@ -129,13 +131,26 @@ def test_engines_keep_the_base_of_an_adapter_while_the_policy_trains() -> None:
 
 def test_its_price_by_hand() -> None:
     n = SMALL.parameters or 0
-    away, here = (price(SMALL, Layout(2, tokens=10, references=1, offload_references=flag)) for flag in (True, False))
-    assert (away.frozen, away.scorer, away.host) == (0, 2 * n, int(PINNED * 2 * n)) and (here.frozen, here.scorer) == (
-        2 * n,
-        0,
-    )
+    away, here = (price(SMALL, Layout(2, tokens=10, references=1, offload_frozen=flag)) for flag in (True, False))
+    assert (away.frozen, away.scorer, away.host) == (0, 2 * n, int(PINNED * 2 * n))
+    assert (here.frozen, here.scorer) == (2 * n, 0)
     assert away.training == here.training - 2 * n
-    assert away.scoring == away.weights + away.optimizer + away.head + 2 * n
+    assert away.scoring == away.weights + away.optimizer + 2 * n
+
+
+def test_the_price_of_what_judges_and_teaches_by_hand() -> None:
+    """Reward models are there while it samples, a teacher while it scores, with gradients in a micro-batch."""
+    n = SMALL.parameters or 0
+    shape = Layout(2, tokens=10, frozen_parameters=n, checkpointing=1)
+    here, away = price(SMALL, shape), price(SMALL, replace(shape, offload_frozen=True))
+    assert (away.frozen, away.judge, away.scorer, away.host) == (0, 2 * n, 0, int(PINNED * 2 * n))
+    assert (away.training, away.sampling) == (here.training - 2 * n, here.sampling)
+    for stage in (0, 3):
+        teacher = replace(shape, offload_frozen=True, teaches="microbatch", zero_stage=stage, shards=2)
+        own, before = price(SMALL, teacher), price(SMALL, replace(teacher, teaches="batch"))
+        assert (own.frozen, own.judge, own.scorer, own.host) == (0, 0, 2 * n, int(PINNED * 2 * n))
+        assert before.scoring == own.scoring + 2 * n and before.teaching == 0
+        assert own.teaching == own.training - own.activations + 2 * n
 
 
 @pytest.mark.slow
@@ -154,6 +169,13 @@ def test_it_is_derived_where_the_gpu_is_short() -> None:
     assert resolved(SFTConfig, large).system.offload_reference is False
     assert resolved(DPOConfig, on(A100, SMALL)).system.offload_reference is False
     assert resolved(DPOConfig, large, "lora.rank=16").system.offload_reference is False
+    judged = on(A100, replace(QWEN_7B, layers=4, parameters=2 * GB), memory=host, frozen_parameters=25 * GB)
+    model = 'reward.models=[{path="org/rm"}]'
+    assert resolved(RLConfig, judged, model, "algorithm.kl=none").system.offload_reference is True
+    assert resolved(RLConfig, on(A100, SMALL), model).system.offload_reference is False
+    for length, away in ((1000, False), (30_000, True)):
+        taught = on(A100, QWEN_7B, memory=host, frozen_parameters=26 * GB, longest=length)
+        assert resolved(OfflineDistillConfig, taught, "lora.rank=16").system.offload_reference is away
     said: list[tuple[Any, Any, list[str], str]] = [
         (DPOConfig, on(None, SMALL), [], "GPUs"),
         (SFTConfig, on(A100, SMALL), [], "no reference"),

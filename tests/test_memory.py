@@ -19,7 +19,7 @@ from tiny_runs import rl_settings, sft_settings
 from tunesmith import assembly
 from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
 from tunesmith.cli.main import app
-from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.preference import DPOConfig, RMConfig
@@ -49,7 +49,7 @@ A10G, A100 = Gpu("A10G", 24 * GB, 23 * GB, (8, 6)), Gpu("A100", 80 * GB, 79 * GB
 KINDS: dict[Any, list[str]] = {
     SFTConfig: [], RMConfig: [], DPOConfig: [], GenerateConfig: [],
     RLConfig: ['reward.functions=["math"]'], RFTConfig: ['reward.functions=["math"]'],
-    DistillConfig: ["teacher.path=org/t"],
+    DistillConfig: ["teacher.path=org/t"], OfflineDistillConfig: ["distill.mode=offline", "teacher.path=org/t"],
 }  # fmt: skip
 
 

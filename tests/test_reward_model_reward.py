@@ -21,6 +21,7 @@ from tunesmith.assembly.rewards import make_reward_model
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import ModelReward, RewardSection, RLConfig
 from tunesmith.errors import ConfigError
+from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan.facts import Facts, count_parameters, read_model_facts
@@ -46,9 +47,11 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_model(tmp_path_factory.mktemp("policy"))
 
 
-def load(path: Path, *, max_tokens: int = 64, chat: bool | None = None, **keys: Any) -> RewardModel:
+def load(
+    path: Path, *, max_tokens: int = 64, chat: bool | None = None, offload: bool = False, **keys: Any
+) -> RewardModel:
     entry = ModelReward(path=str(path), **keys)
-    return make_reward_model(entry, dtype="float32", device="cpu", max_tokens=max_tokens, chat=chat)
+    return make_reward_model(entry, dtype="float32", device="cpu", max_tokens=max_tokens, chat=chat, offload=offload)
 
 
 def rollout(prompt: Any, answer: str, ids: Sequence[int], *, finish: FinishReason = "stop", turns: int = 1) -> Rollout:
@@ -74,6 +77,24 @@ def test_scores_are_those_of_transformers_one_at_a_time(path: Path, max_tokens: 
     assert load(path, max_tokens=max_tokens).score(SEQUENCES) == pytest.approx(expected, abs=1e-5)
     assert max(expected) - min(expected) > 0.1 and expected[0] == expected[3]
     assert load(path).score([]) == []
+
+
+def test_a_model_in_host_memory_scores_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ScoreModel] = []
+
+    def load_into_memory(*args: Any, **options: Any) -> ScoreModel:
+        made.append(read(*args, **options))
+        for parameter in made[0].module.parameters():  # memory of a file cannot be given back
+            parameter.data = parameter.data.clone()
+        made[0].lean = LeanDecoder.of(made[0].module.base_model)
+        return made[0]
+
+    expected, read = load(path).score(SEQUENCES), ScoreModel.load
+    monkeypatch.setattr(ScoreModel, "load", load_into_memory)
+    away = load(path, offload=True)
+    for _ in range(2):
+        assert sum(p.untyped_storage().nbytes() for p in made[0].module.parameters()) == 0
+        assert away.score(SEQUENCES) == expected
 
 
 def test_normalised_by_the_models_own_statistics(path: Path) -> None:

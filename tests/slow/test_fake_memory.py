@@ -23,6 +23,7 @@ from benchmarks.device_memory import (  # noqa: E402
     DEEP,
     LARGE,
     LORA,
+    QWEN2,
     RANKED,
     RANKS,
     STAGE,
@@ -59,6 +60,34 @@ def test_a_pass_without_gradients_is_planned_within_five_percent(tmp_path: Path,
     assert price is not None and price.scored
     expected = price.scoring - price.libraries
     assert dry_run(config, facts)[FIRST]["score"].total == pytest.approx(expected, rel=0.05)
+
+
+FROZEN: dict[str, tuple[str, ...]] = {
+    "distill": ("distill.mode=offline", "data.max_tokens=2048", "train.batch_size=64"),
+    "rl": (
+        *("data.max_prompt_tokens=1024", "rollout.max_new_tokens=1024", "rollout.group_size=8", "system.hybrid=false"),
+        "system.reward_max_tokens=8192",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", [*FROZEN])
+def test_frozen_models_in_host_memory_are_within_five_percent(tmp_path: Path, command: str) -> None:
+    """A teacher that comes for each micro-batch, when there are gradients; a reward model and a reference."""
+    shape = QWEN2 | {"num_hidden_layers": 4}
+    judge = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": ""}} if command == "rl" else {}
+    other = f"{tmp_path}/frozen"
+    models = ("algorithm.kl.coef=0.1", f'reward.models=[{{path="{other}"}}]') if judge else (f"teacher.path={other}",)
+    said = ("system.max_tokens_per_microbatch=8192", "system.gradient_checkpointing=true", *FROZEN[command], *models)
+    given = (*said, "system.offload_reference=true")
+    config, facts = resolved(tmp_path, command, shape, "H200", *given, frozen=shape | judge | {"num_hidden_layers": 8})
+    price, phases = planned(config, facts), dry_run(config, facts)[FIRST]
+    assert price is not None and price.frozen == 0 < price.scorer and bool(price.judge) == bool(judge)
+    needed = max(price.training, price.scoring, price.teaching) - price.libraries
+    assert phases["train"].total == pytest.approx(needed, rel=0.05), (phases["train"].peak, price)
+    if judge:
+        assert phases["reward"].total == pytest.approx(price.sampling - price.libraries, rel=0.05), price
+        assert not phases["train"].peak.get("frozen models")
 
 
 @pytest.mark.parametrize("case", DEEP, ids=lambda case: case.name)

@@ -26,6 +26,7 @@ from tunesmith.assembly.rewards import load_reward_model
 from tunesmith.assembly.rl_parts import make_learner_and_engine
 from tunesmith.assembly.supervised_parts import make_parts
 from tunesmith.backends.ranked import RankedBackend
+from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.placement import Role
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
@@ -227,7 +228,7 @@ def check_dry_run(config: RunConfig) -> None:
         f"system.engine = '{system.engine}'": config.drawing is not None and system.served,
         f"system.weight_plane = '{system.weight_plane}'": system.weight_plane == "ipc",
         f"model.quantize = '{config.model.quantize}'": config.model.quantize is not None,
-        "tunesmith distill": config.command == "distill",
+        "rollouts for a teacher": isinstance(config, DistillConfig),
     }
     if others := [key for key, unknown in asked.items() if unknown]:
         raise ConfigError(

@@ -11,11 +11,12 @@ from unittest.mock import patch
 
 import torch
 
-from tunesmith.assembly import engine_host, planes
+from tunesmith.assembly import engine_host, planes, teacher
 from tunesmith.config.schema import RunConfig
 from tunesmith.engines.local.kv_memory import KVMemory
 from tunesmith.engines.stats import EngineStats
 from tunesmith.fake_device.sharded import GATHERED
+from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.openmp import to_thread
 from tunesmith.plan.cost import Price
 from tunesmith.types import Completion, Sampling
@@ -37,7 +38,7 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
     Args:
         engine: planned on a GPU with an engine.
     """
-    allocate, local = KVMemory.allocate, engine_host.ENGINES["local"]
+    allocate, local, frozen = KVMemory.allocate, engine_host.ENGINES["local"], teacher.load_frozen
 
     def allocate_named(memory: KVMemory) -> None:
         with device.allocating(KEYS_AND_VALUES):
@@ -55,6 +56,14 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
         merged, stored = config.system.adapter_sync != "adapter", config.system.engine != "local"
         return GatheringPlane(planes.published(model, merged=merged, as_stored=stored), device)
 
+    def load_frozen(*args: Any) -> Any:
+        with device.allocating("frozen models"):
+            return frozen(*args)
+
+    def load_tokenizer(config: RunConfig) -> NoTokenizer:
+        del config
+        return NoTokenizer()
+
     def own_address(config: RunConfig) -> str:
         del config
         return planes.launched_address()
@@ -62,6 +71,7 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
     with (
         patch.object(KVMemory, "allocate", allocate_named),
         patch.dict(engine_host.ENGINES, local=make_local, vllm=make_vllm),
+        patch.multiple(teacher, load_frozen=load_frozen, load_tokenizer=load_tokenizer),
         patch.multiple(planes, make_plane=make_plane, own_address=own_address),
         patch.dict(os.environ),
     ):

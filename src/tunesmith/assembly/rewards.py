@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,7 @@ def load_reward_model(config: RLConfig | SamplingConfig, entry: ModelReward) -> 
             max_tokens=system.reward_max_tokens,
             chat=config.data.chat,
             trust_remote_code=config.model.trust_remote_code,
+            offload=isinstance(config, RLConfig) and config.system.offload_reference,
         )
 
 
@@ -83,11 +85,13 @@ def make_reward_model(
     max_tokens: int,
     chat: bool | None = None,
     trust_remote_code: bool = False,
+    offload: bool = False,
 ) -> RewardModel:
     """Load a trained reward model.
 
     Args:
         max_tokens: of one forward pass.
+        offload: keep it in host memory while it does not score.
         chat: whether text prompts go through the chat template; None: if the tokenizer has one.
 
     Raises:
@@ -96,6 +100,7 @@ def make_reward_model(
     import torch
 
     from tunesmith.data.chat import ChatTemplate
+    from tunesmith.models.host_weights import HostWeights
     from tunesmith.models.score_model import ScoreModel, is_trained
     from tunesmith.rewards.model import RewardModel
 
@@ -107,4 +112,10 @@ def make_reward_model(
     tokenizer: Any = model.tokenizer
     template = ChatTemplate.of(tokenizer) if chat or (chat is None and tokenizer.chat_template) else None
     stats = read_stats(Path(entry.path)) if entry.normalize else None
-    return RewardModel(partial(model.score_sequences, max_tokens=max_tokens), tokenizer, model.context, template, stats)
+    weights = HostWeights.of(model).here if offload else nullcontext
+
+    def score(sequences: list[list[int]]) -> list[float]:
+        with weights():
+            return model.score_sequences(sequences, max_tokens)
+
+    return RewardModel(score, tokenizer, model.context, template, stats)

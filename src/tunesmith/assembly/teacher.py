@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from tunesmith.assembly.common import load_frozen, load_tokenizer
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.teacher import check_same_vocabulary, predict_with_teacher
 
 
@@ -30,6 +32,7 @@ def compare_with(
     teacher: CausalLM, config: SampledDistillConfig | OfflineDistillConfig
 ) -> Callable[[CausalLM, Forest], Predictions]:
     """The student's predictions with its distance from the teacher."""
+    host = HostWeights.of(teacher) if config.system.offload_reference else None
     temperature = config.rollout.temperature if isinstance(config, SampledDistillConfig) else 1.0
     return partial(
         predict_with_teacher,
@@ -37,4 +40,5 @@ def compare_with(
         top_k=config.distill.top_k,
         temperature=temperature,
         chunk=config.system.logprob_chunk,
+        weights=host.here if host else nullcontext,
     )

@@ -77,10 +77,8 @@ class TorchBackend(Generic[M]):
         self.passes = Passes(model, predict)
         self.reference_passes = None if reference is None else Passes(reference, predict)
         self._host_reference = None
-        if reference is not None and offload_reference:
-            tensors = (*reference.module.parameters(), *reference.module.buffers())
-            self._host_reference = HostWeights(tensors, reference.lean)
-            self._host_reference.leave()
+        if reference is not None and offload_reference and reference.sharding is None:
+            self._host_reference = HostWeights.of(reference)
         self.value_head, self.ema_decay = value_head, ema_decay
         self.optimizer = MasterOptimizer(model.module, settings, value_head, head_lr_ratio)
         if model.dtype == torch.float16:

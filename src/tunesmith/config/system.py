@@ -50,7 +50,7 @@ class SystemSection(Section):
     offload_optimizer: bool = derived()
     """Keep master weights, their gradients and the optimizer's moments in host memory, and step on the CPU."""
     offload_reference: bool = derived()
-    """Keep the frozen reference in host memory while it does not score."""
+    """Keep frozen models (a reference, a teacher, reward models) in host memory while they do not score."""
     logprob_chunk: PositiveInt | None = None
     """Rows of the head that are computed at once."""
     engine: Literal["local", "vllm", "sglang"] = "local"

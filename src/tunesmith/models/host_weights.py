@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from typing import Self
 
 from torch import Tensor
 
+from tunesmith.models.decoder import Decoder
 from tunesmith.models.host_memory import host_copies
 from tunesmith.models.lean import LeanDecoder
 
@@ -29,6 +31,13 @@ class HostWeights:
         self._here = [_flat(tensor) for tensor in storages.values()]
         self._sizes = [flat.untyped_storage().nbytes() for flat in self._here]
         self._there = host_copies(self._here) if kept else []
+
+    @classmethod
+    def of(cls, model: Decoder) -> Self:
+        """A frozen model's, which leave at once."""
+        made = cls((*model.module.parameters(), *model.module.buffers()), model.lean)
+        made.leave()
+        return made
 
     @contextmanager
     def here(self, *, changes: bool = False) -> Generator[None]:

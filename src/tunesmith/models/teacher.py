@@ -5,6 +5,8 @@ Shape legend: ``N`` predictions, ``k`` tokens of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -25,10 +27,14 @@ def predict_with_teacher(
     top_k: int,
     temperature: float = 1.0,
     chunk: int | None = None,
+    weights: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Predictions:
     """The student's log-probabilities of the targets, and its ``divergence`` from the teacher at each.
 
     The teacher runs without gradient, and only its ``top_k`` log-probabilities of a row are kept.
+
+    Args:
+        weights: inside, the teacher has its weights.
 
     Raises:
         ModelError: in a sequence group, both split forests by length, but not at the same lengths.
@@ -42,7 +48,7 @@ def predict_with_teacher(
     size, head = len(student.head.weight), teacher.scaled_head(temperature, chunk)
     if len(head.weight) > size:
         head = replace(head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size])
-    with torch.no_grad():
+    with torch.no_grad(), weights():
         tokens, theirs = likeliest(teacher.states(forest), head, min(top_k, len(head.weight)))
     # The target is one more token, so that the student's logits are computed once.
     wanted = torch.cat([forest.targets[:, None], tokens], 1)

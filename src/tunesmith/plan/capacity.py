@@ -30,7 +30,7 @@ from tunesmith.plan.memory import (
     gpu_of,
     host_problem,
     host_tokens,
-    keeps_reference,
+    keeps_frozen,
     kv_bytes_per_number,
     layout_of,
     least,
@@ -220,10 +220,10 @@ def _with_and_without(config: RunConfig, key: str, facts: Facts) -> tuple[Price,
 
 
 def _derive_reference(filling: Filling, facts: Facts) -> None:
-    """In host memory, while it does not score, if a GPU has no room for a sample beside it."""
+    """Frozen models in host memory, while they do not score, if a GPU has no room for a sample beside them."""
     config, key = filling.config, "system.offload_reference"
-    if not on_gpu(config) or not keeps_reference(config) or config.system.cluster != "none" or config.system.zero_stage:
-        filling.fill(key, False, "there is no whole reference on the trainer's GPU")
+    if not on_gpu(config) or not keeps_frozen(config):
+        filling.fill(key, False, "there is no whole frozen model on the trainer's GPU")
         return
     known_memory = _with_and_without(with_values(config, {"system.gradient_checkpointing": True}), key, facts)
     if known_memory is None:
@@ -231,11 +231,12 @@ def _derive_reference(filling: Filling, facts: Facts) -> None:
         return
     with_it, without, free = known_memory
     if without.peak <= free:
-        filling.fill(key, False, "it fits the GPU")
+        filling.fill(key, False, "the frozen models fit the GPU")
     elif problem := host_problem(config, with_it, facts):
         filling.fill(key, False, f"it would take {problem}")
     else:
-        reason = f"the GPU is short of memory; {format_size(with_it.scorer)} are in host memory but while it scores"
+        away = format_size(with_it.scorer + with_it.judge)
+        reason = f"the GPU is short of memory; {away} of frozen models are in host memory but while they score"
         filling.fill(key, True, reason)
 
 

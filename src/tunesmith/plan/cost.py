@@ -37,14 +37,17 @@ class Layout:
     """Whether the matrices of the layers have one moment."""
     offload: bool = False  # of the optimizer and its gradients to host memory
     offload_activations: bool = False
-    offload_references: bool = False  # which are on the device only while they score
+    offload_frozen: bool = False  # whole frozen models, which are then on the device only while they score
     ema: bool = False
     models: int = 1
     """Trained models of the policy's size: two with a separate critic."""
     references: int = 0
     """Frozen copies of the policy."""
     frozen_parameters: int = 0
-    """Of reward models and a teacher."""
+    """Of reward models or a teacher."""
+    teaches: str | None = None
+    """When a teacher scores: before a ``batch`` is trained, or in each ``microbatch``; None: they are reward models,
+    which score what was sampled."""
     shards: int = 1
     """Ranks that shard what is trained, and its references."""
     zero_stage: int = 0
@@ -84,7 +87,9 @@ class Price:
     gathered: int = 0
     """Of a sharded model's weights, all rows at once."""
     scorer: int = 0
-    """Of a reference that is here only while it scores."""
+    """Of a reference or a teacher that is here only while it scores."""
+    judge: int = 0
+    """Of reward models that are here only while they score what was sampled."""
     scored: int = 0
     """Temporaries of a pass without gradients: of policy, reference or critic."""
     rewarded: int = 0
@@ -102,6 +107,7 @@ class Price:
     """Host memory beside a GPU: master weights, gradients, moments, average of the weights; activations; references."""
     turns: bool = False
     keeps_base: bool = False
+    teaches: str | None = None
 
     @property
     def state(self) -> int:
@@ -116,17 +122,23 @@ class Price:
     @property
     def scoring(self) -> int:
         """While policy, reference or critic score, and there are no gradients."""
-        return self.training - self.gradients - self.activations - self.head + self.scorer + self.scored
+        scorer = self.scorer * (self.teaches != "microbatch")
+        return self.training - self.gradients - self.activations - self.head + scorer + self.scored
+
+    @property
+    def teaching(self) -> int:
+        """While a teacher from host memory scores a micro-batch."""
+        return (self.training - self.activations + self.scorer) * (self.teaches == "microbatch")
 
     @property
     def sampling(self) -> int:
-        beside = self.engine + self.kv + self.rewarded + (0 if self.turns else self.optimizer)
+        beside = self.engine + self.kv + self.rewarded + self.judge + (0 if self.turns else self.optimizer)
         return self.libraries + self.weights + self.frozen + beside
 
     @property
     def peak(self) -> int:
         """Memory of the phase that needs more."""
-        return max(self.training, self.sampling, self.scoring)
+        return max(self.training, self.sampling, self.scoring, self.teaching)
 
 
 def price(model: ModelFacts, layout: Layout) -> Price:
@@ -140,12 +152,17 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
     beside: dict[str, Any] = {"kv": layout.kv_bytes, "turns": layout.turns, "keeps_base": layout.keeps_base}
     beside["engine"] = layout.engines * copy // layout.ranks + layout.prepared
-    scorer = layout.references * copy if layout.offload_references else 0
-    frozen = layout.references * copy - scorer + layout.frozen_parameters * layout.bytes_per_number
+    others = layout.frozen_parameters * layout.bytes_per_number
+    references = 0 if layout.zero_stage else layout.references * copy
+    away = {"scorer": references + (others if layout.teaches else 0), "judge": 0 if layout.teaches else others}
+    beside |= {"teaches": layout.teaches} | (away if layout.offload_frozen else {})
+    frozen = 0 if layout.offload_frozen else references + others
+    pinned = int(PINNED * (references + others)) if layout.offload_frozen else 0
     if not layout.trains:
         return Price(weights=copy * layout.holds_model, frozen=frozen, **beside)
     if layout.zero_stage:
-        return replace(_sharded(model, layout), **beside)
+        own = _sharded(model, layout)
+        return replace(own, frozen=own.frozen + frozen, host=own.host + pinned, **beside)
     trained = numbers if layout.lora_rank is None else adapter_numbers(model, layout.lora_rank)
     adapter = 0 if layout.lora_rank is None else 4 * trained  # float32 for any type of the model
     kept = (8 if wide or layout.lora_rank is not None else 12) + (4 if layout.ema else 0)
@@ -162,9 +179,8 @@ def price(model: ModelFacts, layout: Layout) -> Price:
         weights=layout.models * (copy * layout.holds_model + adapter),
         gradients=gradients,
         optimizer=optimizer,
-        host=_in_host_memory(model, layout, trained) + int(PINNED * scorer),
+        host=_in_host_memory(model, layout, trained) + pinned,
         frozen=frozen,
-        scorer=scorer,
         activations=_activations(model, layout),
         head=max(head, backward),
         **beside,
@@ -198,8 +214,11 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         kept, gradients, optimizer = rows * size + 4 * trained, 4 * trained, (8 + ema) * trained
     activations, arriving = _activations(model, layout), layer * size if layout.zero_stage == 3 else 0
     head, backward = _passing(model, layout)
-    if layout.lora_rank is None:  # the head's gradient waits to be summed; a layer's is being summed in float32
-        backward += model.vocab_size * model.hidden_size * size + 4 * layer
+    if layout.lora_rank is None:
+        # The head's gradient waits to be summed; a layer's is being summed in float32, when its activations have gone.
+        again = all(recomputed(model.layers, layout.checkpointing))
+        gone = 0 if again else -(-layout.tokens // layout.sequence) * layer_bytes(model, layout)
+        backward += model.vocab_size * model.hidden_size * size + max(0, 4 * layer - gone)
         at_the_end = (8 if layout.zero_stage == 1 else 4 + size) * outside  # when all else has been
         head = max(head, at_the_end - gathered * size - activations - 4 * (summed - rows))
     if layout.offload:  # stage 1 sums what it has added up when all micro-batches are done
@@ -210,7 +229,7 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         gradients=layout.models * gradients,
         optimizer=layout.models * optimizer,
         host=_in_host_memory(model, layout, trained),
-        frozen=layout.references * rows * size + layout.frozen_parameters * size,
+        frozen=layout.references * rows * size,
         gathered=gathered * size,
         activations=activations,
         head=max(head, backward + arriving),

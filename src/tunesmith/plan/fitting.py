@@ -24,6 +24,7 @@ from tunesmith.plan.memory import (
     MARGIN,
     has_critic,
     host_problem,
+    keeps_frozen,
     keeps_reference,
     layout_of,
     least_devices,
@@ -85,7 +86,8 @@ def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_o
     more = f", or {more}" if more else ""
     peaks: list[int] = []
     other = {key: value for key, value in (fastest_layout(free_of_layout, facts) or {}).items() if value is not None}
-    without = {"system.offload_reference": False} if known(given.system, "offload_reference") else {}
+    said = bool(known(given.system, "offload_reference"))
+    without = {"system.offload_reference": False} if said and keeps_reference(config) else {}
     for changes in _changes(config, facts, other):
         changes |= without if "lora.rank" in changes else {}  # an adapter needs no reference
         if any(contradictions(with_values(given, told | changes))):
@@ -122,11 +124,10 @@ def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
 def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Settings that need less memory, the nearest first; ``layout``: another one that fits."""
     muon = config.train.optimizer.name == "muon"  # which neither an adapter nor the host has
-    alone = config.system.zero_stage or config.system.cluster != "none"  # then the reference is elsewhere, or sharded
     if config.trains:
         if config.system.gradient_checkpointing is not True:
             yield {"system.gradient_checkpointing": True}
-        if on_gpu(config) and keeps_reference(config) and not (config.system.offload_reference or alone):
+        if on_gpu(config) and keeps_frozen(config) and not config.system.offload_reference:
             yield {"system.offload_reference": True}
         if on_gpu(config) and not config.system.offload_activations:
             yield {"system.offload_activations": True}

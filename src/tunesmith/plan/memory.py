@@ -28,7 +28,7 @@ from tunesmith.plan.cost import (
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
-from tunesmith.plan.scoring import scores, scoring_bytes
+from tunesmith.plan.scoring import scores, scoring_bytes, teaches
 from tunesmith.plan.weights import loads_model, weights_apart
 
 MARGIN = 1.1
@@ -100,6 +100,15 @@ def keeps_reference(config: RunConfig) -> bool:
     return section is not None and not section.precompute_reference
 
 
+def keeps_frozen(config: RunConfig) -> bool:
+    """Whether whole frozen models are kept beside what trains: a teacher, reward models, a reference that is not
+    sharded; on Ray a teacher alone, as the others are in processes of their own."""
+    if teaches(config) or config.system.cluster != "none":
+        return teaches(config) is not None
+    judged = isinstance(config, RLConfig) and bool(config.reward.models)
+    return judged or (keeps_reference(config) and not known(config.system, "zero_stage"))
+
+
 def longest_sample(config: RunConfig, facts: Facts) -> int | None:
     """Tokens of the longest sample, or of samples that must share a micro-batch; None if unknown."""
     if config.supervised:
@@ -143,7 +152,8 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
         quantize=config.model.quantize,
         offload=bool(known(system, "offload_optimizer")),
-        offload_references=bool(known(system, "offload_reference")),
+        offload_frozen=bool(known(system, "offload_reference")),
+        teaches=teaches(config),
         offload_activations=bool(known(system, "offload_activations")),
         muon=config.train.optimizer.name == "muon",
         ema=config.train.ema_decay is not None,
@@ -305,10 +315,10 @@ def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
     if layout.references:
         alone = price(model, replace(layout, frozen_parameters=0))
         roles["reference"] = Price(frozen=alone.frozen, scorer=alone.scorer)
-    if others := own.frozen - sum(role.frozen for role in roles.values()):
-        roles["teacher" if isinstance(config, DistillConfig) else "reward models"] = Price(
-            frozen=others, rewarded=own.rewarded
-        )
+    frozen, scorer = (sum(getattr(role, part) for role in roles.values()) for part in ("frozen", "scorer"))
+    others = Price(frozen=own.frozen - frozen, scorer=own.scorer - scorer, judge=own.judge, rewarded=own.rewarded)
+    if others.frozen or others.scorer or others.judge:
+        roles["teacher" if teaches(config) else "reward models"] = others
     if own.engine or own.kv:
         roles["engines"] = Price(engine=own.engine, kv=own.kv)
     return roles

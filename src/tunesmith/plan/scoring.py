@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.config.generation import RFTConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -62,3 +63,10 @@ def _feed_forward(model: ModelFacts, layout: Layout) -> int:
         return held + 3 * size * inner
     rounded = (4 + (0 if layout.zero_stage else size)) * hidden if size == 2 else 0
     return held + rounded + (2 * size + 8) * inner
+
+
+def teaches(config: RunConfig) -> str | None:
+    """As ``Layout.teaches``."""
+    if isinstance(config, SampledDistillConfig | OfflineDistillConfig):
+        return "microbatch"
+    return "batch" if isinstance(config, DistillConfig) else None

@@ -80,18 +80,23 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind,
     body *= (2 / 3 if config.lora.on else 1.0) * (1 + RECOMPUTED * system.gradient_checkpointing)
     rate = ranks * kind.flops * FLOPS_SHARE
     batches = samples // (known(config.train, "batch_size") or samples) or 1
-    brought = layout_of(config, facts).offload_references * copy_bytes(model, bytes_per_number(config)) / TO_THE_HOST
+    layout = layout_of(config, facts)
+    away = layout.offload_frozen and keeps_reference(config)
+    brought = away * copy_bytes(model, bytes_per_number(config)) / TO_THE_HOST
     phases = {"scoring": scored / rate + (1 if rl else batches) * brought} if scored else {}
     modules = PLAIN_MODULES if system.zero_stage else 1.0
     computed = (modules * body * (1 + has_critic(config)) + head) / rate
-    sent = samples * longest * (1 + has_critic(config)) * sent_bytes(model, layout_of(config, facts)) / ranks
+    sent = samples * longest * (1 + has_critic(config)) * sent_bytes(model, layout) / ranks
     phases["training"] = max(computed, 2 * sent / TO_THE_HOST)
     if system.offload_optimizer:
-        host = batches * price(model, replace(layout_of(config, facts), offload_references=False)).host
+        host = batches * price(model, replace(layout, offload_frozen=False)).host
         phases["optimizer step on the host"] = host * (HOST_STEP / OF_THE_HOST + HOST_SENT / TO_THE_HOST)
+    groups = ranks / system.sequence_parallel.size
+    micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
+    if layout.offload_frozen and layout.frozen_parameters:
+        times = batches * micro if layout.teaches == "microbatch" else 1
+        phases["frozen models from the host"] = times * layout.frozen_parameters * layout.bytes_per_number / TO_THE_HOST
     if ranks > 1:
-        groups = ranks / system.sequence_parallel.size
-        micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
         link = min(kind.link, BETWEEN_MACHINES) if ranks > len(facts.hardware.gpus) else kind.link
         sent = batches * (1 + has_critic(config)) * exchanged(config, model, micro)
         phases["between GPUs"] = sent * (ranks - 1) / ranks / link

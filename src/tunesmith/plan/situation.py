@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from math import ceil
 from typing import Any
@@ -18,7 +19,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.plan.engine import LAUNCH
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.gpus import ranks_per_engine
-from tunesmith.plan.memory import gpu_of, has_critic, keeps_reference, longest_sample
+from tunesmith.plan.memory import gpu_of, has_critic, keeps_frozen, keeps_reference, longest_sample
 from tunesmith.plan.scoring import scores
 from tunesmith.plan.weights import colocated, engines_apart, weights_apart
 from tunesmith.types import altering
@@ -102,7 +103,8 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "ranks_per_engine": ranks_per_engine(config),
         "left_over_ranks": ranks % size if ranks and size else None,
         "ungrouped_ranks": ranks % system.sequence_parallel.size if ranks else None,
-        "keeps_reference": _keeps_reference(config, algorithm),
+        "keeps_reference": _kept(config, algorithm, keeps_reference),
+        "keeps_frozen": _kept(config, algorithm, keeps_frozen),
         "rewarded": bool(reward and reward.given),
         "reward_models": bool(reward and reward.models),
         "scored_by_model": any(model.weight > 0 for model in (reward.models if reward else ())),
@@ -188,8 +190,8 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
     return values
 
 
-def _keeps_reference(config: RunConfig, algorithm: AlgorithmSection | None) -> bool | None:
+def _kept(config: RunConfig, algorithm: AlgorithmSection | None, kept: Callable[[RunConfig], bool]) -> bool | None:
     """None where the algorithm cannot be resolved."""
     if isinstance(config, RLConfig):
-        return keeps_reference(config.model_copy(update={"algorithm": algorithm})) if algorithm else None
-    return keeps_reference(config)
+        return kept(config.model_copy(update={"algorithm": algorithm})) if algorithm else None
+    return kept(config)
