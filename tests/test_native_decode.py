@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tiny import save_model
+from tunesmith.assembly.common import load_model, load_tokenizer
 from tunesmith.config.generation import GenerateConfig
 from tunesmith.config.load import load_config
+from tunesmith.config.schema import SFTConfig
 from tunesmith.engines.local import native_decode
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.native_decode import ACTIVATIONS, BankData, LayerData, RowsData, StepData
 from tunesmith.engines.local.runner import probe
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.loop.profiling import StepProfiler
-from tunesmith.models import products
+from tunesmith.models import products, training_functions
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.costs import COMPILED_CALL, largest_costs
 from tunesmith.native import build
@@ -397,6 +400,27 @@ def test_the_setting_is_derived_from_compiler_family_and_device(
     for model, compiler in ((directory, None), (other, sys.executable)):
         with pytest.raises(ConfigError, match=r"system\.compile"):
             found(model, compiler, "system.compile=true")
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+def test_training_in_bfloat16_compiles_for_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiles: bool) -> None:
+    directory, data = save_model(tmp_path / "model", "gpt2"), tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(training_functions, "_allowed", True)
+    facts = Facts(replace(read_hardware(), tiles=tiles), read_model_facts(directory))
+
+    def found(*more: str) -> SFTConfig:
+        given = [f"model.path={directory}", f"data.train={data}", "system.device=cpu", "model.dtype=bfloat16", *more]
+        return resolve(load_config(SFTConfig, None, given), facts).config
+
+    assert found().system.compile == tiles and not found("model.dtype=float32").system.compile
+    if not tiles:
+        with pytest.raises(ConfigError, match=r"system\.compile"):
+            found("system.compile=true")
+    config = found("system.compile=false")
+    load_model(CausalLM, config, load_tokenizer(config))
+    assert training_functions.functions() is None
 
 
 @needs_compiler

@@ -22,7 +22,7 @@ from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.data.forest import Packing
 from tunesmith.errors import DeviceMemoryError
-from tunesmith.models import adapters
+from tunesmith.models import adapters, training_functions
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.host_memory import packed
 from tunesmith.plan.cost import PINNED, Layout, price
@@ -37,6 +37,12 @@ GB = 10**9
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("offload") / "model", "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def sums_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: compiled functions add gradients without rounding them first."""
+    monkeypatch.setattr(training_functions, "_allowed", False)
 
 
 def packing(max_tokens: int = 40) -> Packing:

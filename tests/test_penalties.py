@@ -133,4 +133,5 @@ def test_sglang_does_it_otherwise_and_is_refused_by_key(setting: str) -> None:
 def test_what_is_left_of_an_interrupted_completion_may_end_when_all_of_it_might() -> None:
     sampling = Sampling(20, min_new_tokens=9, seed=1)
     assert [remaining(sampling, n).min_new_tokens for n in (0, 4, 12)] == [9, 5, 0]
-    assert replace(remaining(sampling, 4), seed=1, min_new_tokens=9) == replace(sampling, max_new_tokens=16)
+    left = replace(remaining(sampling, 4), seed=1, min_new_tokens=9)
+    assert left == replace(sampling, max_new_tokens=16, continued=4)

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from tunesmith.backends.masters import Master
-from tunesmith.models import weight_gradients
+from tunesmith.models import training_functions, weight_gradients
 from tunesmith.models.head import Head, fused_logprobs
 from tunesmith.models.lean_ops import embed, linear
 from tunesmith.models.training_functions import functions
 
 pytestmark = pytest.mark.skipif(functions() is None, reason="this CPU has no AMX, or no compiler")
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the last run in this process allowed."""
+    monkeypatch.setattr(training_functions, "_allowed", True)
 
 
 @pytest.mark.parametrize("rows", [1, 37, 513, 2100])

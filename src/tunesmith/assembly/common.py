@@ -54,6 +54,9 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
     """
     import torch
 
+    from tunesmith.models import training_functions
+
+    training_functions.allow(config.system.compile)
     torch.set_num_threads(config.system.threads)
     trust_remote_code, lora = config.model.trust_remote_code, config.lora
     if lora.on:

@@ -33,7 +33,7 @@ class SystemSection(Section):
     """How much of the device's memory the run may use, such as ``20GB``; None: what is free when it starts."""
     threads: PositiveInt = derived()
     compile: bool = derived()
-    """Compile on this machine what decoding computes (``engines.local``, on a CPU)."""
+    """Compile on a CPU what decoding computes (``engines.local``), and training in bfloat16 with AMX (``native``)."""
     max_tokens_per_microbatch: PositiveInt = derived()
     """Of one rank, or of the ranks of ``sequence_parallel`` together."""
     scoring_max_tokens: PositiveInt = derived()

@@ -39,9 +39,22 @@ class Attention(Structure):
     )
 
 
-@cache
+_allowed = True
+
+
+def allow(compiled: bool) -> None:
+    """Whether this process trains with compiled functions (``system.compile``)."""
+    global _allowed
+    _allowed = compiled
+
+
 def functions() -> Any:
-    """The compiled functions; None where the CPU has no AMX, or where they cannot be compiled."""
+    """The compiled functions; None where they are not allowed, the CPU has no AMX, or they cannot be compiled."""
+    return _compiled() if _allowed else None
+
+
+@cache
+def _compiled() -> Any:
     if "amx_bf16" not in cpu_info().get("flags", "").split():
         return None
     found: Any = library("train")

@@ -17,11 +17,12 @@ from tunesmith.config.sizes import format_size, megabytes
 from tunesmith.config.values import LARGEST_COUNT
 from tunesmith.errors import ConfigError
 from tunesmith.plan.caps import derive_caps
+from tunesmith.plan.compiling import derive_compile
 from tunesmith.plan.cost import Price, activation_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import engines_together, ranks_per_engine
-from tunesmith.plan.hardware import Gpu, compilers
+from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.memory import (
     MARGIN,
     bytes_per_token,
@@ -94,7 +95,7 @@ def derive_capacity(filling: Filling, facts: Facts) -> None:
     machine, here = facts.hardware, on_gpu(filling.config)
     _derive_ranks(filling, facts)
     _derive_threads(filling, machine.cores, 1 if here else facts.ranks_here or filling.config.system.trainer_ranks)
-    _derive_compile(filling, facts)
+    derive_compile(filling, facts)
     if filling.config.trains:
         _derive_shards(filling, facts)
         _derive_reference(filling, facts)
@@ -175,19 +176,6 @@ def _derive_threads(filling: Filling, cores: int, ranks: int) -> None:
         shared = f", shared by the trainer and {engines} engine processes"
     threads = max(1, cores // (ranks + engines))
     filling.fill("system.threads", threads, f"the physical cores this process may use{shared}")
-
-
-def _derive_compile(filling: Filling, facts: Facts) -> None:
-    config, key, compiler = filling.config, "system.compile", facts.hardware.compiler
-    if config.drawing is None:
-        return
-    if config.system.engine != "local" or on_gpu(config):
-        filling.fill(key, False, "it is for the local engine on a CPU")
-    elif compiler is None:
-        filling.fill(key, False, f"no C++ compiler was found ({compilers()})")
-    elif facts.model is not None and not facts.model.lean:
-        filling.fill(key, False, f"models of type '{facts.model.family}' run the operations of transformers")
-    filling.fill(key, True, f"found: {compiler}")
 
 
 def _engines_share_cpu(config: RunConfig) -> bool:

@@ -17,6 +17,7 @@ _TRAINER_KEYS = (
         "device",
         "device_memory",
         "threads",
+        "compile",
         "max_tokens_per_microbatch",
         "scoring_max_tokens",
         "share_prompts",

@@ -16,6 +16,7 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.errors import ConfigError
+from tunesmith.plan.compiling import compilable
 from tunesmith.plan.engine import LAUNCH
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.gpus import ranks_per_engine
@@ -166,8 +167,8 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
         "sample": longest if isinstance(config, RLConfig) else facts.together or facts.longest,
         "instances_for": facts.instances_for,
         "launched": facts.ranks_here is not None,
+        "compilable": compilable(config, facts),
         "compiles": machine.compiler is not None,
-        "samples": config.drawing is not None,
     }
     if isinstance(config, RLConfig) and facts.longest:  # no prompt is as long as the longest that is allowed
         values["least_rollout"] = config.rollout.max_new_tokens + facts.longest
@@ -181,7 +182,6 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
             "switch": model.switch,
             "vocab_size": model.vocab_size,
             "layers": model.layers,
-            "lean": model.lean,
             "family": model.family,
             "heads": model.heads,
             "unshared_heads": model.heads % system.sequence_parallel.size,
