@@ -246,6 +246,14 @@ def test_ranks_and_engines_take_turns_on_a_gpu(tmp_path: Path, options: tuple[st
 
 
 @pytest.mark.slow
+def test_an_engine_in_the_trainers_process_takes_turns(tmp_path: Path) -> None:
+    phases = phases_of(tmp_path, "rl", "system.hybrid=true")
+    assert not phases["sample"].peak.get("optimizer") and phases["train"].peak["optimizer"] > 0
+    kept = [phases[name].peak["keys and values"] for name in ("sample", "train")]
+    assert kept[0] == pytest.approx(16e6, rel=0.01) and kept[1] < 2**12
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", "vllm"])
 def test_engines_have_gpus_of_their_own(tmp_path: Path, engine: str) -> None:
     given = (*RL, *GIVEN[:2], "rollout.max_staleness=1", "system.trainer_ranks=2", f"system.engine={engine}")

@@ -152,7 +152,7 @@ class DryRun:
         used |= {"engine": engine, "backends": [each.backend for each in learners], "objective": None}
         parts: Any = SimpleNamespace(**used, rewards=SimpleNamespace(weights={}))
         for step in range(STEPS):
-            if weights_apart(config):
+            if weights_apart(config) or config.system.hybrid:
                 with self.phase("publish"):
                     await load_engine(parts, engine.load_weights, step)
             with self.phase("sample"):
