@@ -60,6 +60,12 @@ from tunesmith.distributed.ray_cluster import RayCluster, check_machines  # noqa
 from tunesmith.engines.far import FarEngine  # noqa: E402
 from tunesmith.rewards.far_model import RestartingFar  # noqa: E402
 
+
+def in_ray(test: Callable[..., None]) -> Callable[..., None]:
+    """A test with processes in Ray, whose start takes seconds: those of one worker share a cluster."""
+    return pytest.mark.slow(pytest.mark.xdist_group("ray")(test))
+
+
 PLACES = [Bundle((role,), 0.1, 0.0) for role in ("actor", "actor", "ref", "rollout", "rollout")]
 
 
@@ -92,17 +98,13 @@ def pid(pool: EnginePool) -> int:
 
 
 @each_check
+@in_ray
 def test_contract(check: Callable[[Subject], Awaitable[None]], bench: Bench) -> None:
     bench.check(check)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(signal.SIGKILL, id="killed"),
-        pytest.param(signal.SIGSTOP, id="hanging", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]),
-    ],
-)
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="hanging")])
+@in_ray
 def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(bench: Bench, how: signal.Signals) -> None:
     async def run() -> None:
         await bench.engine.close()  # its place is for the next one
@@ -125,8 +127,7 @@ def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(bench: Bench, how: 
     assert any("starting another" in text for text in bench.said)
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("ray")
+@in_ray
 def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
     async def run() -> None:
         far = bench.cluster.spawn("rollout", EngineLostError)
@@ -158,6 +159,7 @@ def batch() -> Batch:
     return whole
 
 
+@in_ray
 def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_path: Path) -> None:
     """Losses travel there, numbers come back, bit by bit; so do the reference, the average and checkpoints."""
     config = resolved(tmp_path, algorithm__kl__coef=0.1, train__ema_decay=0.5)
@@ -202,6 +204,7 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_pat
     cluster.close("actor", "ref")
 
 
+@in_ray
 def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: Path) -> None:
     """Memory runs out on one at first; then a checkpoint of both goes on in one; then one dies."""
     config = resolved(tmp_path, system__trainer_ranks=2, train__ema_decay=0.5)
@@ -240,6 +243,7 @@ def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: 
     cluster.close("actor")
 
 
+@in_ray
 def test_a_place_is_free_again_when_its_process_has_ended(cluster: RayCluster) -> None:
     for _ in range(2):
         far = cluster.spawn("ref", TrainerLostError)
@@ -250,6 +254,7 @@ def test_a_place_is_free_again_when_its_process_has_ended(cluster: RayCluster) -
             far.get("sep")
 
 
+@in_ray
 def test_a_reward_models_process_is_replaced_as_often_as_said(cluster: RayCluster) -> None:
     said: list[str] = []
 
@@ -267,6 +272,7 @@ def test_a_reward_models_process_is_replaced_as_often_as_said(cluster: RayCluste
     assert len(said) == 1 and "starting another" in said[0]
 
 
+@in_ray
 def test_an_actor_in_another_environment(cluster: RayCluster, tmp_path: Path) -> None:
     interpreter = tmp_path / "python"
     interpreter.write_text(f'#!/bin/bash\nexport ANOTHER=yes\nexec {sys.executable} "$@"\n')
@@ -277,6 +283,7 @@ def test_an_actor_in_another_environment(cluster: RayCluster, tmp_path: Path) ->
     far.close()
 
 
+@in_ray
 def test_a_pool_that_grows_beyond_the_cluster_is_told(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_bundles", [Bundle(("critic",), 1000.0, 0.0)])
     monkeypatch.setattr(cluster, "_has_room", lambda *_: False)
@@ -294,12 +301,14 @@ def test_a_pool_that_grows_beyond_the_cluster_is_told(cluster: RayCluster, monke
         ({"ray_address": "10.0.0.1:6379"}, ConfigError, "ray_address: this process uses Ray already"),
     ],
 )
+@in_ray
 @pytest.mark.usefixtures("cluster")
 def test_what_ray_does_not_know_or_cannot_be_any_more(settings: Any, kind: Any, words: str) -> None:
     with pytest.raises(kind, match=words):
         RayCluster.open(SystemSection(**settings), PLACES)
 
 
+@in_ray
 @pytest.mark.usefixtures("cluster")
 def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
     config = resolved(tmp_path, system__engines=3, system__placement__rollout__gpus=1, system__placement__actor__gpus=1)
@@ -424,8 +433,7 @@ with RayCluster.open(SystemSection(weight_plane="memory"), [place, place]) as cl
 """
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("ray")
+@in_ray
 def test_processes_of_one_place_see_their_part_of_its_gpus() -> None:
     """Ray is told of four GPUs, and counts them as if they were there."""
     done = subprocess.run([sys.executable, "-c", DEALT], capture_output=True, text=True, timeout=600, check=True)
