@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.generation import GenerateConfig, OutputSection
 from tunesmith.config.kinds import all_keys
 from tunesmith.config.load import find_kind, load_config, parse_override
 from tunesmith.config.problems import key_lines, line_of
-from tunesmith.config.schema import RLConfig, SFTConfig
+from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.toml import toml_key, toml_value
+from tunesmith.config.unknown import explain_unknown
 from tunesmith.errors import ConfigError
 from tunesmith.usercode.loading import load_function
 
@@ -166,6 +168,31 @@ def test_problems_are_told_in_peoples_words(folder: Path, more: str, told: str) 
     assert told in message
     assert "pydantic" not in message
     assert "validation error" not in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "told"),
+    [
+        (GenerateConfig, "output.n", "; did you mean sampling.n?"),
+        (GenerateConfig, "path", "; did you mean model.path or lora.path?"),
+        (DistillConfig, "teacher.top_k", "; did you mean distill.top_k?"),
+        (DistillConfig, "distill.path", "; did you mean teacher.path?"),
+        (DistillConfig, "algorithm.top_k", "; did you mean rollout.top_k?"),
+        (RLConfig, "lora.target", ". Did you mean 'targets'?"),
+        (RLConfig, "algorithm.target", "; did you mean algorithm.kl.target?"),
+        (RLConfig, "trian.every", "; did you mean eval.every or monitor.every or checkpoint.every?"),
+    ],
+)
+def test_an_unknown_key_is_answered_from_its_section_first(kind: type[RunConfig], path: str, told: str) -> None:
+    (problem,) = explain_unknown(kind, tuple(path.split(".")), 1)
+    assert problem.text == f"unknown key {path}{told}"
+
+
+def test_where_several_other_sections_have_a_key_the_valid_ones_come_first() -> None:
+    (problem,) = explain_unknown(GenerateConfig, ("output", "path"), "answers.jsonl")
+    valid, similar = problem.text.split(" Similar: ")
+    assert valid == f"unknown key output.path. Valid: {', '.join(sorted(OutputSection.model_fields))}."
+    assert similar == "model.path, lora.path."
 
 
 def test_data_of_no_source_is_refused(folder: Path) -> None:

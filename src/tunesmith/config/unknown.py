@@ -26,7 +26,8 @@ def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list
     if any(answers.values()):
         return [Problem(place, text or f"unknown key {dotted(place)}.") for place, text in answers.items()]
     name = dotted(path)
-    return [Problem(path, answer(kind, name) or f"unknown key {name}.{_nearly(kind, path)}")]
+    known = None if _is_guess(kind, path) else answer(kind, name)
+    return [Problem(path, known or f"unknown key {name}.{_nearly(kind, path)}")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     here = tuple(m for m in known if any(key in keys for key in m.keys))
     ours = tuple(dict.fromkeys(key for m in here for key in m.keys if key in keys))
     same = [key for key in keys if key.rpartition(".")[2] == last]
+    if "." not in spelling and (related := _related(name, same)):
+        return Equivalent(tuple(related), sure=len(related) == 1)
     if same and "." not in spelling and not any(key in same for key in ours):
         return Equivalent(tuple(dict.fromkeys([*same, *ours])), sure=len(same) == 1 and not ours)
     if here:
@@ -86,6 +89,24 @@ def rule_of(meaning: Meaning) -> str:
     return f'"{meaning.value}" where it is on' if meaning.value else meaning.how or meaning.note
 
 
+def _related(name: str, keys: list[str]) -> list[str]:
+    """The keys in the section of a name; else, where a single command has that section, in others of that command."""
+    section = name.partition(".")[0]
+    if inside := [key for key in keys if key.startswith(f"{section}.")]:
+        return inside
+    commands = commands_with(section)
+    return [key for key in keys if len(commands) == 1 and commands_with(key.partition(".")[0]) == commands]
+
+
+def _is_guess(kind: type[RunConfig], path: KeyPath) -> bool:
+    """Whether all that is known of a section's key are such keys elsewhere: several, or one less alike than its own."""
+    ours, section = find(kind, dotted(path)), str(path[0])
+    elsewhere = any(not key.startswith(f"{section}.") for key in ours.keys)
+    if len(path) == 1 or section not in kind.model_fields or not elsewhere or ours.meanings:
+        return False
+    return not ours.sure or closest(str(path[-1]), _valid(kind, path), OTHER_SECTION) is not None
+
+
 def _section_of_others(kind: type[RunConfig], word: str) -> str | None:
     """The error for a section that only other commands' run files have."""
     if word == "rollout" and "sampling" in kind.model_fields:
@@ -104,15 +125,20 @@ def _commands(names: list[str]) -> str:
 
 def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
     """A hint at the key with the nearest spelling, first in the same section; else the valid keys."""
-    above, word = field_at(kind, path[:-1]), str(path[-1])
-    sections = [kind] if above is None else list(sections_of(above.annotation))
-    valid = [name for section in sections for name in section.model_fields]
-    if close := closest(word, valid, SAME_SECTION):
+    valid, word, similar = _valid(kind, path), str(path[-1]), find(kind, dotted(path)).keys
+    if close := closest(word, valid, OTHER_SECTION if similar else SAME_SECTION):
         return f" Did you mean '{close}'?"
     words = {key: key.rpartition(".")[2] for key in all_keys(kind)}
-    if close := closest(word, words.values(), OTHER_SECTION):
+    if not similar and (close := closest(word, words.values(), OTHER_SECTION)):
         return f" Did you mean {' or '.join(repr(key) for key, last in words.items() if last == close)}?"
-    return f" Valid: {', '.join(sorted(valid))}."
+    return f" Valid: {', '.join(sorted(valid))}." + (f" Similar: {', '.join(similar)}." if similar else "")
+
+
+def _valid(kind: type[RunConfig], path: KeyPath) -> list[str]:
+    """The keys of the section that a path leads into."""
+    above = field_at(kind, path[:-1])
+    sections = [kind] if above is None else list(sections_of(above.annotation))
+    return list(dict.fromkeys(name for section in sections for name in section.model_fields))
 
 
 def _nearest_known(kind: type[RunConfig], leaf: KeyPath, least: int) -> tuple[KeyPath, str | None]:
