@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 
 import tunesmith
@@ -211,6 +214,78 @@ def test_bad_input_is_refused_as_by_the_commands(
     with pytest.raises(error, match=words):
         tunesmith.rl(model, **{"train": sums(2), **SMALL, **arguments})
     assert not any(Path("runs").glob("rl-*")) and not Path("runs/latest").is_symlink()
+
+
+def test_a_reward_gets_the_values_of_rows_or_their_iso_text(model: Path) -> None:
+    midnight = datetime(2020, 1, 1)
+    columns: list[tuple[Any, Any]] = [
+        (date(2020, 1, 2), "2020-01-02"),
+        (midnight, "2020-01-01T00:00:00"),
+        (np.datetime64("2020-01-01T00:00", "ns"), "2020-01-01T00:00:00.000000000"),
+        ([midnight.time(), None, True, "é"], ["00:00:00", None, True, "é"]),
+        (np.int64(1 << 62), 1 << 62),
+        (np.float32(0.5), 0.5),
+        (np.array([[1, 2]]), [[1, 2]]),
+        (np.bool_(True), True),
+        (torch.tensor([1, 2]), [1, 2]),
+        (Decimal("1.5"), 1.5),
+        ((1, {"a": (10**30,)}), [1, {"a": [10**30]}]),
+    ]
+    row = {f"c{number}": value for number, (value, _) in enumerate(columns)}
+    seen: list[list[Any]] = []
+
+    def reward(completions: Sequence[str], **given: Any) -> list[float]:
+        seen.append([given[name][0] for name in row])
+        return [0.0 for _ in completions]
+
+    tunesmith.rl(model, [line | row for line in sums(4)], reward=reward, **{**SMALL, "train__steps": 1})
+    assert seen[0] == [value for _, value in columns]
+    assert list(map(type, seen[0])) == [type(value) for _, value in columns]
+
+
+@pytest.mark.parametrize("rows_format", [None, "numpy"])
+def test_rows_of_a_dataset_are_its_values(rows_format: str | None, model: Path) -> None:
+    rows = [line | {"day": datetime(2020, 1, day + 1), "n": [day, 2], "x": 0.5} for day, line in enumerate(sums(4))]
+    data, reward = Dataset.from_list(rows).with_format(rows_format), lambda completions, **_: share(completions)
+    tunesmith.rl(model, data, reward=reward, run_dir="run", **{**SMALL, "train__steps": 1})
+    written = [json.loads(line) for line in Path("run/data/train.jsonl").read_text().splitlines()]
+    assert [datetime.fromisoformat(line.pop("day")) for line in written] == [row.pop("day") for row in rows]
+    assert written == rows
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (b"x", "b'x' is of type bytes"),
+        (object(), "is of type object"),
+        ({1, 2}, "is of type set"),
+        (timedelta(1), "is of type timedelta"),
+        (np.timedelta64(5, "ns"), "is of type timedelta64"),
+        (np.datetime64("NaT"), "is of type datetime64"),
+        ({"a": [float("nan")]}, "nan is of type float"),
+        (np.array([1.0, np.inf]), "inf is of type float"),
+        ({"a": {1: 2}}, "the key 1 is of type int"),
+        ({None: 2}, "the key None is of type NoneType"),
+        (1 << 1100, "int too large"),
+        ("\ud800", "surrogates not allowed"),
+        (LOOP, "more than 63 levels"),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_json_cannot_hold_is_refused_with_row_and_column(value: Any, told: str, here: Path) -> None:
+    good, bad = ({**line, "held": held} for line, held in zip(sums(2), (None, value), strict=True))
+    with pytest.raises(DataError, match=rf"^row 2 of eval, column 'held': .*{told}.*leave the column out"):
+        tunesmith.rl("model", sums(2), eval=[good, bad], reward=share, **SMALL)
+    assert not any((here / "runs").iterdir())
+
+
+def test_a_column_without_a_name_is_refused() -> None:
+    with pytest.raises(DataError, match=r"^row 1 of train, column 3: the key 3 is of type int"):
+        tunesmith.rl("model", [{"prompt": "1", 3: "x"}], reward=share, **SMALL)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_refused_call_leaves_the_link_to_the_newest_run(model: Path) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date, time
+from decimal import Decimal
 from inspect import isclass, isfunction
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from tunesmith.assembly.opening import Caller
 from tunesmith.config.schema import Source
 from tunesmith.config.toml import toml_value
-from tunesmith.errors import ConfigError, DataError, UserError
+from tunesmith.errors import ConfigError, DataError, UserError, shortened
 from tunesmith.loop.callbacks import Callbacks
+from tunesmith.monitor.plain import DEEPEST, LARGEST_INTEGER, plain
 from tunesmith.monitor.run_dir import LATEST, check_run_dir, holds_run, is_running, numbered_directory, point
 from tunesmith.offline.lines import write_whole
 from tunesmith.usercode.loading import PROGRAM, handed_over
@@ -184,10 +189,60 @@ def _is_source(value: Any) -> bool:
 
 
 def _checked(key: str, rows: Rows) -> Iterator[dict[str, Any]]:
+    """Rows as a file of JSON lines holds them.
+
+    Raises:
+        DataError: one is no row, or holds what JSON cannot; with its number and column.
+    """
     for number, row in enumerate(cast("Iterable[Any]", rows), 1):
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} of {key} is of type {type(row).__name__}; each row is a dict of columns")
-        yield dict(row)
+        line: dict[str, Any] = {}
+        for column, value in cast("Mapping[Any, Any]", row).items():
+            try:
+                line |= _json({column: value})
+            except (ValueError, OverflowError) as error:
+                raise DataError(
+                    f"row {number} of {key}, column {column!r}: {error}, which JSON does not keep. Write text, finite "
+                    "numbers, True, False, None, dates, lists, or dicts whose keys are text; or leave the column out"
+                ) from error
+        yield line
+
+
+def _json(value: Any, depth: int = 0) -> Any:
+    """A value as JSON: dates and times as ISO text, arrays and tensors as lists.
+
+    Raises:
+        ValueError, OverflowError: JSON has no such value.
+    """
+    if value is None or (isinstance(value, int | float) and abs(value) < LARGEST_INTEGER):
+        return value
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    match value:
+        case str():
+            value.encode()  # UTF-8 cannot hold half a character (a lone surrogate)
+            return str.__str__(value)
+        case date() | time() if value == value:  # pandas' NaT does not equal itself
+            return value.isoformat()
+        case _ if kind == "M" and (value == value).all():  # tolist() would give nanoseconds as whole numbers
+            return value.astype(str).tolist()
+        case Integral() if kind != "m" and abs(number := int(value)) < LARGEST_INTEGER:
+            return number
+        case Real() | Decimal() if kind != "m" and math.isfinite(number := float(value)):
+            return number
+        case list() | tuple() if depth < DEEPEST:
+            return [_json(item, depth + 1) for item in cast("Sequence[Any]", value)]
+        case Mapping() if depth < DEEPEST:
+            pairs = cast("Mapping[Any, Any]", value)
+            if others := [name for name in pairs if not isinstance(name, str)]:
+                raise ValueError(f"the key {others[0]!r} is of type {type(others[0]).__name__}")
+            return {_json(name): _json(item, depth + 1) for name, item in pairs.items()}
+        case list() | tuple() | Mapping():
+            raise ValueError(f"it has more than {DEEPEST - 1} levels")
+        case _ if depth < DEEPEST and kind not in ("M", "m") and hasattr(value, "tolist"):
+            return _json(value.tolist(), depth + 1)
+        case _:
+            raise ValueError(f"{shortened(str(plain(value)))} is of type {type(value).__name__}")
 
 
 def _toml(key: str, value: Any) -> str:
