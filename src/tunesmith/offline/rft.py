@@ -335,6 +335,8 @@ class _Run:
         values, reasons = settings(config), {d.key: d.reason for d in self.resolved.derived}
         known = {*given, *reasons}
         kept = {k: values[k] for k in values if k in known and k.startswith(_TRAINING) and k not in SAMPLER_KEYS}
+        if kept.get("system.compile"):  # decoding compiles functions; training may have nothing to compile
+            del kept["system.compile"]
         start = self.rounds[number - 1].model if number and config.rft.start == "last" else None
         if start is not None and (start / ADAPTER_CONFIG).is_file():
             kept = {k: v for k, v in kept.items() if k not in ("lora.rank", "lora.alpha", "lora.targets")}
