@@ -22,6 +22,7 @@ from tunesmith.distributed.far import gather
 from tunesmith.distributed.process_group import open_store
 from tunesmith.distributed.rank_group import RankGroup, join_default_group, reach_store
 from tunesmith.errors import DeviceMemoryError, TrainerLostError
+from tunesmith.models import training_functions
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.sequence import SequenceKind, sequence_group
@@ -49,9 +50,11 @@ class Rank:
         sequence_kind: SequenceKind = "ulysses",
         muon: Muon | None = None,
         offload: bool = False,
+        compiled: bool = True,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
+        training_functions.allow(compiled)
         store = reach_store(HERE, port)
         join_default_group(store, rank, world, HERE, "cpu")
         sharding = Sharding.over("cpu", stage, size or world) if stage else None

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, sums, untimed, write_lines
 from tunesmith import assembly
 from tunesmith.backends.torch import TorchBackend
+from tunesmith.distributed.far import gather
 from tunesmith.errors import ConfigError
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.loop.collect import Collector
@@ -296,3 +298,18 @@ while [t for t in threading.enumerate() if t.name == "signals"]:
 sys.exit(0)
 """
     assert ended(body)[0] == 0
+
+
+def test_a_signal_waits_until_all_ranks_are_asked() -> None:
+    """Those that were asked would wait for the others."""
+    asked: list[int] = []
+
+    def ask(rank: int) -> Future[int]:
+        if rank == 0:
+            signal.raise_signal(signal.SIGTERM)
+        asked.append(rank)
+        return Future()
+
+    with pytest.raises(Interrupted), interrupts.handled():
+        gather(ask(rank) for rank in range(3))
+    assert asked == [0, 1, 2]

@@ -224,8 +224,8 @@ def _json(value: Any, depth: int = 0) -> Any:
             return str.__str__(value)
         case date() | time() if value == value:  # pandas' NaT does not equal itself
             return value.isoformat()
-        case _ if kind == "M" and (value == value).all():  # tolist() would give nanoseconds as whole numbers
-            return value.astype(str).tolist()
+        case _ if kind == "M" and (cast(Any, value) == value).all():  # tolist() would give nanoseconds as whole numbers
+            return cast(Any, value).astype(str).tolist()
         case Integral() if kind != "m" and abs(number := int(value)) < LARGEST_INTEGER:
             return number
         case Real() | Decimal() if kind != "m" and math.isfinite(number := float(value)):
@@ -240,7 +240,7 @@ def _json(value: Any, depth: int = 0) -> Any:
         case list() | tuple() | Mapping():
             raise ValueError(f"it has more than {DEEPEST - 1} levels")
         case _ if depth < DEEPEST and kind not in ("M", "m") and hasattr(value, "tolist"):
-            return _json(value.tolist(), depth + 1)
+            return _json(cast(Any, value).tolist(), depth + 1)
         case _:
             raise ValueError(f"{shortened(str(plain(value)))} is of type {type(value).__name__}")
 

@@ -254,7 +254,8 @@ def test_muons_momentum_is_sharded_and_continues_with_any_number_of_ranks(
 def test_the_optimizer_in_host_memory_takes_the_same_steps(start: Start, stage: int, dtype: torch.dtype) -> None:
     batch = packing()
     [(norms, ours), *_], [(expected, theirs), *_] = (
-        start(2, stage, dtype=dtype, ema_decay=0.5, offload=offload)("train", batch) for offload in (True, False)
+        start(2, stage, dtype=dtype, ema_decay=0.5, offload=offload, compiled=False)("train", batch)
+        for offload in (True, False)
     )
     assert norms == expected
     assert all(ours[name].equal(weight) for name, weight in theirs.items())

@@ -14,7 +14,7 @@ from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.base import Metrics, Quantity
 from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Packing
-from tunesmith.distributed.far import Far, entered, gather
+from tunesmith.distributed.far import Far, entered, gather, submitted
 from tunesmith.errors import DeviceMemoryError, TrainerLostError
 from tunesmith.plan.operations import CostModel
 
@@ -69,10 +69,10 @@ class RankedBackend:
     def _parts(self, packing: Packing, name: str, *args: Any, columns: bool = True, **kwargs: Any) -> list[Any]:
         """Call a method of all at once, each with its share of the micro-batches; what each share gave."""
         shares = [packing.for_rank(rank, self.ranks, columns=columns) for rank in range(self.ranks)]
-        answers = [
+        answers = submitted(
             replica.submit(name, shares[rank // self.sequence], *args, **kwargs)
             for rank, replica in enumerate(self.replicas)
-        ]
+        )
         try:
             return self._gather(answers)[:: self.sequence]
         except DeviceMemoryError:

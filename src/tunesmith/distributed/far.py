@@ -12,13 +12,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
 from tunesmith.errors import TunesmithError
+from tunesmith.monitor import interrupts
 
 PATIENCE = 120.0
 """Seconds for which a process may leave a ping unanswered before it is killed."""
@@ -181,9 +182,17 @@ class Far(ABC):
         """End the process, and wait until it has ended."""
 
 
+def submitted(calls: Iterable[Future[Any]]) -> list[Future[Any]]:
+    """The answers of calls that are made as they are listed. A signal takes effect after the last one: a rank that was
+    not asked would leave the others waiting for it."""
+    interrupted = threading.current_thread() is threading.main_thread()
+    with interrupts.held() if interrupted else nullcontext():
+        return list(calls)
+
+
 def gather(answers: Iterable[Future[Any]]) -> list[Any]:
     """The results of several calls. The first failure ends the wait: others may be waiting for the one that failed."""
-    answers = list(answers)
+    answers = submitted(answers)
     done, _ = wait(answers, return_when=FIRST_EXCEPTION)
     for answer in answers:
         if answer in done:
