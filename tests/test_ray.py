@@ -113,6 +113,7 @@ def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(bench: Bench, how: 
         wanted = [replace(FREE, seed=i, max_new_tokens=30) for i in range(4)]
         undisturbed = [await bench.engine.generate([11, 12], s) for s in wanted]
         first = pid(bench.engine)
+        os.kill(first, signal.SIGSTOP)  # so that no completion ends before
         running = [asyncio.create_task(bench.engine.generate([11, 12], s)) for s in wanted]
         await asyncio.sleep(0.01)
         os.kill(first, how)
