@@ -18,7 +18,7 @@ from tunesmith.config.schema import LoraSection
 from tunesmith.engines.local import choices, decode_model
 from tunesmith.engines.local.choices import ROWS, choose, kept
 from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.engines.local.measuring import measured
+from tunesmith.engines.local.measuring import _chosen, measured  # pyright: ignore[reportPrivateUsage]
 from tunesmith.models import products
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
@@ -43,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("dtype", "name", "kind", "is_head"), KINDS)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("rows", "outputs"), [(1, 208), (5, 200), (5, 208), (37, 48), (37, 1040)])
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 208), (5, 200), (5, 208), (12, 3), (37, 48), (37, 1040)])
 def test_each_kind_computes_the_product(
     dtype: torch.dtype, name: str, kind: Kind, is_head: int, biased: bool, rows: int, outputs: int
 ) -> None:
@@ -97,7 +97,7 @@ def test_where_nothing_can_be_kept_nothing_is_measured(tmp_path: Path, monkeypat
     monkeypatch.setattr(choices, "LEAST", 0)
     model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.bfloat16)
     assert model.lean is not None
-    assert choose(model, model.lean, compiled=False) == choices.fixed(1000, torch.bfloat16)
+    assert choose(model, model.lean, compiled=False) == choices.fixed(1000, [], torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,8 +127,8 @@ def test_a_choice_of_compiled_products_is_only_used_where_they_are_there(
     def measure(*given: Any, **_: object) -> dict[str, Any]:
         _, _, rows, kinds = given
         asked.append(kinds)
-        head = products.COMPILED if products.COMPILED in kinds else "float32"
-        return {str(number): {**dict.fromkeys(PRODUCTS, kinds[-1]), "head": head} for number in rows}
+        own, head = (products.COMPILED,) * 2 if products.COMPILED in kinds else (kinds[-1], "float32")
+        return {str(number): {**dict.fromkeys(PRODUCTS, own), "head": head} for number in rows}
 
     model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.bfloat16)
     monkeypatch.setattr(choices, "LEAST", 0)
@@ -158,6 +158,13 @@ def test_kinds_of_large_copies_are_not_tried_for_large_models(tmp_path: Path) ->
         assert max(copied) <= 2
     assert prepared_bytes(SMALL, 1 << 40) == 8 * SMALL and prepared_bytes(SMALL + 1, 1 << 40) == 4 * (SMALL + 1)
     assert prepared_bytes(1000, 8 * 8000 - 1) == 0
+
+
+def test_a_layer_is_of_one_compiled_kind_if_its_calls_save_more_than_others_are_faster() -> None:
+    times = {name: {"plain": 2.0, "packed": 1.0, "panels": 1.25} for name in PRODUCTS}
+    assert _chosen(times, 0.3) == dict.fromkeys(PRODUCTS, "panels")
+    assert _chosen(times, 0.2) == dict.fromkeys(PRODUCTS, "packed")
+    assert _chosen({**times, "down": {"plain": 2.0, "packed": 3.0}}, 0.3)["down"] == "plain"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -203,6 +210,8 @@ def scores(model: CausalLM, token_ids: Sequence[int]) -> list[float]:
         (torch.bfloat16, "plain", "twice"),
         (torch.bfloat16, "compiled", "compiled"),
         (torch.bfloat16, "compiled", "float32"),
+        (torch.float32, "panels", "panels"),
+        (torch.bfloat16, "panels", "panels"),
     ],
 )
 def test_the_engine_samples_as_the_trainer_scores_with_every_kind(

@@ -8,7 +8,7 @@ Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
@@ -27,7 +27,10 @@ Product = Callable[[Tensor], Tensor]
 """``[T, K]`` to ``[T, N]``, without gradients."""
 
 COMPILED = "compiled"
-"""The kind in C++ (``native``)."""
+"""The kind in C++ (``native``) that reads the weights as they are."""
+PANELS = "panels"
+"""The kind in C++ of float32 rows and weights in panels, for CPUs that multiply no bfloat16 tiles."""
+IN_CPP = (COMPILED, PANELS)
 PACKED_ROWS = 32
 """The number of rows for which the layout of packed weights is optimised."""
 
@@ -57,7 +60,7 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Product:
 class ProductData(Structure):
     """As in ``decode.cpp``."""
 
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64))
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), *((n, c_int64) for n in ("outputs", "inputs", "layout")))
 
 
 @cache
@@ -67,7 +70,9 @@ def functions() -> Any:
     if found is not None:
         found.tunesmith_product.argtypes = (c_int64, POINTER(ProductData), c_void_p, c_void_p, c_int64, c_int64)
         found.tunesmith_product.restype = None
-        found.tunesmith_has_tiles.restype = c_int64
+        found.tunesmith_pack.argtypes = (c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
+        found.tunesmith_pack.restype = None
+        found.tunesmith_has_tiles.restype = found.tunesmith_panel.restype = c_int64
     return found
 
 
@@ -84,28 +89,52 @@ def tiles() -> bool:
 
 
 class Compiled:
-    """A product of bfloat16 rows and the weights as they are, in a function compiled for this CPU."""
+    """A product in a function compiled for this CPU.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, result: torch.dtype) -> None:
-        self._weight, self._bias, self._result = weight.detach().contiguous(), bias, result
-        address = None if bias is None else bias.data_ptr()
-        self.data = ProductData(self._weight.data_ptr(), address, *weight.shape)
-        self._call, self._here = functions().tunesmith_product, byref(self.data)
+    Args:
+        data: of the weight and the bias, which ``kept`` owns.
+        rows: type of the input.
+        result: type of the output.
+    """
+
+    def __init__(self, data: ProductData, kept: Sequence[Tensor], rows: torch.dtype, result: torch.dtype) -> None:
+        self.data, self._kept, self._rows, self._result = data, kept, rows, result
+        self._call, self._here = functions().tunesmith_product, byref(data)
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(len(x), self.data.outputs, dtype=self._result)
+        x, out = x.to(self._rows).contiguous(), torch.empty(len(x), self.data.outputs, dtype=self._result)
         narrow, threads = self._result == torch.bfloat16, torch.get_num_threads()
         with recorded("product"):
-            self._call(len(x), self._here, x.contiguous().data_ptr(), out.data_ptr(), narrow, threads)
+            self._call(len(x), self._here, x.data_ptr(), out.data_ptr(), narrow, threads)
         return out
 
 
+def _as_it_is(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Compiled:
+    """Of bfloat16 rows."""
+    own = weight.detach().contiguous()
+    data = ProductData(own.data_ptr(), None if bias is None else bias.data_ptr(), *own.shape, 0)
+    return Compiled(data, [own] if bias is None else [own, bias], torch.bfloat16, result)
+
+
+def _panels(weight: Tensor, bias: Tensor | None) -> Compiled:
+    """Of float32 rows."""
+    own, panel = weight.detach().contiguous(), functions().tunesmith_panel()
+    (outputs, inputs), narrow = own.shape, own.dtype == torch.bfloat16
+    whole = -(-outputs // panel) * panel
+    packed = torch.empty(whole * inputs, dtype=own.dtype)
+    places = own.data_ptr(), packed.data_ptr()
+    functions().tunesmith_pack(outputs, inputs, *places, narrow, torch.get_num_threads())
+    kept = [packed] if bias is None else [packed, F.pad(bias.detach().float(), (0, whole - outputs))]
+    data = ProductData(packed.data_ptr(), None if bias is None else kept[1].data_ptr(), *own.shape, 1 + narrow)
+    return Compiled(data, kept, torch.float32, torch.float32)
+
+
 def _compiled(weight: Tensor, bias: Tensor | None) -> Product:
-    return Compiled(weight, bias, torch.bfloat16) if _divides(weight) else _plain(weight, bias)
+    return _as_it_is(weight, bias, torch.bfloat16) if _divides(weight) else _plain(weight, bias)
 
 
 def _compiled_head(weight: Tensor, bias: Tensor | None) -> Product:
-    return Compiled(weight, bias, torch.float32) if _divides(weight) else _float32_head(weight, bias)
+    return _as_it_is(weight, bias, torch.float32) if _divides(weight) else _float32_head(weight, bias)
 
 
 def _divides(weight: Tensor) -> bool:
@@ -143,7 +172,11 @@ def _float32_head(weight: Tensor, bias: Tensor | None) -> Product:
     return product
 
 
-_OF_FLOAT32 = {"plain": Kind(_plain, torch.float32, 0), "packed": Kind(_packed, torch.float32, 4)}
+_OF_FLOAT32 = {
+    "plain": Kind(_plain, torch.float32, 0),
+    "packed": Kind(_packed, torch.float32, 4),
+    PANELS: Kind(_panels, torch.float32, 4),
+}
 LAYERS: dict[torch.dtype, dict[str, Kind]] = {
     torch.float32: _OF_FLOAT32,
     torch.bfloat16: {
@@ -151,6 +184,7 @@ LAYERS: dict[torch.dtype, dict[str, Kind]] = {
         "packed": Kind(_packed, torch.bfloat16, 2),
         "float32": Kind(_float32, torch.float32, 4),
         COMPILED: Kind(_compiled, torch.bfloat16, 0),
+        PANELS: Kind(_panels, torch.float32, 2),
     },
 }
 """The kinds for a layer's products, by the type of its weights."""
@@ -160,6 +194,7 @@ HEADS: dict[torch.dtype, dict[str, Kind]] = {
         "twice": Kind(_twice, torch.bfloat16, 2),
         "float32": Kind(_float32_head, None, 4),
         COMPILED: Kind(_compiled_head, torch.bfloat16, 0),
+        PANELS: Kind(_panels, None, 2),
     },
 }
 """The kinds for a head, whose result is float32."""
@@ -167,7 +202,7 @@ HEADS: dict[torch.dtype, dict[str, Kind]] = {
 
 def works(kind: Kind, weights: torch.dtype) -> bool:
     """Whether this machine and this build of torch have the kind."""
-    if kind.prepare in (_compiled, _compiled_head):
+    if kind.prepare in (_compiled, _compiled_head, _panels):
         return functions() is not None
     if weights == torch.bfloat16 and kind.prepare in (_packed, _twice):
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

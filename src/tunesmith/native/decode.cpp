@@ -3,9 +3,10 @@
 // Shapes: B rows, H query heads, K key/value heads, G = H / K, D head size, d hidden size, f feed-forward size,
 // V vocabulary. A bank of keys and values is [plane, row, K, slot, D]; plane 2 l are the keys of layer l, 2 l + 1 its
 // values.
-#include "vectors.h"
+#include "panels.h"
 
-static inline Vec fold(Vec* a) {  // the sums of 16 vectors
+static inline Vec fold(Vec* a) {  // the sums of W vectors
+#if WIDTH == 16
     for (int i = 0; i < 8; i++)
         a[i] = SHUFFLE(a[2*i], a[2*i+1], 0,1,2,3,4,5,6,7,16,17,18,19,20,21,22,23)
              + SHUFFLE(a[2*i], a[2*i+1], 8,9,10,11,12,13,14,15,24,25,26,27,28,29,30,31);
@@ -17,6 +18,13 @@ static inline Vec fold(Vec* a) {  // the sums of 16 vectors
              + SHUFFLE(a[2*i], a[2*i+1], 2,3,6,7,10,11,14,15,18,19,22,23,26,27,30,31);
     return SHUFFLE(a[0], a[1], 0,2,4,6,8,10,12,14,16,18,20,22,24,26,28,30)
          + SHUFFLE(a[0], a[1], 1,3,5,7,9,11,13,15,17,19,21,23,25,27,29,31);
+#else
+    for (int i = 0; i < 4; i++)
+        a[i] = SHUFFLE(a[2*i], a[2*i+1], 0,1,2,3,8,9,10,11) + SHUFFLE(a[2*i], a[2*i+1], 4,5,6,7,12,13,14,15);
+    for (int i = 0; i < 2; i++)
+        a[i] = SHUFFLE(a[2*i], a[2*i+1], 0,1,4,5,8,9,12,13) + SHUFFLE(a[2*i], a[2*i+1], 2,3,6,7,10,11,14,15);
+    return SHUFFLE(a[0], a[1], 0,2,4,6,8,10,12,14) + SHUFFLE(a[0], a[1], 1,3,5,7,9,11,13,15);
+#endif
 }
 
 // out[i][s] = q[i] . k[s] of n rows k; q is padded with zeros to a multiple of W. Whole: d is such a multiple.
@@ -91,9 +99,10 @@ static __attribute__((noinline)) void mix(const float* w, int64_t w_step, const 
 }
 
 template <class F> static void by_queries(int64_t queries, F f) {  // f(first, how many as a constant)
+    constexpr int MOST = W / 2;  // whose sums fit into the registers
     int64_t at = 0;
-    for (; queries - at >= 8; at += 8) f(at, std::integral_constant<int, 8>());
-    if (queries - at >= 4) f(at, std::integral_constant<int, 4>()), at += 4;
+    for (; queries - at >= MOST; at += MOST) f(at, std::integral_constant<int, MOST>());
+    if (MOST > 4 && queries - at >= 4) f(at, std::integral_constant<int, 4>()), at += 4;
     if (queries - at >= 2) f(at, std::integral_constant<int, 2>()), at += 2;
     if (queries - at >= 1) f(at, std::integral_constant<int, 1>());
 }
@@ -129,8 +138,9 @@ struct Step {
 };
 
 struct Product {
-    const bfloat16 *weight, *bias;  // [N, K], [N] or null
+    const void *weight, *bias;
     int64_t outputs, inputs;
+    int64_t layout;             // 0: weight [N, K] and bias [N] or null of bfloat16 rows; else panels of float32 rows
 };
 
 struct Layer {
@@ -139,7 +149,7 @@ struct Layer {
     const float *q_norm, *k_norm;  // [D], or null
     const float *cos, *sin;        // [tokens, D], the first half of sin negated; or null
     const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // [d], the second and last may be null
-    Product qkv, out, gate_up, down;  // of bfloat16 rows, where all are computed here
+    Product qkv, out, gate_up, down;  // where all are computed here
     int64_t activation;
     float norm_eps;
 };
@@ -308,6 +318,7 @@ template <int A, int B> static void tile_sums(const bfloat16* w, const bfloat16*
 // The weights are read as they are; x is packed: pairs of its numbers, by column of a tile.
 template <class Y> static void multiply_tiles(int64_t rows, const Product& p, const bfloat16* x, Y* out, int64_t threads) {
     const int64_t N = p.outputs, K = p.inputs, blocks = (rows + W - 1) / W, block = K * W, parts = (N + 2 * W - 1) / (2 * W);
+    const bfloat16 *weight = (const bfloat16*)p.weight, *own_bias = (const bfloat16*)p.bias;
     static thread_local std::vector<bfloat16> memory;
     memory.resize(blocks * block);
     bfloat16* packed = memory.data();
@@ -329,10 +340,10 @@ template <class Y> static void multiply_tiles(int64_t rows, const Product& p, co
                 const bool two = N - from > W, both = blocks - b > 1;
                 alignas(64) float sums[4 * W * W];
                 (two ? both ? tile_sums<2, 2> : tile_sums<2, 1> : both ? tile_sums<1, 2> : tile_sums<1, 1>)(
-                    p.weight + from * K, packed + b * block, K, block, sums);
+                    weight + from * K, packed + b * block, K, block, sums);
                 for (int i = 0; i < (two ? 2 : 1); i++)
                     for (int j = 0; j < (both ? 2 : 1); j++) {
-                        Vec v[W], bias = p.bias ? load(p.bias + from + i * W) : Vec{};
+                        Vec v[W], bias = own_bias ? load(own_bias + from + i * W) : Vec{};
                         for (int n = 0; n < W; n++) v[n] = load(sums + ((2 * i + j) * W + n) * W);
                         transpose(v);
                         for (int64_t m = 0, row = (b + j) * W; m < W && row + m < rows; m++)
@@ -344,10 +355,11 @@ template <class Y> static void multiply_tiles(int64_t rows, const Product& p, co
 }
 #endif
 
-// x [rows, K] times the weight, to [rows, N], where K is a multiple of 2 W and N of W.
+// Rows of bfloat16, x [rows, K], times the weight, to [rows, N], where K is a multiple of 2 W and N of W.
 template <class Y> static void multiply(int64_t rows, const Product& p, const bfloat16* x, Y* out, int64_t threads) {
     constexpr int64_t PART = 64;
     const int64_t N = p.outputs, K = p.inputs, parts = (N + PART - 1) / PART;
+    const bfloat16 *weight = (const bfloat16*)p.weight, *bias = (const bfloat16*)p.bias;
 #ifdef __AMX_BF16__
     if (rows > 2 && has_tiles()) return multiply_tiles(rows, p, x, out, threads);
 #endif
@@ -357,28 +369,34 @@ template <class Y> static void multiply(int64_t rows, const Product& p, const bf
         by_queries(rows, [&](int64_t row, auto size) {
             constexpr int Q = decltype(size)::value;
             float found[Q * PART];
-            narrow_dots<Q>(x + row * K, p.weight + from * K, n, K, found, PART);
+            narrow_dots<Q>(x + row * K, weight + from * K, n, K, found, PART);
             for (int q = 0; q < Q; q++)
                 for (int64_t c = 0; c < n; c += W) {
                     Vec v = load(found + q * PART + c);
-                    store(out + (row + q) * N + from + c, p.bias ? v + load(p.bias + from + c) : v);
+                    store(out + (row + q) * N + from + c, bias ? v + load(bias + from + c) : v);
                 }
         });
     }
 }
 
-// All layers: x [B, d] is the embedded tokens; out, in bfloat16, the normed states after the last layer.
-static void run_layers(const Step& s, const Layer* layers, int64_t count, int64_t d, float* x, const float* last, bfloat16* out) {
+// Rows of float32 times a weight in panels.
+static void multiply(int64_t rows, const Product& p, const float* x, float* out, int64_t threads) {
+    if (p.layout == 1) multiply_panels(rows, p.outputs, p.inputs, (const float*)p.weight, (const float*)p.bias, x, out, threads);
+    else multiply_panels(rows, p.outputs, p.inputs, (const bfloat16*)p.weight, (const float*)p.bias, x, out, threads);
+}
+
+// All layers: x [B, d] is the embedded tokens; out the normed states after the last layer.
+template <class X> static void run_layers(const Step& s, const Layer* layers, int64_t count, int64_t d, float* x, const float* last, X* out) {
     const int64_t B = s.rows, wide = (s.heads + 2 * s.kv_heads) * s.dim, inside = layers[0].down.inputs;
-    static thread_local std::vector<bfloat16> memory;
+    static thread_local std::vector<X> memory;
     memory.resize(B * (2 * d + wide + s.heads * s.dim + 3 * inside));
-    bfloat16 *normed = memory.data(), *y = normed + B * d, *qkv = y + B * d, *seen = qkv + B * wide;
-    bfloat16 *both = seen + B * s.heads * s.dim, *active = both + 2 * B * inside;
+    X *normed = memory.data(), *y = normed + B * d, *qkv = y + B * d, *seen = qkv + B * wide;
+    X *both = seen + B * s.heads * s.dim, *active = both + 2 * B * inside;
     for (int64_t i = 0; i < count; i++) {
         const Layer& l = layers[i];
         add_norm(B, d, x, i ? y : nullptr, i ? layers[i - 1].after_mlp : nullptr, l.before_attention, l.norm_eps, normed, s.threads);
         multiply(B, l.qkv, normed, qkv, s.threads);
-        s.narrow_bank ? attend<bfloat16, bfloat16>(s, l, qkv, seen) : attend<bfloat16, float>(s, l, qkv, seen);
+        s.narrow_bank ? attend<X, bfloat16>(s, l, qkv, seen) : attend<X, float>(s, l, qkv, seen);
         multiply(B, l.out, seen, y, s.threads);
         add_norm(B, d, x, y, l.after_attention, l.before_mlp, l.norm_eps, normed, s.threads);
         multiply(B, l.gate_up, normed, both, s.threads);
@@ -455,13 +473,23 @@ void tunesmith_gated(const Step* s, int64_t f, const void* x, void* out, int64_t
 }
 
 void tunesmith_layers(const Step* s, const Layer* layers, int64_t count, int64_t d, float* x, const float* last, void* out) {
-    run_layers(*s, layers, count, d, x, last, (bfloat16*)out);
+    if (s->narrow_rows) run_layers(*s, layers, count, d, x, last, (bfloat16*)out);
+    else run_layers(*s, layers, count, d, x, last, (float*)out);
 }
 
 // To rows of bfloat16, or of float32.
 void tunesmith_product(int64_t rows, const Product* p, const void* x, void* out, int64_t narrow, int64_t threads) {
-    if (narrow) multiply(rows, *p, (const bfloat16*)x, (bfloat16*)out, threads);
+    if (p->layout) multiply(rows, *p, (const float*)x, (float*)out, threads);
+    else if (narrow) multiply(rows, *p, (const bfloat16*)x, (bfloat16*)out, threads);
     else multiply(rows, *p, (const bfloat16*)x, (float*)out, threads);
+}
+
+int64_t tunesmith_panel() { return PANEL; }
+
+// A weight [N, K], of bfloat16 if `narrow`, in panels [N / PANEL, K, PANEL], the last one filled up with zeros.
+void tunesmith_pack(int64_t N, int64_t K, const void* weight, void* panels, int64_t narrow, int64_t threads) {
+    if (narrow) pack_panels(N, K, (const bfloat16*)weight, (bfloat16*)panels, threads);
+    else pack_panels(N, K, (const float*)weight, (float*)panels, threads);
 }
 
 int64_t tunesmith_has_tiles() {

@@ -1,4 +1,4 @@
-// Vectors of 16 numbers, in float32 or bfloat16 memory, and AMX's tiles.
+// Vectors of W numbers, in float32 or bfloat16 memory, and AMX's tiles.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -14,12 +14,17 @@
 #include <unistd.h>
 #endif
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t Int __attribute__((vector_size(64)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-typedef uint16_t Half __attribute__((vector_size(32)));
+#ifdef __AVX512F__
+#define WIDTH 16  // 32 registers of 16 numbers
+#else
+#define WIDTH 8   // 16 registers of 8 numbers (AVX2), or 32 of 4 in pairs (NEON)
+#endif
+constexpr int W = WIDTH;             // numbers in a vector
+typedef float Vec __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Int __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Half __attribute__((vector_size(2 * WIDTH)));
 struct bfloat16 { uint16_t bits; };
-constexpr int W = 16;                // numbers in a vector
 constexpr int64_t ALONE = 1 << 15;   // multiplications that one thread does as fast as a team
 constexpr float LEAST = -87.3f;      // below it, exp is 0
 
@@ -65,6 +70,7 @@ static inline Vec exponential(Vec x) {  // error below 2e-7 of the result; NaN s
 }
 static inline Vec hyperbolic_tangent(Vec x) { return 1.f - 2.f / (exponential(2.f * x) + 1.f); }
 
+#if WIDTH == 16
 static inline void transpose(Vec* a) {  // 16 x 16: each round moves a bit of the row's number to the column's
     for (int round = 0; round < 4; round++) {
         Vec b[W];
@@ -75,6 +81,7 @@ static inline void transpose(Vec* a) {  // 16 x 16: each round moves a bit of th
         std::memcpy(a, b, sizeof b);
     }
 }
+#endif
 
 #ifdef __AMX_BF16__
 static bool has_tiles() {  // Linux lets a process use them when it has asked

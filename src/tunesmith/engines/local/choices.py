@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ import torch
 from tunesmith.engines.local.measuring import measured
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import PRODUCTS, LeanDecoder
-from tunesmith.models.products import COMPILED, HEADS, LAYERS, tiles, works
+from tunesmith.models.products import COMPILED, HEADS, IN_CPP, LAYERS, PANELS, tiles, works
 from tunesmith.plan.cost import SMALL
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.storage import measured_file
@@ -35,8 +35,10 @@ LEAST = 2 << 20
 """Numbers of a model that is worth measuring."""
 
 
-def fixed(numbers: int, dtype: torch.dtype) -> dict[int, Choice]:
-    """Choices without a measurement, by the largest number of rows."""
+def fixed(numbers: int, kinds: Sequence[str], dtype: torch.dtype) -> dict[int, Choice]:
+    """Choices of ``kinds`` without a measurement, by the largest number of rows."""
+    if PANELS in kinds and (dtype == torch.float32 or numbers < LEAST):
+        return {1: dict.fromkeys((*PRODUCTS, "head"), PANELS)}
     if dtype == torch.float32:
         return {1: dict.fromkeys((*PRODUCTS, "head"), "plain")}
     many = "packed" if numbers <= SMALL and works(LAYERS[dtype]["packed"], dtype) else "plain"
@@ -59,13 +61,15 @@ def choose(model: CausalLM, lean: LeanDecoder, *, compiled: bool) -> dict[int, C
         return {1: dict.fromkeys((*PRODUCTS, "head"), COMPILED)}
     shapes = [[*getattr(lean.layers[0], name).weight.shape] for name in PRODUCTS]
     numbers = sum(p.numel() for p in model.module.parameters())
+    kinds = [name for name, kind in LAYERS[dtype].items() if (compiled or name not in IN_CPP) and works(kind, dtype)]
+    if dtype == torch.float32 and PANELS in kinds:  # a second copy beside it would not be planned for
+        kinds.remove("packed")
     if numbers < LEAST:
-        return fixed(numbers, dtype)
-    kinds = [name for name, kind in LAYERS[dtype].items() if (compiled or name != COMPILED) and works(kind, dtype)]
+        return fixed(numbers, kinds, dtype)
     shape = {"layers": len(lean.layers), "shapes": [*shapes, [*head.shape]], "dtype": str(dtype), "rows": ROWS}
     measure = partial(measured, model, lean, ROWS, kinds, small=numbers <= SMALL)
     found = kept({"kinds": kinds, **shape}, measure, partial(_valid, dtype=dtype))
-    return fixed(numbers, dtype) if found is None else {int(rows): kinds for rows, kinds in found.items()}
+    return fixed(numbers, kinds, dtype) if found is None else {int(rows): kinds for rows, kinds in found.items()}
 
 
 def kept(key: Mapping[str, Any], measure: Callable[[], Any], valid: Callable[[Any], bool]) -> Any:

@@ -11,11 +11,13 @@ from torch import Tensor
 from tunesmith.models.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import PRODUCTS, LeanDecoder
-from tunesmith.models.products import HEADS, LAYERS, Kind, Product, works
+from tunesmith.models.products import HEADS, IN_CPP, LAYERS, Kind, Product, works
 
 SAMPLE = 16 << 20
 """Numbers of the layers that are measured in turn, and of the part of the head: more than a core's own cache holds."""
 REPEATS = 2
+CALL = 1e-5
+"""Seconds of a call from Python, most of which a layer saves whose products are all in C++."""
 
 
 class _NoAttention:
@@ -54,12 +56,12 @@ class _Sample:
 
     def _of_type(self, rows: int, dtype: torch.dtype) -> tuple[float, dict[str, str]]:
         """Seconds of a step whose layers compute in ``dtype``, and its kinds."""
-        chosen: dict[str, str] = {}
+        able = [kind for kind, how in self.layers.items() if how.rows == dtype]
+        times: dict[str, dict[str, float]] = {}
         for name in PRODUCTS:
             x = torch.ones(rows, self.widths[name], dtype=dtype)
-            able = [kind for kind, how in self.layers.items() if how.rows == dtype]
-            times = _seconds({kind: lambda k=kind, x=x, n=name: _each(self.products[n, k], x) for kind in able})
-            chosen[name] = min(times, key=lambda kind: times[kind])
+            times[name] = _seconds({kind: lambda k=kind, x=x, n=name: _each(self.products[n, k], x) for kind in able})
+        chosen = _chosen(times, CALL * self.count)
         decoder = self.lean.with_products(lambda i, n: self.products[n, chosen[n]][i % self.count], dtype)
         x = torch.ones(rows, self.lean.config.hidden_size, dtype=dtype)
         tables = self.lean.rotary(x, torch.zeros(rows, dtype=torch.int64), self.lean.layer_types[0])
@@ -70,10 +72,12 @@ class _Sample:
 
         seconds = _seconds({"": some_layers})[""] / self.count * len(self.lean.layers)
         x = torch.ones(rows, self.head_width, dtype=dtype)
-        able = {n: x.to(how.rows or dtype) for n, how in self.heads.items() if how.rows in (torch.float32, dtype, None)}
-        times = _seconds({kind: lambda k=kind, x=x: _each([self.of_head[k]], x) for kind, x in able.items()})
-        chosen["head"] = min(times, key=lambda kind: times[kind])
-        return seconds + times[chosen["head"]] * self.parts_of_head, chosen
+        heads = {
+            n: x.to(how.rows or dtype) for n, how in self.heads.items() if how.rows in (torch.float32, dtype, None)
+        }
+        of_head = _seconds({kind: lambda k=kind, x=x: _each([self.of_head[k]], x) for kind, x in heads.items()})
+        chosen["head"] = min(of_head, key=lambda kind: of_head[kind])
+        return seconds + of_head[chosen["head"]] * self.parts_of_head, chosen
 
 
 @torch.inference_mode()
@@ -88,6 +92,24 @@ def measured(
     """
     sample = _Sample(model, lean, kinds, small=small)
     return {str(number): sample.fastest(number) for number in rows}
+
+
+def _chosen(times: Mapping[str, Mapping[str, float]], saved: float) -> dict[str, str]:
+    """The fastest kind of each product, or one kind in C++ of all.
+
+    Args:
+        times: seconds by product and kind.
+        saved: seconds that a product takes less where all of its layer are of one kind in C++.
+    """
+    fastest = {name: min(own, key=lambda kind: own[kind]) for name, own in times.items()}
+    totals = {
+        kind: sum(own[kind] for own in times.values()) for kind in IN_CPP if all(kind in t for t in times.values())
+    }
+    if totals:
+        kind = min(totals, key=lambda kind: totals[kind])
+        if totals[kind] < sum(times[name][own] + saved for name, own in fastest.items()):
+            return dict.fromkeys(times, kind)
+    return fastest
 
 
 def _able(kinds: Mapping[str, Kind], dtype: torch.dtype) -> dict[str, Kind]:
