@@ -211,6 +211,18 @@ def test_value_loss_by_hand_and_gradient() -> None:
     )
 
 
+def test_no_value_within_the_clip_counts_as_clipped() -> None:
+    """There ``old + (V - old)`` is V but for its rounding."""
+    old, returns = torch.rand(2, 1000) - 0.5
+    token = value_loss(0.01 * torch.rand(1000), returns, old, 0.6)
+    assert token.clipped_low is not None and token.clipped_high is not None
+    assert not (token.clipped_low | token.clipped_high).any()
+    token = value_loss(old + 0.7, old + 0.1, old, 0.5)
+    assert token.clipped_high is not None and not token.clipped_high.any()  # the clip acts, but the free loss is more
+    token = value_loss(old - 0.7, old - 2.0, old, 0.5)
+    assert token.clipped_low is not None and token.clipped_low.all()
+
+
 # What a loss holds fixed while it is differentiated: everything behind a stop-gradient.
 SURROGATES = {
     "cispo": lambda x, b, p: -(b.log_ratio.exp().clamp(1 - p.clip_low, 1 + p.clip_high)) * b.advantages * x,

@@ -350,6 +350,7 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float 
     free = 0.5 * (values - returns).square()
     if clip is None:
         return TokenLoss(free)
-    bounded = 0.5 * (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    acts = bounded > free
-    return TokenLoss(free.maximum(bounded), acts & (values < old_values), acts & (values > old_values))
+    moved = values - old_values
+    bounded = 0.5 * (old_values + moved.clamp(-clip, clip) - returns).square()
+    acts = bounded > free  # within the clip, too, by rounding
+    return TokenLoss(free.maximum(bounded), acts & (moved < -clip), acts & (moved > clip))
