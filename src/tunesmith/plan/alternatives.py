@@ -12,9 +12,9 @@ from tunesmith.config.sizes import megabytes
 from tunesmith.errors import ConfigError
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.gpus import ranks_per_engine
+from tunesmith.plan.gpus import on_gpu, ranks_per_engine
 from tunesmith.plan.layouts import ENGINES, TENSOR, Settings, layouts
-from tunesmith.plan.memory import free_memory, on_gpu, planned_devices
+from tunesmith.plan.memory import free_memory, planned_devices
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.seconds import step_seconds
 

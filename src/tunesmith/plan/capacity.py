@@ -21,7 +21,7 @@ from tunesmith.plan.compiling import derive_compile
 from tunesmith.plan.cost import Price, activation_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.filling import Filling, with_values
-from tunesmith.plan.gpus import engines_together, ranks_per_engine
+from tunesmith.plan.gpus import engines_together, on_gpu, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.memory import (
     MARGIN,
@@ -37,7 +37,6 @@ from tunesmith.plan.memory import (
     least,
     least_devices,
     longest_sample,
-    on_gpu,
     planned_elsewhere,
     request_kv,
     trainer_memory,

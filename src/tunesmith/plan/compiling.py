@@ -6,15 +6,25 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.config.section import known
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
+from tunesmith.plan.gpus import on_gpu
 from tunesmith.plan.hardware import compilers
-from tunesmith.plan.memory import on_gpu
 
 
 def compilable(config: RunConfig, facts: Facts) -> bool:
     """Whether there is something to compile: a decode step of the local engine, or a training step (``native``)."""
-    model, dtype = facts.model, known(config.model, "dtype")
-    decodes = config.drawing is not None and config.system.engine == "local" and (model is None or model.lean)
-    return not on_gpu(config) and (decodes or (config.trains and dtype == "bfloat16" and facts.hardware.tiles))
+    trains = config.trains and known(config.model, "dtype") == "bfloat16" and facts.hardware.tiles
+    return not on_gpu(config) and (_decodes(config, facts) or trains)
+
+
+def decodes_compiled(config: RunConfig, facts: Facts) -> bool:
+    """Whether the local engine decodes with functions compiled for this CPU."""
+    return not on_gpu(config) and _decodes(config, facts) and bool(known(config.system, "compile"))
+
+
+def _decodes(config: RunConfig, facts: Facts) -> bool:
+    """Whether the local engine samples from a model that compiled functions decode; an unknown one is taken for one."""
+    samples = config.drawing is not None and config.system.engine == "local"
+    return samples and (facts.model is None or facts.model.lean)
 
 
 def derive_compile(filling: Filling, facts: Facts) -> None:

@@ -14,8 +14,9 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
 from tunesmith.plan.cost import adapter_numbers, copy_bytes
 from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.gpus import on_gpu
 from tunesmith.plan.machines import kind_of
-from tunesmith.plan.memory import bytes_per_number, gpu_of, kv_bytes_per_number, on_gpu
+from tunesmith.plan.memory import bytes_per_number, gpu_of, kv_bytes_per_number
 from tunesmith.plan.seconds import (
     BANDWIDTH_SHARE,
     FLOPS_SHARE,

@@ -18,6 +18,7 @@ from tunesmith.plan.checks import contradictions
 from tunesmith.plan.cost import USUAL_RANK, Price, price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
+from tunesmith.plan.gpus import on_gpu
 from tunesmith.plan.layouts import layouts, without_layout
 from tunesmith.plan.memory import (
     LEAST_TOKENS,
@@ -29,7 +30,6 @@ from tunesmith.plan.memory import (
     layout_of,
     least_devices,
     longest_sample,
-    on_gpu,
 )
 from tunesmith.plan.parts import PARTS
 from tunesmith.plan.search import fastest_layout, lack

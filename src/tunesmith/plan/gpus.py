@@ -8,6 +8,10 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 
 
+def on_gpu(config: RunConfig) -> bool:
+    return (known(config.system, "device") or "cpu").startswith("cuda")
+
+
 def ranks_per_engine(config: RunConfig) -> int:
     """Devices that one engine is split over."""
     vllm = config.system.vllm
@@ -77,4 +81,4 @@ def _shares(config: RunConfig) -> bool:
 
 
 def _apart_on_gpus(config: RunConfig) -> bool:
-    return config.system.engine_process and (known(config.system, "device") or "cpu").startswith("cuda")
+    return config.system.engine_process and on_gpu(config)

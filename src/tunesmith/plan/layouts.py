@@ -14,8 +14,9 @@ from tunesmith.config.generation import RFTConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.plan.facts import Facts
+from tunesmith.plan.gpus import on_gpu
 from tunesmith.plan.hardware import Gpu
-from tunesmith.plan.memory import has_critic, on_gpu
+from tunesmith.plan.memory import has_critic
 
 C = TypeVar("C", bound=RunConfig)
 Settings = Mapping[str, Any]

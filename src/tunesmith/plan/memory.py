@@ -13,6 +13,7 @@ from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
+from tunesmith.plan.compiling import decodes_compiled
 from tunesmith.plan.cost import (
     LIBRARIES,
     USUAL_RANK,
@@ -26,7 +27,7 @@ from tunesmith.plan.cost import (
     sent_bytes,
 )
 from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.gpus import engines_together, has_own_devices, ranks_per_engine
+from tunesmith.plan.gpus import engines_together, has_own_devices, on_gpu, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.scoring import scores, scoring_bytes, teaches
 from tunesmith.plan.weights import loads_model, weights_apart
@@ -39,10 +40,6 @@ BLOCK = 32
 """Engines allocate memory to a prompt or a completion in blocks of at most this many tokens."""
 LEAST_TOKENS = 64
 """Assumed length of a sample if neither data nor settings tell it."""
-
-
-def on_gpu(config: RunConfig) -> bool:
-    return (known(config.system, "device") or "cpu").startswith("cuda")
 
 
 def gpu_of(config: RunConfig, facts: Facts) -> Gpu | None:
@@ -180,7 +177,7 @@ def _prepared(config: RunConfig, facts: Facts) -> int:
     if on_gpu(config) or config.system.engine != "local" or config.model.quantize is not None or model is None:
         return 0
     narrow, whole = known(config.model, "dtype") == "bfloat16", model.vocab_size % 16 == model.hidden_size % 32 == 0
-    if facts.hardware.tiles and narrow and whole and not config.lora.on and _decodes_compiled(config, facts):
+    if facts.hardware.tiles and narrow and whole and not config.lora.on and decodes_compiled(config, facts):
         return 0  # products of tiles read the weights as they are
     return prepared_bytes(model.parameters or 0, facts.hardware.memory_total)
 
@@ -364,14 +361,8 @@ def kv_bytes_per_number(config: RunConfig, facts: Facts) -> int:
     """Of keys and values: those of a model's type, but float32 for the local engine on a CPU where PyTorch decodes
     (``engines.local.native_decode``)."""
     here = config.system.engine == "local" and not on_gpu(config)
-    exact = here and not (_decodes_compiled(config, facts) and known(config.model, "dtype") == "bfloat16")
+    exact = here and not (decodes_compiled(config, facts) and known(config.model, "dtype") == "bfloat16")
     return 4 if exact else bytes_per_number(config)
-
-
-def _decodes_compiled(config: RunConfig, facts: Facts) -> bool:
-    """Whether the local engine decodes with functions compiled for this CPU."""
-    able = config.system.engine == "local" and not on_gpu(config) and bool(known(config.system, "compile"))
-    return able and facts.model is not None and facts.model.lean
 
 
 def host_tokens(config: RunConfig, facts: Facts, model: ModelFacts) -> float:

@@ -12,8 +12,8 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling, with_values
+from tunesmith.plan.gpus import on_gpu
 from tunesmith.plan.layouts import gpus_of_run, layouts
-from tunesmith.plan.memory import on_gpu
 from tunesmith.plan.rules import applies
 from tunesmith.plan.search import lack
 from tunesmith.plan.situation import situation

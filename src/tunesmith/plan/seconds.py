@@ -17,7 +17,7 @@ from tunesmith.config.sizes import parse_size
 from tunesmith.plan.cost import USUAL_RANK, adapter_numbers, copy_bytes, price, sent_bytes
 from tunesmith.plan.cpu_seconds import cpu_seconds
 from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.gpus import ranks_per_engine
+from tunesmith.plan.gpus import on_gpu, ranks_per_engine
 from tunesmith.plan.machines import GpuKind, kind_of
 from tunesmith.plan.memory import (
     bytes_per_number,
@@ -26,7 +26,6 @@ from tunesmith.plan.memory import (
     keeps_reference,
     layout_of,
     longest_sample,
-    on_gpu,
 )
 from tunesmith.plan.operations import CostModel
 from tunesmith.plan.situation import rollout_samples
