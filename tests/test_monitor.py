@@ -391,7 +391,9 @@ def test_the_panel_fits_eighty_columns_and_breaks_between_numbers() -> None:
         assert any(pair in line for line in text.splitlines()), pair
 
 
-def test_a_run_faster_than_its_limit_leaves_the_share_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leaves_its_share_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tunesmith.config.schema import CheckpointSection, EvalSection
     from tunesmith.loop.checkpoint import Checkpoints
     from tunesmith.loop.session import Best, Session
@@ -401,9 +403,16 @@ def test_a_run_faster_than_its_limit_leaves_the_share_out(tmp_path: Path, capsys
             3, EvalSection(), CheckpointSection(), metrics, Progress(3), Checkpoints(tmp_path, 1),
             Best("eval/loss", False), None,
         )  # fmt: skip
-        for attainable in (1e-9, 1e9, 1e-9):
-            session.finish_step({"loss": 1.0, "grad_norm": 1.0, "attainable_seconds": attainable})
-    assert ["limit_share" in line for line in read_metrics(tmp_path / "metrics.jsonl")] == [True, False, False]
+        for attainable in (1.0, 1e18, 1.0):
+            least = {
+                "attainable_seconds": attainable,
+                "attainable_seconds/train": 2.0,
+                "attainable_seconds/scoring": 1.0,
+            }
+            session.finish_step({"loss": 1.0, "grad_norm": 1.0, **{k: v * 1e-9 for k, v in least.items()}})
+    lines = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [line["attainable_seconds"] for line in lines] == pytest.approx([4e-9, 1e9, 4e-9])
+    assert ["limit_share" in line for line in lines] == [True, False, False]
     assert capsys.readouterr().out.count("limit_share is left out") == 1
 
 

@@ -39,9 +39,6 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
             if not groups:
                 session.note(f"step {session.step + 1} had no group to learn from")
             learned["attainable_seconds/train"] = learned.pop("attainable_seconds", 0.0)
-            if "attainable_seconds" in metrics:
-                scoring = learned.get("attainable_seconds/scoring", 0.0)
-                metrics["attainable_seconds"] += learned["attainable_seconds/train"] + scoring
             session.finish_step(metrics | learned | compared)  # from here on the step counts as done
             reference = parts.config.algorithm.reference
             if reference and reference.reference_every and session.step % reference.reference_every == 0:

@@ -154,7 +154,10 @@ class Session:
         self._call(self.callbacks.on_step, self._record)
 
     def finish_step(self, metrics: Mapping[str, float]) -> None:
-        """Count a step and record its metrics and its time by phase. ``settle`` completes it."""
+        """Count a step and record its metrics and its time by phase. ``settle`` completes it.
+
+        ``attainable_seconds`` in ``metrics`` has none of its parts yet (``attainable_seconds/<part>``); they are added.
+        """
         interrupts.commit()
         self.step += 1
         profile = self.profiler and self.profiler.end(self.step)
@@ -171,10 +174,13 @@ class Session:
         if samples is not None:
             record["samples_per_second"] = samples / busy
         record |= memory_metrics()
-        if "attainable_seconds" in metrics and self.limit_is_known:
-            record["limit_share"] = metrics["attainable_seconds"] / busy
-            if record["limit_share"] > 1:
-                self._forget_limit(record)
+        if "attainable_seconds" in metrics:
+            least = sum(value for name, value in metrics.items() if name.partition("/")[0] == "attainable_seconds")
+            record["attainable_seconds"] = least
+            if self.limit_is_known:
+                record["limit_share"] = least / busy
+                if record["limit_share"] > 1:
+                    self._forget_limit(record)
         self._record = record
         self.metrics.write(self.step, record, always=self.step == self.total_steps)
         self.progress.step(self.step, record, wall - seconds.get("setup", 0.0))

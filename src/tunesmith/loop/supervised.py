@@ -76,8 +76,6 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
             batch = parts.prepare(items)
             scored = parts.learner.take_scored()
             metrics = parts.summarise(parts.learner.update(batch, parts.objective)) | scored
-        if "attainable_seconds" in metrics:
-            metrics["attainable_seconds"] += scored.get("attainable_seconds/scoring", 0.0)
         tokens, samples, epoch = float(batch.num_tokens), float(batch.num_samples), float(parts.items.epoch)
         session.finish_step(metrics | {"tokens": tokens, "samples": samples, "epoch": epoch})
         session.settle(parts.state(), parts.items.epoch)
