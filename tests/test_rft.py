@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,14 @@ def test_the_training_of_a_round_shows_as_said_only_what_was_said(
     assert reasons["train.warmup_steps"].endswith("no more than a tenth of 1 steps")
     for key in ("data.train", "data.prompt", "monitor.run_name", "checkpoint.resume"):
         assert reasons[key].endswith("round 1 of tunesmith rft")
+    written = tomllib.loads((tmp_path / "run" / "round-1" / "sft.toml").read_text())
+    assert written["system"].keys() == {"threads"}  # the others are derived for the training alone
+
+
+def test_a_compiling_sampler_and_the_system_of_a_profile_go_into_the_training(tmp_path: Path, model: Path) -> None:
+    done = rft("run", tmp_path, model, "system.compile=true", "rft.profile=conservative", "eval.at_start=false")
+    written = tomllib.loads((done.run_dir / "round-1" / "sft.toml").read_text())
+    assert written["system"] == {"threads": 1, "gradient_checkpointing": True} and done.model is not None
 
 
 def test_evaluation_needs_questions(tmp_path: Path, model: Path) -> None:

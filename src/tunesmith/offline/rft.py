@@ -41,7 +41,7 @@ from tunesmith.offline.sampling import SamplingRun, answer_tasks, identity, open
 from tunesmith.offline.selection import accuracy
 from tunesmith.offline.usage import Usage, total_of
 from tunesmith.plan.engine import SAMPLER_KEYS
-from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup
+from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup, profile_values
 from tunesmith.storage import read_json, write_json
 from tunesmith.types import Task
 from tunesmith.usercode.loading import located
@@ -333,9 +333,10 @@ class _Run:
         """The settings of a round's training by dotted key, and the reasons of those that the user did not set."""
         config, given, name = self.config, self.resolved.given, self.opened.directory.path.name
         values, reasons = settings(config), {d.key: d.reason for d in self.resolved.derived}
-        known = {*given, *reasons}
-        kept = {k: values[k] for k in values if k in known and k.startswith(_TRAINING) and k not in SAMPLER_KEYS}
-        if kept.get("system.compile"):  # decoding compiles functions; training may have nothing to compile
+        # What depends on the machine is derived again: nothing is sampled beside the training.
+        chosen = {*given, *profile_values(config.rft.profile), *(k for k in reasons if not k.startswith("system."))}
+        kept = {k: values[k] for k in values if k in chosen and k.startswith(_TRAINING) and k not in SAMPLER_KEYS}
+        if kept.get("system.compile"):  # what is on by itself, but refused where training has nothing to compile
             del kept["system.compile"]
         start = self.rounds[number - 1].model if number and config.rft.start == "last" else None
         if start is not None and (start / ADAPTER_CONFIG).is_file():
