@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import forks
 
+gc.disable()  # until all is imported: what modules make is not garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client
 
 # The same examples everywhere, however slow the machine is.
@@ -21,6 +23,13 @@ settings.register_profile(
     "steady", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("steady")
+
+
+def pytest_collection_finish() -> None:
+    """The collector need not look through the modules' millions of objects again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

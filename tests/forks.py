@@ -7,6 +7,7 @@ A fork's parent is the process that asked for it, as with ``subprocess``: it is 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import pickle
@@ -139,8 +140,10 @@ def serve(server: socket.socket, parent: int) -> None:
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is the parent's to answer
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns that a CPU has not all of its kernels
+    gc.disable()
     for name in IMPORTED:
         import_module(name)
+    gc.freeze()  # a fork's collector would copy every page
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork would lack {len(threads) - 1} threads that imports have started"
     while True:
@@ -165,6 +168,7 @@ def serve(server: socket.socket, parent: int) -> None:
 
 def become(message: bytes, descriptors: Sequence[int]) -> None:
     """What ``python`` does with these arguments."""
+    gc.enable()
     (how, what, *given), folder, environment, wanted = pickle.loads(message)
     above = [os.dup(descriptor) for descriptor in descriptors]  # none is in the way of another
     for descriptor in descriptors:
