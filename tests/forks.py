@@ -65,7 +65,7 @@ def popen(
     pass_fds: Sequence[int] = (),
     **others: Any,
 ) -> subprocess.Popen[Any]:
-    """``subprocess.Popen``; a child of ``ChildProcess``, ``python -m tunesmith`` and ``python -c`` are forks."""
+    """``subprocess.Popen``; a child of ``ChildProcess``, ``python -m`` of ours and ``python -c`` are forks."""
     if not forks(command):
         told: Any = {"cwd": cwd, "env": env, "stdout": stdout, "stderr": stderr, "text": text, "pass_fds": pass_fds}
         return subprocess.Popen(command, **told, **others)
@@ -98,7 +98,8 @@ def forks(command: Sequence[Any]) -> bool:
     if sys.platform != "linux" or Path("/dev/nvidiactl").exists() or command[0] != sys.executable:
         return False
     how, what = command[1:3] if len(command) > 2 else ("", "")
-    return how == "-c" or (how == "-m" and what == "tunesmith") or (how == "-P" and Path(what).name == "host.py")
+    module = how == "-m" and (what == "tunesmith" or what.startswith("benchmarks."))
+    return how == "-c" or module or (how == "-P" and Path(what).name == "host.py")
 
 
 def _ends(wanted: Any, inherited: int) -> tuple[int | None, int]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -224,7 +228,13 @@ def test_our_measures(
     assert part == "generate" or result.facts["limit_share"] > 0
 
 
-def test_a_run_without_peers_writes_the_documented_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_peers_writes_the_documented_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fork(command: list[str], *, timeout: float, cwd: Path, env: dict[str, str], **_: Any) -> Any:
+        return forks.run(command, timeout=timeout, cwd=cwd, env=env)
+
+    monkeypatch.setattr(protocol, "subprocess", SimpleNamespace(run=fork, TimeoutExpired=subprocess.TimeoutExpired))
     out = tmp_path / "results" / "tiny.json"
     wanted = {"workloads": "tiny", "parts": "rollout", "dtype": "float32", "peers": "none", "rounds": "1"}
     assert run.main([f"--{key}={value}" for key, value in {**wanted, "out": str(out)}.items()]) == 0

@@ -52,7 +52,7 @@ def generate(folder: Path, model: Path, *overrides: str, **sections: dict[str, A
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"train": str(folder / "in.jsonl"), "chat": False},
         "sampling": {"n": 3, "max_new_tokens": 6},
-        "reward": {"functions": [f"{folder / 'rewards.py'}:share"]},
+        "reward": {"functions": [f"{folder / 'rewards.py'}:share"], "isolation": "thread"},
         "system": {"threads": 1},
         **sections,
     }

@@ -54,7 +54,8 @@ def said(folder: Path, model: Path, *overrides: str) -> list[str]:
     return [
         f"run_dir={folder / 'run'}", f"model.path={model}", "model.dtype=float32", "data.chat=false",
         f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'held_out.jsonl'}",
-        f'reward.functions=["{folder / "rewards.py"}:share"]', "rft.threshold=0.05", "rft.select=all",
+        f'reward.functions=["{folder / "rewards.py"}:share"]', "reward.isolation=thread", "rft.threshold=0.05",
+        "rft.select=all",
         "sampling.n=4", "sampling.max_new_tokens=12", f"sampling.stop_token_ids={list(range(20, 90))}",
         "train.epochs=1", "train.lr=1e-3", "system.threads=1", *overrides,
     ]  # fmt: skip
