@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -56,17 +57,28 @@ def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, given_on
     A choice is its name, and a table that can be switched off is ``true``; their keys follow.
     """
     values: dict[str, Any] = {}
-    for key, info in type(section).model_fields.items():
-        value, name = getattr(section, key, None), prefix + key
-        given = key in section.model_fields_set
-        is_table = isinstance(value, BaseModel) and not (prefix and any(isinstance(v, BaseModel) for _, v in value))
+    held, said = vars(section), section.model_fields_set  # a key without a value is not held
+    for key, can_be_off in _keys(type(section)):
+        value, name, left_out = held.get(key), prefix + key, given_only and key not in said
+        table = value if isinstance(value, BaseModel) and not (prefix and _holds_tables(value)) else None
         if isinstance(value, Choice):
-            values |= {} if given_only and not (given and "type" in value.model_fields_set) else {name: value.name}
-        elif not is_table or (prefix and Literal[False] in alternatives(info.annotation)):
-            values |= {} if given_only and not given else {name: True if is_table else dumped.get(key)}
-        if isinstance(value, BaseModel) and is_table:
-            values |= _by_key(value, dumped[key], f"{name}.", given_only)
+            if not (left_out or (given_only and "type" not in value.model_fields_set)):
+                values[name] = value.name
+        elif not left_out and (table is None or (prefix and can_be_off)):
+            values[name] = table is not None or dumped.get(key)
+        if table is not None:
+            values |= _by_key(table, dumped[key], f"{name}.", given_only)
     return values
+
+
+@cache
+def _keys(section: type[BaseModel]) -> list[tuple[str, bool]]:
+    """The keys of a section, and whether ``false`` switches their tables off."""
+    return [(key, Literal[False] in alternatives(info.annotation)) for key, info in section.model_fields.items()]
+
+
+def _holds_tables(section: BaseModel) -> bool:
+    return any(isinstance(value, BaseModel) for value in vars(section).values())
 
 
 def print_resolved(resolved: Resolved[Any]) -> None:
