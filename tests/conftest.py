@@ -42,8 +42,10 @@ def same_numbers() -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
-        sys.modules["torch"].set_num_threads(1)
+        torch = sys.modules["torch"]
+        # ``torch.manual_seed`` formats the stack for each kind of device that is not in use yet.
+        (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(0)
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
