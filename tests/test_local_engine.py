@@ -7,9 +7,10 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -78,26 +79,35 @@ def scores(plain: Any, prompt: Sequence[int], completion: Sequence[int], tempera
     return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
 
 
+@cache
+def plain_of(family: str) -> Any:
+    with TemporaryDirectory() as folder:
+        save_model(Path(folder), family, **FAMILIES[family])
+        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+@cache
+def generated(family: str, prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
+    """What transformers writes greedily."""
+    ids = torch.tensor([prompt])
+    written = plain_of(family).generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+    )
+    return written[0, len(prompt) :].tolist()
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_is_generate_and_logprobs_are_the_trainers(family: str, compiled: bool, tmp_path: Path) -> None:
     """Prompts of unequal length, alone and in groups, chunked and together; every window is passed."""
-    save_model(tmp_path, family, **FAMILIES[family])
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    engine = make(CausalLM.load(tmp_path), 16384, max_running=7, max_prefill_tokens=20, compiled=compiled)
+    model = CausalLM.load(save_model(tmp_path, family, **FAMILIES[family]))
+    engine = make(model, 16384, max_running=7, max_prefill_tokens=20, compiled=compiled)
     starts = prompts(1, 5, 12, 33)
     requests = [(p, Sampling(16 + 3 * i, temperature=t, seed=i)) for i, p in enumerate(starts) for t in (0, 0.8, 0)]
     for (prompt, sampling), done in zip(requests, run(engine, *requests), strict=True):
         if sampling.temperature == 0:
-            ids = torch.tensor([prompt])
-            expected = plain.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=sampling.max_new_tokens,
-            )
-            assert done.token_ids == expected[0, len(prompt) :].tolist()
-        expected_scores = scores(plain, prompt, done.token_ids, sampling.temperature or 1.0)
+            assert done.token_ids == generated(family, tuple(prompt), sampling.max_new_tokens)
+        expected_scores = scores(plain_of(family), prompt, done.token_ids, sampling.temperature or 1.0)
         assert done.logprobs == pytest.approx(expected_scores, abs=1e-4)
 
 

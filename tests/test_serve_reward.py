@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import pytest
 from typer.testing import CliRunner
 
+import forks
 from documents import ROOT
 from http_servers import running
 from tiny_rewards import direct_scores, save_reward_model
@@ -220,7 +221,7 @@ def process(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
     """The command, what it said before it was ready, and its address."""
     command = [sys.executable, "-m", "tunesmith", "serve-reward", *arguments, "--port", "0"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as server:
+    with forks.popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         told = ""
         try:

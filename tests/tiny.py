@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -49,10 +52,24 @@ def tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
 
 
 def save_model(path: Path, model_type: str = "llama", seed: int = 0, **overrides: Any) -> Path:
-    """A randomly initialised model of a family, with its tokenizer, in ``path``."""
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**SMALL, **overrides})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(path)
-    tokenizer().save_pretrained(path)
+    """A randomly initialised model of a family, with its tokenizer, in ``path``.
+
+    Each is made once in a process and copied from then on, with the state in which it leaves PyTorch's generator.
+    """
+    files, state = _made(model_type, seed, pickle.dumps(overrides))
+    path.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    torch.set_rng_state(state)
     return path
+
+
+@lru_cache(100)
+def _made(model_type: str, seed: int, overrides: bytes) -> tuple[dict[str, bytes], torch.Tensor]:
+    torch.default_generator.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **pickle.loads(overrides)})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}, torch.get_rng_state()
