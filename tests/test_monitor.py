@@ -196,7 +196,8 @@ def test_one_process_cannot_open_a_directory_twice(folder: Path) -> None:
         pass
 
 
-def test_an_interrupted_run_says_how_to_go_on(folder: Path) -> None:
+def test_an_interrupted_run_says_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pytest"])
     with pytest.raises(KeyboardInterrupt) as caught, open_run_dir(folder / "out", "", False) as run:
         (run.checkpoints / "step-000001").mkdir(parents=True)
         raise KeyboardInterrupt

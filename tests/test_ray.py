@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import forks
 from engine_contract import FREE, Subject
 from pool_bench import PoolBench, each_check, lose_patience
 from tiny import save_model
@@ -323,7 +324,7 @@ def test_no_cluster_at_the_address(address: str) -> None:
         "from tunesmith.config.system import SystemSection\nfrom tunesmith.distributed.ray_cluster import RayCluster\n"
         f"RayCluster.open(SystemSection(ray_address='{address}'), [])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    done = forks.run([sys.executable, "-c", code], timeout=600)
     assert f"ClusterError: there is no Ray cluster at {address}. Start it" in done.stderr
 
 
