@@ -383,6 +383,30 @@ def test_an_accelerate_file(tmp_path: Path) -> None:
     assert run["system.zero_stage"] == 3 and run["system.trainer_ranks"] == 8 and run["model.dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("said", "mode"),
+    [
+        ({"torch_compile": True}, "default"),
+        ({"torch_compile": True, "torch_compile_mode": "reduce-overhead"}, "default"),
+        ({"torch_compile": True, "torch_compile_mode": "max-autotune"}, "max-autotune"),
+        ({"torch_compile_mode": "max-autotune-no-cudagraphs"}, "max-autotune"),
+        ({"torch_compile_backend": "inductor"}, "default"),
+        ({"torch_compile_backend": "onnxrt"}, None),
+        ({"torch_compile": False}, None),
+    ],
+)
+def test_modes_of_torch_compile(said: dict[str, Any], mode: str | None, tmp_path: Path) -> None:
+    text = json.dumps({"output_dir": "out", "per_device_train_batch_size": 8, **said})
+    assert values(migrated(text, "training_args.json"), tmp_path).get("system.compile") == mode
+
+
+def test_dynamo_of_accelerate_goes_before_sharding(tmp_path: Path) -> None:
+    text = "{mixed_precision: bf16, num_processes: 8, dynamo_config: {dynamo_backend: INDUCTOR}"
+    assert values(migrated(f"{text}}}", "accelerate.yaml"), tmp_path)["system.compile"] == "default"
+    run = values(migrated(f"{text}, deepspeed_config: {{zero_stage: 3}}}}", "accelerate.yaml"), tmp_path)
+    assert run["system.zero_stage"] == 3 and "system.compile" not in run
+
+
 def test_a_verl_yaml_file(tmp_path: Path) -> None:
     text = """
     data: {train_files: train.parquet, train_batch_size: 32, max_response_length: 100}

@@ -266,7 +266,10 @@ def test_a_trace_has_the_compiled_calls(tmp_path: Path) -> None:
     trace = profiler.end(1)
     assert trace is not None
     named = {name: seconds for name, seconds in largest_costs(trace, 1000) if name.startswith(COMPILED_CALL)}
-    assert named.keys() == {f"{COMPILED_CALL}{name}" for name in ("decode layers", "product", "draw")} and min(named.values()) > 0
+    assert (
+        named.keys() == {f"{COMPILED_CALL}{name}" for name in ("decode layers", "product", "draw")}
+        and min(named.values()) > 0
+    )
 
 
 @needs_compiler

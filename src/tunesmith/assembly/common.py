@@ -56,7 +56,8 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
 
     from tunesmith.models import training_functions
 
-    training_functions.allow(config.system.compile)
+    compiled = config.system.compile
+    training_functions.allow(compiled is True)
     torch.set_num_threads(config.system.threads)
     trust_remote_code, lora = config.model.trust_remote_code, config.lora
     if lora.on:
@@ -75,6 +76,10 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
             trains=not frozen and not lora.on,
         )
     _share_sequences(config, model)
+    if isinstance(compiled, str):
+        from tunesmith.models.compiled import compile_layers
+
+        compile_layers(model, compiled)
     if lora.on:
         from tunesmith.models import adapters
 

@@ -228,6 +228,7 @@ def check_dry_run(config: RunConfig) -> None:
         f"system.engine = '{system.engine}'": config.drawing is not None and system.served,
         f"system.weight_plane = '{system.weight_plane}'": system.weight_plane == "ipc",
         f"model.quantize = '{config.model.quantize}'": config.model.quantize is not None,
+        f"system.compile = '{system.compile}'": isinstance(system.compile, str),
         "rollouts for a teacher": isinstance(config, DistillConfig),
     }
     if others := [key for key, unknown in asked.items() if unknown]:

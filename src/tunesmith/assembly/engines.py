@@ -88,7 +88,7 @@ def local_engine_for(model: CausalLM, system: SystemSection, longest: int, reque
     on_gpu = model.device.type == "cuda"
     free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else read_hardware().memory_available
     # Half as much again, because memory is given out in blocks and copied for a moment.
-    layout, _ = probe(model, compiled=system.compile)
+    layout, _ = probe(model, compiled=bool(system.compile))
     needed = ceil(1.5 * min(system.max_running, requests) * longest * layout.token_bytes)
     kv_bytes = max(LEAST_KV_BYTES, min(needed, free // 2))
     return LocalEngine(
@@ -96,7 +96,7 @@ def local_engine_for(model: CausalLM, system: SystemSection, longest: int, reque
         kv_bytes=kv_bytes,
         max_running=system.max_running,
         max_prefill_tokens=system.max_prefill_tokens,
-        compiled=system.compile,
+        compiled=bool(system.compile),
     )
 
 
@@ -171,7 +171,7 @@ def _local_settings(config: RunConfig) -> dict[str, Any]:
         "kv_bytes": parse_size(system.kv_memory),
         "max_running": system.max_running,
         "max_prefill_tokens": system.max_prefill_tokens,
-        "compiled": system.compile,
+        "compiled": bool(system.compile),
     }
 
 

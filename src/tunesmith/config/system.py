@@ -32,8 +32,10 @@ class SystemSection(Section):
     device_memory: Size | None = None
     """How much of the device's memory the run may use, such as ``20GB``; None: what is free when it starts."""
     threads: PositiveInt = derived()
-    compile: bool = derived()
-    """Compile on a CPU what decoding computes (``engines.local``), and training in bfloat16 with AMX (``native``)."""
+    compile: bool | Literal["default", "max-autotune"] = derived()
+    """True: compile on a CPU what decoding computes (``engines.local``), and training in bfloat16 with AMX
+    (``native``). A mode of ``torch.compile``: the same for decoding, and PyTorch compiles the decoder layers of the
+    policy, its critic and its reference for training; ``max-autotune`` also times kernels, without CUDA graphs."""
     max_tokens_per_microbatch: PositiveInt = derived()
     """Of one rank, or of the ranks of ``sequence_parallel`` together."""
     scoring_max_tokens: PositiveInt = derived()

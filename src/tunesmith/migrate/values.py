@@ -167,6 +167,22 @@ def nesterov(given: Given, _there: There) -> Result:
     return [Value("train.optimizer.nesterov", bool(given.value) != ("no_" in given.name))]
 
 
+def compiled(given: Given, there: There) -> Result:
+    """A switch, a mode, or the compiler; of several settings the mode decides."""
+    mode, switch = ("torch_compile_mode", "dynamo_mode"), ("torch_compile", "torch_compile_backend", "dynamo_backend")
+    if not given.value or given.value in ("no", False):
+        return OFF
+    if there.framework == "accelerate" and is_off(there.get("dynamo_backend")):
+        return Dropped("without effect there, because dynamo_backend is not given", off=True)
+    if given.name.rpartition(".")[2] in switch and there.get(*mode):
+        return Dropped("the mode is given as well", off=True)
+    name = "default" if given.value is True else str(given.value).lower()
+    ours = (value_of("system.compile", name) or f'"{name}"').strip('"')
+    if ours not in ("default", "max-autotune"):
+        return Dropped(f"{given.value} is not offered here: layers are compiled by Inductor")
+    return [Value("system.compile", ours)]
+
+
 def positive(given: Given, _there: There) -> Result:
     return [Value("checkpoint.keep", given.value)] if isinstance(given.value, int) and given.value > 0 else OFF
 
@@ -190,6 +206,7 @@ CONVERSIONS: Mapping[str, Callable[[Given, There], Result]] = {
     "muon_rate": muon_rate,
     "nesterov": nesterov,
     "positive": positive,
+    "compiled": compiled,
     "checkpointing": checkpointing,
     "normalized": lambda _given, _there: Dropped("normalize = true of the reward's model", off=True),
     "eval_draws": lambda _given, _there: Dropped(

@@ -42,14 +42,19 @@ class Projection:
     def __init__(self, owner: nn.Module, *names: str) -> None:
         self._owner, self._names = owner._modules, names
         self._modules = [cast(nn.Linear, owner.get_submodule(name)) for name in names]
-        self._weights = [m.weight for m in self._modules]
-        self._biases = [m.bias for m in self._modules if m.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
+        self.weights = [m.weight for m in self._modules]
+        self.biases = [m.bias for m in self._modules if m.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
         plain = all(type(m) is nn.Linear for m in self._modules)
-        self._fusable = plain and len(self._biases) in (0, len(names))
+        self._fusable = plain and len(self.biases) in (0, len(names))
         if self._fusable:
-            self.weight = _one_storage(self._weights)
-            self.bias = _one_storage(self._biases) if self._biases else None
+            self.weight = _one_storage(self.weights)
+            self.bias = _one_storage(self.biases) if self.biases else None
             self.moved()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules as they are now."""
+        return [cast(nn.Module, self._owner[name]) for name in self._names]
 
     def moved(self) -> None:
         """The weights are at other addresses, and still views of one tensor."""
@@ -62,12 +67,12 @@ class Projection:
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, d]`` to the concatenated outputs of the modules."""
         if not self.intact():
-            return torch.cat([cast(nn.Module, self._owner[name])(x) for name in self._names], -1)
-        if torch.is_grad_enabled() and (len(self._weights) > 1 or kept_sums(self._weights)):
-            return linear(x, self.weight, self.bias, self._weights, self._biases)
-        if len(self._weights) > 1:
+            return torch.cat([module(x) for module in self.modules], -1)
+        if torch.is_grad_enabled() and (len(self.weights) > 1 or kept_sums(self.weights)):
+            return linear(x, self.weight, self.bias, self.weights, self.biases)
+        if len(self.weights) > 1:
             return F.linear(x, self.weight, self.bias)
-        return F.linear(x, self._weights[0], self._biases[0] if self._biases else None)
+        return F.linear(x, self.weights[0], self.biases[0] if self.biases else None)
 
     def intact(self) -> bool:
         """Whether the one product equals the modules' outputs."""
@@ -204,6 +209,8 @@ class LeanDecoder:
         self.layer_types = kinds
         self.before_layer: Callable[[], None] | None = None
         """Is called before each layer."""
+        self.compiled: Callable[[Layer, Tensor, Tensor, Tensor, AttentionContext], Tensor] | None = None
+        """Runs a layer in a trainer's passes; see ``compiled``."""
 
     @classmethod
     def of(cls, model: Any) -> LeanDecoder | None:
@@ -232,7 +239,7 @@ class LeanDecoder:
         """
         decoder = copy.copy(self)
         decoder.layers = [layer.with_products(partial(product, i), dtype) for i, layer in enumerate(self.layers)]
-        decoder.norm, decoder.rows = self.norm.of(dtype), dtype
+        decoder.norm, decoder.rows, decoder.compiled = self.norm.of(dtype), dtype, None
         return decoder
 
     def moved(self) -> None:
@@ -252,10 +259,12 @@ class LeanDecoder:
         x = self._embedded(token_ids)
         x = x if self.rows is None else x.to(self.rows)
         tables = {kind: self.rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
+        # An engine in this process, which runs in inference mode, has few rows and its own attention.
+        compiled = None if torch.is_inference_mode_enabled() else self.compiled
         for layer, kind in zip(self.layers, self.layer_types, strict=True):
-            run: Callable[..., Tensor] = layer
+            run: Callable[..., Tensor] = layer if compiled is None else partial(compiled, layer)
             if layer.module.gradient_checkpointing and layer.module.training and torch.is_grad_enabled():
-                run = partial(layer.module._gradient_checkpointing_func, layer)
+                run = partial(layer.module._gradient_checkpointing_func, run)
             if self.before_layer is not None:
                 self.before_layer()
             x = run(x, *tables[kind], attention)

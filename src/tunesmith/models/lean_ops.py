@@ -54,7 +54,7 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     if torch.is_grad_enabled():
         return cast(Tensor, _Gated.apply(gate_up, activation))
     gate, up = gate_up.chunk(2, -1)
-    return _activate(gate, activation).mul_(up)
+    return activate(gate, activation).mul_(up)
 
 
 class _Linear(torch.autograd.Function):
@@ -85,6 +85,19 @@ class _Linear(torch.autograd.Function):
         if any(needs[5 + len(rows) :]):
             parts[len(rows) :] = grad.sum(0).split(rows)
         return grad @ weight if needs[0] else None, None, None, None, None, *parts
+
+
+class JointWeight(torch.autograd.Function):
+    """A tensor whose gradient goes to the tensors that are views of its rows, one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *parts: Tensor) -> Tensor:
+        ctx.rows = [len(part) for part in parts]
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *grad.split(cast("list[int]", ctx.rows))
 
 
 class _Embed(torch.autograd.Function):
@@ -165,7 +178,8 @@ class _Rotate(torch.autograd.Function):
         return _rotated(grad, cos, -sin), None, None
 
 
-def _activate(gate: Tensor, activation: Activation) -> Tensor:
+def activate(gate: Tensor, activation: Activation) -> Tensor:
+    """Of the gate, without the product."""
     if activation == "silu":
         return F.silu(gate)
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
@@ -177,7 +191,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(gate_up)
         ctx.activation = activation
         gate, up = gate_up.chunk(2, -1)
-        return _activate(gate, activation).mul_(up)
+        return activate(gate, activation).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -186,7 +200,7 @@ class _Gated(torch.autograd.Function):
         gate, up = gate_up.chunk(2, -1)
         grad_both = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_both.chunk(2, -1)
-        torch.mul(_activate(gate, activation), grad, out=grad_up)
+        torch.mul(activate(gate, activation), grad, out=grad_up)
         inner = grad * up
         if activation == "silu":
             torch.ops.aten.silu_backward.grad_input(inner, gate, grad_input=grad_gate)

@@ -336,7 +336,9 @@ class _Run:
         # What depends on the machine is derived again: nothing is sampled beside the training.
         chosen = {*given, *profile_values(config.rft.profile), *(k for k in reasons if not k.startswith("system."))}
         kept = {k: values[k] for k in values if k in chosen and k.startswith(_TRAINING) and k not in SAMPLER_KEYS}
-        if kept.get("system.compile"):  # what is on by itself, but refused where training has nothing to compile
+        if (
+            kept.get("system.compile") is True
+        ):  # what is on by itself, but refused where training has nothing to compile
             del kept["system.compile"]
         start = self.rounds[number - 1].model if number and config.rft.start == "last" else None
         if start is not None and (start / ADAPTER_CONFIG).is_file():

@@ -183,6 +183,7 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
             "vocab_size": model.vocab_size,
             "layers": model.layers,
             "family": model.family,
+            "lean": model.lean,
             "heads": model.heads,
             "unshared_heads": model.heads % system.sequence_parallel.size,
             "odd_heads": model.head_dim if odd else None,
