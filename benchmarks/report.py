@@ -169,19 +169,18 @@ def markdown(results: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def readme_results(text: str) -> tuple[str, str]:
-    """Name of the results file that a README's tables come from, and the tables."""
+def readme_results(text: str) -> dict[str, str]:
+    """The tables of a page, by the name of the results file that they come from."""
     before, after = BEGIN.split("{}")
-    name, rest = text.split(before, 1)[1].split(after, 1)
-    return name, rest.split(END, 1)[0].strip() + "\n"
+    parts = (part.split(after, 1) for part in text.split(before)[1:])
+    return {name: rest.split(END, 1)[0].strip() + "\n" for name, rest in parts}
 
 
 def put_into(text: str, results: Path) -> str:
-    """The README with the tables of another results file."""
-    head = text.split(BEGIN.split("{}")[0], 1)[0]
-    tail = text.split(END, 1)[1]
-    tables = markdown(json.loads(results.read_text(encoding="utf-8")))
-    return f"{head}{BEGIN.format(results.name)}\n\n{tables}\n{END}{tail}"
+    """The README with new tables of a results file, which it has a place for."""
+    begin, tables = BEGIN.format(results.name), markdown(json.loads(results.read_text(encoding="utf-8")))
+    head, rest = text.split(begin, 1)
+    return f"{head}{begin}\n\n{tables}\n{END}{rest.split(END, 1)[1]}"
 
 
 def main() -> None:

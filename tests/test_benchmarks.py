@@ -99,16 +99,18 @@ def test_show_says_how_to_install_what_is_absent(capsys: pytest.CaptureFixture[s
 def test_tables_go_into_a_readme_and_come_out_again(tmp_path: Path) -> None:
     path = tmp_path / "some.json"
     path.write_text(json.dumps(RESULTS))
-    text = report.put_into("before\n<!-- results: old.json -->\nold\n<!-- end of results -->\nafter\n", path)
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    assert report.readme_results(text) == ("some.json", report.markdown(RESULTS))
+    places = "".join(f"<!-- results: {name}.json -->\nold\n<!-- end of results -->\nafter\n" for name in ("a", "some"))
+    text = report.put_into(f"before\n{places}", path)
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and text.count("old") == 1
+    assert report.readme_results(text) == {"a.json": "old\n", "some.json": report.markdown(RESULTS)}
     assert report.put_into(text, path) == text
 
 
 def test_the_readme_shows_the_results_file_it_names() -> None:
-    name, tables = report.readme_results(report.README.read_text(encoding="utf-8"))
-    results = json.loads((report.README.parent / "results" / name).read_text(encoding="utf-8"))
-    assert tables == report.markdown(results), f"run: python -m benchmarks.report benchmarks/results/{name} --readme"
+    for name, tables in report.readme_results(report.README.read_text(encoding="utf-8")).items():
+        file = report.README.parent / "results" / name
+        results = json.loads(file.read_text(encoding="utf-8"))
+        assert tables == report.markdown(results), f"run: python -m benchmarks.report {file} --readme"
 
 
 def test_workloads_are_what_their_description_says() -> None:
@@ -268,7 +270,7 @@ def test_the_weight_planes_figures() -> None:
     plain, gloo = sync.summarise(taken)["measures"]
     assert (plain["seconds"], plain["over_copy"]) == (1.0, 1.0)
     assert (gloo["seconds"], gloo["over_copy"]) == (8.0, 4.0)
-    name, table = report.readme_results(sync.PAGE.read_text(encoding="utf-8"))
+    ((name, table),) = report.readme_results(sync.PAGE.read_text(encoding="utf-8")).items()
     assert table == sync.table(json.loads(sync.RESULTS.with_name(name).read_text(encoding="utf-8")))
 
 
