@@ -129,7 +129,9 @@ def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
     assert devices["engine"].engine == facts.model.parameters  # bfloat16, over two ranks
     assert devices["critic"].optimizer == devices["trainer"].optimizer and devices["critic"].activations
     with pytest.raises(CapacityError, match=r"13 GPUs are needed .*, and the cluster has 8"):
-        plan(RLConfig, "8xA100-80GB", *said)
+        plan(RLConfig, "8xA100-80GB", *said, "system.placement.colocate=[]")
+    together, _ = plan(RLConfig, "8xA100-80GB", *said)
+    assert together.config.system.placement.colocate == (("actor", "ref", "critic"),)
 
 
 def test_seconds_follow_operations_and_devices() -> None:

@@ -341,8 +341,8 @@ def test_no_cluster_at_the_address(address: str) -> None:
             "different numbers of processes and cannot share places .actor 1, rollout 2: system.trainer_ranks",
         ),
         (
-            {"system__trainer_ranks": 2, "system__placement__colocate": [["actor", "critic", "ref"]]},
-            "actor 2, critic 2, ref 1",
+            {"system__trainer_ranks": 2, "system__placement__colocate": [["actor", "critic", "reward"]]},
+            "actor 2, critic 2, reward 1",
         ),
     ],
 )
@@ -362,14 +362,19 @@ def test_roles_that_share_a_place(tmp_path: Path) -> None:
     placement = {f"system__placement__{key}": value for key, value in said.items()}
     config = resolved(tmp_path, algorithm__kl__coef=0.1, system__engines=2, **placement)
     together, *engines = bundles(config)
-    assert together == Bundle(("actor", "ref"), 4.0, 1.0)
-    assert together.share == (2.0, 0.5)
+    assert together == Bundle(("actor",), 3.0, 1.0), "the reference is in the trainer's process"
+    assert "ref" not in processes(config)
     assert engines == [Bundle(("rollout",), 1.0, 2.0)] * 2
     side_by_side = {**placement, "system__placement__colocate": [["actor", "rollout"]], "system__trainer_ranks": 2}
     del side_by_side["system__placement__rollout__gpus"]
     config = resolved(tmp_path, algorithm__kl__coef=0.1, system__engines=2, **side_by_side)
     assert processes(config) == {"actor": 2, "ref": 1, "rollout": 2}
     assert bundles(config) == [Bundle(("actor", "rollout"), 4.0, 1.0)] * 2 + [Bundle(("ref",), 1.0, 0.0)]
+    scoring = {"system__placement__ref__processes": 3, "system__placement__ref__gpus": 1}
+    config = resolved(tmp_path, algorithm__kl__coef=0.1, **scoring)
+    assert bundles(config) == [
+        Bundle((role,), 1.0, gpus) for role, gpus in (("actor", 0.0), *[("ref", 1.0)] * 3, ("rollout", 0.0))
+    ]
     with pytest.raises(ConfigError, match="names 'critic'"):
         bundles(resolved(tmp_path, system__placement__critic__gpus=1))
 
@@ -408,7 +413,7 @@ def test_the_derived_plane_reaches_every_rank(tmp_path: Path) -> None:
     path = save_model(tmp_path / "model", head_dim=32)
     config = load_config(RLConfig, None, rl_settings(tmp_path, path, **{"system__cluster": "ray", **said}))
     facts = Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)
-    assert resolve(config, facts).config.system.weight_plane == "memory"
+    assert resolve(config, facts).config.system.weight_plane == "gloo"
     with pytest.raises(ClusterError, match="on the trainer's machine"):
         check_machines([Bundle(("actor",), 1, 1), Bundle(("rollout",), 1, 2)], {0: "a", 1: "b"})
     check_machines([Bundle(("actor",), 1, 1), Bundle(("rollout",), 1, 2)], {0: "a", 1: "a"})

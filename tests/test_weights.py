@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,6 +109,25 @@ async def test_what_was_published_arrives_bit_by_bit(make: Callable[[NamedTensor
     assert not any(Path(path).exists() for path in later[0].get("paths", ()))
     [newer] = await take_all(await plane.offer(1))
     assert newer["head"].eq(1).all() and newer["embed"].eq(1).all()
+    await plane.close()
+
+
+async def test_every_rank_of_an_engine_takes_the_whole_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of an engine are told apart by their number in its own group, here that of a thread."""
+    own, named = threading.local(), tensors()
+    monkeypatch.setattr("tunesmith.weights.broadcast.dist.get_rank", lambda: own.rank)
+    plane = BroadcastPlane(named.items, bucket_bytes=700, patience=60, ranks=2)
+    await plane.publish(5)
+    offers = await plane.offer(2)
+
+    def take_as(offer: Offer, rank: int) -> dict[str, Tensor]:
+        own.rank = rank
+        return take(offer)
+
+    found = await asyncio.gather(*(asyncio.to_thread(take_as, offer, rank) for offer in offers for rank in (0, 1)))
+    assert [offer["rank"] for offer in offers] == [1, 3] and offers[0]["world"] == 5 and len(found) == 4
+    for weights in found:
+        assert all(weights[name].equal(tensor) for name, tensor in named.items())
     await plane.close()
 
 

@@ -160,6 +160,33 @@ def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
     same(alone, spread)
 
 
+@pytest.mark.parametrize(
+    ("places", "listed"),
+    [
+        (
+            {"colocate": [["actor", "ref", "critic"]], "reward__processes": 2},
+            "2 actor, 2 critic, 2 reward, 1 rollout",
+        ),
+        ({"ref__processes": 2}, "2 actor, 2 ref, 2 critic, 1 reward, 1 rollout"),
+    ],
+)
+def test_scoring_in_the_trainers_ranks_or_shared_by_processes_ends_as_in_one_process(
+    places: dict[str, Any], listed: str, tmp_path: Path
+) -> None:
+    """A reference that changes and a reward model, with two ranks of trainer and critic."""
+    save_reward_model(tmp_path / "reward_model")
+    changed: dict[str, Any] = {
+        "algorithm__name": "ppo", "algorithm__kl__coef": 0.05, "algorithm__kl__reference_every": 2, "train__steps": 4,
+        "train__lr": 1e-3, "reward__functions": None, "checkpoint__every": 2,
+    }  # fmt: skip
+    rewards = f"[[reward.models]]\npath = '{tmp_path / 'reward_model'}'\n"
+    alone = inside(tmp_path, rewards, **changed)
+    said = {f"system__placement__{key}": value for key, value in places.items()}
+    spread = Run(tmp_path, "spread", rewards, **changed, **RAY, system__trainer_ranks=2, **said)
+    assert listed in spread.finish()
+    same(alone, spread)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return inside(tmp_path_factory.mktemp("undisturbed"), train__steps=STEPS, train__lr=1e-3)
@@ -223,6 +250,14 @@ def test_a_killed_controller_takes_its_actors_along_and_resumes(tmp_path: Path, 
     same(undisturbed, again)
 
 
+MACHINES = """
+import sys
+from tunesmith.config.system import SystemSection
+from tunesmith.distributed.ray_cluster import cluster_machines
+print(cluster_machines(SystemSection(cluster="ray", ray_address=sys.argv[1])))
+"""
+
+
 @contextmanager
 def running_cluster(folder: Path, key: dict[str, str]) -> Generator[str]:
     """The address of a cluster that is started from outside, as ``ray start`` prints it."""
@@ -260,6 +295,9 @@ def test_the_same_run_on_a_cluster_that_runs_already(tmp_path: Path) -> None:
         said, _ = crowd.process.communicate(timeout=600)
         assert crowd.process.returncode == 2
         assert "5 CPUs are needed (1 × trainer 1, 4 × engine 1), and the cluster has 2" in said.decode()
+        asked = [sys.executable, "-c", MACHINES, address]
+        said = subprocess.run(asked, env={**os.environ, **key}, capture_output=True, timeout=600, check=True).stdout
+        assert said.decode().split("\n")[-2] == "[{'CPU': 2.0, 'GPU': 0.0}]"
         stranger = Run(tmp_path, "stranger", **RAY, system__ray_address=address)
         said, _ = stranger.process.communicate(timeout=600)
         assert stranger.process.returncode == 2 and "set RAY_AUTH_MODE=token" in said.decode()

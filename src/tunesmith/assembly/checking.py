@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -103,8 +104,19 @@ def facts_of_run(config: RunConfig, hardware: Hardware | None = None) -> Facts:
     frozen, model, launch = frozen_parameters(config), known_model_facts(config.model.path), Launch.of()
     here = launch.local_world if launch else None
     machine = hardware or read_hardware()
+    if hardware is None and machine.gpus and config.system.cluster == "ray":
+        machine = replace(machine, nodes=_nodes_like(config, len(machine.gpus)))
     tuned = read_tuned(config, machine, model) if config.system.tuned and not machine.named else None
     return Facts(machine, model, frozen_parameters=frozen, ranks_here=here, tuned=tuned)
+
+
+def _nodes_like(config: RunConfig, gpus: int) -> int:
+    """Machines of the Ray cluster with as many GPUs as this one."""
+    from tunesmith.distributed.ray_cluster import cluster_machines
+
+    if find_spec("ray") is None:  # refused in a better place
+        return 1
+    return max(1, sum(each["GPU"] >= gpus for each in cluster_machines(config.system)))
 
 
 def frozen_parameters(config: RunConfig) -> int:

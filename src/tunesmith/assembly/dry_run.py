@@ -36,15 +36,15 @@ from tunesmith.plan.cluster import NAMES
 from tunesmith.plan.cost import Price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.layouts import ENGINES
+from tunesmith.plan.layout_keys import ENGINES
 from tunesmith.plan.memory import (
     LEAST_TOKENS,
     engines_elsewhere,
     longest_sample,
     planned,
     planned_elsewhere,
-    shares_trainer_device,
 )
+from tunesmith.plan.roles import shares_trainer_device
 from tunesmith.plan.weights import engines_apart, weights_apart
 
 if TYPE_CHECKING:
@@ -190,8 +190,8 @@ class DryRun:
             self.device.assign("optimizer", [*backend.optimizer.state().values(), *backend.ema.values()])
             self.device.assign("weights", [*backend.model.module.parameters(), *backend.model.module.buffers()])
             reference: Decoder | None = backend.reference
-            if isinstance(learner.backend, RankedBackend) and learner.backend.reference:
-                reference = learner.backend.reference.get("model")
+            if isinstance(learner.backend, RankedBackend) and learner.backend.references:
+                reference = learner.backend.references[0].get("model")
             if reference is not None:
                 self.device.assign("frozen models", reference.module.parameters())
 

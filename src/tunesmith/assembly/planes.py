@@ -12,6 +12,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.distributed.machines import own_address as own_address_in_launch
 from tunesmith.distributed.torchrun import Launch
 from tunesmith.openmp import to_thread
+from tunesmith.plan.gpus import ranks_per_engine
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def make_plane(config: RunConfig, model: Decoder) -> Plane:
     if system.weight_plane in ("gloo", "nccl"):
         from tunesmith.weights.broadcast import BroadcastPlane
 
-        return BroadcastPlane(tensors, system.weight_plane, own_address(config), str(model.device), size)
+        ranks = ranks_per_engine(config)
+        return BroadcastPlane(tensors, system.weight_plane, own_address(config), str(model.device), size, ranks)
     directory = system.engine_directory if system.weight_plane == "disk" else None
     return file_plane(tensors, directory, size)
 

@@ -14,7 +14,8 @@ from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cluster import bundles, missing
 from tunesmith.plan.cpu_seconds import measurable
 from tunesmith.plan.facts import Facts
-from tunesmith.plan.machines import machine
+from tunesmith.plan.fitting import layout_that_fits
+from tunesmith.plan.machines import THIS, machine
 from tunesmith.plan.memory import bytes_per_number
 from tunesmith.plan.phases import read_rates
 from tunesmith.plan.resolve import resolve, sequence_limits
@@ -30,8 +31,8 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
         ConfigError: an unknown machine, or settings that contradict each other or the machine.
         CapacityError: the run does not fit.
     """
-    hardware = machine(on)
-    facts, notes = _with_lengths(config, facts_of_run(config, hardware))
+    facts, notes = _with_lengths(config, facts_of_run(config, None if on.strip().lower() == THIS else machine(on)))
+    hardware = facts.hardware
     if hardware.nodes > 1 and config.drawing is None:  # torchrun starts as many on each
         facts = replace(facts, ranks_here=len(hardware.gpus))
         world, ranks = hardware.nodes * len(hardware.gpus), known(config.system, "trainer_ranks")
@@ -44,7 +45,7 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
     if resolved.config.system.cluster == "ray" and isinstance(resolved.config, RLConfig):
         each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}
         if lacking := missing(bundles(resolved.config), [each] * facts.hardware.nodes):
-            raise CapacityError(lacking)
+            raise CapacityError(f"{lacking}{layout_that_fits(config, resolved.config, facts)}")
     if facts.hardware.nodes > 1 and resolved.config.drawing is not None and resolved.config.system.cluster == "none":
         notes.append(
             f'this run uses one of {facts.hardware.nodes} machines; system.cluster = "ray" spreads it over all'

@@ -22,8 +22,8 @@ from tunesmith.errors import RewardError, TrainerLostError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cluster import NAMES, bundles, processes
-from tunesmith.plan.memory import keeps_reference
 from tunesmith.plan.operations import PeakRates
+from tunesmith.plan.roles import reference_apart, scoring_processes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +135,7 @@ def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
     from tunesmith.models.causal_lm import CausalLM
 
     model = load_model(CausalLM, config, tokenizer)
-    return policy_backend(config, tokenizer, model, reference=not _separate_reference(config))
+    return policy_backend(config, tokenizer, model, reference=not reference_apart(config))
 
 
 def host_reference(config: RLConfig) -> ReferenceHost:
@@ -144,10 +144,6 @@ def host_reference(config: RLConfig) -> ReferenceHost:
 
     model = load_model(CausalLM, config, load_tokenizer(config), frozen=True)
     return ReferenceHost(model, policy_predict(config))
-
-
-def _separate_reference(config: RLConfig) -> bool:
-    return config.system.cluster == "ray" and keeps_reference(config)
 
 
 def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None]:
@@ -189,20 +185,20 @@ def remote_trainer(
             check_machines(ranks, config.model.path, run_dir)
         place = ranks[0].call("open_store") if world > 1 else None
         gather(far.submit("build", rank, world, place) for rank, far in enumerate(ranks))
-    reference = None
-    if publishes and isinstance(config, RLConfig) and _separate_reference(config):
-        reference = processes.spawn("ref", TrainerLostError)
-        with long_wait("starting the reference's process"):
-            reference.make(partial(host_reference, config)).result()
+    references: list[Far] = []
+    if publishes and isinstance(config, RLConfig) and reference_apart(config):
+        references = [processes.spawn("ref", TrainerLostError) for _ in range(scoring_processes(config, "ref"))]
+        with long_wait("starting the reference's processes"):
+            gather(far.make(partial(host_reference, config)) for far in references)
     one: PeakRates = ranks[0].get("limits")
     limits = PeakRates(world * one.flops_per_second, world * one.bytes_per_second)
-    return RankedBackend(ranks, reference, config.system.sequence_parallel.size), limits
+    return RankedBackend(ranks, references, config.system.sequence_parallel.size), limits
 
 
 def remote_reward_model(
     processes: Processes, config: RLConfig, entry: ModelReward, report: Callable[[str], None]
 ) -> RewardModel:
-    """A reward model that scores in another process; it encodes texts here."""
+    """A reward model that scores in other processes; it encodes texts here."""
     from tunesmith.assembly.rewards import load_reward_model
     from tunesmith.rewards.far_model import RestartingFar, far_reward_model
 
@@ -212,7 +208,8 @@ def remote_reward_model(
             far.make(partial(load_reward_model, config, entry)).result()
         return far
 
-    return far_reward_model(RestartingFar(start, config.system.trainer_restarts, report))
+    restarts, count = config.system.trainer_restarts, scoring_processes(config, "reward")
+    return far_reward_model([RestartingFar(start, restarts, report) for _ in range(count)])
 
 
 def run_with_restarts(

@@ -28,15 +28,16 @@ class RankedBackend:
 
     Args:
         replicas: objects with a ``backend``, which have joined one ``RankGroup`` where there are several.
-        reference: an object with ``score``, ``take``, ``save`` and ``load``, where the reference has its own process.
+        references: objects with ``score``, ``take``, ``save`` and ``load``, each with the whole reference, where it has
+            processes of its own; they share the micro-batches.
         sequence: how many ranks in a row share a micro-batch; each of them returns what all of them computed.
 
     Raises:
         TrainerLostError: from every method, when the process of a rank or of the reference has ended.
     """
 
-    def __init__(self, replicas: Sequence[Far], reference: Far | None = None, sequence: int = 1) -> None:
-        self.replicas, self.reference, self.sequence = replicas, reference, sequence
+    def __init__(self, replicas: Sequence[Far], references: Sequence[Far] = (), sequence: int = 1) -> None:
+        self.replicas, self.references, self.sequence = replicas, references, sequence
         self.cost: CostModel = self.first.get("backend.cost")
         self._optimizer_steps: int = self.first.get("backend.optimizer_steps")
         self._reference_is_new = False
@@ -55,8 +56,11 @@ class RankedBackend:
         return self._optimizer_steps
 
     def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
-        if reference and self.reference is not None:
-            return self.reference.call("score", packing.for_rank(0, 1, columns=False), of)
+        if reference and self.references:
+            count = len(self.references)
+            shares = (packing.for_rank(n, count, columns=False) for n in range(count))
+            asked = zip(self.references, shares, strict=True)
+            return np.sum(gather(far.submit("score", share, of) for far, share in asked), axis=0)
         parts = self._parts(packing, "backend.score", of, columns=False, reference=reference)
         return np.sum(parts, axis=0)
 
@@ -101,23 +105,24 @@ class RankedBackend:
         self._each("backend.reload")
 
     def refresh_reference(self) -> None:
-        if self.reference is None:
+        if not self.references:
             self._each("backend.refresh_reference")
             return
-        self.reference.call("take", self._each("weights"))
+        weights = self._each("weights")
+        gather(far.submit("take", weights) for far in self.references)
         self._reference_is_new = True
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
         self._gather(r.submit("backend.save", directory.absolute(), model_only=model_only) for r in self.replicas)
-        if self.reference is not None and self._reference_is_new and not model_only:
-            self.reference.call("save", directory.absolute() / REFERENCE_DIRECTORY)
+        if self.references and self._reference_is_new and not model_only:
+            self.references[0].call("save", directory.absolute() / REFERENCE_DIRECTORY)
 
     def load(self, directory: Path) -> None:
         self._each("backend.load", directory.absolute())
         self._optimizer_steps = self.first.get("backend.optimizer_steps")
         saved = directory.absolute() / REFERENCE_DIRECTORY
-        if self.reference is not None and saved.is_dir():
-            self.reference.call("load", saved)
+        if self.references and saved.is_dir():
+            gather(far.submit("load", saved) for far in self.references)
             self._reference_is_new = True
 
     def _gather(self, answers: Iterable[Future[Any]]) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tunesmith.config.section import Section
+from tunesmith.config.values import PositiveInt
 
 Role = Literal["actor", "ref", "critic", "reward", "rollout"]
 
@@ -16,14 +17,20 @@ class Resources(Section):
     gpus: Annotated[float, Field(ge=0)] | None = None
 
 
+class ScoringResources(Resources):
+    processes: PositiveInt | None = None
+    """Processes that share what there is to score, each with the whole model; None: 1."""
+
+
 class PlacementSection(Section):
     """For each process of a role; None: 1 CPU and, where ``system.device`` is a GPU, 1 GPU."""
 
     actor: Resources = Resources()
     """The trainer."""
-    ref: Resources = Resources()
+    ref: ScoringResources = ScoringResources()
+    """The reference; placed with ``actor`` it is no process of its own, but each trainer rank has it, or its share."""
     critic: Resources = Resources()
-    reward: Resources = Resources()
+    reward: ScoringResources = ScoringResources()
     """Each of ``reward.models``."""
     rollout: Resources = Resources()
     """Each engine."""

@@ -89,7 +89,9 @@ class RayCluster:
         named = type(NAMES[role].title().replace(" ", ""), (Actor,), {})  # what `ps` shows
         made: Any = ray.remote(named)
         with self._lock:  # engines start at the same time, each in a place of its own
-            bundle = next((i for i in range(len(self._bundles)) if self._has_room(i, role)), None)
+            rooms = [i for i in range(len(self._bundles)) if self._has_room(i, role)]
+            # Each process of a reward model has another place; trainer ranks in a row share one.
+            bundle = min(rooms, key=lambda i: self._taken(i, role) if role == "reward" else i, default=None)
             options = self._outside(role) if bundle is None else self._inside(bundle)
             if python is not None:
                 # Not resolved: the interpreter of a virtual environment is a link to another one.
@@ -160,9 +162,32 @@ def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> No
     if found["actor"] and set(found["rollout"]) - {found["actor"][0]}:
         raise ClusterError(
             'system.weight_plane = "memory" is for engines on the trainer\'s machine, and the cluster has places for '
-            'them on others: say system.weight_plane = "disk" with a system.engine_directory that all machines see, '
-            'or "gloo" for engines of one rank'
+            'them on others: say system.weight_plane = "gloo", or "disk" with a system.engine_directory that all '
+            "machines see"
         )
+
+
+def cluster_machines(system: SystemSection) -> list[dict[str, float]]:
+    """``CPU`` and ``GPU`` of each machine of the cluster that is named, by ``system.ray_address`` or ``RAY_ADDRESS``;
+    none where none is.
+
+    Raises:
+        ClusterError: there is no cluster at the address.
+    """
+
+    if not (system.ray_address or os.environ.get("RAY_ADDRESS")):
+        return []
+    connected = _connect(system, 0)
+    try:
+        return [{unit: node["Resources"].get(unit, 0.0) for unit in ("CPU", "GPU")} for node in _alive()]
+    finally:
+        _disconnect(connected)
+
+
+def _alive() -> list[dict[str, Any]]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _machines(group: Any) -> Mapping[int, str]:
@@ -260,7 +285,7 @@ def _reserve(bundles: Sequence[Bundle]) -> Any:
     """A placement group, ready."""
     import ray
 
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    machines = [node["Resources"] for node in _alive()]
     if (problem := missing(bundles, machines)) is not None:
         raise ClusterError(problem)
     group = ray.util.placement_group([bundle.resources for bundle in bundles], strategy="PACK")

@@ -13,7 +13,8 @@ from tunesmith.errors import ConfigError
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.gpus import on_gpu, ranks_per_engine
-from tunesmith.plan.layouts import ENGINES, TENSOR, Settings, layouts
+from tunesmith.plan.layout_keys import ENGINES, PLACEMENT, TENSOR, Settings
+from tunesmith.plan.layouts import layouts
 from tunesmith.plan.memory import free_memory, planned_devices
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.seconds import step_seconds
@@ -28,6 +29,7 @@ ELSE: tuple[Settings, ...] = ({CHECKPOINTING: True}, {CHECKPOINTING: False}, {OF
 SHOWN = (
     *("system.trainer_ranks", "system.zero_stage", "system.sequence_parallel.size", CHECKPOINTING, OFFLOAD),
     *("system.offload_activations", "system.engines", TENSOR, "system.engine_process", "system.hybrid"),
+    PLACEMENT,
 )
 """Settings by which layouts are told apart."""
 PHASES = {

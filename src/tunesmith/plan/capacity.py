@@ -31,7 +31,6 @@ from tunesmith.plan.memory import (
     gpu_of,
     host_problem,
     host_tokens,
-    keeps_frozen,
     kv_bytes_per_number,
     layout_of,
     least,
@@ -41,6 +40,7 @@ from tunesmith.plan.memory import (
     request_kv,
     trainer_memory,
 )
+from tunesmith.plan.roles import keeps_frozen
 from tunesmith.plan.weights import engines_apart, loads_model, weights_apart
 
 MOST_TOKENS = {"cpu": 2048, "cuda": 32768}

@@ -18,14 +18,13 @@ from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.memory import (
     LEAST_TOKENS,
-    has_critic,
     layout_of,
     longest_sample,
     planned,
     planned_devices,
     rewarding_bytes,
-    shares_trainer_device,
 )
+from tunesmith.plan.roles import has_critic, shares_trainer_device
 from tunesmith.plan.scoring import scores, scoring_bytes
 
 SCORING, CRITIC, REWARD = "system.scoring_max_tokens", "system.critic_max_tokens", "system.reward_max_tokens"

@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import get_args
 
-from tunesmith.config.placement import PlacementSection, Resources, Role
+from tunesmith.config.placement import Resources, Role
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
 from tunesmith.plan.gpus import ranks_per_engine
-from tunesmith.plan.memory import has_critic, keeps_reference
+from tunesmith.plan.roles import (
+    has_critic,
+    keeps_reference,
+    placed_together,
+    placement_of,
+    reference_apart,
+    scoring_processes,
+)
 
 NAMES: dict[Role, str] = {
     "actor": "trainer",
@@ -59,6 +66,7 @@ def cluster_problems(config: RunConfig) -> Iterator[str]:
         return
     yield from _check_shared(config)
     yield from _check_ranks(config)
+    yield from _check_scoring(config)
 
 
 def ray_not_installed(config: RunConfig) -> Iterator[str]:
@@ -71,7 +79,7 @@ def _check_ranks(config: RLConfig) -> Iterator[str]:
     system = config.system
     if known(system, "trainer_ranks") in (None, 1) or not (known(system, "device") or "cuda").startswith("cuda"):
         return
-    groups = (system.placement or PlacementSection()).colocate
+    groups = placement_of(config).colocate
     for role in ("actor", "critic"):
         together = next((group for group in groups if role in group), (role,))
         gpus = max(_needs(config, each, 1.0)[1] for each in together)
@@ -83,29 +91,57 @@ def _check_ranks(config: RLConfig) -> Iterator[str]:
 
 
 def _check_shared(config: RLConfig) -> Iterator[str]:
-    placement = config.system.placement or PlacementSection()
+    placement = placement_of(config)
     repeated = [role for role, n in Counter(r for group in placement.colocate for r in group).items() if n > 1]
     if repeated:
         yield f"system.placement.colocate names '{repeated[0]}' twice: a role shares one place"
     for group in placement.colocate:
         if len(group) < 2:
             yield f"system.placement.colocate: {list(group)} shares with no other role; name at least two"
+        if any(not _counted(config, role) for role in group):
+            continue  # what is derived agrees with it
         ranks, places = (ranks_per_engine(config) if "rollout" in group else 1), _places(config, group)
         if any(n % places or n > ranks * places for n in (_side_by_side(config, role) for role in group)):
             counts = ", ".join(f"{role} {_side_by_side(config, role)}" for role in group)
             yield (
                 f"system.placement.colocate: {list(group)} have different numbers of processes and cannot share places "
-                f"({counts}: system.trainer_ranks, system.engines); make the numbers equal"
+                f"({counts}: system.trainer_ranks, system.engines, processes of system.placement.reward and ref); make "
+                "the numbers equal"
                 f"{f', or up to {ranks} for each engine of {ranks} ranks' if ranks > 1 else ''}, or leave one out"
             )
         if any((getattr(placement, role).gpus or 0) > 1 for role in group):
             yield f"system.placement.colocate: {list(group)} share one GPU; a role with more GPUs cannot share"
 
 
+def _check_scoring(config: RLConfig) -> Iterator[str]:
+    """Settings of the reference's processes where it has none: ``system.placement.ref``."""
+    said = placement_of(config).ref.model_fields_set
+    if said and placed_together(config, "actor", "ref"):
+        yield (
+            f"system.placement.ref.{min(said)} has no effect where system.placement.colocate puts 'ref' with 'actor': "
+            "each trainer rank has the reference, or its share of it; leave one of the two out"
+        )
+
+
+def _counted(config: RLConfig, role: Role) -> bool:
+    """Whether the number of a role's processes is known yet."""
+    if role == "rollout":
+        return known(config.system, "engines") is not None
+    return _scores_apart(config, role) or known(config.system, "trainer_ranks") is not None
+
+
+def _scores_apart(config: RLConfig, role: Role) -> bool:
+    """Whether ``system.placement`` says how many processes a role has."""
+    return role == "reward" or (role == "ref" and not placed_together(config, "actor", "ref"))
+
+
 def _side_by_side(config: RLConfig, role: Role) -> int:
-    """Places with a process of this role."""
-    ranks, engines = known(config.system, "trainer_ranks") or 1, known(config.system, "engines") or 1
-    return {"actor": ranks, "critic": ranks, "rollout": engines}.get(role, 1)
+    """Places with a process of this role, or one of each reward model."""
+    if role == "rollout":
+        return known(config.system, "engines") or 1
+    if _scores_apart(config, role):
+        return scoring_processes(config, role)
+    return known(config.system, "trainer_ranks") or 1
 
 
 def _places(config: RLConfig, group: Sequence[Role]) -> int:
@@ -114,12 +150,13 @@ def _places(config: RLConfig, group: Sequence[Role]) -> int:
 
 
 def processes(config: RLConfig) -> dict[Role, int]:
-    """Processes of a resolved run by role. With an adapter the reference is the policy without the adapter."""
+    """Processes of a resolved run by role. With an adapter the reference is the policy without the adapter; placed with
+    the trainer it is in the trainer's processes."""
     count: dict[Role, int] = {
         "actor": config.system.trainer_ranks,
-        "ref": int(keeps_reference(config)),
+        "ref": scoring_processes(config, "ref") * reference_apart(config),
         "critic": config.system.trainer_ranks * has_critic(config),
-        "reward": len(config.reward.models),
+        "reward": scoring_processes(config, "reward") * len(config.reward.models),
         "rollout": config.system.engines,
     }
     return {role: n for role, n in count.items() if n}
@@ -134,16 +171,19 @@ def bundles(config: RLConfig) -> list[Bundle]:
     Raises:
         ConfigError: ``system.placement`` names a role that the run does not have.
     """
-    placement, device = config.system.placement or PlacementSection(), config.system.device
+    placement, device = placement_of(config), config.system.device
     default = float(device.startswith("cuda"))
     count = processes(config)
-    for name in (*placement.model_fields_set - {"colocate"}, *(r for group in placement.colocate for r in group)):
+    within = keeps_reference(config) and not reference_apart(config)
+    inside: tuple[Role, ...] = ("ref",) if within else ()
+    named = {*placement.model_fields_set - {"colocate"}, *(r for group in placement.colocate for r in group)}
+    for name in sorted(named - {*inside}):
         if name not in count:
             raise ConfigError(f"system.placement names '{name}', and this run has none; leave it out")
     shared: list[Bundle] = []
     for group in placement.colocate:
         places = _places(config, group)
-        roles: tuple[Role, ...] = tuple(role for role in group for _ in range(count.pop(role) // places))
+        roles: tuple[Role, ...] = tuple(role for role in group for _ in range(count.pop(role, 0) // places))
         cpus, gpus = zip(*(_needs(config, role, default) for role in roles), strict=True)
         shared += [Bundle(roles, sum(cpus), max(gpus))] * places
     alone = [role for role in get_args(Role) for _ in range(count.get(role, 0))]
@@ -151,7 +191,7 @@ def bundles(config: RLConfig) -> list[Bundle]:
 
 
 def _needs(config: RLConfig, role: Role, gpus: float) -> tuple[float, float]:
-    wanted: Resources = getattr(config.system.placement or PlacementSection(), role)
+    wanted: Resources = getattr(placement_of(config), role)
     if role == "rollout":
         gpus *= ranks_per_engine(config)
     return (1.0 if wanted.cpus is None else wanted.cpus), (gpus if wanted.gpus is None else wanted.gpus)

@@ -11,14 +11,9 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.gpus import on_gpu
-from tunesmith.plan.memory import (
-    bytes_per_number,
-    has_critic,
-    keeps_reference,
-    kv_bytes_per_number,
-    longest_sample,
-)
+from tunesmith.plan.memory import bytes_per_number, kv_bytes_per_number, longest_sample
 from tunesmith.plan.phases import Work, again_seconds, phase_seconds, read_rates
+from tunesmith.plan.roles import has_critic, keeps_reference
 from tunesmith.plan.situation import rollout_samples
 
 

@@ -19,19 +19,18 @@ from tunesmith.plan.cost import USUAL_RANK, Price, price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.gpus import on_gpu
+from tunesmith.plan.layout_keys import PLACEMENT, plain
 from tunesmith.plan.layouts import layouts, without_layout
 from tunesmith.plan.memory import (
     LEAST_TOKENS,
     MARGIN,
-    has_critic,
     host_problem,
-    keeps_frozen,
-    keeps_reference,
     layout_of,
     least_devices,
     longest_sample,
 )
 from tunesmith.plan.parts import PARTS
+from tunesmith.plan.roles import has_critic, keeps_frozen, keeps_reference
 from tunesmith.plan.search import fastest_layout, lack
 
 MORE_GPUS = (2, 4, 8, 16, 32, 64, 128)
@@ -94,7 +93,7 @@ def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_o
             continue
         changed = least_devices(with_values(config, always | changes), facts)[0][1]
         if changed.peak <= free and not host_problem(config, changed, facts):
-            words = " and ".join(f"{key} = {toml_value(value)}" for key, value in (told | changes).items())
+            words = " and ".join(f"{key} = {toml_value(plain(value))}" for key, value in (told | changes).items())
             return f"what fits: {words} ({format_size(changed.peak)}){more}"
         peaks.append(changed.peak)
     if shorter := _longest_that_fits(config, facts, free):
@@ -106,13 +105,28 @@ def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_o
     )
 
 
+def layout_that_fits(given: RunConfig, config: RunConfig, facts: Facts) -> str:
+    """The fastest layout that fits the machine, in words; nothing if there is none.
+
+    Args:
+        given: the run before its settings were derived; ``config``: after that.
+    """
+    system = given.system.model_copy(update={"device": config.system.device})
+    free = without_layout(config.model_copy(update={"system": system}))
+    fastest, values = fastest_layout(free, facts) or {}, settings(config)
+    words = [f"{key} = {toml_value(plain(value))}" for key, value in fastest.items() if values[key] != plain(value)]
+    return f". What fits: {', '.join(words)}" if words else ""
+
+
 def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
     """The least number of GPUs like the run's that the run fits, with its layout."""
     machine = facts.hardware
-    if not machine.gpus or not on_gpu(config) or config.system.cluster != "none":
+    if not machine.gpus or not on_gpu(config):
         return None
-    for count in (n for n in MORE_GPUS if n > len(machine.gpus) * machine.nodes):
-        larger = replace(machine, gpus=machine.gpus[:1] * count, nodes=1)
+    on_ray, each = config.system.cluster == "ray", len(machine.gpus)
+    for count in (n for n in MORE_GPUS if n > each * machine.nodes):
+        nodes = -(-count // each) if on_ray and each > 1 else 1
+        larger = replace(machine, gpus=machine.gpus[:1] * (count // nodes), nodes=nodes)
         there = replace(facts, hardware=larger, ranks_here=None)
         for layout in layouts(config, there):
             if lack(config, there, layout) <= 1:
@@ -139,7 +153,8 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
             yield {f"{config.command}.precompute_reference": True}
         if layout:
             values = settings(config)
-            yield {key: value for key, value in layout.items() if values[key] not in (None, value)}
+            differs = {key: value for key, value in layout.items() if values[key] != plain(value)}
+            yield {key: value for key, value in differs.items() if key == PLACEMENT or values[key] is not None}
         if not config.lora.on and not muon:
             yield {"lora.rank": USUAL_RANK}
     engine, fixed = config.system.engine, isinstance(config, ScoreConfig) or (config.trains and muon)

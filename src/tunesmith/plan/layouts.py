@@ -5,10 +5,10 @@ One search answers two questions: what a run gets whose settings were left out, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import product, takewhile
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tunesmith.config.generation import RFTConfig
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -16,17 +16,23 @@ from tunesmith.config.section import known
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.gpus import on_gpu
 from tunesmith.plan.hardware import Gpu
-from tunesmith.plan.memory import has_critic
+from tunesmith.plan.layout_keys import (
+    ENGINES,
+    ONE_PROCESS,
+    PLACEMENT,
+    PROCESS,
+    RANKS,
+    SEQUENCE,
+    STAGE,
+    TENSOR,
+    TURNS,
+    Settings,
+    given,
+)
+from tunesmith.plan.ray_layouts import ray_shapes
+from tunesmith.plan.roles import has_critic
 
 C = TypeVar("C", bound=RunConfig)
-Settings = Mapping[str, Any]
-"""Values by dotted key."""
-
-RANKS, STAGE, ENGINES = "system.trainer_ranks", "system.zero_stage", "system.engines"
-SEQUENCE = "system.sequence_parallel.size"
-TENSOR, PROCESS, TURNS = "system.vllm.tensor_parallel_size", "system.engine_process", "system.hybrid"
-ONE_PROCESS: Settings = {RANKS: 1, STAGE: 0, SEQUENCE: 1, ENGINES: 1, TENSOR: 1}
-"""The layout of a run on one device."""
 SIZES = (1, 2, 4, 8)
 """Devices that an engine or a sequence is split over: at most those of one machine, which are fast with each other."""
 
@@ -38,7 +44,10 @@ def layouts(config: RunConfig, facts: Facts) -> Iterator[Settings]:
     GPUs are used for sampling and training in turn, or half of them for each where both go on at once.
     """
     gpus = gpus_of_run(config, facts)
-    for shape in _shapes(config, gpus):
+    shapes = _shapes(config, gpus)
+    if gpus > 1 and config.system.cluster == "ray" and isinstance(config, RLConfig):
+        shapes = ray_shapes(config, facts, gpus, _tensor_sizes(config, len(facts.hardware.gpus)))
+    for shape in shapes:
         ranks = shape.get(RANKS, 1)
         whole = ranks == 1 or config.model.quantize or not on_gpu(config) or (facts.ranks_here and has_critic(config))
         whole = whole or not (facts.hardware.named or torch_shards())
@@ -57,31 +66,21 @@ def torch_shards() -> bool:
 
 def without_layout(config: C) -> C:
     """The configuration as if no setting of its layout had been given."""
-    gone = {key.rpartition(".")[2] for key in (*ONE_PROCESS, TURNS, PROCESS)}
+    gone = {key.rpartition(".")[2] for key in (*ONE_PROCESS, TURNS, PROCESS, PLACEMENT)}
     vllm = config.system.vllm.model_dump(exclude_unset=True, exclude=gone)
     system = config.system.model_dump(exclude_unset=True, exclude={*gone, "vllm", "sequence_parallel"})
     return config.model_copy(update={"system": type(config.system).model_validate({**system, "vllm": vllm})})
 
 
-def given(config: RunConfig, key: str) -> Any:
-    """The value of a setting that the run file, an override or a launcher gave."""
-    system, name = config.system, key.rpartition(".")[2]
-    if key == PROCESS:
-        return system.engine_process if name in system.model_fields_set else None
-    if key == SEQUENCE:
-        return system.sequence_parallel.size if "sequence_parallel" in system.model_fields_set else None
-    return known(system.vllm if key == TENSOR else system, name)
-
-
 def gpus_of_run(config: RunConfig, facts: Facts) -> int:
-    """GPUs that the run may spread over by itself: those like the first one, up to one that is not. 1 on a CPU, on a
-    cluster, and where the model's size is unknown."""
+    """GPUs that the run may spread over by itself: those like the first one, up to one that is not. 1 on a CPU, and
+    where the model's size is unknown. Without Ray, what samples is on one machine."""
     machine, model = facts.hardware, facts.model
     named = ":" in (known(config.system, "device") or "")
-    if not on_gpu(config) or config.system.cluster != "none" or named or model is None or model.parameters is None:
+    if not on_gpu(config) or named or model is None or model.parameters is None:
         return 1
     alike = takewhile(lambda gpu: _alike(gpu, machine.gpus[0]), machine.gpus)
-    return max(1, len([*alike])) * (1 if config.drawing else machine.nodes)
+    return max(1, len([*alike])) * (1 if config.drawing and config.system.cluster == "none" else machine.nodes)
 
 
 def _alike(gpu: Gpu, first: Gpu) -> bool:

@@ -8,8 +8,7 @@ from math import ceil, inf, sqrt
 
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.generation import RFTConfig
-from tunesmith.config.placement import PlacementSection, Role
-from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
+from tunesmith.config.preference import ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
@@ -29,6 +28,7 @@ from tunesmith.plan.cost import (
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import engines_together, has_own_devices, on_gpu, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
+from tunesmith.plan.roles import has_critic, keeps_reference, processes_with_trainer, shares_trainer_device
 from tunesmith.plan.scoring import scores, scoring_bytes, teaches
 from tunesmith.plan.weights import loads_model, weights_apart
 
@@ -80,32 +80,6 @@ def bytes_per_token(config: RunConfig, model: ModelFacts, checkpointing: float) 
     return ceil(needed / config.system.sequence_parallel.size)
 
 
-def has_critic(config: RunConfig) -> bool:
-    """Whether there is a critic with a separate model."""
-    if not isinstance(config, RLConfig):
-        return False
-    return "critic" in config.algorithm.needs and not config.critic.shared_trunk
-
-
-def keeps_reference(config: RunConfig) -> bool:
-    """Whether a frozen copy of the model is kept for a KL or a preference loss; with an adapter none is needed."""
-    if config.lora.on or isinstance(config, DistillConfig):
-        return False
-    if isinstance(config, RLConfig):
-        return config.algorithm.reference is not None
-    section = config.dpo if isinstance(config, DPOConfig) else config.kto if isinstance(config, KTOConfig) else None
-    return section is not None and not section.precompute_reference
-
-
-def keeps_frozen(config: RunConfig) -> bool:
-    """Whether whole frozen models are kept beside what trains: a teacher, reward models, a reference that is not
-    sharded; on Ray a teacher alone, as the others are in processes of their own."""
-    if teaches(config) or config.system.cluster != "none":
-        return teaches(config) is not None
-    judged = isinstance(config, RLConfig) and bool(config.reward.models)
-    return judged or (keeps_reference(config) and not known(config.system, "zero_stage"))
-
-
 def longest_sample(config: RunConfig, facts: Facts) -> int | None:
     """Tokens of the longest sample, or of samples that must share a micro-batch; None if unknown."""
     if config.supervised:
@@ -121,14 +95,6 @@ def engines_elsewhere(config: RunConfig, facts: Facts) -> bool:
     if config.system.cluster != "none":
         return on_gpu(config) and not shares_trainer_device(config, "rollout")
     return not known(config.system, "hybrid") and has_own_devices(config, len(facts.hardware.gpus))
-
-
-def shares_trainer_device(config: RunConfig, role: Role) -> bool:
-    """Whether a role's processes share the trainer's device."""
-    if config.system.cluster == "none" or not on_gpu(config):
-        return True
-    groups = (config.system.placement or PlacementSection()).colocate
-    return any({"actor", role} <= set(group) for group in groups)
 
 
 def layout_of(config: RunConfig, facts: Facts) -> Layout:
@@ -259,7 +225,7 @@ def planned_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, i
 
 
 def _devices(config: RunConfig, facts: Facts, own: Price | None, engines: Price | None) -> list[tuple[str, Price, int]]:
-    """Trainer, engines, and roles with GPUs of their own; a GPU also holds CUDA, for trainer and engine each."""
+    """Trainer, engines, and roles with GPUs of their own; a GPU also holds CUDA, for each of its processes."""
     if own is None:
         return []
     devices = [("trainer" if config.trains else "engine", own, trainer_memory(config, facts))]
@@ -267,7 +233,7 @@ def _devices(config: RunConfig, facts: Facts, own: Price | None, engines: Price 
     devices += [(name, each, free_memory(config, facts)) for name, each in others]
     if not on_gpu(config):
         return devices
-    here = 2 if known(config.system, "hybrid") and config.system.engine_process else 1
+    here = processes_with_trainer(config)
     counts = [here, *[1] * len(devices)]
     return [
         (name, replace(each, libraries=n * LIBRARIES), free)

@@ -34,7 +34,7 @@ LAYOUT = (
         "system.engines",
     ),
     *("system.vllm.tensor_parallel_size", "system.hybrid", "system.weight_plane", "system.kv_memory", "system.threads"),
-    "system.compile",
+    *("system.placement", "system.compile"),
 )
 """The settings that a plan shows, beside those of ``[system]`` and ``[lora]`` that were given."""
 

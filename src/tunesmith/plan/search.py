@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any, TypeVar
 
+from tunesmith.config.placement import PlacementSection
+from tunesmith.config.resolved import Derived
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
@@ -12,9 +15,10 @@ from tunesmith.plan.capacity import derive_capacity
 from tunesmith.plan.checks import contradictions
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling, with_values
-from tunesmith.plan.layouts import (
+from tunesmith.plan.layout_keys import (
     ENGINES,
     ONE_PROCESS,
+    PLACEMENT,
     PROCESS,
     RANKS,
     SEQUENCE,
@@ -23,9 +27,9 @@ from tunesmith.plan.layouts import (
     TURNS,
     Settings,
     given,
-    gpus_of_run,
-    layouts,
+    plain,
 )
+from tunesmith.plan.layouts import gpus_of_run, layouts
 from tunesmith.plan.memory import least_devices, planned_devices
 from tunesmith.plan.seconds import step_seconds
 
@@ -50,6 +54,9 @@ def derive_layout(filling: Filling, facts: Facts) -> None:
         filling.set(PROCESS, True, "each engine is a process with GPUs of its own")
     if layout.get(TURNS) is not None:
         filling.fill(TURNS, layout[TURNS], reasons[TURNS])
+    if PLACEMENT in layout and plain(layout[PLACEMENT]) != plain(config.system.placement or PlacementSection()):
+        filling.config = with_values(filling.config, {PLACEMENT: layout[PLACEMENT]})
+        filling.derived.append(Derived(PLACEMENT, plain(layout[PLACEMENT]), reasons[PLACEMENT]))
 
 
 def fastest_layout(config: RunConfig, facts: Facts) -> Settings | None:
@@ -62,14 +69,22 @@ def fastest_layout(config: RunConfig, facts: Facts) -> Settings | None:
     choices = [*layouts(config, facts)]
     if len(choices) == 1 and gpus_of_run(config, facts) == 1:
         return choices[0]
-    found: list[tuple[tuple[int, int, float], Settings, RunConfig]] = []
-    for layout in choices:
-        whole = _with_capacity(config, facts, layout) if lack(config, facts, layout) <= 1 else None
-        if whole and all(needed.peak <= free for _, needed, free in planned_devices(whole, facts)):
-            seconds = step_seconds(whole, facts).get("step", 0.0)
-            found.append(((layout[SEQUENCE], layout[TENSOR], seconds), layout, whole))
-    found.sort(key=lambda each: each[0])
-    return next((layout for _, layout, whole in found if not any(contradictions(whole, facts))), None)
+    choices.sort(key=_parts)
+    for _, alike in groupby(choices, key=_parts):
+        found: list[tuple[float, Settings, RunConfig]] = []
+        for layout in alike:
+            whole = _with_capacity(config, facts, layout) if lack(config, facts, layout) <= 1 else None
+            if whole and all(needed.peak <= free for _, needed, free in planned_devices(whole, facts)):
+                found.append((step_seconds(whole, facts).get("step", 0.0), layout, whole))
+        found.sort(key=lambda each: each[0])
+        for _, layout, whole in found:
+            if not any(contradictions(whole, facts)):
+                return layout
+    return None
+
+
+def _parts(layout: Settings) -> tuple[int, int]:
+    return layout[SEQUENCE], layout[TENSOR]
 
 
 def _nearest_layout(config: RunConfig, facts: Facts) -> Settings:
@@ -79,7 +94,8 @@ def _nearest_layout(config: RunConfig, facts: Facts) -> Settings:
     gpus = gpus_of_run(config, facts)
     if config.trains and given(config, RANKS) is None and (given(config, STAGE) or given(config, SEQUENCE)):
         as_said[RANKS] = gpus  # what such settings divide, and would get if they did
-    if gpus > 1 and max(as_said[ENGINES], as_said[TENSOR]) > 1 and given(config, PROCESS) is None:
+    on_ray = config.system.cluster != "none"
+    if gpus > 1 and not on_ray and max(as_said[ENGINES], as_said[TENSOR]) > 1 and given(config, PROCESS) is None:
         as_said[PROCESS] = True
     return min(found, key=lambda layout: lack(config, facts, layout), default=as_said)
 
@@ -114,6 +130,7 @@ def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
         ENGINES: f"on {'all GPUs' if turns or not config.trains else 'the GPUs that do not train'}",
         SEQUENCE: "the fewest GPUs that hold the longest sample together",
         TENSOR: "the fewest GPUs that hold an engine",
+        PLACEMENT: "of those that fit, the one whose step takes least time; other roles have their own GPUs",
         TURNS: "engines and trainer take turns on all GPUs" if turns else "engines have GPUs of their own",
     }
 

@@ -22,12 +22,11 @@ from tunesmith.plan.machines import GpuKind, kind_of
 from tunesmith.plan.memory import (
     bytes_per_number,
     gpu_of,
-    has_critic,
-    keeps_reference,
     layout_of,
     longest_sample,
 )
 from tunesmith.plan.operations import CostModel
+from tunesmith.plan.roles import has_critic, keeps_reference
 from tunesmith.plan.situation import rollout_samples
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6

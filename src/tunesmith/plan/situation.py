@@ -20,7 +20,8 @@ from tunesmith.plan.compiling import compilable
 from tunesmith.plan.engine import LAUNCH
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.gpus import ranks_per_engine
-from tunesmith.plan.memory import gpu_of, has_critic, keeps_frozen, keeps_reference, longest_sample
+from tunesmith.plan.memory import gpu_of, longest_sample
+from tunesmith.plan.roles import has_critic, keeps_frozen, keeps_reference
 from tunesmith.plan.scoring import scores
 from tunesmith.plan.weights import colocated, engines_apart, weights_apart
 from tunesmith.types import altering

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.plan.filling import Filling
-from tunesmith.plan.gpus import ranks_per_engine
 
 
 def engines_apart(config: RunConfig) -> bool:
@@ -36,8 +35,6 @@ def derive_weights(filling: Filling) -> None:
     if not engines_apart(config):
         return
     if config.system.cluster == "ray":
-        if ranks_per_engine(config) > 1:
-            filling.fill("system.weight_plane", "memory", "every rank of an engine reads the file, on one machine")
         filling.fill("system.weight_plane", "gloo", "engines may be on other machines")
     filling.fill("system.weight_plane", "memory", "engines and trainer are on one machine")
     if config.lora.on and config.system.engine == "local":

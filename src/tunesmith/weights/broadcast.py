@@ -40,6 +40,7 @@ class _Round:
 
     store: dist.TCPStore
     takers: int
+    """Processes: every rank of each engine."""
     withdrawn: threading.Event = field(default_factory=threading.Event)
     work: asyncio.Task[None] | None = None
 
@@ -51,6 +52,7 @@ class BroadcastPlane:
     Args:
         host: address of this machine that engines can reach.
         device: that NCCL sends from.
+        ranks: processes of each engine. Each of several takes by its rank in the engine's own default group.
         room: bytes of the weights, if they are made one by one.
         bucket_bytes: sent at a time, and what NCCL needs of the GPU's memory.
         patience: seconds that engines may take to come, and one bucket to arrive.
@@ -61,6 +63,7 @@ class BroadcastPlane:
     host: str = LOOPBACK
     device: str = "cuda"
     room: int = 0
+    ranks: int = 1
     bucket_bytes: int = BUCKET
     patience: float = 60.0
     _flat: FlatWeights | None = field(default=None, init=False)
@@ -75,12 +78,12 @@ class BroadcastPlane:
         assert self._flat is not None, "nothing was published"
         store = open_store(self.host, self.patience)
         store.set("header", self._header)
-        begun = _Round(store, takers)
+        begun = _Round(store, takers * self.ranks)
         begun.work = asyncio.create_task(self._run(begun, self._flat.buffer.split(self.bucket_bytes)))
         self._rounds[store.port] = begun
         said = {"plane": self.backend, "version": json.loads(self._header)["version"], "host": self.host}
-        said |= {"port": store.port, "world": takers + 1, "patience": self.patience}
-        return [{**said, "rank": rank} for rank in range(1, takers + 1)]
+        said |= {"port": store.port, "world": begun.takers + 1, "patience": self.patience}
+        return [{**said, "rank": 1 + taker * self.ranks, "ranks": self.ranks} for taker in range(takers)]
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
         for offer in offers:
@@ -128,7 +131,7 @@ class BroadcastPlane:
             if begun.withdrawn.wait(0.002):
                 return "another engine of this round failed"
             if time.monotonic() > deadline:
-                return f"{count} of {begun.takers} engines {what} within {self.patience:g} s"
+                return f"{count} of {begun.takers} processes of engines {what} within {self.patience:g} s"
         return None
 
 
@@ -155,7 +158,8 @@ def _receive(offer: Mapping[str, Any], where: str) -> FlatWeights:
     if fault := store.get("go").decode():
         raise EngineError(f"{where}: {fault}")
     try:
-        group = process_group(backend, store, offer["rank"], offer["world"], _own_address(offer), patience)
+        rank = offer["rank"] + (dist.get_rank() if offer["ranks"] > 1 else 0)
+        group = process_group(backend, store, rank, offer["world"], _own_address(offer), patience)
         flat = FlatWeights(torch.empty(header["bytes"], dtype=torch.uint8), header["table"])
         for number, (bucket, expected) in enumerate(
             zip(flat.buffer.split(header["bucket_bytes"]), header["checksums"], strict=True)

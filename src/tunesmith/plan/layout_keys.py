@@ -1,0 +1,39 @@
+"""The settings of a layout, and which of them a run gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from tunesmith.config.schema import RunConfig
+from tunesmith.config.section import known
+
+Settings = Mapping[str, Any]
+"""Values by dotted key."""
+
+RANKS, STAGE, ENGINES = "system.trainer_ranks", "system.zero_stage", "system.engines"
+SEQUENCE = "system.sequence_parallel.size"
+TENSOR, PROCESS, TURNS = "system.vllm.tensor_parallel_size", "system.engine_process", "system.hybrid"
+PLACEMENT = "system.placement"
+"""A ``PlacementSection``, of which single keys may be given."""
+ONE_PROCESS: Settings = {RANKS: 1, STAGE: 0, SEQUENCE: 1, ENGINES: 1, TENSOR: 1}
+"""The layout of a run on one device."""
+
+
+def given(config: RunConfig, key: str) -> Any:
+    """The value of a setting that the run file, an override or a launcher gave."""
+    system, name = config.system, key.rpartition(".")[2]
+    if key == PLACEMENT:
+        return None
+    if key == PROCESS:
+        return system.engine_process if name in system.model_fields_set else None
+    if key == SEQUENCE:
+        return system.sequence_parallel.size if "sequence_parallel" in system.model_fields_set else None
+    return known(system.vllm if key == TENSOR else system, name)
+
+
+def plain(value: Any) -> Any:
+    """A value of a layout as JSON has it."""
+    return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value

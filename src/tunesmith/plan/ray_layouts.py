@@ -1,0 +1,127 @@
+"""The layouts that a run can have on a Ray cluster: processes of each role, and which of them share GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tunesmith.config.placement import PlacementSection, Role
+from tunesmith.config.schema import RLConfig
+from tunesmith.config.section import known
+from tunesmith.plan.cluster import bundles, cluster_problems, missing
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import with_values
+from tunesmith.plan.layout_keys import ENGINES, PLACEMENT, RANKS, SEQUENCE, TENSOR, TURNS, Settings, given
+from tunesmith.plan.roles import has_critic, keeps_reference, placement_of, scoring_processes
+
+Groups = tuple[tuple[Role, ...], ...]
+
+
+def ray_shapes(config: RLConfig, facts: Facts, gpus: int, tensors: list[int]) -> Iterator[Settings]:
+    """Processes and placements that a cluster of ``gpus`` GPUs has room for; of equally fast ones the first is best.
+
+    These are engines and trainer in turn on all GPUs, engines apart from the roles that train or score, and each role
+    apart; where numbers of processes were said, the other way round.
+
+    Args:
+        tensors: GPUs that an engine may be split over with ``TENSOR``.
+    """
+    said = given(config, RANKS) or given(config, ENGINES)
+    wanted = given(config, TURNS)
+    if config.rollout.max_staleness or config.system.weight_plane == "nccl":
+        wanted = False
+    free, found = "colocate" not in placement_of(config).model_fields_set, False
+    for groups in _groups(config, alone_first=bool(said)):
+        shares = any({"actor", "rollout"} <= set(group) for group in groups)
+        if free and (wanted not in (None, shares) or (shares and said and found and wanted is None)):
+            continue
+        turns = shares if wanted is None else wanted
+        for tensor in tensors:
+            each = tensor * config.system.vllm.pipeline_parallel_size
+            for ranks, engines in _numbers(config, groups, gpus, each):
+                shape: dict[str, Any] = {RANKS: ranks, ENGINES: engines, TENSOR: tensor, TURNS: turns}
+                shape[PLACEMENT] = _placement(config, groups, ranks)
+                if _fits(config, facts, shape):
+                    found = True
+                    yield shape
+
+
+def _roles(config: RLConfig) -> dict[Role, bool]:
+    roles: dict[Role, bool] = {
+        "actor": True,
+        "ref": keeps_reference(config),
+        "critic": has_critic(config),
+        "reward": bool(config.reward.models),
+        "rollout": True,
+    }
+    return roles
+
+
+def _groups(config: RLConfig, *, alone_first: bool) -> Iterator[Groups]:
+    """Which roles share GPUs: as said, or each way in which they can."""
+    placement = placement_of(config)
+    if "colocate" in placement.model_fields_set:
+        yield placement.colocate
+        return
+    free = "ref" not in placement.model_fields_set  # else it is said to have processes of its own
+    able: tuple[Role, ...] = ("actor", "ref", "critic") if free else ("actor", "critic")
+    there = _roles(config)
+    training: tuple[Role, ...] = tuple(role for role in able if there[role])
+    wanted: list[tuple[Role, ...]] = [training]
+    if config.reward.models:
+        wanted = [(*training, "reward"), training]
+    ways: list[Groups] = [((*each, "rollout"),) for each in wanted]
+    ways += [(each,) if len(each) > 1 else () for each in wanted]
+    ways += [()] if len(training) > 1 else []
+    yield from reversed(ways) if alone_first else ways
+
+
+def _numbers(config: RLConfig, groups: Groups, gpus: int, each: int) -> Iterator[tuple[int, int]]:
+    """Trainer ranks and engines of ``each`` GPUs, on all GPUs that no other role has."""
+    together = next((group for group in groups if "actor" in group), ("actor",))
+    rest = gpus - _scoring(config, groups, together)
+    ranks, engines = given(config, RANKS), given(config, ENGINES)
+    size = given(config, SEQUENCE) or 1
+    most = (known(config.train, "batch_size") or gpus) * size
+    if "rollout" in together:  # a place for each engine, with a rank on each of its GPUs where there may be so many
+        places = engines or ((ranks // each or ranks) if ranks else rest // each)
+        if places > 0:
+            yield ranks or places * max(1, min(each, most // places)), places
+        return
+    training = 1 + (has_critic(config) and "critic" not in together)
+    shares = range(max(1, gpus // 2), gpus, max(1, gpus // 16))
+    wanted = (rest - engines * each) // training if engines else None
+    for count in [ranks] if ranks else [wanted] if wanted is not None else [share // training for share in shares]:
+        count = min(count, most) // size * size
+        others = engines or (rest - count * training) // each
+        if count > 0 and others > 0:
+            yield count, others
+
+
+def _scoring(config: RLConfig, groups: Groups, together: tuple[Role, ...]) -> int:
+    """GPUs of the reference and of reward models that have their own."""
+    apart = [role for role, has in _roles(config).items() if has and role not in together]
+    ref = scoring_processes(config, "ref") * ("ref" in apart)
+    shared = any("reward" in group and "rollout" in group for group in groups)
+    reward = scoring_processes(config, "reward") * len(config.reward.models) * ("reward" in apart and not shared)
+    return ref + reward
+
+
+def _placement(config: RLConfig, groups: Groups, ranks: int) -> PlacementSection:
+    """What was said of ``system.placement``, with the groups. Reward models on the trainer's GPUs are on all."""
+    placement = placement_of(config)
+    if groups and "colocate" not in placement.model_fields_set:
+        placement = placement.model_copy(update={"colocate": groups})
+    shared = any({"actor", "reward"} <= set(group) for group in groups)
+    if shared and placement.reward.processes is None and ranks > 1:
+        reward = placement.reward.model_copy(update={"processes": ranks})
+        placement = placement.model_copy(update={"reward": reward})
+    return placement
+
+
+def _fits(config: RLConfig, facts: Facts, shape: Settings) -> bool:
+    placed = with_values(config, shape)
+    if any(cluster_problems(placed)):
+        return False
+    each = {"CPU": float("inf"), "GPU": float(len(facts.hardware.gpus))}
+    return missing(bundles(placed), [each] * facts.hardware.nodes) is None
