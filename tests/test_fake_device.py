@@ -145,6 +145,16 @@ def test_a_step_waits_only_at_its_end(tmp_path: Path, options: tuple[str, ...]) 
         assert {name: train.peak[name] for name in expected} == pytest.approx(expected, rel=0.06)
 
 
+def test_soft_caps_keep_no_scores_of_pairs(tmp_path: Path) -> None:
+    capped = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 32}
+    shape = TINY | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **capped}
+    tokens = 2048
+    given = (f"data.max_tokens={tokens}", f"system.max_tokens_per_microbatch={tokens}", GIVEN[2])
+    train = dry_run(*resolved(tmp_path, "sft", shape, "H100-80GB", *given))[FIRST]["train"]
+    assert {key.split("/")[1].split(":")[0] for key in train.waits} == AT_THE_END
+    assert train.peak["activations"] < tokens * tokens * TINY["num_attention_heads"]  # a byte for each score of a layer
+
+
 STAGE = "system.zero_stage={}".format
 SHARED = "system.sequence_parallel={{type = '{}', size = 2}}".format
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tunesmith.data.forest import Forest, Segment
 from tunesmith.models.attention import AttentionRule
 from tunesmith.models.cpu_attention import CpuFlash
+from tunesmith.models.flex_attention import CudaFlex
 from tunesmith.models.varlen_attention import CudaFlash
 
 
@@ -69,7 +70,7 @@ class Eager:
         return torch.cat(outs) if outs else torch.zeros_like(query)
 
 
-KERNELS: tuple[type[Kernel], ...] = (CpuFlash, CudaFlash, Eager)
+KERNELS: tuple[type[Kernel], ...] = (CpuFlash, CudaFlash, CudaFlex, Eager)
 """By preference; the first that supports the query and the rule computes the attention."""
 
 
