@@ -65,9 +65,10 @@ def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, given_on
             if not (left_out or (given_only and "type" not in value.model_fields_set)):
                 values[name] = value.name
         elif not left_out and (table is None or (prefix and can_be_off)):
-            tables = isinstance(value, BaseModel) and table is None
-            shown = value.model_dump(mode="json", exclude_unset=True) if tables else dumped.get(key)
-            values[name] = table is not None or shown
+            whole = (
+                value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else dumped.get(key)
+            )
+            values[name] = table is not None or whole
         if table is not None:
             values |= _by_key(table, dumped[key], f"{name}.", given_only)
     return values
