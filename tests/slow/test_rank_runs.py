@@ -157,9 +157,9 @@ def test_a_killed_rank_is_named_and_gone_back_from(model: Path, tmp_path: Path) 
     assert "rank 1 of the trainer" in err and "once too often (system.trainer_restarts)" in err
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_signals_end_ranks_that_gather_weights(hangs: bool, model: Path, tmp_path: Path) -> None:
-    """The first one does, after the step and a checkpoint; where a rank hangs, a second one at once."""
+@pytest.mark.parametrize(("hangs", "signals"), [(False, 1), (True, 1), (True, 2)])
+def test_signals_end_ranks_that_gather_weights(hangs: bool, signals: int, model: Path, tmp_path: Path) -> None:
+    """The first one does, after the step and a checkpoint; where a rank hangs, in 30 s, and a second one at once."""
     changed = {"train__steps": 10**6, "eval__every": 10**6, "system__zero_stage": 3, "system__trainer_ranks": 2}
     command = Command(tmp_path, sft_settings(tmp_path, model, "run", **changed))
     wait_for_step(tmp_path / "run", 2, command.process)
@@ -167,14 +167,18 @@ def test_signals_end_ranks_that_gather_weights(hangs: bool, model: Path, tmp_pat
     if hangs:
         ranks[1].send_signal(signal.SIGSTOP)
     command.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
     assert command.process.stderr is not None
     while "stopping" not in (line := command.process.stderr.readline()):
         assert line, "it ended without a word"
-    if hangs:
+    if signals == 2:
         command.process.send_signal(signal.SIGTERM)
     _, err = command.process.communicate(timeout=600)
     assert command.process.returncode == 128 + signal.SIGTERM, err
     assert len(ranks) == 2 and not psutil.wait_procs(ranks, 600)[1]
+    if hangs:
+        assert time.monotonic() - began < (30 if signals == 1 else 10)
+        assert ("rank 1 of the trainer" in err and "does not answer" in err) == (signals == 1)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -25,6 +26,8 @@ PATIENCE = 120.0
 """Seconds for which a process may leave a ping unanswered before it is killed."""
 STARTING = 600.0
 """Seconds that an engine may take to load."""
+HURRIED, TOLD = 15.0, 3.0
+"""Seconds in place of both, once the command was asked to end, and until it is said who is waited for."""
 
 
 class Answer(Future[Any]):
@@ -40,7 +43,8 @@ class Far(ABC):
     """An object in another process.
 
     Liveness: a process that ends is lost at once. One that leaves a ping unanswered for ``patience`` seconds is
-    killed; one that has answered nothing yet has ``STARTING`` seconds. When a process is lost, every call that waits
+    killed; one that has answered nothing yet has ``STARTING`` seconds, and each has ``HURRIED`` once a signal has asked
+    the command to end. When a process is lost, every call that waits
     for it and every later one raises ``lost``, which says how the process ended.
 
     Errors: Tunesmith's and built-in exceptions arrive as they were raised; others become RuntimeError.
@@ -168,10 +172,14 @@ class Far(ABC):
 
     def _ping(self) -> None:
         assert self._patience is not None
-        while not wait([self.ended], self._patience / 4).done:
+        while not _waited(self.ended, self._patience / 4, 1.0):
             patience = self._patience if self._answered else STARTING
-            if not wait([self._ask("ping")], patience).done:
-                self._lose(f"did not answer for {patience:g} s and was killed")
+            asked = time.monotonic()
+            if not _waited(answer := self._ask("ping"), patience, TOLD):
+                if interrupts.asked():
+                    interrupts.say(f"{self.name} does not answer; it is killed in {HURRIED - TOLD:g} s")
+                if not interrupts.asked() or not _waited(answer, HURRIED - TOLD, HURRIED - TOLD):
+                    self._lose(f"did not answer for {time.monotonic() - asked:.0f} s and was killed")
 
     @abstractmethod
     def _send(self, number: int, do: str, *given: Any) -> None:
@@ -180,6 +188,20 @@ class Far(ABC):
     @abstractmethod
     def _kill(self) -> None:
         """End the process, and wait until it has ended."""
+
+
+def _waited(future: Future[Any], seconds: float, hurried: float) -> bool:
+    """Whether a future is done within ``seconds``, or within ``hurried`` of a signal that asks the command to end."""
+    begun = time.monotonic()
+    while not future.done():
+        now = time.monotonic()
+        rest = begun + seconds - now
+        if (since := interrupts.asked_since()) is not None:
+            rest = min(rest, max(begun, since) + hurried - now)
+        if rest <= 0:
+            return False
+        wait([future], min(rest, 0.5))
+    return True
 
 
 def submitted(calls: Iterable[Future[Any]]) -> list[Future[Any]]:

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from tunesmith.errors import TrainerLostError
+
 GRACE = 10.0
 """Seconds for a step that has changed weights to finish, and for a busy main thread to react."""
 TEARDOWN = 10.0
@@ -58,6 +60,11 @@ _own = False
 def asked() -> bool:
     """Whether a signal has asked the command to end."""
     return _state.asked is not None
+
+
+def asked_since() -> float | None:
+    """When that was, by ``time.monotonic``; None: it was not."""
+    return None if _state.asked is None else _state.since
 
 
 def check() -> None:
@@ -128,6 +135,11 @@ def keeping(keep: Callable[[], str | None]) -> Generator[None]:
     except Interrupted:
         keep_now()
         raise
+    except TrainerLostError as lost:  # it was killed because it did not answer while all was stopping
+        if _state.asked is None:
+            raise
+        keep_now()
+        raise Interrupted(_state.asked) from lost
     finally:
         _state.keep, _state.committed = before, False
 
@@ -214,7 +226,7 @@ def _watch(reading: int, state: _State) -> None:
             if counted > 1 and state.may_exit:
                 _exit(state, "ended at once")
             if first:
-                _say(f"{signal.Signals(number[0]).name}: stopping; once more ends this at once")
+                say(f"{signal.Signals(number[0]).name}: stopping; once more ends this at once")
                 threading.Thread(target=_wait_for_main, args=(state,), name="signals", daemon=True).start()
 
 
@@ -234,11 +246,12 @@ def _wait_for_main(state: _State) -> None:
 
 
 def _exit(state: _State, text: str) -> None:
-    _say(text)
+    say(text)
     os._exit(128 + (state.asked or signal.SIGTERM))
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell who waits for the end, on standard error."""
     with suppress(OSError, ValueError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
