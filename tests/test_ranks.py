@@ -131,12 +131,11 @@ def test_ranks_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("setting", ["system.zero_stage=3", "system.sequence_parallel.size=2"])
-def test_a_launcher_shards_no_separate_critic(setting: str) -> None:
+def test_a_launcher_shards_a_separate_critic(setting: str) -> None:
     said = config(RLConfig, setting, "system.trainer_ranks=2", 'algorithm.name="ppo"')
     facts = Facts(CPU, MODEL, train_size=100, longest=40)
-    assert resolve(said, facts).config.system.trainer_ranks == 2
-    with pytest.raises(ConfigError, match=r"does not work under a launcher.*critic\.shared_trunk = true"):
-        resolve(said, replace(facts, ranks_here=2))
+    alone, launched = (resolve(said, replace(facts, ranks_here=n)).config.system for n in (None, 2))
+    assert (launched.trainer_ranks, launched.zero_stage) == (alone.trainer_ranks, alone.zero_stage)
 
 
 def test_views_of_machines_are_compared_with_both_values() -> None:

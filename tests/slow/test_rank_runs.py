@@ -116,9 +116,9 @@ def test_a_rank_without_work(model: Path, tmp_path: Path) -> None:
 class Command:
     """``tunesmith`` in a process of its own."""
 
-    def __init__(self, folder: Path, settings: Sequence[str], *launcher: str) -> None:
+    def __init__(self, folder: Path, settings: Sequence[str], *launcher: str, kind: str = "sft") -> None:
         (folder / "run.toml").touch()
-        arguments = [*(launcher or (sys.executable, "-m")), "tunesmith", "sft", str(folder / "run.toml"), *settings]
+        arguments = [*(launcher or (sys.executable, "-m")), "tunesmith", kind, str(folder / "run.toml"), *settings]
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
         pipe = subprocess.PIPE
         self.process = popen(arguments, cwd=folder, stdout=pipe, stderr=pipe, env=env, text=True)
@@ -179,6 +179,22 @@ def test_signals_end_ranks_that_gather_weights(hangs: bool, signals: int, model:
     if hangs:
         assert time.monotonic() - began < (30 if signals == 1 else 10)
         assert ("rank 1 of the trainer" in err and "does not answer" in err) == (signals == 1)
+
+
+@pytest.mark.parametrize("sharing", [{"system__zero_stage": 2}, {"system__sequence_parallel__size": 2}])
+def test_policy_and_critic_under_a_launcher_end_as_in_one_process(
+    sharing: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    """Each has a default process group, and so processes, of its own."""
+    run, settings = COMMANDS["rl"]
+    alone = run(None, settings(tmp_path, model, "alone"))
+    options = ("--nproc-per-node", "2", "-m")
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    command = Command(tmp_path, settings(tmp_path, model, "launched", **sharing), torchrun, *options, kind="rl")
+    _, err = command.process.communicate(timeout=600)
+    assert command.process.returncode == 0, err
+    launched = tmp_path / "launched"
+    same(alone, assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ from tunesmith.distributed.host import serve
 from tunesmith.distributed.local import RANKED, LocalProcesses
 from tunesmith.distributed.machines import Rendezvous, differences, own_view, watched
 from tunesmith.errors import ConfigError, TrainerLostError, TunesmithError
-from tunesmith.monitor.children import remove_at_end
+from tunesmith.monitor.children import end_with_parent, remove_at_end
 from tunesmith.plan.cluster import NAMES
 from tunesmith.plan.gpus import visible_names
 
@@ -77,12 +78,46 @@ def serve_rank(launch: Launch) -> NoReturn:
     rendezvous = Rendezvous(launch.rank, MEETING) if launch.several_machines else None
     first, *others = RANKED
 
-    def serve_in(role: Role) -> NoReturn:
-        serve(_connect(launch, role, rendezvous), lost=1)
-
     for role in others:  # each on its thread: rank 0 may never let it in
-        threading.Thread(target=serve_in, args=(role,), daemon=True).start()
-    serve_in(first)
+        threading.Thread(target=_start_role, args=(launch, role, rendezvous), daemon=True).start()
+    serve(_connect(launch, first, rendezvous), lost=1)
+
+
+def _start_role(launch: Launch, role: Role, rendezvous: Rendezvous | None) -> None:
+    """Serve a role in a child, once rank 0 asks for it: sharding is of torch.distributed's default group, and a process
+    has one. The kernel ends the child with this thread."""
+    connection = _connect(launch, role, rendezvous)
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        if not same.recv(1, socket.MSG_PEEK):  # rank 0 has ended
+            return
+    end = connection.fileno()
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        SERVE,
+        str(end),
+        str(os.getpid()),
+        f"rank {launch.rank} of the {NAMES[role]}",
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen(command, pass_fds=[end], env=environment, stdout=subprocess.DEVNULL)
+    connection.close()
+    if code := child.wait():
+        os._exit(code)
+
+
+SERVE = "from tunesmith.distributed.torchrun import serve_role; serve_role()"
+"""Called with a connection's descriptor, the number of the process that it came from, and a name for ``ps``."""
+
+
+def serve_role() -> NoReturn:
+    descriptor, parent = map(int, sys.argv[1:3])
+    os.set_inheritable(descriptor, False)
+    end_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    serve(Connection(descriptor), lost=1)
 
 
 def _connect(launch: Launch, role: Role, rendezvous: Rendezvous | None) -> Connection:
