@@ -226,7 +226,10 @@ def settings_of(case: tuple[str, Make, dict[str, Any]], folder: Path, model: Pat
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*((case, "float32") for case in CASES), *((case, "bfloat16") for case in CASES[:2])],
+    [
+        *((case, "float32") for case in CASES),
+        *(pytest.param(case, "bfloat16", marks=pytest.mark.slow) for case in CASES[:2]),
+    ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_cut_off_and_resumed_it_ends_bit_by_bit_as_if_it_had_run_through(

@@ -234,7 +234,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("default_dtype", [torch.float64, torch.float32], indirect=True)
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gemma2"])
 def test_gradient_does_not_depend_on_the_system(model_type: str, default_dtype: torch.dtype, tmp_path: Path) -> None:
-    """1, 2 or 7 micro-batches, any order, shared prompts or not, checkpointing or not, lean or not."""
+    """1, 2 or 7 micro-batches (2 with checkpointing), any order, shared prompts or not, lean or not."""
     overrides = {"gemma2": {"sliding_window": 10, "head_dim": 8}, "qwen3": {"head_dim": 8}}.get(model_type, {})
     model = CausalLM.load(tiny.save_model(tmp_path, model_type, **overrides), dtype=default_dtype)
     model.module.train()
@@ -245,7 +245,7 @@ def test_gradient_does_not_depend_on_the_system(model_type: str, default_dtype: 
     for checkpointing in (False, True):
         if checkpointing:
             model.module.gradient_checkpointing_enable({"use_reentrant": False})
-        for parts in (1, 2, 7):
+        for parts in (2,) if checkpointing else (1, 2, 7):
             for share in (True, False):
                 shuffled = rng.sample(samples, len(samples))
                 got = gradient(model, cut(shuffled, parts), share, entropy=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -176,10 +177,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("hugging_face", [False, True], ids=["lean", "Hugging Face"])
+FEW = {
+    ("llama", "ulysses", True),
+    ("windows and soft caps", "ulysses", False),
+    ("frequencies by length", "ring", False),
+}
+
+
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [*((family, "ulysses") for family in FAMILIES), ("llama", "ring"), ("frequencies by length", "ring")],
+    ("family", "kind", "hugging_face"),
+    [
+        pytest.param(*case, marks=() if case in FEW else pytest.mark.slow)
+        for family, kind in [*product(FAMILIES, ["ulysses"]), ("llama", "ring"), ("frequencies by length", "ring")]
+        for case in ((family, kind, False), (family, kind, True))
+    ],
 )
 def test_four_ranks_share_four_heads(tmp_path: Path, family: str, kind: SequenceKind, hugging_face: bool) -> None:
     """There are two key/value heads, which Ulysses repeats.

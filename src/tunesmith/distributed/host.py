@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -64,7 +65,10 @@ class Host:
             case "ping", ():
                 return os.getpid()
             case "make", (make,):
-                return await self._run(lambda: self._set(make()))
+                try:
+                    return await self._run(lambda: self._set(make()))
+                finally:
+                    gc.enable()
             case "call", (method, args, kwargs):
                 return await self._run(lambda: self._find(method)(*args, **kwargs))
             case "await", (method, args):
@@ -160,6 +164,7 @@ def serve(connection: Connection, target: Any = None, encode: Encode = encode_pi
 
 
 def main(descriptor: int, parent: int) -> NoReturn:
+    gc.disable()  # until the object is made: the millions of objects of imported modules are no garbage
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     try:
