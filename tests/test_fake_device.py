@@ -163,10 +163,10 @@ SHARED = "system.sequence_parallel={{type = '{}', size = 2}}".format
     ("command", "options"),
     [
         ("sft", (STAGE(3), "system.gradient_checkpointing=true")),
-        ("sft", (STAGE(0), SHARED("ulysses"))),
         *(
             pytest.param(command, options, marks=pytest.mark.slow)
             for command, options in (
+                ("sft", (STAGE(0), SHARED("ulysses"))),
                 ("sft", (STAGE(0),)),
                 ("sft", (STAGE(1), "train.optimizer=muon", "train.ema_decay=0.9")),
                 ("sft", (STAGE(2), "lora.rank=4")),

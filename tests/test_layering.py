@@ -101,11 +101,14 @@ def imported(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{name}.{alias.name}") for alias in node.names)
 
 
-def own_imports(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    for line, name in imported(parsed(path.read_text()), path):
-        head, *rest = name.split(".")
-        if head == "tunesmith":
-            yield line, tuple(rest)
+def own_imports(path: Path) -> list[tuple[int, tuple[str, ...]]]:
+    return _own_imports(path.read_text(), path)
+
+
+@cache
+def _own_imports(text: str, path: Path) -> list[tuple[int, tuple[str, ...]]]:
+    found = ((line, name.split(".")) for line, name in imported(parsed(text), path))
+    return [(line, tuple(rest)) for line, (head, *rest) in found if head == "tunesmith"]
 
 
 def module_level_imports(path: Path) -> Iterator[tuple[int, str]]:
