@@ -214,9 +214,8 @@ def test_activations_in_host_memory_make_nobody_wait(tmp_path: Path) -> None:
     assert peaks[1] < 0.8 * peaks[0]
 
 
-@pytest.mark.parametrize(
-    "command", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "rm", "prm"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["dpo", "kto", "rm", "prm"])
 def test_preferences_wait_only_at_the_end_of_a_step(tmp_path: Path, command: str) -> None:
     waits = phases_of(tmp_path, command)["train"].waits
     assert {key.split("/")[1].split(":")[0] for key in waits} == AT_THE_END
