@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import ours, peer_generate, peers, phase_times, presets, protocol, report, run, tuning  # noqa: E402
+from benchmarks import compiled, ours, peer_generate, peers, phase_times, presets, protocol, report, run, tuning  # noqa: E402
 from benchmarks.workload import QWEN3, WORKLOADS, build_model  # noqa: E402
 
 from tunesmith.plan.operations import PeakRates  # noqa: E402
@@ -291,6 +291,14 @@ def test_the_page_has_what_was_recorded_of_tuning() -> None:
     assert rest.partition(tuning.END)[0].strip() == tuning.table(recorded)
     for each in recorded["cases"].values():
         assert len(each["sweep"]) == each["points"] and each["trials"] <= each["points"] / 5
+
+
+def test_the_page_has_the_recorded_ratios_of_compiled_layers() -> None:
+    recorded = json.loads(compiled.RESULTS.read_text())
+    _, _, rest = compiled.PAGE.read_text().partition(compiled.BEGIN)
+    assert rest.partition(compiled.END)[0].strip() == compiled.table(recorded)
+    for row in recorded["rows"]:
+        assert all(len(found) == recorded["rounds"] for found in row["ratios"].values())
 
 
 def test_the_page_has_the_recorded_seconds_of_phases() -> None:
