@@ -272,7 +272,7 @@ def test_a_process_that_hangs_is_killed(code: Any) -> None:
     process.suspend()
     far._patience = 0.5
     far._watch()
-    with pytest.raises(EngineLostError, match=r"did not answer for 0\.5 s"):
+    with pytest.raises(EngineLostError, match=r"did not answer for [01] s"):
         far.submit("add", 1).result(100)
     process.wait(100)
 
