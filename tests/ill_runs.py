@@ -97,6 +97,8 @@ def length(completions, **_):
     return [len(text) / 10 for text in completions]
 """
 ROOMS = """\
+import time
+
 from ill_runs import SKIPPED
 
 
@@ -105,6 +107,7 @@ class Slow:
         self.answer = answer
 
     def step(self, action):
+        time.sleep(0.05)  # until the engine has nothing to do
         SKIPPED[0] += 1
         return None, float(action == self.answer), True
 """
