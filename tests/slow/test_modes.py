@@ -35,10 +35,15 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _marks(seed: int, mode: str) -> list[pytest.MarkDecorator]:
+    first = seed == 0 or (seed, mode) == (1, "ray")
+    return [pytest.mark.xdist_group("ray" if seed else "sums"), *([] if first else [pytest.mark.long])]
+
+
 ON_OTHER_SEEDS = {1: ("ray", "one step behind"), 2: ("ray", "one step behind, partial")}
 CASES = [
     # Ray's tests run one after the other, and so do those of a seed, which share what it starts from.
-    pytest.param(seed, mode, marks=pytest.mark.xdist_group("ray" if seed else "sums"), id=f"{mode}-{seed}")
+    pytest.param(seed, mode, marks=_marks(seed, mode), id=f"{mode}-{seed}")
     for seed, modes in {0: [m for m in SYNCHRONOUS | ASYNCHRONOUS if m != "ray"], **ON_OTHER_SEEDS}.items()
     for mode in modes
 ]

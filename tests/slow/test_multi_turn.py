@@ -27,6 +27,7 @@ def example(name: str, folder: Path) -> Path:
     return here
 
 
+@pytest.mark.long
 def test_number_guessing_learns_over_turns(tmp_path: Path) -> None:
     here = example("number_guessing", tmp_path)
     run = here / "runs" / "rl"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from long import again
 from tiny import save_model
 from tiny_preferences import RUNS, lines_of, preference_settings
 from tiny_runs import sft_settings, write_lines
@@ -14,7 +15,7 @@ from tunesmith import assembly
 
 pytestmark = pytest.mark.slow
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, again(1), again(2))
 
 
 def learned(command: str, folder: Path, seed: int, **changed: Any) -> tuple[dict[str, Any], dict[str, Any]]:

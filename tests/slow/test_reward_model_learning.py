@@ -8,6 +8,7 @@ from statistics import fmean
 import pytest
 
 from http_servers import running
+from long import again
 from tiny import save_model
 from tiny_rewards import save_reward_model
 from tiny_runs import rl_settings
@@ -23,7 +24,7 @@ from tunesmith.rewards.server import RewardService, make_app
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("remote", "seed"), [(False, 0), (False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize(("remote", "seed"), [(False, 0), (True, 1), again(False, 1), again(True, 2)])
 def test_the_reward_rises_by_more_than_half_of_its_spread(tmp_path: Path, seed: int, remote: bool) -> None:
     policy = save_model(tmp_path / "policy", seed=seed)
     path = save_reward_model(tmp_path / "rm", seed=seed + 10)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from long import again
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tiny
@@ -27,7 +29,7 @@ from tunesmith.offline.rft import run_rft
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, again(2)])
 def test_accuracy_rises(tmp_path: Path, seed: int) -> None:
     """The unit conversion example: a model that rounds half of its answers learns from those that it does not."""
     here = tmp_path / "unit_conversion"
