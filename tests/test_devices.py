@@ -233,7 +233,7 @@ def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
     # Half of 60 GB - 2 of the trainer's weights - 2 of the engine's: the rest is away while the engine samples.
     size, reason = planned("system.hybrid=true")
     assert size == "28000MB" and reason.startswith("while the policy does not train, half")
-    on_ray = ("system.engine_process=false", 'system.cluster="ray"')
+    on_ray = ("system.engine_process=false", 'system.cluster="ray"', *own)
     assert planned(*on_ray)[0] == "29000MB", "an engine of a cluster has its GPU to itself"
     colocated = ('system.placement.colocate=[["actor", "rollout"]]',)
     assert planned(*on_ray, *colocated)[0] == "9590MB"

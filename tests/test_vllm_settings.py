@@ -159,7 +159,7 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
         (["system.vllm.cuda_graph_sizes=[0]"], "cuda_graph_sizes"),
         (["system.vllm.eagre=true"], "Did you mean 'eager'"),
         (["system.vllm.eager=1"], "system.vllm.eager is 1; it must be true or false"),
-        (["system.vllm.tensor_parallel_size=2", 'system.weight_plane="gloo"'], 'use "memory", or "disk"'),
+        (["system.vllm.tensor_parallel_size=2", 'system.weight_plane="ipc"'], '"ipc" reaches one process'),
         (
             ["system.vllm.tensor_parallel_size=2", "system.engine_process=false"],
             "set system.engine_process = true",

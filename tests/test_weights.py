@@ -205,7 +205,7 @@ async def test_a_round_that_is_withdrawn_ends_at_once_and_one_nobody_comes_to_in
     plane.patience = 0.2
     await plane.offer(1)
     [error] = await take_all((await plane.offer(2))[:1])
-    assert "1 of 2 engines came within 0.2 s" in str(error)
+    assert "1 of 2 processes of engines came within 0.2 s" in str(error)
     await asyncio.wait_for(plane.publish(6), 60)
     await plane.close()
 
