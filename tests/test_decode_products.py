@@ -160,6 +160,18 @@ def test_kinds_of_large_copies_are_not_tried_for_large_models(tmp_path: Path) ->
     assert prepared_bytes(1000, 8 * 8000 - 1) == 0
 
 
+def test_of_a_float32_model_that_copies_do_not_fit_beside_nothing_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles multiply bfloat16 weights only."""
+    monkeypatch.setattr(decode_model, "tiles", lambda: True)
+    monkeypatch.setattr(decode_model, "prepared_bytes", lambda *_: 0)
+    monkeypatch.setattr(decode_model, "choose", lambda *_, **__: pytest.fail("prepared"))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.float32)
+    decoder = decode_model.DecodeModel(model, compiled=True)
+    assert decoder.for_rows(1) is model and decoder.for_rows(100) is model
+
+
 def test_a_layer_is_of_one_compiled_kind_if_its_calls_save_more_than_others_are_faster() -> None:
     times = {name: {"plain": 2.0, "packed": 1.0, "panels": 1.25} for name in PRODUCTS}
     assert _chosen(times, 0.3) == dict.fromkeys(PRODUCTS, "panels")

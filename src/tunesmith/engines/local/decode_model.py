@@ -31,8 +31,9 @@ class DecodeModel:
         numbers = sum(p.numel() for p in model.module.parameters())
         # In larger models the two small products that an adapter adds to each matter less.
         self._merges = on_cpu and model.adapter is not None and numbers <= SMALL
-        # Compiled products of tiles read the weights as they are.
-        fits = prepared_bytes(numbers, memory()[0]) > 0 or (compiled and tiles())
+        # Compiled products of tiles read bfloat16 weights as they are; the plan counts no copies of larger models.
+        as_they_are = compiled and model.module.dtype == torch.bfloat16 and tiles()
+        fits = prepared_bytes(numbers, memory()[0]) > 0 or as_they_are
         self._prepares = on_cpu and fits and (self._merges or model.module.dtype in LAYERS)
         self._choices: dict[int, Choice] | None = None
         self._merged: CausalLM | None = None
